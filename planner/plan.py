@@ -1,0 +1,234 @@
+"""The plan: what runs where, in which order, and what that is predicted to cost. Torch-free, JSON in and out.
+
+A plan is the only thing that passes from the planner to the executor.
+
+    plan = Plan.load("plan.json")
+    print(plan)                      # one screen: stages, times, memory
+    plan.stages[1].module_paths      # what the second stage holds
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from profiler.device import Device
+from profiler.errors import PlanFileError
+from profiler.sample_spec import SampleSpec
+from profiler.value import Value, write_atomically
+
+PLAN_SCHEMA_VERSION = 1
+
+
+class Segment(Value):
+    """Layers `first` to `stop - 1`, as a unit of recompute."""
+
+    first: int = Field(ge=0)
+    stop: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if self.stop <= self.first:
+            raise ValueError(f"segment [{self.first}, {self.stop}) is empty")
+        return self
+
+
+class StageTimes(Value):
+    """Predicted seconds of one stage for one micro-batch of a given size.
+
+    Attributes:
+        forward_s: forward pass.
+        recompute_s: running recomputed segments again before the backward pass; 0 when all is kept.
+        backward_s: backward pass.
+        send_forward_s: sending the stage's outputs to the next stage; 0 for the last.
+        send_backward_s: sending the gradients of the stage's inputs to the stage before; 0 for the first.
+    """
+
+    micro_batch_size: int = Field(gt=0)
+    forward_s: float = Field(ge=0)
+    recompute_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    send_forward_s: float = Field(ge=0)
+    send_backward_s: float = Field(ge=0)
+
+
+class StageMemory(Value):
+    """Predicted peak bytes of one stage on its device, by class.
+
+    Attributes:
+        parameters: parameters and buffers.
+        gradients: of trainable parameters.
+        optimizer: state of the optimizer.
+        activations: what all micro-batches in flight keep for the backward pass, stage inputs included.
+        transient: the largest moment beside that (one recomputed micro-batch, temporaries).
+        receive_buffers: gradients and inputs under way.
+        reserve: fixed cost of the process and its allocator.
+    """
+
+    parameters: int = Field(ge=0)
+    gradients: int = Field(ge=0)
+    optimizer: int = Field(ge=0)
+    activations: int = Field(ge=0)
+    transient: int = Field(ge=0)
+    receive_buffers: int = Field(ge=0)
+    reserve: int = Field(ge=0)
+
+    @property
+    def total(self) -> int:
+        """Sum of all classes, to be compared with `Device.memory_bytes`."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.transient
+            + self.receive_buffers
+            + self.reserve
+        )
+
+
+class Stage(Value):
+    """A contiguous run of layers on one device.
+
+    Attributes:
+        first_layer: index of its first layer.
+        stop_layer: index behind its last layer.
+        module_paths: first and last module path, for people.
+        device: where it runs; rank k of the executor runs stage k.
+        parameters: names of its parameters (a tied parameter is named by every stage that uses it).
+        parameter_count: elements of those parameters.
+        recompute: segments that are run again in the backward phase; the whole stage is `(first_layer, stop_layer)`.
+        times: one entry for each distinct micro-batch size of the plan.
+        optimizer_s: predicted seconds of the optimizer step.
+        memory: predicted peak bytes.
+    """
+
+    first_layer: int = Field(ge=0)
+    stop_layer: int = Field(gt=0)
+    module_paths: tuple[str, str]
+    device: Device
+    parameters: tuple[str, ...]
+    parameter_count: int = Field(ge=0)
+    recompute: tuple[Segment, ...] = ()
+    times: tuple[StageTimes, ...] = Field(min_length=1)
+    optimizer_s: float = Field(ge=0)
+    memory: StageMemory
+
+    def times_at(self, micro_batch_size: int) -> StageTimes:
+        """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
+        for entry in self.times:
+            if entry.micro_batch_size == micro_batch_size:
+                return entry
+        raise KeyError(micro_batch_size)
+
+
+class Prediction(Value):
+    """What the planner expects of one training step.
+
+    Attributes:
+        step_s: seconds of one step, the optimizer included.
+        optimizer_s: the part of it that is the optimizer's.
+        bubble: share of the devices' time before the optimizer step in which they neither compute nor recompute.
+        samples_per_s: throughput.
+        lower_bound_s: no plan for the same profile, devices and settings is faster than this.
+        gap: `step_s / lower_bound_s - 1`; 0 means proven optimal for the cost model.
+        one_device_s: predicted step time of the same batch on the first device alone without recompute, if memory
+            were no matter: the base of speed-up figures.
+    """
+
+    step_s: float = Field(gt=0)
+    optimizer_s: float = Field(ge=0)
+    bubble: float = Field(ge=0, le=1)
+    samples_per_s: float = Field(gt=0)
+    lower_bound_s: float = Field(gt=0)
+    gap: float = Field(ge=0)
+    one_device_s: float = Field(gt=0)
+
+
+class Plan(Value):
+    """A pipeline-parallel training plan. K is `len(plan.stages)`, M is `len(plan.micro_batch_sizes)`.
+
+    Attributes:
+        schema_version: of this format; another one is refused.
+        model_fingerprint: of the traced model; the executor refuses any other model.
+        profile_fingerprint: of the profile that the predictions come from.
+        sample: what the model is called with.
+        batch_size: samples of a mini-batch.
+        micro_batch_sizes: samples of each micro-batch in order; they add up to `batch_size`.
+        schedule: order of the actions on each rank.
+        replicas: R, pipelines side by side with averaged gradients.
+        optimizer: class name of the optimizer that the predictions assume.
+        stages: in pipeline order.
+        prediction: step time and how good the plan is.
+    """
+
+    schema_version: Literal[1] = PLAN_SCHEMA_VERSION
+    model_fingerprint: str
+    profile_fingerprint: str
+    sample: SampleSpec
+    batch_size: int = Field(gt=0)
+    micro_batch_sizes: tuple[int, ...] = Field(min_length=1)
+    schedule: Literal["gpipe"] = "gpipe"
+    replicas: Literal[1] = 1
+    optimizer: str
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    prediction: Prediction
+
+    @property
+    def K(self) -> int:  # noqa: N802 (the field's symbol)
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def M(self) -> int:  # noqa: N802
+        """Number of micro-batches."""
+        return len(self.micro_batch_sizes)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if any(size < 1 for size in self.micro_batch_sizes) or sum(self.micro_batch_sizes) != self.batch_size:
+            raise ValueError(
+                f"micro-batches of {list(self.micro_batch_sizes)} samples do not make up a batch of {self.batch_size}"
+            )
+        expected = 0
+        for position, stage in enumerate(self.stages):
+            if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
+                raise ValueError(
+                    f"stage {position} holds layers [{stage.first_layer}, {stage.stop_layer}), expected to start at "
+                    f"{expected} and hold at least one"
+                )
+            expected = stage.stop_layer
+            sizes = {entry.micro_batch_size for entry in stage.times}
+            if sizes != set(self.micro_batch_sizes) or len(sizes) != len(stage.times):
+                raise ValueError(f"stage {position} has times for micro-batches of {sorted(sizes)} samples")
+            for segment in stage.recompute:
+                if segment.first < stage.first_layer or segment.stop > stage.stop_layer:
+                    raise ValueError(f"stage {position} recomputes layers [{segment.first}, {segment.stop})")
+        return self
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, atomically; equal plans give equal bytes."""
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanFileError: the file is missing, cut off, or does not hold a plan of this schema version; the message
+                gives the JSON path of the first thing that is wrong.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise PlanFileError(f"cannot read the plan {path}: {problem}") from problem
+        return cls.parse_json(text, source=str(path), error=PlanFileError)
+
+    def __repr__(self) -> str:
+        from planner.report import plan_report
+
+        return plan_report(self)
+
+    __str__ = __repr__

@@ -1,0 +1,51 @@
+"""The one tree of errors that this project raises.
+
+Everything that a caller can cause ends in a `PlanError`; its subclasses say which step failed. `exit_code` is what
+the command `autoplan` exits with when the error reaches it.
+"""
+
+from typing import ClassVar
+
+
+class PlanError(Exception):
+    """Base of every error that gpipe-autoplan raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ArgumentError(PlanError, ValueError):
+    """An argument has a value that cannot mean anything (a negative batch, no devices)."""
+
+    exit_code = 2
+
+
+class InfeasibleError(PlanError):
+    """No plan satisfies the batch size, the memory limits and the rules at once."""
+
+    exit_code = 3
+
+
+class NotTraceableError(PlanError):
+    """The model cannot be turned into a graph (its forward branches on data, for instance)."""
+
+    exit_code = 4
+
+
+class PlanFileError(PlanError):
+    """A plan file is damaged, has a wrong type or an unknown key, or another schema version."""
+
+    exit_code = 5
+
+
+class ForeignPlanError(PlanFileError):
+    """A plan is sound, but was made for another model or for other processes."""
+
+
+class ProfileError(PlanError):
+    """A profile is damaged, or does not hold what is asked of it."""
+
+    exit_code = 5
+
+
+class ExecutionError(PlanError):
+    """Training by a plan failed; the message names rank, stage, micro-batch and the first cause."""

@@ -1,0 +1,174 @@
+"""The profile: what each layer costs, by micro-batch size and kind of device. Torch-free.
+
+A `Profile` is all that the planner knows of a model. One `LayerCost` is one layer at one micro-batch size on one
+kind of device; `Profile.layers` says once per layer what does not depend on either.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from profiler.device import Link
+from profiler.errors import ProfileError
+from profiler.sample_spec import SampleSpec
+from profiler.value import Value, write_atomically
+
+if TYPE_CHECKING:
+    import pandas
+
+PROFILE_SCHEMA_VERSION = 1
+
+
+class ParameterInfo(Value):
+    """One parameter of the model.
+
+    Attributes:
+        name: its original (fully qualified) name; a tied parameter has the name under which the graph uses it.
+        size_bytes: bytes of its elements.
+        trainable: whether it gets a gradient.
+    """
+
+    name: str
+    elements: int = Field(ge=0)
+    size_bytes: int = Field(ge=0)
+    trainable: bool
+
+
+class LayerInfo(Value):
+    """What a layer is, whatever the micro-batch size.
+
+    Attributes:
+        index: position in the sequence, from 0.
+        name: module path of its first and last operation, for people.
+        signature: equal for layers that do the same work on the same shapes.
+        parameters: names of the parameters that it reads, in `Profile.parameters`.
+        buffers_bytes: bytes of the buffers that it reads.
+        module_paths: paths of the modules that its operations come from, in order of first use.
+    """
+
+    index: int = Field(ge=0)
+    name: str
+    signature: str
+    parameters: tuple[str, ...]
+    buffers_bytes: int = Field(ge=0)
+    module_paths: tuple[str, ...]
+
+
+class LayerCost(Value):
+    """One layer at one micro-batch size on one kind of device.
+
+    Attributes:
+        layer: index of the layer.
+        micro_batch_size: samples in the micro-batch.
+        device_kind: `Device.kind`.
+        forward_s: median seconds of a forward pass that keeps what the backward pass needs. The last layer's times
+            include the loss function.
+        recompute_s: median seconds of running that forward again in the backward phase.
+        backward_s: median seconds of the backward pass.
+        spread: relative spread of the timings, (third quartile - first quartile) / median of forward + backward.
+        kept_bytes: bytes created by this layer that autograd keeps until the backward pass (distinct storages;
+            parameters and the layer's inputs not counted).
+        transient_bytes: the largest bytes that exist beside the kept ones during the layer's forward or backward.
+        output_bytes: bytes of all values that cross the boundary behind this layer, those that only pass by
+            included; 0 behind the last layer.
+        output_gradient_bytes: the part of `output_bytes` that a gradient comes back for.
+    """
+
+    layer: int = Field(ge=0)
+    micro_batch_size: int = Field(gt=0)
+    device_kind: str
+    forward_s: float = Field(ge=0)
+    recompute_s: float = Field(ge=0)
+    backward_s: float = Field(ge=0)
+    spread: float = Field(ge=0)
+    kept_bytes: int = Field(ge=0)
+    transient_bytes: int = Field(ge=0)
+    output_bytes: int = Field(ge=0)
+    output_gradient_bytes: int = Field(ge=0)
+
+
+class OptimizerCost(Value):
+    """What one optimizer step costs.
+
+    Attributes:
+        name: class name, such as `"AdamW"`.
+        seconds_per_byte: seconds of `optimizer.step()` and `zero_grad()` per byte of trainable parameters.
+        state_bytes_per_byte: bytes of optimizer state per byte of trainable parameters (2 for Adam).
+    """
+
+    name: str
+    device_kind: str
+    seconds_per_byte: float = Field(ge=0)
+    state_bytes_per_byte: float = Field(ge=0)
+
+
+class Profile(Value):
+    """What a model costs on the devices at hand; the planner's only input.
+
+    Attributes:
+        fingerprint: of the `LayerSequence` that was measured; a plan carries it on.
+        sample: what the model was called with, as the executor needs it to trace again.
+        input_bytes: bytes of the model's inputs for one sample of the batch; a rank holds the whole mini-batch.
+        reserve_bytes: memory of a process before any stage is loaded (a CUDA context and its allocator's reserve).
+    """
+
+    schema_version: Literal[1] = PROFILE_SCHEMA_VERSION
+    fingerprint: str
+    sample: SampleSpec
+    parameters: tuple[ParameterInfo, ...]
+    layers: tuple[LayerInfo, ...] = Field(min_length=1)
+    costs: tuple[LayerCost, ...] = Field(min_length=1)
+    optimizers: tuple[OptimizerCost, ...] = Field(min_length=1)
+    links: tuple[Link, ...] = ()
+    input_bytes: int = Field(ge=0)
+    reserve_bytes: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        known = {parameter.name for parameter in self.parameters}
+        for position, layer in enumerate(self.layers):
+            if layer.index != position:
+                raise ValueError(f"layer {layer.index} stands at position {position}")
+            missing = set(layer.parameters) - known
+            if missing:
+                raise ValueError(f"layer {position} reads unknown parameters {sorted(missing)}")
+        seen = [(cost.device_kind, cost.micro_batch_size, cost.layer) for cost in self.costs]
+        expected = {
+            (kind, size, layer)
+            for kind, size in {(kind, size) for kind, size, _ in seen}
+            for layer in range(len(self.layers))
+        }
+        if len(seen) != len(set(seen)) or set(seen) != expected:
+            raise ValueError(
+                f"{len(seen)} costs do not hold each of {len(self.layers)} layers once for each device kind and size"
+            )
+        return self
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a layer, micro-batch size and kind of device: the fields of `LayerCost` and the layer's name."""
+        import pandas
+
+        frame = pandas.DataFrame([cost.model_dump() for cost in self.costs])
+        names = [self.layers[cost.layer].name for cost in self.costs]
+        frame.insert(1, "name", names)
+        return frame
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, atomically."""
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a profile that `save` wrote.
+
+        Raises:
+            ProfileError: the file is missing, damaged, or of another schema.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ProfileError(f"cannot read the profile {path}: {problem}") from problem
+        return cls.parse_json(text, source=str(path), error=ProfileError)

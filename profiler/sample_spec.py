@@ -1,0 +1,42 @@
+"""What a model is called with, as data: enough to trace the same graph again without the sample. Torch-free."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from profiler.value import Value
+
+
+class TensorLeaf(Value):
+    """A tensor in the sample.
+
+    Attributes:
+        dtype: torch name without the prefix, `"float32"`.
+        batch_dim: dimension that grows with the batch; None for a tensor that every micro-batch gets whole.
+    """
+
+    kind: Literal["tensor"] = "tensor"
+    shape: tuple[int, ...]
+    dtype: str
+    batch_dim: int | None = Field(ge=0)
+
+
+class ConstantLeaf(Value):
+    """Anything else in the sample; the graph is specialized to it."""
+
+    kind: Literal["constant"] = "constant"
+    value: None | bool | int | float | str
+
+
+class SampleSpec(Value):
+    """The sample's structure and leaves.
+
+    Attributes:
+        batch_size: extent of every batch dimension in the sample.
+        tree: `torch.utils._pytree` structure of `(args, kwargs)`, in torch's own JSON form.
+        leaves: in flattening order.
+    """
+
+    batch_size: int = Field(gt=0)
+    tree: str
+    leaves: tuple[TensorLeaf | ConstantLeaf, ...]

@@ -1,23 +1,26 @@
 """The layer sequence: what tracing yields, and what profiler, planner and executor share of a model.
 
-A model is a list of layers. Each layer is a pure function of named values:
+A model is a list of layers. Each layer is a function of named tensors,
 
-    outputs = layer.function(*[values[name] for name in layer.reads])
+    outputs = layer.function(*parameters, *buffers, *values)
 
-where a name is a parameter or buffer (original name), a model input, or a value that an earlier layer produced. What
-a layer would write in place (a buffer, running statistics) it returns instead; random numbers are the one thing that
-it takes from outside, and `draws_random` says so.
+with the tensors that `layer.parameters`, `layer.buffers` and `layer.values` name, in that order, and returns those
+that `layer.outputs` names. What the model writes in place (a buffer, running statistics) a layer returns instead;
+random numbers are the one thing that it takes from outside, and `draws_random` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from profiler.batch_norm import BatchStatistics
 from profiler.sample_spec import SampleSpec
 
 if TYPE_CHECKING:
@@ -29,74 +32,50 @@ class BoundaryValue:
     """One value that lives between two layers.
 
     Attributes:
-        name: of the node that computes it.
+        name: of the operation that computes it.
         dtype: element type.
-        shape: at the sample's batch size; the batch dimension is `batch_dim`.
-        batch_dim: dimension that grows with the micro-batch, or None.
+        shape: extents as ints, or as sympy expressions of the micro-batch size `n`.
         requires_grad: whether a gradient comes back for it.
         producer: index of the layer that computes it.
-        consumers: indices of the layers that read it, ascending; `len(layers)` stands for the model's output.
+        consumers: indices of the layers that read it, ascending; the number of layers stands for the model's output.
     """
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    batch_dim: int | None
+    shape: tuple[Any, ...]
     requires_grad: bool
     producer: int
     consumers: tuple[int, ...]
-    bytes_per_sample: int
-    fixed_bytes: int
+
+    def shape_at(self, micro_batch_size: int) -> tuple[int, ...]:
+        """The shape for a micro-batch of that size."""
+        return tuple(
+            extent if isinstance(extent, int) else int(extent.subs(dict.fromkeys(extent.free_symbols, micro_batch_size)))
+            for extent in self.shape
+        )
 
     def size_bytes(self, micro_batch_size: int) -> int:
         """Bytes of the value for a micro-batch of that size."""
-        return self.bytes_per_sample * micro_batch_size + self.fixed_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BatchStatistics:
-    """Running statistics that a layer returns instead of writing them (batch normalization).
-
-    The layer's outputs `mean` and `variance` are the micro-batch's mean and *unbiased* variance per channel over
-    `count` elements; the executor moves the buffers once per mini-batch.
-
-    Attributes:
-        running_mean: name of the buffer.
-        running_var: name of the buffer.
-        num_batches_tracked: name of the counter buffer, if the module has one.
-        momentum: of the exponential average; None for a cumulative one.
-        mean: name of the layer output with the mean.
-        variance: name of the layer output with the unbiased variance.
-        count: name of the layer output with the number of elements per channel (an int).
-    """
-
-    running_mean: str
-    running_var: str
-    num_batches_tracked: str | None
-    momentum: float | None
-    mean: str
-    variance: str
-    count: str
+        return prod(self.shape_at(micro_batch_size)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A contiguous run of graph nodes that the planner never cuts.
+    """A contiguous run of operations that the planner never cuts.
 
     Attributes:
         index: position in the sequence.
         name: module path of its first and last operation.
         operations: names of its operations in order (`"aten.linear.default"`).
         module_paths: modules that they come from, in order of first use.
-        source: file and line of the first operation in the user's code, or "".
+        source: `file:line` of the first operation in the user's code, or "".
         parameters: names of the parameters that it reads.
-        buffers: names of the buffers that it reads.
-        written_buffers: buffer name -> name of the output that holds its new value.
-        statistics: batch-normalization statistics among its outputs.
-        reads: names of the arguments of `function`, in order.
-        outputs: names of the results of `function`, in order (always a tuple, also for one).
-        in_place_reads: those of `reads` that the layer writes in place (itself or through a view); a leaf must not be
-            passed for them.
+        buffers: names of the buffers and tensor constants that it reads.
+        values: names of the inputs, prelude values and earlier layers' outputs that it reads.
+        outputs: names of what it returns.
+        written_buffers: pairs (buffer, output that holds its new value).
+        statistics: batch normalizations whose running statistics are to be moved by its outputs.
+        in_place: those of `values` that it writes in place, itself or through a view.
         draws_random: whether it draws random numbers.
         flops: of its forward pass at the sample's batch size.
         signature: equal for layers that do the same operations on the same shapes.
@@ -110,14 +89,31 @@ class Layer:
     source: str
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    values: tuple[str, ...]
+    outputs: tuple[str, ...]
     written_buffers: tuple[tuple[str, str], ...]
     statistics: tuple[BatchStatistics, ...]
-    reads: tuple[str, ...]
-    outputs: tuple[str, ...]
-    in_place_reads: frozenset[str]
+    in_place: frozenset[str]
     draws_random: bool
     flops: int
     signature: str
+    function: Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prelude:
+    """Values that depend on inputs and constant buffers alone; every stage computes those that it reads.
+
+    Attributes:
+        names: what it computes.
+        buffers: names of the buffers that it reads.
+        inputs: names of the model inputs that it reads.
+        function: `function(*buffers, *inputs)` returns the values of `names`.
+    """
+
+    names: tuple[str, ...]
+    buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
     function: Callable[..., tuple[Any, ...]]
 
 
@@ -127,30 +123,60 @@ class LayerSequence:
 
     Attributes:
         layers: in execution order.
-        boundaries: `boundaries[i]` are the values alive between layer i - 1 and layer i, for i in 0..L; the first
-            and the last are empty (inputs are available everywhere, outputs belong to the last layer).
+        boundaries: `boundaries[i]` are the values alive between layer i - 1 and layer i, in the order in which they
+            are computed; the first is empty (inputs are available everywhere) and so is the last.
         inputs: names of the model's tensor inputs, in the order of the sample's tensor leaves.
-        prelude: names of values that depend on inputs alone and are computed on every stage that reads them.
-        prelude_function: `prelude_function(*inputs) -> tuple` of all `prelude` values.
-        output_names: names of the values that the model returns, in the flattened order of its output; None where
-            the output holds a constant.
-        parameters: original name -> parameter (shared with the model, not copied), each tied parameter once.
-        buffers: original name -> buffer.
-        aliases: name that the graph uses -> all names that the model has for the same parameter or buffer.
-        tied: parameters read by more than one layer -> indices of those layers, ascending.
+        prelude_of: compiles the prelude for a set of names that layers read.
+        prelude_names: all names that a prelude can compute.
+        outputs: leaves of the model's output in flattened order: the name of a value, or a constant in a tuple.
+        output_tree: structure of the model's output.
+        parameters: original name -> the model's own parameter, each tied parameter once.
+        buffers: original name -> the model's own buffer, or a constant of the graph.
+        aliases: name that the graph uses -> all names that the model has for that parameter or buffer.
+        tied: parameter read by more than one layer -> indices of those layers, ascending.
         sample: how to call the model.
-        fingerprint: equal exactly when the traced graphs and parameter shapes are equal.
+        fingerprint: equal when graph, layers and shapes are.
     """
 
     layers: tuple[Layer, ...]
     boundaries: tuple[tuple[BoundaryValue, ...], ...]
     inputs: tuple[str, ...]
-    prelude: tuple[str, ...]
-    prelude_function: Callable[..., tuple[Any, ...]]
-    output_names: tuple[str | None, ...]
-    parameters: dict[str, torch.nn.Parameter]
-    buffers: dict[str, Tensor]
-    aliases: dict[str, tuple[str, ...]]
-    tied: dict[str, tuple[int, ...]]
+    prelude_of: Callable[[Sequence[str]], Prelude] = field(repr=False)
+    prelude_names: frozenset[str]
+    outputs: tuple[str | tuple[Any], ...]
+    output_tree: pytree.TreeSpec
+    parameters: Mapping[str, torch.nn.Parameter] = field(repr=False)
+    buffers: Mapping[str, Tensor] = field(repr=False)
+    aliases: Mapping[str, tuple[str, ...]]
+    tied: Mapping[str, tuple[int, ...]]
     sample: SampleSpec
     fingerprint: str
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    def __repr__(self) -> str:
+        """One line: how many layers, parameters and distinct layers."""
+        elements = sum(parameter.numel() for parameter in self.parameters.values())
+        distinct = len({layer.signature for layer in self.layers})
+        return f"LayerSequence({len(self)} layers, {distinct} distinct, {elements:,} parameters, {self.fingerprint})"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a layer: name, operations, parameter elements, FLOPs, and bytes that cross the boundary behind it."""
+        import pandas
+
+        size = self.sample.batch_size
+        return pandas.DataFrame(
+            {
+                "layer": [layer.index for layer in self.layers],
+                "name": [layer.name for layer in self.layers],
+                "operations": [len(layer.operations) for layer in self.layers],
+                "parameters": [sum(self.parameters[p].numel() for p in layer.parameters) for layer in self.layers],
+                "flops": [layer.flops for layer in self.layers],
+                "boundary_values": [len(values) for values in self.boundaries[1:]],
+                "boundary_bytes": [sum(v.size_bytes(size) for v in values) for values in self.boundaries[1:]],
+                "signature": [layer.signature for layer in self.layers],
+                "source": [layer.source for layer in self.layers],
+            }
+        )

@@ -1,0 +1,155 @@
+"""What each node of a traced graph does, found by running the graph once on fake tensors.
+
+A fake tensor has shape, strides, storage and autograd history but no data, so this run costs neither memory nor
+arithmetic and works from the meta device. It tells what a graph alone does not: FLOPs, aliasing, randomness and
+which values carry a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from profiler.frontend import TracedGraph, moves_statistics, written_arguments
+from profiler.sample import example_call, tensor_leaves
+from profiler.sample_spec import SampleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What one node does at the sample's batch size.
+
+    Attributes:
+        flops: multiply-adds counted as two, as `torch.utils.flop_counter` does.
+        written_bytes: bytes of the storages that it fills, views not counted: a measure of memory traffic.
+        value_bytes: bytes of its value if it is one tensor, as it would be sent (contiguous).
+        storage: identity of the storage behind its value; None if the value is not one tensor.
+        is_tensor: whether its value is one tensor.
+        requires_grad: whether a gradient flows back through its value.
+        draws_random: whether it draws random numbers.
+        writes: storages that it writes in place.
+    """
+
+    flops: int
+    written_bytes: int
+    value_bytes: int
+    storage: int | None
+    is_tensor: bool
+    requires_grad: bool
+    draws_random: bool
+    writes: frozenset[int]
+
+
+class _Counter(TorchDispatchMode):
+    """Counts FLOPs and notices random operations below the level of composite operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.draws_random = False
+
+    def reset(self) -> None:
+        self.flops = 0
+        self.draws_random = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.draws_random |= torch.Tag.nondeterministic_seeded in func.tags
+        formula = FLOP_FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out
+
+
+def _cpu_attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Forward FLOPs of fused attention on CPU, for which torch has no formula (it would count as nothing)."""
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops,
+}
+
+
+def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
+    """Run the graph on fake tensors at the sample's batch size.
+
+    Args:
+        traced: the graph.
+        spec: what it is called with.
+
+    Returns:
+        The facts of every node but the output.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((parameter.device for parameter in traced.module.parameters()), torch.device("cpu"))
+    with mode:
+        call = example_call(spec, spec.batch_size, device)
+    sample = call.kwargs if call.kwargs and not call.args else call.args
+    inputs = dict(zip(traced.inputs, tensor_leaves(sample, spec), strict=True))
+    values: dict[fx.Node, Any] = {}
+    facts: dict[fx.Node, NodeFacts] = {}
+    counter = _Counter()
+    with mode, counter, torch.enable_grad():
+        for node in traced.module.graph.nodes:
+            if node.op == "output":
+                break
+            counter.reset()
+            values[node] = _evaluate(node, values, inputs, traced.module, mode)
+            facts[node] = _facts(node, values, counter)
+    return facts
+
+
+def _evaluate(
+    node: fx.Node,
+    values: dict[fx.Node, Any],
+    inputs: Mapping[fx.Node, Tensor],
+    module: fx.GraphModule,
+    mode: FakeTensorMode,
+) -> Any:
+    if node.op == "placeholder":
+        return inputs.get(node)
+    if node.op == "get_attr":
+        target: Any = module
+        for part in str(node.target).split("."):
+            target = getattr(target, part)
+        return mode.from_tensor(target, static_shapes=True) if isinstance(target, Tensor) else target
+    assert callable(node.target)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: values[argument])
+    return node.target(*args, **kwargs)
+
+
+def _facts(node: fx.Node, values: dict[fx.Node, Any], counter: _Counter) -> NodeFacts:
+    value = values[node]
+    single = isinstance(value, Tensor)
+    arguments = pytree.tree_leaves([values[argument] for argument in node.all_input_nodes])
+    before = {_storage(item) for item in arguments if isinstance(item, Tensor)}
+    produced = [item for item in pytree.tree_leaves(value) if isinstance(item, Tensor)]
+    writes = {_storage(values[argument]) for argument in written_arguments(node)}
+    if moves_statistics(node):
+        writes |= {_storage(values[argument]) for argument in node.args[3:5] if isinstance(argument, fx.Node)}
+    return NodeFacts(
+        flops=counter.flops,
+        written_bytes=sum(item.nbytes for item in produced if _storage(item) not in before),
+        value_bytes=value.nbytes if single else 0,
+        storage=_storage(value) if single else None,
+        is_tensor=single,
+        requires_grad=any(item.requires_grad for item in produced),
+        draws_random=counter.draws_random,
+        writes=frozenset(writes),
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,204 @@
+"""From a module to one flat graph of ATen operations with the original parameter names.
+
+`torch.export` in non-strict mode traces what eager Python executes; every batched input gets a dynamic batch
+dimension, so the graph runs at every micro-batch size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import linecache
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from profiler.errors import NotTraceableError
+from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call
+from profiler.sample_spec import SampleSpec, TensorLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """A graph with its root module and the structure of what it returns.
+
+    Attributes:
+        module: `get_attr` targets resolve here; parameters are the model's own.
+        inputs: placeholders of the sample's tensor leaves, in order.
+        out_spec: structure of the model's output.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    out_spec: pytree.TreeSpec
+
+
+def export_graph(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> TracedGraph:
+    """Trace the model with a dynamic batch.
+
+    Args:
+        model: any module, also on the meta device.
+        spec: what it is called with.
+        training: trace it as it trains, else as `model.eval()` leaves it.
+
+    Raises:
+        NotTraceableError: the forward pass cannot be exported; the message names module path, source line and cause.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    call = example_call(spec, max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST), device)
+    try:
+        with _mode(model, training), _quiet():
+            program = torch.export.export(
+                model, call.args, call.kwargs, dynamic_shapes=_dynamic_shapes(model, spec), strict=False
+            )
+            module = program.module()
+    except Exception as problem:
+        raise NotTraceableError(_explanation(model, problem)) from problem
+    return _tidy(module, program, spec)
+
+
+def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
+    """Every batch dimension dynamic, in the form that export takes: by position, or by name if there are keywords."""
+    shapes = [
+        {leaf.batch_dim: Dim.DYNAMIC} if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None else None
+        for leaf in spec.leaves
+    ]
+    args, kwargs = pytree.tree_unflatten(shapes, pytree.treespec_loads(spec.tree))
+    if not kwargs:
+        return args
+    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+
+
+@contextlib.contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in the wanted mode; modules that a training model holds in evaluation mode (frozen) stay so."""
+    flags = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep export from printing graphs and warnings: what matters of them ends up in our error."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
+def _explanation(model: nn.Module, problem: Exception) -> str:
+    """What cannot be traced, where, and what to do."""
+    first_line = next((line for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+    if "data-dependent" in str(problem):
+        cause = "the forward pass branches on the values of a tensor"
+        cure = (
+            "make the branch independent of data (torch.where, or a flag set before planning), or move it out of the "
+            "model"
+        )
+    else:
+        cause = first_line.strip()
+        cure = "change that line to operations on tensors that torch.export can follow"
+    path, place = _user_frame(model, problem.__traceback__)
+    return f"cannot trace the model: in {path}, {place}: {cause}; {cure}"
+
+
+def _user_frame(model: nn.Module, trace: TracebackType | None) -> tuple[str, str]:
+    """Path of the innermost module of the model in a traceback, and its source line."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    found = ("the model", "its call")
+    while trace is not None:
+        frame = trace.tb_frame
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        owner = frame.f_locals.get(names[0]) if names else None
+        torch_own = str(frame.f_globals.get("__name__", "")).startswith("torch.")
+        if isinstance(owner, nn.Module) and id(owner) in paths and not torch_own:
+            filename = frame.f_code.co_filename
+            code = linecache.getline(filename, trace.tb_lineno).strip()
+            path = paths[id(owner)]
+            module = f"module {path!r}" if path else f"the model ({type(owner).__name__})"
+            found = (module, f'{filename}:{trace.tb_lineno} "{code}"')
+        trace = trace.tb_next
+    return found
+
+
+def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec) -> TracedGraph:
+    """Drop guards and dead nodes, read batch extents from inputs, and find the placeholders of tensor leaves."""
+    graph: fx.Graph = module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(spec.leaves):
+        raise NotTraceableError(
+            f"cannot trace the model: it takes {len(placeholders)} values where the sample has {len(spec.leaves)}; pass "
+            "the sample as a tuple of positional arguments or a dict of keyword arguments"
+        )
+    inputs = [node for node, leaf in zip(placeholders, spec.leaves, strict=True) if isinstance(leaf, TensorLeaf)]
+    _read_extents_from_inputs(graph, inputs)
+    for node in reversed(graph.nodes):
+        if node.op in ("placeholder", "output") or node.users:
+            continue
+        if node.op != "call_function" or not may_write(node):
+            graph.erase_node(node)
+    return TracedGraph(module, tuple(inputs), program.call_spec.out_spec)
+
+
+def _read_extents_from_inputs(graph: fx.Graph, inputs: list[fx.Node]) -> None:
+    """Let `sym_size` ask the inputs, which every stage has, instead of values on the way."""
+    sources: dict[Any, tuple[fx.Node, int]] = {}
+    for node in inputs:
+        for dim, extent in enumerate(node.meta["val"].shape):
+            if isinstance(extent, torch.SymInt):
+                sources.setdefault(extent.node.expr, (node, dim))
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.sym_size.int and isinstance(node.meta["val"], torch.SymInt):
+            source = sources.get(node.meta["val"].node.expr)
+            if source is not None:
+                node.args = source
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether running the node can change a tensor that existed before, as far as its schema tells."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable or moves_statistics(node)
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def moves_statistics(node: fx.Node) -> bool:
+    """Whether the node is a batch normalization that moves running statistics (its schema does not say so)."""
+    if node.target is not torch.ops.aten.batch_norm.default:
+        return False
+    running_mean, training = node.args[3], node.args[5]
+    return bool(training) and running_mean is not None
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that the node writes in place, by its schema."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written.extend(item for item in pytree.tree_leaves(value) if isinstance(item, fx.Node))
+    return written

@@ -1,0 +1,151 @@
+"""The sample that a model is traced with: from what the user passes to flat leaves, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from profiler.errors import ArgumentError
+from profiler.sample_spec import ConstantLeaf, SampleSpec, TensorLeaf
+
+TRACED_BATCH_SIZE_AT_LEAST = 2  # torch.export specializes extents 0 and 1, so a sample of 1 is traced as 2
+
+
+def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `model(*args, **kwargs)` gets for a sample.
+
+    A tuple holds positional arguments, a dict keyword arguments, anything else is the one positional argument.
+    """
+    if isinstance(sample, dict):
+        return (), dict(sample)
+    if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
+        return sample, {}
+    return (sample,), {}
+
+
+def describe_sample(sample: Any) -> SampleSpec:
+    """The spec of a sample; tensors whose first dimension equals the first tensor's are taken to be batched.
+
+    Raises:
+        ArgumentError: there is no tensor with at least one dimension, the batch is empty, or a leaf is neither a
+            tensor nor a plain constant.
+    """
+    leaves, tree = pytree.tree_flatten(call_arguments(sample))
+    batched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not batched:
+        raise ArgumentError("the sample holds no tensor with a batch dimension; pass what the model is called with")
+    batch_size = batched[0].shape[0]
+    if batch_size < 1:
+        raise ArgumentError("the sample's batch dimension has extent 0; pass at least one sample")
+    return SampleSpec(
+        batch_size=batch_size,
+        tree=pytree.treespec_dumps(tree),
+        leaves=tuple(_describe_leaf(leaf, batch_size) for leaf in leaves),
+    )
+
+
+def _describe_leaf(leaf: Any, batch_size: int) -> TensorLeaf | ConstantLeaf:
+    if isinstance(leaf, Tensor):
+        batched = leaf.dim() > 0 and leaf.shape[0] == batch_size
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return TensorLeaf(shape=tuple(leaf.shape), dtype=dtype, batch_dim=0 if batched else None)
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return ConstantLeaf(value=leaf)
+    raise ArgumentError(f"the sample holds a {type(leaf).__name__}; tensors, numbers, strings and None can be traced")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments of one call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def example_call(spec: SampleSpec, batch_size: int, device: torch.device) -> Call:
+    """Arguments of the described kind, filled with zeros.
+
+    Args:
+        spec: what to build.
+        batch_size: extent of every batch dimension.
+        device: where the tensors live (the meta device costs nothing).
+    """
+    leaves: list[Any] = []
+    for leaf in spec.leaves:
+        if isinstance(leaf, TensorLeaf):
+            shape = list(leaf.shape)
+            if leaf.batch_dim is not None:
+                shape[leaf.batch_dim] = batch_size
+            leaves.append(torch.zeros(shape, dtype=torch_dtype(leaf.dtype), device=device))
+        else:
+            leaves.append(leaf.value)
+    args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(spec.tree))
+    return Call(args, kwargs)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`torch.float32` for `"float32"`."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"unknown dtype {name!r}")
+    return dtype
+
+
+def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
+    """The tensor leaves of a sample, after checking it against the spec.
+
+    The batch may have any extent; everything else must be as traced.
+
+    Raises:
+        ArgumentError: the structure, a constant, a dtype or a shape differs from the traced sample.
+    """
+    leaves, tree = pytree.tree_flatten(call_arguments(sample))
+    if pytree.treespec_dumps(tree) != spec.tree:
+        raise ArgumentError(f"the model was traced with another structure of arguments than {tree}")
+    tensors: list[Tensor] = []
+    for position, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
+        if isinstance(expected, ConstantLeaf):
+            if isinstance(leaf, Tensor) or type(leaf) is not type(expected.value) or leaf != expected.value:
+                raise ArgumentError(f"argument {position} is {leaf!r}; the model was traced with {expected.value!r}")
+            continue
+        _check_tensor(leaf, expected, position)
+        tensors.append(leaf)
+    return tensors
+
+
+def _check_tensor(leaf: Any, expected: TensorLeaf, position: int) -> None:
+    if not isinstance(leaf, Tensor):
+        raise ArgumentError(f"argument {position} is a {type(leaf).__name__}; the model was traced with a tensor")
+    if leaf.dtype != torch_dtype(expected.dtype):
+        raise ArgumentError(f"argument {position} has dtype {leaf.dtype}; the model was traced with {expected.dtype}")
+    fits = leaf.dim() == len(expected.shape) and all(
+        dim == expected.batch_dim or have == want
+        for dim, (have, want) in enumerate(zip(leaf.shape, expected.shape, strict=False))
+    )
+    if not fits:
+        raise ArgumentError(
+            f"argument {position} has shape {list(leaf.shape)}; the model was traced with {list(expected.shape)} "
+            f"(dimension {expected.batch_dim} may vary)"
+        )
+
+
+def batch_extent(tensors: Sequence[Tensor], spec: SampleSpec) -> int:
+    """Extent of the batch dimensions, which must agree.
+
+    Raises:
+        ArgumentError: two batched inputs differ in their extent.
+    """
+    described = [leaf for leaf in spec.leaves if isinstance(leaf, TensorLeaf)]
+    extents = {
+        tensor.shape[leaf.batch_dim]
+        for tensor, leaf in zip(tensors, described, strict=True)
+        if leaf.batch_dim is not None
+    }
+    if len(extents) != 1:
+        raise ArgumentError(f"the inputs have batches of {sorted(extents)} samples; all must have the same")
+    return int(extents.pop())

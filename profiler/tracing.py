@@ -1,0 +1,171 @@
+"""`trace`: model and sample to a `LayerSequence`.
+
+    export_graph -> take_out_counters -> analyse -> prelude_nodes -> layer_starts -> build_layer for each run
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from profiler.analysis import NodeFacts, analyse
+from profiler.batch_norm import take_out_counters
+from profiler.cuts import Body, layer_starts
+from profiler.errors import ArgumentError, NotTraceableError
+from profiler.frontend import TracedGraph, export_graph
+from profiler.layers import attribute, build_function, build_layer, describe, digest, node_text, symbolic_shape
+from profiler.prelude import prelude_nodes
+from profiler.sample import describe_sample
+from profiler.sample_spec import SampleSpec
+from profiler.sequence import BoundaryValue, Layer, LayerSequence, Prelude
+
+
+def trace(model: nn.Module, sample: Any) -> LayerSequence:
+    """Turn a model into a sequence of layers.
+
+        sequence = trace(model, torch.zeros(8, 128, dtype=torch.int64))
+        sequence.to_frame()
+
+    The model is traced as it trains: dropout on, batch normalization moving its statistics. It is not changed, and
+    parameters are shared with it, not copied.
+
+    Args:
+        model: any module.
+        sample: what it is called with: a tensor, a tuple of positional or a dict of keyword arguments; a
+            `SampleSpec` serves as well. Values in the tensors do not matter.
+
+    Raises:
+        NotTraceableError: the forward pass depends on data, or does what no layer may do.
+        ArgumentError: the model or the sample is not one.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
+    spec = sample if isinstance(sample, SampleSpec) else describe_sample(sample)
+    traced = export_graph(model, spec)
+    counters = take_out_counters(traced.module.graph)
+    facts = analyse(traced, spec)
+    prelude = prelude_nodes(traced.module.graph, facts)
+    body = Body.of(traced.module.graph, prelude, facts)
+    if not body.nodes:
+        raise NotTraceableError("cannot trace the model: its forward pass computes nothing from its parameters")
+    return _assemble(model, spec, traced, body, counters)
+
+
+def _assemble(model: nn.Module, spec: SampleSpec, traced: TracedGraph, body: Body, counters: set[str]) -> LayerSequence:
+    bounds = list(pairwise((*layer_starts(body), len(body.nodes))))
+    layers = []
+    for index, (first, stop) in enumerate(bounds):
+        inside = set(body.nodes[first:stop])
+        leaving = [node for node in body.alive[stop] if node in inside]
+        if stop == len(body.nodes):
+            leaving = [node for node in body.nodes[first:stop] if body.last_use[node] == stop]
+        layers.append(
+            build_layer(index, body.nodes[first:stop], leaving, body.facts, traced.module, counters)
+        )
+    names = {node.name: node for node in traced.module.graph.nodes}
+    parameters, buffers = _sources(layers, traced.module)
+    output = next(node for node in traced.module.graph.nodes if node.op == "output")
+    return LayerSequence(
+        layers=tuple(layers),
+        boundaries=_boundaries(bounds, body, output),
+        inputs=tuple(node.name for node in traced.inputs),
+        prelude_of=lambda wanted: _prelude([names[name] for name in wanted], traced.module),
+        prelude_names=frozenset(
+            node.name
+            for node in traced.module.graph.nodes
+            if node.op == "call_function" and node not in body.last_use
+        ),
+        outputs=tuple(leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in output.args[0]),
+        output_tree=traced.out_spec,
+        parameters=parameters,
+        buffers=buffers,
+        aliases=_aliases(model, (*parameters, *buffers)),
+        tied=_tied(layers),
+        sample=spec,
+        fingerprint=_fingerprint(traced.module, bounds),
+    )
+
+
+def _boundaries(
+    bounds: Sequence[tuple[int, int]], body: Body, output: fx.Node
+) -> tuple[tuple[BoundaryValue, ...], ...]:
+    owner = {node: index for index, (first, stop) in enumerate(bounds) for node in body.nodes[first:stop]}
+    owner[output] = len(bounds)
+    known = {
+        node: BoundaryValue(
+            name=node.name,
+            dtype=node.meta["val"].dtype,
+            shape=symbolic_shape(node.meta["val"]),
+            requires_grad=body.facts[node].requires_grad,
+            producer=owner[node],
+            consumers=tuple(sorted({owner[user] for user in node.users})),
+        )
+        for _, stop in bounds[:-1]
+        for node in body.alive[stop]
+    }
+    return ((), *(tuple(known[node] for node in body.alive[stop]) for _, stop in bounds[:-1]), ())
+
+
+def _prelude(wanted: Sequence[fx.Node], root: fx.GraphModule) -> Prelude:
+    sources, function = build_function(wanted, lambda node: node.op in ("placeholder", "get_attr"), root)
+    inputs = {node.name for node in root.graph.nodes if node.op == "placeholder"}
+    return Prelude(
+        names=tuple(node.name for node in wanted),
+        buffers=tuple(name for name in sources if name not in inputs),
+        inputs=tuple(name for name in sources if name in inputs),
+        function=function,
+    )
+
+
+def _sources(layers: Sequence[Layer], root: fx.GraphModule) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Parameters and buffers that the graph reads, by original name."""
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    for node in root.graph.nodes:
+        if node.op == "get_attr":
+            held = attribute(root, str(node.target))
+            if isinstance(held, nn.Parameter):
+                parameters[str(node.target)] = held
+            elif isinstance(held, Tensor):
+                buffers[str(node.target)] = held
+    for layer in layers:
+        for entry in layer.statistics:
+            if entry.num_batches_tracked is not None:
+                buffers[entry.num_batches_tracked] = attribute(root, entry.num_batches_tracked)
+    return parameters, buffers
+
+
+def _aliases(model: nn.Module, used: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """For each name that the graph uses, all names of the same tensor in the model."""
+    by_identity: dict[int, list[str]] = defaultdict(list)
+    identity: dict[str, int] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        by_identity[id(tensor)].append(name)
+        identity[name] = id(tensor)
+    return {name: tuple(by_identity[identity[name]]) for name in used if name in identity}
+
+
+def _tied(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    users: dict[str, list[int]] = defaultdict(list)
+    for layer in layers:
+        for name in layer.parameters:
+            users[name].append(layer.index)
+    return {name: tuple(indices) for name, indices in users.items() if len(indices) > 1}
+
+
+def _fingerprint(root: fx.GraphModule, bounds: Sequence[tuple[int, int]]) -> str:
+    lines = [str(bounds)]
+    for node in root.graph.nodes:
+        if node.op == "get_attr":
+            lines.append(f"{node.target} {describe(attribute(root, str(node.target)))}")
+        elif node.op != "placeholder" or node.users:
+            lines.append(node.name + " " + node_text(node, lambda argument: argument.name))
+    return digest(lines)

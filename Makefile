@@ -1,0 +1,27 @@
+# Every target sets up .venv by itself, and again when pyproject.toml or constraints.txt has changed.
+PYTHON ?= python3
+INSTALLED := .venv/.installed
+RUN := .venv/bin/python
+
+.PHONY: demo test lint bench
+
+demo: $(INSTALLED)
+	@$(RUN) notebooks/demo/train.py
+
+# One thread each: tests start several processes, and results must not depend on how sums are shared out.
+test: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+
+lint: $(INSTALLED)
+	@$(RUN) -m ruff check
+	@$(RUN) -m ruff format --check
+	@$(RUN) -m mypy
+
+bench: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest tests/benchmarks -m benchmark -s -q
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "setting up .venv"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,notebooks]"
+	@touch $@

@@ -1,0 +1,48 @@
+"""Sizes for people: bytes, seconds and counts with a unit and three significant digits."""
+
+import math
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size in the largest binary unit that it fills, such as `"1.50 GiB"`; whole bytes below 1 KiB.
+
+    >>> bytes_text(1536), bytes_text(12), bytes_text(-3 * 2**30)
+    ('1.50 KiB', '12 B', '-3.00 GiB')
+    """
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size_bytes) >= scale:
+            return f"{_three_digits(size_bytes / scale)} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration in s, ms or us, such as `"12.3 ms"`.
+
+    >>> seconds_text(1.5), seconds_text(0.0123), seconds_text(0)
+    ('1.50 s', '12.3 ms', '0 s')
+    """
+    if seconds == 0:
+        return "0 s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} us"
+
+
+def count_text(count: float) -> str:
+    """A count such as `"1.20 M"`; whole below 1000.
+
+    >>> count_text(1_200_000), count_text(12)
+    ('1.20 M', '12')
+    """
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= scale:
+            return f"{_three_digits(count / scale)} {unit}"
+    return f"{count:.0f}"
+
+
+def _three_digits(value: float) -> str:
+    """At least three significant digits, no exponent."""
+    if value == 0:
+        return "0"
+    return f"{value:.{max(0, min(6, 2 - math.floor(math.log10(abs(value)))))}f}"

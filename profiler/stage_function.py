@@ -1,0 +1,204 @@
+"""A contiguous run of layers as one differentiable function of a micro-batch.
+
+Profiler and executor run layers through this one class, so what is measured is what trains.
+
+    entering values ---> leaves ---> layer ---> layer ---> layer ---> leaving values
+                           |                                             |
+    entering gradients <---+------------- one backward pass <------------+--- leaving gradients
+
+Entering values become leaves of the autograd graph. A value that only passes by enters and leaves as the same leaf.
+Leaving gradients are roots of the backward pass, so a value's gradients are always summed from its last reader to
+its first, wherever the model is cut: results do not depend on the cut, not even in the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from profiler.batch_norm import BatchStatistics
+from profiler.sequence import BoundaryValue, Layer, LayerSequence
+
+Seeder = Callable[[int], None]  # called with a layer's index before it draws random numbers
+
+
+@dataclass(slots=True)
+class Pass:
+    """What a forward pass leaves behind for its backward pass.
+
+    Attributes:
+        leaves: entering values by name.
+        roots: where the gradients of leaving values enter, by name; empty if nothing was kept.
+    """
+
+    leaves: dict[str, Tensor]
+    roots: dict[str, GradientEdge]
+
+
+@dataclass(slots=True)
+class Results:
+    """What a forward pass yields.
+
+    Attributes:
+        values: leaving values by name, still attached to the autograd graph; behind the last layer the values that
+            the model returns.
+        buffers: new values of written buffers.
+        statistics: batch-normalization statistics of the micro-batch: (entry, mean, variance, count).
+    """
+
+    values: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    statistics: list[tuple[BatchStatistics, Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    layer: Layer
+    arguments: tuple[Tensor, ...]
+    forget: tuple[str, ...]
+
+
+class StageFunction:
+    """Layers `first` to `stop - 1` of a sequence.
+
+    Args:
+        sequence: the layers.
+        first: index of the first layer.
+        stop: index behind the last layer.
+        parameters: by (layer index, name): the tensor that this layer reads and whose `.grad` it adds to.
+    """
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        first: int,
+        stop: int,
+        parameters: Mapping[tuple[int, str], Tensor],
+    ) -> None:
+        layers = sequence.layers[first:stop]
+        self.entering: tuple[BoundaryValue, ...] = sequence.boundaries[first]
+        self.leaving: tuple[str, ...] = tuple(value.name for value in sequence.boundaries[stop])
+        if stop == len(sequence):
+            self.leaving = tuple(dict.fromkeys(leaf for leaf in sequence.outputs if isinstance(leaf, str)))
+        read = dict.fromkeys(name for layer in layers for name in (*layer.values, *self.leaving))
+        self.prelude = sequence.prelude_of([name for name in read if name in sequence.prelude_names])
+        self.inputs: tuple[str, ...] = tuple(
+            dict.fromkeys((*self.prelude.inputs, *(name for name in read if name in sequence.inputs)))
+        )
+        self.buffers: tuple[str, ...] = tuple(
+            dict.fromkeys((*self.prelude.buffers, *(name for layer in layers for name in layer.buffers)))
+        )
+        self.draws_random = any(layer.draws_random for layer in layers)
+        self._copied = frozenset[str]().union(*(layer.in_place for layer in layers))
+        self._steps = _steps(layers, parameters, frozenset(self.leaving))
+
+    def forward(
+        self,
+        leaves: dict[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        *,
+        seed: Seeder | None = None,
+    ) -> Results:
+        """Run the layers on one micro-batch.
+
+        Args:
+            leaves: the entering values, see `leaves_of`; they are not changed.
+            inputs: the model's inputs by name, at least those of `self.inputs`.
+            buffers: current buffers by name, at least those of `self.buffers`; they are not changed.
+            seed: seeds the random generator before each layer that draws from it.
+        """
+        current = dict(buffers)
+        values: dict[str, Any] = {name: inputs[name] for name in self.inputs}
+        values.update(leaves)
+        for name in self._copied & values.keys():
+            values[name] = values[name].clone()
+        computed = self.prelude.function(
+            *(current[name] for name in self.prelude.buffers), *(values[name] for name in self.prelude.inputs)
+        )
+        values.update(zip(self.prelude.names, computed, strict=True))
+        statistics = []
+        written: dict[str, Tensor] = {}
+        for step in self._steps:
+            layer = step.layer
+            if seed is not None and layer.draws_random:
+                seed(layer.index)
+            outputs = layer.function(
+                *step.arguments,
+                *[current[name] for name in layer.buffers],
+                *[values[name] for name in layer.values],
+            )
+            values.update(zip(layer.outputs, outputs, strict=True))
+            for buffer, name in layer.written_buffers:
+                current[buffer] = written[buffer] = values.pop(name).detach()
+            for entry in layer.statistics:
+                moved = (values.pop(entry.mean), values.pop(entry.variance), values.pop(entry.count))
+                statistics.append((entry, *moved))
+            for name in step.forget:
+                values.pop(name, None)
+        return Results({name: values[name] for name in self.leaving}, written, statistics)
+
+
+def _steps(
+    layers: Sequence[Layer], parameters: Mapping[tuple[int, str], Tensor], leaving: frozenset[str]
+) -> tuple[_Step, ...]:
+    """Each layer with its parameters, and the values that nothing needs after it."""
+    needed = set(leaving)
+    steps = []
+    for layer in reversed(layers):
+        touched = dict.fromkeys((*layer.values, *layer.outputs))
+        own = {name for _, name in layer.written_buffers}
+        own.update(name for entry in layer.statistics for name in (entry.mean, entry.variance, entry.count))
+        forget = tuple(name for name in touched if name not in needed and name not in own)
+        steps.append(_Step(layer, tuple(parameters[layer.index, name] for name in layer.parameters), forget))
+        needed.update(layer.values)
+    return tuple(reversed(steps))
+
+
+def leaves_of(values: Mapping[str, Tensor], described: Sequence[BoundaryValue]) -> dict[str, Tensor]:
+    """Entering values as leaves of a new autograd graph, sharing memory with `values`."""
+    return {
+        value.name: values[value.name].detach().requires_grad_(value.requires_grad) for value in described
+    }
+
+
+def roots_of(values: Mapping[str, Tensor]) -> dict[str, GradientEdge]:
+    """Where gradients of leaving values enter the graph; unlike the values, this keeps no memory alive."""
+    return {name: get_gradient_edge(value) for name, value in values.items() if value.requires_grad}
+
+
+def run_backward(kept: Pass, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """The backward pass: adds to the parameters' `.grad` and returns the gradients of the entering values.
+
+    Args:
+        kept: of the forward pass; it is used up.
+        gradients: of leaving values; those without one do not influence the loss.
+    """
+    names = [name for name in kept.roots if gradients.get(name) is not None]
+    if names:
+        torch.autograd.backward([kept.roots[name] for name in names], [gradients[name] for name in names])
+    result = {name: leaf.grad for name, leaf in kept.leaves.items() if leaf.requires_grad}
+    kept.roots.clear()
+    kept.leaves.clear()
+    return result
+
+
+@contextlib.contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Forward passes inside take the code paths of training but keep no activations; backward is impossible.
+
+    `torch.no_grad` would be a little cheaper but lets operations choose other kernels (LSTMs do, on CPU), whose
+    results differ in the last bit from those of the recomputed pass.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse):
+        yield
+
+
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError("backward through a forward pass that kept nothing")

@@ -1,0 +1,45 @@
+"""Point-to-point messages between ranks: the calls that the executor sends with and that links are measured with.
+
+Each message has a tag of its own, so that receives can be posted long before the sends (gloo matches tags; NCCL
+matches by order, and both sides post in the same order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+Pending = list[dist.Work]
+
+
+def start_send(tensors: Sequence[Tensor], *, to: int, tag: int, group: dist.ProcessGroup | None = None) -> Pending:
+    """Begin to send contiguous tensors; they must stay unchanged until `finish`.
+
+    Args:
+        tensors: contiguous tensors of any dtype.
+        to: rank of the receiver.
+        tag: of the first tensor; the others count up from it.
+        group: process group; None for the default one.
+    """
+    return [_work(dist.isend(tensor, to, group, tag + offset)) for offset, tensor in enumerate(tensors)]
+
+
+def start_receive(
+    buffers: Sequence[Tensor], *, source: int, tag: int, group: dist.ProcessGroup | None = None
+) -> Pending:
+    """Begin to receive into contiguous buffers; they must not be touched until `finish`."""
+    return [_work(dist.irecv(buffer, source, group, tag + offset)) for offset, buffer in enumerate(buffers)]
+
+
+def finish(pending: Pending) -> None:
+    """Wait until every message of `pending` is through."""
+    for work in pending:
+        work.wait()
+    pending.clear()
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank belongs to the group"
+    return work

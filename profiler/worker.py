@@ -1,0 +1,63 @@
+"""The main program of a worker process, see `profiler.workers`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from profiler.workers import Failure, Task
+
+# What a rank sees when another rank is gone: gloo's words for a closed socket or a message that never came.
+ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
+
+
+def main() -> None:
+    """Receive a task over the inherited socket, run it, report the result."""
+    connection = Connection(int(sys.argv[1]))
+    _, pickled = connection.recv()
+    task: Task = cloudpickle.loads(pickled)
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    outcome = _run(task)
+    connection.send(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a process group that lost a peer can hang in its destructor
+
+
+def _end_with_parent(connection: Connection) -> None:
+    """End this process when the socket closes: a parent that died must not leave workers behind."""
+    try:
+        connection.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _run(task: Task) -> bytes | Failure:
+    torch.set_num_threads(task.threads)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    try:
+        store = dist.FileStore(task.store, task.world_size)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=task.rank,
+            world_size=task.world_size,
+            timeout=timedelta(seconds=task.timeout_s),
+        )
+        function, args = cloudpickle.loads(task.payload)
+        return bytes(cloudpickle.dumps(function(*args)))
+    except Exception as problem:
+        message = f"{type(problem).__name__}: {problem}"
+        return Failure(message, traceback.format_exc(), any(echo in message for echo in ECHOES))
+
+
+if __name__ == "__main__":
+    main()

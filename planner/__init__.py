@@ -80,7 +80,7 @@ def _refuse_intruders() -> None:
             raise ImportError(f"gpipe-autoplan is incomplete: no package {name!r} beside {home}; install it again")
         places = [*spec.submodule_search_locations] if spec.submodule_search_locations else [spec.origin or name]
         found = Path(places[0]).resolve()
-        text = Path(spec.origin).read_text(encoding="utf-8", errors="replace") if spec.has_location else ""
+        text = Path(spec.origin).read_text(encoding="utf-8", errors="replace") if spec.origin else ""
         if found == home / name and "gpipe-autoplan" in text:
             continue
         owner = _distribution_of(found)

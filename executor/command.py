@@ -1,0 +1,294 @@
+"""The command `autoplan`: make a plan, show it, train by it.
+
+Data goes to stdout, progress and errors to stderr. Exit codes: 0 fine, 1 unexpected, 2 usage, 3 infeasible, 4 model
+not traceable, 5 bad or foreign plan. Only `plan` and `run` import torch, so that help and `show` answer at once.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from profiler.errors import ArgumentError, ForeignPlanError, PlanError
+
+if TYPE_CHECKING:
+    import torch
+
+    from planner.plan import Plan
+
+
+class _Group(click.Group):
+    """Ends with one line and the error's own exit code where one of our errors gets this far."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PlanError as problem:
+            click.echo(f"autoplan: error: {problem}", err=True)
+            ctx.exit(problem.exit_code)
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
+    """Bytes, with or without a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?))?b?", str(value).lower())
+        if match is None:
+            self.fail(f"{value!r} is no size; write it as 8GiB, 500MB or 8589934592", param, ctx)
+        number, prefix, binary = match.groups()
+        power = " kmgt".index(prefix or " ")
+        return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+class _Devices(click.ParamType):  # type: ignore[type-arg]
+    """A count, or names with commas between them."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | tuple[str, ...]:
+        if re.fullmatch(r"-?\d+", str(value)):
+            return int(value)
+        names = tuple(name.strip() for name in str(value).split(","))
+        if not all(re.fullmatch(r"[a-z]+(:\d+)?", name) for name in names):
+            self.fail(f"{value!r} is neither a count nor a list such as cpu,cpu or cuda:0,cuda:1", param, ctx)
+        return names
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def _outputs(command: Callable[..., None]) -> Callable[..., None]:
+    """Options for the forms in which a plan leaves the command."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of a report."),
+        click.option("--trace", type=_FILE, help="Write the predicted step for Perfetto (ui.perfetto.dev)."),
+        click.option("--timeline", type=_FILE, help="Write the predicted step as a picture (.png, .svg, .pdf)."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="gpipe-autoplan", prog_name="autoplan")
+def main() -> None:
+    """Plan pipeline-parallel training of an unmodified PyTorch model, and train by the plan.
+
+    \b
+    Examples:
+      autoplan plan model.py:build --devices 2 -o plan.json
+      autoplan run plan.json train.py:train
+
+    Exit codes: 0 fine, 1 unexpected, 2 usage, 3 no plan satisfies the limits, 4 the model cannot be traced,
+    5 the plan file is damaged or made for something else.
+    """
+
+
+@main.command()
+@click.argument("model")
+@click.option("-o", "--output", type=_FILE, help="Write the plan to this file.")
+@click.option(
+    "--devices",
+    type=_Devices(),
+    help="How many, or which: cuda:0,cuda:1 or cpu,cpu.  [default: all CUDA devices, or else 2 CPU workers]",
+)
+@click.option("--batch-size", type=int, help="Samples in a mini-batch.  [default: as in the sample]")
+@click.option("--stages", type=int, metavar="K", help="Number of stages.  [default: the best]")
+@click.option("--micro-batches", type=int, metavar="M", help="Number of micro-batches.  [default: the best]")
+@click.option("--memory-limit", type=_Size(), help="Memory that a stage may fill, such as 8GiB.")
+@click.option(
+    "--recompute",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="Whether stages run their forward pass again instead of keeping activations.",
+)
+@click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
+@_outputs
+def plan(
+    *,
+    model: str,
+    output: Path | None,
+    devices: int | tuple[str, ...] | None,
+    timeline: Path | None,
+    trace: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Measure a model on the devices and print the best plan for it.
+
+    MODEL names a function, path/to/file.py:function or package.module:function. It takes no argument and returns
+    (model, sample) or (model, sample, loss_fn, target).
+
+    \b
+    Examples:
+      autoplan plan model.py:build -o plan.json --timeline plan.png
+      autoplan plan shop.ranking:build --devices cuda:0,cuda:1 --batch-size 512 --memory-limit 40GiB
+    """
+    from planner import autoplan
+
+    places = _devices(devices)
+    built = _built(model, _function(model, "MODEL"))
+    made = autoplan(
+        built[0],
+        built[1],
+        places,
+        loss_fn=built[2] if len(built) == 4 else None,
+        target=built[3] if len(built) == 4 else None,
+        **settings,
+    )
+    if output is not None:
+        made.save(output)
+    _present(made, as_json=as_json, timeline=timeline, trace=trace)
+
+
+@main.command()
+@click.argument("plan_file", metavar="PLAN", type=_FILE)
+@_outputs
+def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bool) -> None:
+    """Print a plan: its stages, predicted times and memory.
+
+    \b
+    Examples:
+      autoplan show plan.json
+      autoplan show plan.json --timeline plan.png --trace plan-trace.json
+    """
+    from planner.plan import Plan
+
+    _present(Plan.load(plan_file), as_json=as_json, timeline=timeline, trace=trace)
+
+
+@main.command()
+@click.argument("plan_file", metavar="PLAN", type=_FILE)
+@click.argument("script", metavar="FUNCTION")
+@click.option("--dry-run", is_flag=True, help="Check the plan, the devices and the function, and stop.")
+def run(plan_file: Path, script: str, dry_run: bool) -> None:
+    """Call a function in one process for each stage.
+
+    FUNCTION names it, path/to/file.py:function or package.module:function. It is called with the plan, and trains with
+    Pipeline(model, plan). Each process imports its file: what the file does as a script must stand under
+    `if __name__ == "__main__":`.
+
+    \b
+    Examples:
+      autoplan run plan.json train.py:train
+      autoplan run plan.json train.py:train --dry-run
+    """
+    from planner.plan import Plan
+
+    made = Plan.load(plan_file)
+    _check_devices(plan_file, made)
+    function = _function(script, "FUNCTION")
+    if dry_run:
+        click.echo(f"{plan_file}: sound; {made.K} stages on {', '.join(stage.device.name for stage in made.stages)}")
+        return
+    from executor.launching import launch
+
+    launch(function, made)
+
+
+def _present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | None) -> None:
+    if timeline is not None:
+        from planner.timeline import save_timeline
+
+        save_timeline(plan, timeline)
+    if trace is not None:
+        from planner.timeline import save_trace
+
+        save_trace(plan, trace)
+    click.echo(plan.to_json() if as_json else str(plan), nl=not as_json)
+
+
+def _devices(wanted: int | tuple[str, ...] | None) -> int | list[torch.device]:
+    import torch
+
+    if isinstance(wanted, int):
+        return wanted
+    if wanted is None:
+        count = torch.cuda.device_count()
+        wanted = tuple(f"cuda:{index}" for index in range(count)) if count else ("cpu", "cpu")
+    try:
+        return [torch.device(name) for name in wanted]
+    except RuntimeError as problem:
+        reason = str(problem).splitlines()[0]
+        raise click.BadParameter(
+            f"torch has no device {','.join(wanted)}: {reason}", param_hint="--devices"
+        ) from problem
+
+
+def _check_devices(plan_file: Path, plan: Plan) -> None:
+    """Refuse a plan for CUDA devices that this machine lacks, before any process is started."""
+    wanted = {stage.device.name for stage in plan.stages if stage.device.name.startswith("cuda")}
+    if not wanted:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    missing = sorted(wanted - {"cuda", *(f"cuda:{index}" for index in range(count))} if count else wanted)
+    if missing:
+        raise ForeignPlanError(
+            f"{plan_file} runs stages on {', '.join(missing)}, but this machine has {count} CUDA devices; "
+            "make a plan for the devices that are here with `autoplan plan`"
+        )
+
+
+def _built(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:
+    """What the user's function returns: model, sample and perhaps loss function and target."""
+    built = function()
+    if not isinstance(built, tuple) or len(built) not in (2, 4):
+        kind = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
+        raise ArgumentError(
+            f"{reference} returned {kind}; expected (model, sample) or (model, sample, loss_fn, target)"
+        )
+    return built
+
+
+def _function(reference: str, argument: str) -> Callable[..., Any]:
+    """The function that `file.py:function` or `package.module:function` names.
+
+    A file becomes a module of its own name with its folder on the path, as Python itself does for a script: then a
+    spawned process, which inherits the path, can import it again.
+
+    Raises:
+        click.BadParameter: there is no such file, module or function.
+    """
+
+    def refuse(reason: str) -> click.BadParameter:
+        return click.BadParameter(f"{reference!r}: {reason}", param_hint=argument)
+
+    place, colon, name = reference.rpartition(":")
+    if not colon or not place or not name:
+        raise refuse("write it as path/to/file.py:function or package.module:function")
+    if place.endswith(".py"):
+        file = Path(place).resolve()
+        if not file.is_file():
+            raise refuse(f"there is no file {place}")
+        folder, module_name = file.parent, file.stem
+    else:
+        file, folder, module_name = None, Path.cwd(), place
+    sys.path.insert(0, str(folder))
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as problem:
+        if problem.name not in _ancestors(module_name):
+            raise  # the module is there; something that it imports is not
+        raise refuse(f"there is no module {module_name}") from problem
+    if file is not None and Path(module.__file__ or "").resolve() != file:
+        raise refuse(f"the name {module_name} is taken by {module.__file__ or 'a built-in module'}; rename the file")
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise refuse(f"{module.__file__} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+def _ancestors(module_name: str) -> list[str]:
+    """`a`, `a.b` and `a.b.c` for `a.b.c`."""
+    parts = module_name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from profiler.analysis import NodeFacts, analyse
+from profiler.analysis import analyse
 from profiler.batch_norm import take_out_counters
 from profiler.cuts import Body, layer_starts
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.frontend import TracedGraph, export_graph
-from profiler.layers import attribute, build_function, build_layer, describe, digest, node_text, symbolic_shape
+from profiler.layers import (
+    attribute,
+    build_function,
+    build_layer,
+    describe,
+    digest,
+    node_text,
+    operation_name,
+    source_line,
+    symbolic_shape,
+)
 from profiler.prelude import prelude_nodes
 from profiler.sample import describe_sample
 from profiler.sample_spec import SampleSpec
@@ -48,16 +57,52 @@ def trace(model: nn.Module, sample: Any) -> LayerSequence:
     spec = sample if isinstance(sample, SampleSpec) else describe_sample(sample)
     traced = export_graph(model, spec)
     counters = take_out_counters(traced.module.graph)
+    body = _body(traced, spec)
+    return _assemble(model, spec, traced, body, layer_starts(body), counters)
+
+
+def trace_evaluation(model: nn.Module, sequence: LayerSequence) -> LayerSequence:
+    """The same layers as `model.eval()` computes them: no dropout, batch normalization by running statistics.
+
+    Args:
+        model: the model that `sequence` was traced from.
+        sequence: how it trains; the result has the same layers, operation for operation.
+
+    Raises:
+        NotTraceableError: in evaluation mode the model does other operations than in training.
+    """
+    traced = export_graph(model, sequence.sample, training=False)
+    body = _body(traced, sequence.sample)
+    trained = [name for layer in sequence.layers for name in layer.operations]
+    evaluated = [operation_name(node) for node in body.nodes]
+    if trained != evaluated:
+        same = next((i for i, (a, b) in enumerate(zip(trained, evaluated, strict=False)) if a != b), len(trained))
+        place = source_line(body.nodes[min(same, len(body.nodes) - 1)])
+        raise NotTraceableError(
+            f"the model computes something else in evaluation mode: {len(evaluated)} operations, {len(trained)} in "
+            f"training, from {place or 'the end'} on; load the state into the plain model to evaluate it"
+        )
+    starts = list(accumulate((len(layer.operations) for layer in sequence.layers[:-1]), initial=0))
+    return _assemble(model, sequence.sample, traced, body, starts, set())
+
+
+def _body(traced: TracedGraph, spec: SampleSpec) -> Body:
     facts = analyse(traced, spec)
-    prelude = prelude_nodes(traced.module.graph, facts)
-    body = Body.of(traced.module.graph, prelude, facts)
+    body = Body.of(traced.module.graph, prelude_nodes(traced.module.graph, facts), facts)
     if not body.nodes:
         raise NotTraceableError("cannot trace the model: its forward pass computes nothing from its parameters")
-    return _assemble(model, spec, traced, body, counters)
+    return body
 
 
-def _assemble(model: nn.Module, spec: SampleSpec, traced: TracedGraph, body: Body, counters: set[str]) -> LayerSequence:
-    bounds = list(pairwise((*layer_starts(body), len(body.nodes))))
+def _assemble(
+    model: nn.Module,
+    spec: SampleSpec,
+    traced: TracedGraph,
+    body: Body,
+    starts: Sequence[int],
+    counters: set[str],
+) -> LayerSequence:
+    bounds = list(pairwise((*starts, len(body.nodes))))
     layers = []
     for index, (first, stop) in enumerate(bounds):
         inside = set(body.nodes[first:stop])

@@ -1,0 +1,42 @@
+"""What holds for every test: no windows, no deadlines, and no GPU test where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+os.environ["MPLBACKEND"] = "Agg"  # draw into memory; subprocesses inherit it
+
+# A shared machine pauses at any moment: a deadline would only measure that.
+hypothesis.settings.register_profile("project", deadline=None)
+hypothesis.settings.load_profile("project")
+
+_GPU_FOLDER = Path(__file__).parent / "gpu"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _GPU_FOLDER in item.path.parents:
+        item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`python("-c", "print(1)")` in a fresh interpreter, in an empty folder outside the repository."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+
+    return call

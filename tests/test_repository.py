@@ -1,0 +1,132 @@
+"""The repository as a whole: what the wheel holds, and which package may import which."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("profiler", "planner", "executor")  # the lowest floor first
+
+# What the executor needs of the planner: values and how to show them, never how they were found.
+PLAN_MODULES = {"planner.plan", "planner.schedule", "planner.report", "planner.timeline", "planner.units"}
+
+# `autoplan show`, and whoever reads a plan or a profile, waits for none of these.
+SLOW = ("torch", "scipy", "pandas", "networkx", "matplotlib")
+FAST_MODULES = (
+    "profiler.errors",
+    "profiler.value",
+    "profiler.device",
+    "profiler.sample_spec",
+    "profiler.record",
+    "planner.plan",
+    "planner.schedule",
+    "planner.simulator",
+    "planner.report",
+    "planner.units",
+)
+
+
+def source_files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imported_modules(tree: ast.Module) -> Iterator[str]:
+    """Modules that a file imports anywhere; `from a import b` counts as `a.b`, which is as much as can be meant."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import at line {node.lineno}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_allowed(importer: str, file: str, imported: str) -> bool:
+    floor = PACKAGES.index(importer)
+    package = imported.partition(".")[0]
+    if package not in PACKAGES or package == importer:
+        return True
+    if PACKAGES.index(package) > floor:
+        return False
+    if (importer, package) != ("executor", "planner") or file == "executor/command.py":
+        return True
+    is_plan_type = any(imported == module or imported.startswith(f"{module}.") for module in PLAN_MODULES)
+    return is_plan_type or imported in {"planner", "planner.Plan"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_never_run_upwards(package: str) -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {imported}"
+        for file in source_files(package)
+        for imported in imported_modules(ast.parse(file.read_text(encoding="utf-8")))
+        if not is_allowed(package, str(file.relative_to(ROOT)), imported)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", FAST_MODULES)
+def test_values_import_nothing_slow(module: str, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    result = python("-c", f"import sys, {module}; print([name for name in {SLOW} if name in sys.modules])")
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_no_test_folder_is_a_package() -> None:
+    """A `tests/planner/__init__.py` would take the place of the package `planner` in every test."""
+    assert sorted((ROOT / "tests").rglob("__init__.py")) == []
+
+
+def test_constraints_pin_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
+    assert len(pinned) == len(lines)
+    assert {requirement.partition(">=")[0].lower() for requirement in wanted} <= pinned
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built with what is installed here: no download."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_wheel_holds_exactly_the_three_packages(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {
+        str(file.relative_to(ROOT))
+        for package in PACKAGES
+        for file in (*source_files(package), ROOT / package / "py.typed")
+    }
+    assert held == expected
+    assert wheel.name.startswith("gpipe_autoplan-")
+
+
+def test_the_wheel_works_from_another_folder(
+    wheel: Path, tmp_path: Path, python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--target", str(site), str(wheel))
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import profiler, planner, executor; from planner import Plan; "
+    code += "print(*{module.__file__.rsplit('/', 2)[0] for module in (profiler, planner, executor)}, Plan.__name__)"
+    result = python("-c", code, str(site))
+    assert result.stdout.split() == [str(site), "Plan"], result.stderr
+    assert (site / "bin" / "autoplan").is_file()

@@ -132,10 +132,11 @@ def plan(
       autoplan plan model.py:build -o plan.json --timeline plan.png
       autoplan plan shop.ranking:build --devices cuda:0,cuda:1 --batch-size 512 --memory-limit 40GiB
     """
-    from planner import autoplan
-
     places = _devices(devices)
     built = _built(model, _function(model, "MODEL"))
+
+    from planner import autoplan
+
     made = autoplan(
         built[0],
         built[1],
@@ -187,7 +188,8 @@ def run(plan_file: Path, script: str, dry_run: bool) -> None:
     _check_devices(plan_file, made)
     function = _function(script, "FUNCTION")
     if dry_run:
-        click.echo(f"{plan_file}: sound; {made.K} stages on {', '.join(stage.device.name for stage in made.stages)}")
+        places = ", ".join(stage.device.name for stage in made.stages)
+        click.echo(f"{plan_file}: sound; {made.K} stage{'s' if made.K > 1 else ''} on {places}")
         return
     from executor.launching import launch
 

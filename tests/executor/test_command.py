@@ -1,0 +1,364 @@
+"""The command `autoplan`. What `planner` and `launch` do is replaced here where its result is not the point."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import planner
+from executor import command
+from planner.plan import Plan, Prediction, Stage, StageMemory, StageTimes
+from profiler.device import Device
+from profiler.errors import ArgumentError, ExecutionError, InfeasibleError, NotTraceableError
+from profiler.sample_spec import SampleSpec, TensorLeaf
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.outer(torch.relu(self.inner(x)))
+
+class Branching(Net):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+def build():
+    return Net(), torch.randn(8, 8)
+
+def build_with_loss():
+    return Net(), torch.randn(8, 8), nn.functional.mse_loss, torch.randn(8, 8)
+
+def build_branching():
+    return Branching(), torch.randn(8, 8)
+
+def build_wrong():
+    return Net()
+
+def train(plan):
+    return plan.K
+
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with a file `shop_model.py`; what the command adds to the import system is taken back."""
+    (tmp_path / "shop_model.py").write_text(MODEL_FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in ("shop_model", "shop", "shop.ranking", "broken"):
+        sys.modules.pop(name, None)
+
+
+def autoplan(*arguments: str) -> Result:
+    return CliRunner().invoke(command.main, arguments)
+
+
+def a_plan(device: str = "cpu") -> Plan:
+    times = StageTimes(
+        micro_batch_size=1, forward_s=0.001, recompute_s=0, backward_s=0.002, send_forward_s=0, send_backward_s=0
+    )
+    memory = StageMemory(
+        parameters=4, gradients=4, optimizer=8, activations=16, transient=1, receive_buffers=0, reserve=0
+    )
+    stage = Stage(
+        first_layer=0,
+        stop_layer=1,
+        module_paths=("inner", "outer"),
+        device=Device(name=device, kind=device, memory_bytes=1000),
+        parameters=("inner.weight",),
+        parameter_count=1,
+        times=(times,),
+        optimizer_s=0.0001,
+        memory=memory,
+    )
+    prediction = Prediction(
+        step_s=0.0061,
+        optimizer_s=0.0001,
+        bubble=0,
+        samples_per_s=300,
+        lower_bound_s=0.0061,
+        gap=0,
+        one_device_s=0.0061,
+    )
+    leaf = TensorLeaf(shape=(2, 8), dtype="float32", batch_dim=0)
+    return Plan(
+        model_fingerprint="model",
+        profile_fingerprint="profile",
+        sample=SampleSpec(batch_size=2, tree="tree", leaves=(leaf,)),
+        batch_size=2,
+        micro_batch_sizes=(1, 1),
+        optimizer="AdamW",
+        stages=(stage,),
+        prediction=prediction,
+    )
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `autoplan plan` calls the planner with."""
+    seen: dict[str, Any] = {}
+
+    def find(model: Any, sample: Any, devices: Any, **settings: Any) -> Plan:
+        seen.update(settings, model=model, sample=sample, devices=devices)
+        return a_plan()
+
+    monkeypatch.setitem(planner.__dict__, "autoplan", find)
+    return seen
+
+
+def test_plan_passes_on_what_it_is_told(folder: Path, planned: dict[str, Any]) -> None:
+    options = "--devices 3 --batch-size 64 --stages 2 --micro-batches 8 --memory-limit 8GiB --recompute always"
+    result = autoplan("plan", "shop_model.py:build_with_loss", "-o", "a/plan.json", *options.split())
+    assert result.exit_code == 0, result.output
+    assert Plan.load("a/plan.json") == a_plan()
+    assert result.stdout == f"{a_plan()}\n"
+    assert planned["model"].__class__.__name__ == "Net"
+    assert planned["loss_fn"].__name__ == "mse_loss"
+    assert planned["sample"].shape == planned["target"].shape == (8, 8)
+    told: dict[str, object] = {
+        "devices": 3,
+        "batch_size": 64,
+        "stages": 2,
+        "micro_batches": 8,
+        "memory_limit": 8 * 2**30,
+    }
+    told |= {"recompute": "always", "optimizer": "AdamW"}
+    assert {name: planned[name] for name in told} == told
+
+
+def test_plan_without_options_leaves_the_choice_to_the_planner(folder: Path, planned: dict[str, Any]) -> None:
+    import torch
+
+    assert autoplan("plan", "shop_model.py:build").exit_code == 0
+    left = ("batch_size", "stages", "micro_batches", "memory_limit", "loss_fn", "target")
+    assert [planned[name] for name in left] == [None] * len(left)
+    cuda = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    assert planned["devices"] == (cuda or [torch.device("cpu")] * 2)
+
+
+def test_plan_takes_named_devices_and_prints_json(folder: Path, planned: dict[str, Any]) -> None:
+    result = autoplan("plan", "shop_model.py:build", "--devices", "cuda:0, cuda:1", "--json")
+    assert [str(device) for device in planned["devices"]] == ["cuda:0", "cuda:1"]
+    assert result.stdout == a_plan().to_json()
+
+
+def test_plan_takes_a_module(folder: Path, planned: dict[str, Any]) -> None:
+    (folder / "shop").mkdir()
+    (folder / "shop" / "ranking.py").write_text(MODEL_FILE)
+    result = autoplan("plan", "shop.ranking:build")
+    assert result.exit_code == 0, result.output
+    assert type(planned["model"]).__module__ == "shop.ranking"
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        ("shop_model.py", "write it as"),
+        ("shop_model.py:", "write it as"),
+        ("gone.py:build", "there is no file gone.py"),
+        ("no.such.module:build", "there is no module no.such.module"),
+        ("shop_model.py:nothing", "has no function nothing"),
+        ("shop_model.py:not_callable", "has no function not_callable"),
+        ("json.py:build", "the name json is taken by"),
+        ("shop_model.py:build_wrong", "returned a Net; expected (model, sample)"),
+    ],
+)
+def test_a_model_that_is_not_there_is_a_usage_error(folder: Path, model: str, complaint: str) -> None:
+    (folder / "json.py").write_text("")
+    result = autoplan("plan", model)
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.stderr.split())
+
+
+def test_a_failing_import_of_the_model_file_shows_its_own_error(folder: Path) -> None:
+    (folder / "broken.py").write_text("import no_such_package_here")
+    result = autoplan("plan", "broken.py:build")
+    assert isinstance(result.exception, ModuleNotFoundError)
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--devices", "cpu;cpu"), ("--devices", "warp:0"), ("--memory-limit", "much"), ("--recompute", "perhaps")],
+)
+def test_an_option_that_means_nothing_is_a_usage_error(folder: Path, options: tuple[str, str]) -> None:
+    result = autoplan("plan", "shop_model.py:build", *options)
+    assert result.exit_code == 2
+    assert options[0] in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5 kb", 1500), ("4096", 4096), ("12B", 12), ("2TiB", 2 * 2**40)],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert command._Size().convert(text, None, None) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8Gi B", "3i", "-1GB", "1e9", "8EiB"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no size"):
+        command._Size().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(InfeasibleError, 3), (NotTraceableError, 4), (ArgumentError, 2), (ExecutionError, 1)],
+)
+def test_our_errors_end_in_one_line_and_their_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: int
+) -> None:
+    def fail(*_: Any, **__: Any) -> Plan:
+        raise error("stage 1 overflows")
+
+    monkeypatch.setitem(planner.__dict__, "autoplan", fail)
+    result = autoplan("plan", "shop_model.py:build")
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", "autoplan: error: stage 1 overflows\n")
+
+
+def test_other_errors_keep_their_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Plan:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(planner.__dict__, "autoplan", fail)
+    result = autoplan("plan", "shop_model.py:build")
+    assert isinstance(result.exception, RuntimeError)
+    assert result.exit_code == 1
+
+
+def test_show_prints_the_report_and_json(folder: Path) -> None:
+    a_plan().save("plan.json")
+    assert autoplan("show", "plan.json").stdout == f"{a_plan()}\n"
+    assert autoplan("show", "plan.json", "--json").stdout == a_plan().to_json()
+
+
+def test_show_writes_the_timeline_and_the_trace(folder: Path) -> None:
+    a_plan().save("plan.json")
+    result = autoplan("show", "plan.json", "--timeline", "timeline.png", "--trace", "trace.json")
+    assert result.exit_code == 0, result.output
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "trace.json").read_text())
+
+
+@pytest.mark.parametrize("subcommand", [("show",), ("run", "shop_model.py:train")])
+@pytest.mark.parametrize("text", [None, "", '{"schema_version": 1', '{"schema_version": 2}', "\xff"])
+def test_a_damaged_plan_file_is_refused(folder: Path, subcommand: tuple[str, ...], text: str | None) -> None:
+    if text is not None:
+        (folder / "plan.json").write_text(text, encoding="latin-1")
+    result = autoplan(subcommand[0], "plan.json", *subcommand[1:])
+    assert result.exit_code == 5
+    assert result.stderr.startswith("autoplan: error: ")
+    assert "plan.json" in result.stderr
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What `autoplan run` calls `launch` with."""
+    calls: list[tuple[Any, ...]] = []
+    stand_in = SimpleNamespace(launch=lambda *arguments: calls.append(arguments))
+    monkeypatch.setitem(sys.modules, "executor.launching", cast("ModuleType", stand_in))
+    return calls
+
+
+def test_run_launches_the_function(folder: Path, launched: list[tuple[Any, ...]]) -> None:
+    a_plan().save("plan.json")
+    result = autoplan("run", "plan.json", "shop_model.py:train")
+    assert result.exit_code == 0, result.output
+    ((function, plan),) = launched
+    assert (function.__module__, function.__name__, plan) == ("shop_model", "train", a_plan())
+
+
+def test_dry_run_launches_nothing(folder: Path, launched: list[tuple[Any, ...]]) -> None:
+    a_plan().save("plan.json")
+    result = autoplan("run", "plan.json", "shop_model.py:train", "--dry-run")
+    assert (result.exit_code, result.stdout) == (0, "plan.json: sound; 1 stage on cpu\n")
+    assert autoplan("run", "plan.json", "shop_model.py:gone", "--dry-run").exit_code == 2
+    assert launched == []
+
+
+def test_run_refuses_a_plan_for_devices_that_are_not_here(folder: Path) -> None:
+    a_plan("cuda:99").save("plan.json")
+    result = autoplan("run", "plan.json", "shop_model.py:train", "--dry-run")
+    assert result.exit_code == 5
+    assert "runs stages on cuda:99, but this machine has" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["show", "--help"], ["run", "--help"]])
+def test_every_help_has_two_examples(arguments: list[str]) -> None:
+    lines = [line.strip() for line in autoplan(*arguments).stdout.splitlines()]
+    examples = lines[lines.index("Examples:") + 1 :]
+    assert all(example.startswith("autoplan ") for example in examples[:2])
+
+
+def test_version() -> None:
+    assert autoplan("--version").stdout == f"autoplan, version {version('gpipe-autoplan')}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["show", "plan.json"], ["show", "plan.json", "--json"]]
+)
+def test_help_and_show_load_nothing_slow(
+    tmp_path: Path, python: Callable[..., subprocess.CompletedProcess[str]], arguments: list[str]
+) -> None:
+    a_plan().save(tmp_path / "plan.json")
+    code = (
+        "import atexit, sys; from executor.command import main; "
+        "slow = ('torch', 'scipy', 'pandas', 'networkx', 'matplotlib', 'numpy'); "
+        "atexit.register(lambda: print([name for name in slow if name in sys.modules], file=sys.stderr)); "
+        f"main({arguments})"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0
+    assert result.stdout
+    assert result.stderr == "[]\n"
+
+
+def installed_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command as a shell finds it."""
+    command_file = Path(sys.executable).with_name("autoplan")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [str(command_file), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_plan_show_and_run_in_a_row(folder: Path) -> None:
+    """Nothing replaced: a model is measured, planned and its function called in every process."""
+    options = ["--devices", "cpu,cpu", "--stages", "2", "--micro-batches", "8", "-o", "plan.json"]
+    made = installed_command("plan", "shop_model.py:build_with_loss", *options, cwd=folder)
+    assert made.returncode == 0, made.stderr
+    assert Plan.load(folder / "plan.json").K == 2
+    assert installed_command("show", "plan.json", cwd=folder).stdout == made.stdout
+    ran = installed_command("run", "plan.json", "shop_model.py:train", cwd=folder)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_model_that_branches_on_data_exits_with_4(folder: Path) -> None:
+    result = installed_command("plan", "shop_model.py:build_branching", "--devices", "cpu,cpu", cwd=folder)
+    assert result.returncode == 4
+    assert result.stderr.count("autoplan: error: ") == 1
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,230 @@
+"""`Pipeline`: train a model by a plan.
+
+    pipe = Pipeline(model, plan, loss_fn=cross_entropy)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    for x, y in batches:
+        loss = pipe.step(x, target=y)       # M micro-batches forward and backward through K stages
+        optimizer.step()
+        optimizer.zero_grad()
+
+The same lines run in one process, which then carries out all stages, and in K processes under `launch` or torchrun,
+where rank k carries out stage k. Losses and gradients are the same in every bit on CPU: they are a function of model,
+data, M and seed, not of K or the cuts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from executor.micro_batch import sizes_for, split_inputs, split_target
+from executor.placement import Placement, place
+from executor.randomness import generator_of, preserved
+from executor.runtime import Evaluation, Runtime
+from executor.stage_runner import MicroBatch, StageRunner
+from executor.stopwatch import TimedAction
+from executor.tied import sum_gradients
+from executor.transport import Distributed, InProcess
+from planner.plan import Plan
+from planner.schedule import ActionKind, gpipe_schedule
+from profiler.errors import ArgumentError, ForeignPlanError
+from profiler.loss import LossFunction
+from profiler.sample import batch_extent, tensor_leaves
+from profiler.sequence import LayerSequence
+from profiler.stage_function import StageFunction
+from profiler.tracing import trace, trace_evaluation
+
+
+class Pipeline:
+    """A model, cut and trained as a plan says.
+
+    Args:
+        model: the model that the plan was made for. Parameters on the CPU are trained in place.
+        plan: the plan.
+        loss_fn: `loss_fn(output, target)` returns the mean loss over the samples; None if the model returns its loss.
+        seed: of all random numbers that the model draws.
+
+    Raises:
+        ForeignPlanError: the plan was made for another model or another number of processes.
+        NotTraceableError: the model cannot be traced.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, *, loss_fn: LossFunction | None = None, seed: int = 0) -> None:
+        self.plan = plan
+        self._model = model
+        self._rank, world_size = _join()
+        if world_size not in (1, plan.K):
+            raise ForeignPlanError(
+                f"the plan has {plan.K} stages, but {world_size} processes run; start {plan.K} processes, or one"
+            )
+        self._sequence = trace(model, plan.sample)
+        _check_model(self._sequence, plan)
+        self._stages = list(range(plan.K)) if world_size == 1 else [self._rank]
+        devices = {stage: _device(plan, stage) for stage in self._stages}
+        self._placement: Placement = place(self._sequence, plan, self._stages, devices)
+        self._runners = {
+            stage: StageRunner(
+                self._sequence,
+                plan.stages[stage].first_layer,
+                plan.stages[stage].stop_layer,
+                devices[stage],
+                self._placement.read_by[stage],
+                self._placement.buffers[stage],
+                loss_fn,
+                seed,
+            )
+            for stage in self._stages
+        }
+        transport = InProcess(devices) if world_size == 1 else Distributed(self._rank, devices[self._rank])
+        self._runtime = Runtime(self._runners, transport, self._sequence, plan)
+        self._world_size = world_size
+        self._devices = devices
+        self._steps = 0
+        self._evaluation: Evaluation | None = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that this process trains."""
+        return iter(self._placement.named_parameters().values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this process trains, with their original names."""
+        return iter(self._placement.named_parameters().items())
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """One training step: gradients of the mini-batch's mean loss are added to the parameters' `.grad`.
+
+        Args:
+            args: what the model is called with, the whole mini-batch, in every process.
+            target: passed to `loss_fn`; tensors have the batch as dimension 0.
+            kwargs: what the model is called with.
+
+        Returns:
+            The mean loss over the mini-batch, a scalar on this process's first device, in every process.
+
+        Raises:
+            ArgumentError: the arguments differ from what the model was traced with; before anything runs.
+            ExecutionError: an action failed; the message names stage, micro-batch and cause.
+        """
+        batches = self._micro_batches(args, kwargs, target)
+        recompute = tuple(bool(stage.recompute) for stage in self.plan.stages)
+        schedule = gpipe_schedule(stages=self.plan.K, micro_batches=len(batches), recompute=recompute)
+        with preserved([generator_of(device) for device in set(self._devices.values())]):
+            self._runtime.run({stage: schedule[stage] for stage in self._stages}, batches, self._steps)
+        sum_gradients(self._placement.tied, self._rank)
+        for runner in self._runners.values():
+            runner.move_buffers()
+        self._steps += 1
+        return self._shared_loss()
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """The mean loss of a batch in evaluation mode: no dropout, batch normalization by running statistics.
+
+        Arguments and result are those of `step`; nothing is trained.
+
+        Raises:
+            NotTraceableError: in evaluation mode the model does other operations than in training.
+        """
+        batches = self._micro_batches(args, kwargs, target)
+        schedule = gpipe_schedule(stages=self.plan.K, micro_batches=len(batches), recompute=(False,) * self.plan.K)
+        forward_only = (ActionKind.RECV_F, ActionKind.F, ActionKind.SEND_F)
+        lists = {stage: tuple(a for a in schedule[stage] if a.kind in forward_only) for stage in self._stages}
+        self._runtime.run(lists, batches, self._steps, evaluation=self._evaluated())
+        return self._shared_loss()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this process's stages under all their original names.
+
+        In one process this is what `model.state_dict()` holds; in K processes the K parts together do.
+        """
+        held: dict[str, Tensor] = dict(self._placement.named_parameters())
+        for buffers in self._placement.buffers.values():
+            held.update(buffers)
+        known = self._model.state_dict(keep_vars=True).keys()
+        return {
+            alias: tensor.detach()
+            for name, tensor in held.items()
+            for alias in self._sequence.aliases.get(name, ())
+            if alias in known
+        }
+
+    def last_step_actions(self) -> tuple[TimedAction, ...]:
+        """How long each forward, recompute and backward pass of this process took in the last step."""
+        return self._runtime.stopwatch.read()
+
+    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[MicroBatch]:
+        """The arguments cut into micro-batches, after they were checked."""
+        if args and kwargs:
+            raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
+        spec = self._sequence.sample
+        tensors = tensor_leaves(kwargs if kwargs else args, spec)
+        batch_size = batch_extent(tensors, spec)
+        sizes = sizes_for(batch_size, self.plan.micro_batch_sizes)
+        inputs = split_inputs(tensors, spec, sizes)
+        targets = split_target(target, sizes)
+        return [
+            MicroBatch(index, size, size / batch_size, dict(zip(self._sequence.inputs, inputs[index], strict=True)), part)
+            for index, (size, part) in enumerate(zip(sizes, targets, strict=True))
+        ]
+
+    def _shared_loss(self) -> Tensor:
+        """The loss on every process: the last stage's."""
+        last = self._runners.get(self.plan.K - 1)
+        device = self._devices[self._stages[0]]
+        loss = torch.zeros((), device=device, dtype=torch.float64) if last is None else last.loss().to(device)
+        if self._world_size > 1:
+            dist.broadcast(loss, src=self.plan.K - 1)
+        return loss
+
+    def _evaluated(self) -> Evaluation:
+        """The layers in evaluation mode; traced when first needed."""
+        if self._evaluation is None:
+            sequence = trace_evaluation(self._model, self._sequence)
+            functions = {
+                index: StageFunction(sequence, stage.first_layer, stage.stop_layer, self._placement.read_by[index])
+                for index, stage in enumerate(self.plan.stages)
+                if index in self._runners
+            }
+            self._evaluation = Evaluation(sequence, functions)
+        return self._evaluation
+
+
+def _join() -> tuple[int, int]:
+    """Rank and world size; joins the world that torchrun announces in the environment."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _device(plan: Plan, stage: int) -> torch.device:
+    """The torch device of a stage.
+
+    Raises:
+        ForeignPlanError: this machine has no such device.
+    """
+    device = torch.device(plan.stages[stage].device.name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ForeignPlanError(
+            f"stage {stage} is planned for {device}, but this process sees {torch.cuda.device_count()} CUDA devices; "
+            "plan for the devices that are here"
+        )
+    return device
+
+
+def _check_model(sequence: LayerSequence, plan: Plan) -> None:
+    if sequence.fingerprint != plan.model_fingerprint:
+        raise ForeignPlanError(
+            f"the plan was made for a model with fingerprint {plan.model_fingerprint}, this model has "
+            f"{sequence.fingerprint} (torch {torch.__version__}); plan again for this model"
+        )
+    for index, stage in enumerate(plan.stages):
+        for segment in stage.recompute:
+            if (segment.first, segment.stop) != (stage.first_layer, stage.stop_layer):
+                raise ForeignPlanError(
+                    f"stage {index} recomputes layers [{segment.first}, {segment.stop}) of "
+                    f"[{stage.first_layer}, {stage.stop_layer}); this executor recomputes whole stages only"
+                )

@@ -1,0 +1,112 @@
+"""What of a model a process holds: the parameters and buffers of its stages, on their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from executor.tied import TiedParameter, accumulator_of, ranks_of
+from planner.plan import Plan
+from profiler.sequence import LayerSequence
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tensors of one process.
+
+    Attributes:
+        parameters: by (name, device): on the CPU the model's own parameters, elsewhere copies.
+        buffers: per local stage: name -> buffer on the stage's device; the model's own where that is the CPU.
+        read_by: per local stage: (layer, name) -> the tensor that the layer reads and that collects its gradient.
+        tied: tied parameters with a using layer in this process.
+    """
+
+    parameters: Mapping[tuple[str, torch.device], nn.Parameter]
+    buffers: Mapping[int, dict[str, Tensor]]
+    read_by: Mapping[int, dict[tuple[int, str], Tensor]]
+    tied: tuple[TiedParameter, ...]
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Each parameter once, by original name, in the model's order; a tied one from its first stage."""
+        named: dict[str, nn.Parameter] = {}
+        for (name, _), parameter in self.parameters.items():
+            named.setdefault(name, parameter)
+        return named
+
+
+def place(sequence: LayerSequence, plan: Plan, stages: Sequence[int], devices: Mapping[int, torch.device]) -> Placement:
+    """Place the given stages of a plan in this process.
+
+    Args:
+        sequence: the model's layers.
+        plan: the plan.
+        stages: indices of the stages that this process runs.
+        devices: of each of these stages.
+    """
+    layers_of = {stage: range(plan.stages[stage].first_layer, plan.stages[stage].stop_layer) for stage in stages}
+    used = {
+        (name, devices[stage])
+        for stage in stages
+        for layer in layers_of[stage]
+        for name in sequence.layers[layer].parameters
+    }
+    ordered = [(name, device) for name in sequence.parameters for device in devices.values() if (name, device) in used]
+    parameters = {key: _on_device(sequence.parameters[key[0]], key[1]) for key in dict.fromkeys(ordered)}
+    read_by: dict[int, dict[tuple[int, str], Tensor]] = {}
+    for stage in stages:
+        read_by[stage] = {}
+        for layer in layers_of[stage]:
+            for name in sequence.layers[layer].parameters:
+                parameter = parameters[name, devices[stage]]
+                read_by[stage][layer, name] = accumulator_of(parameter) if name in sequence.tied else parameter
+    return Placement(
+        parameters=parameters,
+        buffers={stage: _buffers(sequence, layers_of[stage], devices[stage]) for stage in stages},
+        read_by=read_by,
+        tied=_tied(sequence, plan, parameters, read_by),
+    )
+
+
+def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if parameter.device == device:
+        return parameter
+    return nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+
+
+def _buffers(sequence: LayerSequence, layers: range, device: torch.device) -> dict[str, Tensor]:
+    """All buffers that the layers, their statistics or a prelude may read."""
+    names = {name for layer in layers for name in sequence.layers[layer].buffers}
+    for layer in layers:
+        for entry in sequence.layers[layer].statistics:
+            names |= {entry.running_mean, entry.running_var}
+            names |= {entry.num_batches_tracked} if entry.num_batches_tracked else set()
+    names.update(sequence.prelude_of(sorted(sequence.prelude_names)).buffers)
+    return {name: buffer.to(device) for name, buffer in sequence.buffers.items() if name in names}
+
+
+def _tied(
+    sequence: LayerSequence,
+    plan: Plan,
+    parameters: Mapping[tuple[str, torch.device], nn.Parameter],
+    read_by: Mapping[int, Mapping[tuple[int, str], Tensor]],
+) -> tuple[TiedParameter, ...]:
+    """Tied parameters of this process; where it runs all stages, all ranks are its own."""
+    stage_of = {
+        layer: index for index, stage in enumerate(plan.stages) for layer in range(stage.first_layer, stage.stop_layer)
+    }
+    alone = len(read_by) == plan.K
+    rank_of = dict.fromkeys(stage_of, 0) if alone else stage_of
+    own = {key: tensor for stage in read_by.values() for key, tensor in stage.items()}
+    return tuple(
+        TiedParameter(
+            name=name,
+            copies=tuple(parameter for (held, _), parameter in parameters.items() if held == name),
+            accumulators=tuple(own[layer, name] for layer in layers if (layer, name) in own),
+            ranks=ranks_of(layers, rank_of),
+        )
+        for name, layers in sequence.tied.items()
+        if any((layer, name) in own for layer in layers)
+    )

@@ -38,7 +38,9 @@ def save_checkpoint(path: str | Path, pipe: Pipeline, optimizer: torch.optim.Opt
         draft.parent.mkdir(parents=True, exist_ok=True)
     _wait_for_all()
     with _expected_warnings():
-        dcp.save(_state(pipe, optimizer), checkpoint_id=draft, no_dist=not dist.is_initialized())
+        dcp.save(  # type: ignore[attr-defined]
+            _state(pipe, optimizer), checkpoint_id=draft, no_dist=not dist.is_initialized()
+        )
     _wait_for_all()
     if first:
         old = target.with_name(f".{target.name}.old")
@@ -64,7 +66,9 @@ def load_checkpoint(path: str | Path, pipe: Pipeline, optimizer: torch.optim.Opt
     state = _state(pipe, optimizer)
     try:
         with _expected_warnings():
-            dcp.load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
+            dcp.load(  # type: ignore[attr-defined]
+                state, checkpoint_id=source, no_dist=not dist.is_initialized()
+            )
     except Exception as problem:
         raise ExecutionError(f"cannot load {source}: {problem}") from problem
 

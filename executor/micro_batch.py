@@ -47,9 +47,7 @@ def split_target(target: Any, sizes: Sequence[int]) -> list[Any]:
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch_size:
             raise ArgumentError(f"the target holds {leaf.shape[0]} samples, the inputs {batch_size}")
     bounds = list(pairwise(accumulate(sizes, initial=0)))
-    return [
-        pytree.tree_unflatten([_cut(leaf, first, stop) for leaf in leaves], tree) for first, stop in bounds
-    ]
+    return [pytree.tree_unflatten([_cut(leaf, first, stop) for leaf in leaves], tree) for first, stop in bounds]
 
 
 def _cut(leaf: Any, first: int, stop: int) -> Any:

@@ -167,7 +167,9 @@ class Pipeline:
         inputs = split_inputs(tensors, spec, sizes)
         targets = split_target(target, sizes)
         return [
-            MicroBatch(index, size, size / batch_size, dict(zip(self._sequence.inputs, inputs[index], strict=True)), part)
+            MicroBatch(
+                index, size, size / batch_size, dict(zip(self._sequence.inputs, inputs[index], strict=True)), part
+            )
             for index, (size, part) in enumerate(zip(sizes, targets, strict=True))
         ]
 

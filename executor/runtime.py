@@ -172,4 +172,3 @@ class _Work:
         else:
             keep = place not in self._recomputed
             self._outgoing[place] = runner.forward(batch, self._incoming.pop(place, {}), keep=keep)
-

@@ -64,20 +64,25 @@ class InProcess:
         self._messages: dict[Action, list[Tensor]] = {}
 
     def begin(self, actions: Iterable[Action], spec: MessageSpec) -> None:
+        """Drop what an aborted step left."""
         self._messages.clear()
 
     def ready(self, action: Action) -> bool:
+        """Whether the message was sent."""
         return action in self._messages
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Move the message to the receiver's device."""
         target = action.other_end
         device = self._devices[target.stage]
         self._messages[target] = [tensor.to(device, non_blocking=True) for tensor in tensors]
 
     def receive(self, action: Action) -> list[Tensor]:
+        """The message, which leaves the mailbox."""
         return self._messages.pop(action)
 
     def end(self) -> None:
+        """Nothing is under way in one process."""
         self._messages.clear()
 
 
@@ -113,6 +118,7 @@ class Distributed:
         self._sent: deque[tuple[Pending, Sequence[Tensor]]] = deque()
 
     def begin(self, actions: Iterable[Action], spec: MessageSpec) -> None:
+        """Post the first receives of each direction."""
         self._spec = spec
         self._inboxes = {
             # Stage inputs are kept until the backward pass anyway, so all their buffers may exist from the start.
@@ -136,9 +142,11 @@ class Distributed:
             inbox.posted[action] = _Posted(buffers, pending)
 
     def ready(self, action: Action) -> bool:
+        """Always: waiting is how a rank gets on."""
         return True
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Start to send; what earlier messages held is let go once they are through."""
         while self._sent and all(work.is_completed() for work in self._sent[0][0]):
             finish(self._sent.popleft()[0])
         target = action.other_end
@@ -148,6 +156,7 @@ class Distributed:
         self._sent.append((pending, tensors))
 
     def receive(self, action: Action) -> list[Tensor]:
+        """Wait for the message, and post the next receive before."""
         inbox = self._inboxes[action.kind]
         posted = inbox.posted.pop(action)
         self._post(inbox)
@@ -155,6 +164,7 @@ class Distributed:
         return posted.buffers
 
     def end(self) -> None:
+        """Wait until all messages are through."""
         while self._sent:
             finish(self._sent.popleft()[0])
 

@@ -52,7 +52,7 @@ class _Counter(TorchDispatchMode):
     """Counts FLOPs and notices random operations below the level of composite operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.draws_random = False
 
@@ -152,4 +152,4 @@ def _facts(node: fx.Node, values: dict[fx.Node, Any], counter: _Counter) -> Node
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

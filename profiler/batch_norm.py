@@ -80,9 +80,7 @@ def elements_per_channel(values: Tensor) -> Tensor:
     return torch.tensor(values.numel() // values.shape[1], dtype=torch.float64)
 
 
-def combined(
-    means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+def combined(means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance per channel of a mini-batch from those of its micro-batches.
 
     Args:

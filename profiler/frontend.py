@@ -149,8 +149,8 @@ def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec) -> TracedGrap
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(spec.leaves):
         raise NotTraceableError(
-            f"cannot trace the model: it takes {len(placeholders)} values where the sample has {len(spec.leaves)}; pass "
-            "the sample as a tuple of positional arguments or a dict of keyword arguments"
+            f"cannot trace the model: it takes {len(placeholders)} values where the sample has {len(spec.leaves)}; "
+            "pass the sample as a tuple of positional arguments or a dict of keyword arguments"
         )
     inputs = [node for node, leaf in zip(placeholders, spec.leaves, strict=True) if isinstance(leaf, TensorLeaf)]
     _read_extents_from_inputs(graph, inputs)

@@ -113,7 +113,9 @@ def build_function(
     return names, fx.GraphModule(draft.modules, draft.graph).forward
 
 
-def _place_sources(draft: _Draft, nodes: Sequence[fx.Node], root: fx.GraphModule, extra: Iterable[fx.Node] = ()) -> None:
+def _place_sources(
+    draft: _Draft, nodes: Sequence[fx.Node], root: fx.GraphModule, extra: Iterable[fx.Node] = ()
+) -> None:
     """One placeholder for each value from outside: parameters first, then buffers, then values."""
     inside = set(nodes)
     outside = dict.fromkeys((*extra, *(s for node in nodes for s in node.all_input_nodes if s not in inside)))
@@ -148,9 +150,7 @@ def _write_copies(
     return written
 
 
-def _return_statistics(
-    draft: _Draft, node: fx.Node, counters: set[str]
-) -> tuple[BatchStatistics, dict[str, fx.Node]]:
+def _return_statistics(draft: _Draft, node: fx.Node, counters: set[str]) -> tuple[BatchStatistics, dict[str, fx.Node]]:
     running_mean, running_var, momentum = node.args[3], node.args[4], node.args[6]
     assert isinstance(running_mean, fx.Node)
     assert isinstance(running_var, fx.Node)

@@ -32,6 +32,7 @@ def loss_of(output: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
     Raises:
         ArgumentError: there is no scalar loss.
     """
+    loss: Any
     if loss_fn is not None:
         loss = loss_fn(output, target)
     elif isinstance(output, Mapping):

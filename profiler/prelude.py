@@ -33,7 +33,12 @@ def prelude_nodes(graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts]) -> set[fx
         plain = not isinstance(node.target, torch._ops.HigherOrderOperator)
         cheap = fact.flops <= FLOPS_PER_BYTE_AT_MOST * max(fact.value_bytes, 1)
         own = not fact.writes and fact.storage not in written and not fact.draws_random and not fact.requires_grad
-        if plain and cheap and own and all(_available(source, facts, written, chosen) for source in node.all_input_nodes):
+        if (
+            plain
+            and cheap
+            and own
+            and all(_available(source, facts, written, chosen) for source in node.all_input_nodes)
+        ):
             chosen.add(node)
     return chosen
 

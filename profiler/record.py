@@ -19,8 +19,6 @@ from profiler.value import Value, write_atomically
 if TYPE_CHECKING:
     import pandas
 
-PROFILE_SCHEMA_VERSION = 1
-
 
 class ParameterInfo(Value):
     """One parameter of the model.
@@ -115,7 +113,7 @@ class Profile(Value):
         reserve_bytes: memory of a process before any stage is loaded (a CUDA context and its allocator's reserve).
     """
 
-    schema_version: Literal[1] = PROFILE_SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     fingerprint: str
     sample: SampleSpec
     parameters: tuple[ParameterInfo, ...]

@@ -25,7 +25,7 @@ class ConstantLeaf(Value):
     """Anything else in the sample; the graph is specialized to it."""
 
     kind: Literal["constant"] = "constant"
-    value: None | bool | int | float | str
+    value: bool | int | float | str | None
 
 
 class SampleSpec(Value):

@@ -50,7 +50,9 @@ class BoundaryValue:
     def shape_at(self, micro_batch_size: int) -> tuple[int, ...]:
         """The shape for a micro-batch of that size."""
         return tuple(
-            extent if isinstance(extent, int) else int(extent.subs(dict.fromkeys(extent.free_symbols, micro_batch_size)))
+            extent
+            if isinstance(extent, int)
+            else int(extent.subs(dict.fromkeys(extent.free_symbols, micro_batch_size)))
             for extent in self.shape
         )
 

@@ -163,9 +163,7 @@ def _steps(
 
 def leaves_of(values: Mapping[str, Tensor], described: Sequence[BoundaryValue]) -> dict[str, Tensor]:
     """Entering values as leaves of a new autograd graph, sharing memory with `values`."""
-    return {
-        value.name: values[value.name].detach().requires_grad_(value.requires_grad) for value in described
-    }
+    return {value.name: values[value.name].detach().requires_grad_(value.requires_grad) for value in described}
 
 
 def roots_of(values: Mapping[str, Tensor]) -> dict[str, GradientEdge]:

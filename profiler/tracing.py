@@ -1,6 +1,6 @@
 """`trace`: model and sample to a `LayerSequence`.
 
-    export_graph -> take_out_counters -> analyse -> prelude_nodes -> layer_starts -> build_layer for each run
+export_graph -> take_out_counters -> analyse -> prelude_nodes -> layer_starts -> build_layer for each run
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def _assemble(
         leaving = [node for node in body.alive[stop] if node in inside]
         if stop == len(body.nodes):
             leaving = [node for node in body.nodes[first:stop] if body.last_use[node] == stop]
-        layers.append(
-            build_layer(index, body.nodes[first:stop], leaving, body.facts, traced.module, counters)
-        )
+        layers.append(build_layer(index, body.nodes[first:stop], leaving, body.facts, traced.module, counters))
     names = {node.name: node for node in traced.module.graph.nodes}
     parameters, buffers = _sources(layers, traced.module)
     output = next(node for node in traced.module.graph.nodes if node.op == "output")
@@ -121,9 +119,7 @@ def _assemble(
         inputs=tuple(node.name for node in traced.inputs),
         prelude_of=lambda wanted: _prelude([names[name] for name in wanted], traced.module),
         prelude_names=frozenset(
-            node.name
-            for node in traced.module.graph.nodes
-            if node.op == "call_function" and node not in body.last_use
+            node.name for node in traced.module.graph.nodes if node.op == "call_function" and node not in body.last_use
         ),
         outputs=tuple(leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in output.args[0]),
         output_tree=traced.out_spec,

@@ -44,7 +44,7 @@ def _run(task: Task) -> bytes | Failure:
     torch.set_num_threads(task.threads)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
-        store = dist.FileStore(task.store, task.world_size)
+        store = dist.FileStore(task.store, task.world_size)  # type: ignore[attr-defined]
         dist.init_process_group(
             backend,
             store=store,

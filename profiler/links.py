@@ -1,0 +1,111 @@
+"""Latency and bandwidth of the link between two ranks, measured with the calls that the executor sends with.
+
+Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer.
+
+    rank 0   | send ----------> |                | send ----
+    rank 1   |                  | send --------> |
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from profiler.channel import finish, start_receive, start_send
+from profiler.device import Cluster, Device, Link
+from profiler.errors import ArgumentError
+from profiler.local import torch_device
+from profiler.workers import run_workers
+
+SIZES_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
+WARM_UPS = 3
+MOST_ROUNDS = 60
+FEWEST_ROUNDS = 7
+BYTES_PER_SIZE = 32 * 2**20  # large messages are repeated until about this much went one way
+
+
+def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
+    """Measure the link between the first two devices of a cluster.
+
+    Args:
+        cluster: at least two devices of this machine.
+        timeout_s: after which a message counts as lost.
+
+    Raises:
+        ArgumentError: there is no link, or a device is not on this machine.
+        ExecutionError: the two processes could not talk to each other.
+    """
+    if len(cluster.devices) < 2:
+        raise ArgumentError(f"the cluster has {len(cluster.devices)} device; a link needs 2")
+    pair = cluster.devices[:2]
+    for device in pair:
+        torch_device(device)
+    threads = max(1, *(device.threads for device in pair))
+    seconds, _ = run_workers(_ping_pong, [(device,) for device in pair], threads=threads, timeout_s=timeout_s)
+    return fit_link(SIZES_BYTES, seconds)
+
+
+def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """The line `latency_s + size / bytes_per_s` through measured transfers, both coefficients positive.
+
+    Least squares of relative distances, so that small messages count as much as large ones; `Link.error` is the
+    largest of these distances.
+
+    Args:
+        sizes_bytes: of the messages.
+        seconds: that each took one way.
+    """
+    sizes, times = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    unit = float(sizes.max())  # keeps both columns of the same order
+    columns = np.stack([1 / times, sizes / unit / times], axis=1)
+    (latency_s, unit_s), _ = nnls(columns, np.ones_like(times))
+    unit_s = max(float(unit_s), float(times.min()) * 1e-9)  # a bandwidth that latency hides entirely
+    fitted = latency_s + sizes / unit * unit_s
+    return Link(
+        latency_s=float(latency_s),
+        bytes_per_s=unit / unit_s,
+        error=float(np.max(np.abs(fitted / times - 1))),
+    )
+
+
+def _ping_pong(device: Device) -> list[float]:
+    """Median seconds of one transfer for each of `SIZES_BYTES`; runs in both workers."""
+    place = torch_device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    return [_transfer_s(size, place) for size in SIZES_BYTES]
+
+
+def _transfer_s(size_bytes: int, place: torch.device) -> float:
+    rank = torch.distributed.get_rank()
+    outgoing = [torch.zeros(size_bytes, dtype=torch.uint8, device=place)]
+    incoming = [torch.zeros(size_bytes, dtype=torch.uint8, device=place)]
+    turn = _serve if rank == 0 else _return
+    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, BYTES_PER_SIZE // size_bytes))
+    seconds = []
+    for _ in range(WARM_UPS + rounds):
+        start = time.perf_counter()
+        turn(outgoing, incoming)
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
+        seconds.append((time.perf_counter() - start) / 2)
+    return statistics.median(seconds[WARM_UPS:])
+
+
+def _serve(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:
+    """Rank 0. The send comes first: NCCL runs messages between two ranks one after the other."""
+    sending = start_send(outgoing, to=1, tag=0)
+    receiving = start_receive(incoming, source=1, tag=0)
+    finish(sending)
+    finish(receiving)
+
+
+def _return(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:
+    """Rank 1."""
+    finish(start_receive(incoming, source=0, tag=0))
+    finish(start_send(outgoing, to=0, tag=0))

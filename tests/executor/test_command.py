@@ -22,6 +22,9 @@ from profiler.errors import ArgumentError, ExecutionError, InfeasibleError, NotT
 from profiler.sample_spec import SampleSpec, TensorLeaf
 
 MODEL_FILE = """
+import os
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -50,7 +53,7 @@ def build_wrong():
     return Net()
 
 def train(plan):
-    return plan.K
+    Path(f"rank-{os.environ['RANK']}").write_text(f"{plan.K} stages")
 
 not_callable = 3
 """
@@ -346,6 +349,13 @@ def installed_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess
     )
 
 
+def test_run_calls_the_function_in_a_worker(folder: Path) -> None:
+    a_plan().save(folder / "plan.json")
+    result = installed_command("run", "plan.json", "shop_model.py:train", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert (folder / "rank-0").read_text() == "1 stages"
+
+
 def test_plan_show_and_run_in_a_row(folder: Path) -> None:
     """Nothing replaced: a model is measured, planned and its function called in every process."""
     options = ["--devices", "cpu,cpu", "--stages", "2", "--micro-batches", "8", "-o", "plan.json"]
@@ -355,6 +365,10 @@ def test_plan_show_and_run_in_a_row(folder: Path) -> None:
     assert installed_command("show", "plan.json", cwd=folder).stdout == made.stdout
     ran = installed_command("run", "plan.json", "shop_model.py:train", cwd=folder)
     assert ran.returncode == 0, ran.stderr
+    assert {file.name: file.read_text() for file in folder.glob("rank-*")} == {
+        "rank-0": "2 stages",
+        "rank-1": "2 stages",
+    }
 
 
 def test_a_model_that_branches_on_data_exits_with_4(folder: Path) -> None:

@@ -49,6 +49,10 @@ class Pipeline:
         loss_fn: `loss_fn(output, target)` returns the mean loss over the samples; None if the model returns its loss.
         seed: of all random numbers that the model draws.
 
+    Attributes:
+        plan: the plan.
+        rank: of this process; 0 where it runs alone.
+
     Raises:
         ForeignPlanError: the plan was made for another model or another number of processes.
         NotTraceableError: the model cannot be traced.
@@ -57,14 +61,14 @@ class Pipeline:
     def __init__(self, model: nn.Module, plan: Plan, *, loss_fn: LossFunction | None = None, seed: int = 0) -> None:
         self.plan = plan
         self._model = model
-        self._rank, world_size = _join()
+        self.rank, world_size = _join()
         if world_size not in (1, plan.K):
             raise ForeignPlanError(
                 f"the plan has {plan.K} stages, but {world_size} processes run; start {plan.K} processes, or one"
             )
         self._sequence = trace(model, plan.sample)
         _check_model(self._sequence, plan)
-        self._stages = list(range(plan.K)) if world_size == 1 else [self._rank]
+        self._stages = list(range(plan.K)) if world_size == 1 else [self.rank]
         devices = {stage: _device(plan, stage) for stage in self._stages}
         self._placement: Placement = place(self._sequence, plan, self._stages, devices)
         self._runners = {
@@ -80,7 +84,7 @@ class Pipeline:
             )
             for stage in self._stages
         }
-        transport = InProcess(devices) if world_size == 1 else Distributed(self._rank, devices[self._rank])
+        transport = InProcess(devices) if world_size == 1 else Distributed(self.rank, devices[self.rank])
         self._runtime = Runtime(self._runners, transport, self._sequence, plan)
         self._world_size = world_size
         self._devices = devices
@@ -115,7 +119,7 @@ class Pipeline:
         schedule = gpipe_schedule(stages=self.plan.K, micro_batches=len(batches), recompute=recompute)
         with preserved([generator_of(device) for device in set(self._devices.values())]):
             self._runtime.run({stage: schedule[stage] for stage in self._stages}, batches, self._steps)
-        sum_gradients(self._placement.tied, self._rank)
+        sum_gradients(self._placement.tied, self.rank)
         for runner in self._runners.values():
             runner.move_buffers()
         self._steps += 1

@@ -1,0 +1,97 @@
+"""`autoplan`: from a model to a plan in one call; trace, profile and plan in a row."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+from planner.from_profile import plan_from_profile
+from planner.plan import Plan
+from profiler.errors import ArgumentError
+from profiler.local import Devices, local_devices
+from profiler.loss import LossFunction
+from profiler.measure import profile
+from profiler.tracing import trace
+
+
+def autoplan(
+    model: nn.Module,
+    sample: Any,
+    devices: Devices = None,
+    *,
+    batch_size: int | None = None,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    optimizer: str = "AdamW",
+    memory_limit: int | None = None,
+    schedule: Literal["gpipe"] = "gpipe",
+    recompute: Literal["auto", "always", "never"] = "auto",
+    stages: int | None = None,
+    max_stages: int | None = None,
+    micro_batches: int | None = None,
+    micro_batches_per_stage: int = 4,
+    threads: int = 1,
+    time_budget_s: float = 60.0,
+    progress: bool = True,
+) -> Plan:
+    """Plan pipeline-parallel training of a model on the devices at hand.
+
+        plan = autoplan(model, x, devices=4, loss_fn=cross_entropy, target=y)
+        plan.save("plan.json")
+
+    Args:
+        model: any module; it is not changed.
+        sample: what the model is called with, a mini-batch or a few samples of one: a tensor, a tuple of positional
+            or a dict of keyword arguments.
+        devices: how many, or which (names, `torch.device`s, `Device`s, a `Cluster`), in pipeline order; None for
+            all CUDA devices, or else 2 CPU workers. The plan may use fewer.
+        batch_size: samples of a mini-batch; the sample's by default.
+        loss_fn: `loss_fn(output, target)`, measured with the last layer; None if the model returns its loss.
+        target: what `loss_fn` compares the sample's output with.
+        optimizer: name of a class in `torch.optim` whose time and memory count.
+        memory_limit: bytes that a stage may fill, at most what its device has.
+        schedule: order of forward and backward passes.
+        recompute: recompute a stage where it would not fit otherwise ("auto"), everywhere, or nowhere.
+        stages: K, if it is to be fixed.
+        max_stages: upper limit of K.
+        micro_batches: M, if it is to be fixed.
+        micro_batches_per_stage: M is at least this times K; below 4 the bubble is no longer small (GPipe, section 2.3).
+        threads: torch threads of a CPU worker.
+        time_budget_s: seconds that measuring may take; with fewer the figures are noisier.
+        progress: show a progress bar while measuring.
+
+    Raises:
+        ArgumentError: an argument is out of range.
+        NotTraceableError: the model cannot be traced.
+        InfeasibleError: no plan satisfies batch size and memory; the message says what would help.
+    """
+    cluster = local_devices(devices, threads=threads)
+    if batch_size is not None and batch_size < 1:
+        raise ArgumentError(f"batch_size is {batch_size}; it must be at least 1")
+    sequence = trace(model, sample)
+    samples = sequence.sample.batch_size if batch_size is None else batch_size
+    measured = profile(
+        sequence,
+        cluster,
+        sample=sample,
+        batch_size=samples,
+        loss_fn=loss_fn,
+        target=target,
+        optimizer=optimizer,
+        time_budget_s=time_budget_s,
+        threads=threads,
+        progress=progress,
+    )
+    return plan_from_profile(
+        measured,
+        cluster,
+        batch_size=samples,
+        memory_limit=memory_limit,
+        schedule=schedule,
+        recompute=recompute,
+        stages=stages,
+        max_stages=max_stages,
+        micro_batches=micro_batches,
+        micro_batches_per_stage=micro_batches_per_stage,
+    )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from executor.pipeline import Pipeline
 from profiler.errors import ExecutionError
@@ -69,8 +70,11 @@ def load_checkpoint(path: str | Path, pipe: Pipeline, optimizer: torch.optim.Opt
             dcp.load(  # type: ignore[attr-defined]
                 state, checkpoint_id=source, no_dist=not dist.is_initialized()
             )
-    except Exception as problem:
-        raise ExecutionError(f"cannot load {source}: {problem}") from problem
+    except (Exception, CheckpointException) as problem:  # torch derives the latter from BaseException
+        reason = str(problem).strip().splitlines()[-1]
+        raise ExecutionError(
+            f"cannot load {source}: {reason}; it must hold the state of this model and of this optimizer"
+        ) from problem
 
 
 def _state(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

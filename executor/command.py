@@ -18,8 +18,6 @@ import click
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError
 
 if TYPE_CHECKING:
-    import torch
-
     from planner.plan import Plan
 
 
@@ -53,13 +51,10 @@ class _Devices(click.ParamType):  # type: ignore[type-arg]
 
     name = "devices"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | tuple[str, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | list[str]:
         if re.fullmatch(r"-?\d+", str(value)):
             return int(value)
-        names = tuple(name.strip() for name in str(value).split(","))
-        if not all(re.fullmatch(r"[a-z]+(:\d+)?", name) for name in names):
-            self.fail(f"{value!r} is neither a count nor a list such as cpu,cpu or cuda:0,cuda:1", param, ctx)
-        return names
+        return [name.strip() for name in str(value).split(",")]
 
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -116,7 +111,7 @@ def plan(
     *,
     model: str,
     output: Path | None,
-    devices: int | tuple[str, ...] | None,
+    devices: int | list[str] | None,
     timeline: Path | None,
     trace: Path | None,
     as_json: bool,
@@ -132,15 +127,15 @@ def plan(
       autoplan plan model.py:build -o plan.json --timeline plan.png
       autoplan plan shop.ranking:build --devices cuda:0,cuda:1 --batch-size 512 --memory-limit 40GiB
     """
-    places = _devices(devices)
-    built = _built(model, _function(model, "MODEL"))
-
     from planner import autoplan
+    from profiler.local import local_devices
 
+    cluster = local_devices(devices)  # before the model is built, which may take long
+    built = _built(model, _function(model, "MODEL"))
     made = autoplan(
         built[0],
         built[1],
-        places,
+        cluster,
         loss_fn=built[2] if len(built) == 4 else None,
         target=built[3] if len(built) == 4 else None,
         **settings,
@@ -208,37 +203,18 @@ def _present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | 
     click.echo(plan.to_json() if as_json else str(plan), nl=not as_json)
 
 
-def _devices(wanted: int | tuple[str, ...] | None) -> int | list[torch.device]:
-    import torch
-
-    if isinstance(wanted, int):
-        return wanted
-    if wanted is None:
-        count = torch.cuda.device_count()
-        wanted = tuple(f"cuda:{index}" for index in range(count)) if count else ("cpu", "cpu")
-    try:
-        return [torch.device(name) for name in wanted]
-    except RuntimeError as problem:
-        reason = str(problem).splitlines()[0]
-        raise click.BadParameter(
-            f"torch has no device {','.join(wanted)}: {reason}", param_hint="--devices"
-        ) from problem
-
-
 def _check_devices(plan_file: Path, plan: Plan) -> None:
-    """Refuse a plan for CUDA devices that this machine lacks, before any process is started."""
-    wanted = {stage.device.name for stage in plan.stages if stage.device.name.startswith("cuda")}
-    if not wanted:
-        return
-    import torch
+    """Refuse a plan for devices that this machine lacks, before any process is started."""
+    from profiler.local import torch_device
 
-    count = torch.cuda.device_count()
-    missing = sorted(wanted - {"cuda", *(f"cuda:{index}" for index in range(count))} if count else wanted)
-    if missing:
-        raise ForeignPlanError(
-            f"{plan_file} runs stages on {', '.join(missing)}, but this machine has {count} CUDA devices; "
-            "make a plan for the devices that are here with `autoplan plan`"
-        )
+    for position, stage in enumerate(plan.stages):
+        try:
+            torch_device(stage.device)
+        except ArgumentError as problem:
+            raise ForeignPlanError(
+                f"{plan_file}: stage {position} cannot run here: {problem}; make a plan for the devices that are here "
+                "with `autoplan plan`"
+            ) from problem
 
 
 def _built(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:

@@ -92,8 +92,12 @@ class Pipeline:
         self._evaluation: Evaluation | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that this process trains."""
-        return iter(self._placement.named_parameters().values())
+        """The parameters that this process trains.
+
+        A process whose stages have none gets one without elements: torch's optimizers refuse an empty list, and the
+        same lines are to run in every process.
+        """
+        return iter(list(self._placement.named_parameters().values()) or [nn.Parameter(torch.empty(0))])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this process trains, with their original names."""

@@ -19,6 +19,7 @@ from executor import command
 from planner.plan import Plan, Prediction, Stage, StageMemory, StageTimes
 from profiler.device import Device
 from profiler.errors import ArgumentError, ExecutionError, InfeasibleError, NotTraceableError
+from profiler.local import local_devices
 from profiler.sample_spec import SampleSpec, TensorLeaf
 
 MODEL_FILE = """
@@ -128,7 +129,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_plan_passes_on_what_it_is_told(folder: Path, planned: dict[str, Any]) -> None:
-    options = "--devices 3 --batch-size 64 --stages 2 --micro-batches 8 --memory-limit 8GiB --recompute always"
+    options = (
+        "--devices cpu,cpu,cpu --batch-size 64 --stages 2 --micro-batches 8 --memory-limit 8GiB --recompute always"
+    )
     result = autoplan("plan", "shop_model.py:build_with_loss", "-o", "a/plan.json", *options.split())
     assert result.exit_code == 0, result.output
     assert Plan.load("a/plan.json") == a_plan()
@@ -136,30 +139,28 @@ def test_plan_passes_on_what_it_is_told(folder: Path, planned: dict[str, Any]) -
     assert planned["model"].__class__.__name__ == "Net"
     assert planned["loss_fn"].__name__ == "mse_loss"
     assert planned["sample"].shape == planned["target"].shape == (8, 8)
-    told: dict[str, object] = {
-        "devices": 3,
+    assert planned["devices"] == local_devices(["cpu"] * 3)
+    told = {
         "batch_size": 64,
         "stages": 2,
         "micro_batches": 8,
         "memory_limit": 8 * 2**30,
+        "recompute": "always",
+        "optimizer": "AdamW",
     }
-    told |= {"recompute": "always", "optimizer": "AdamW"}
     assert {name: planned[name] for name in told} == told
 
 
 def test_plan_without_options_leaves_the_choice_to_the_planner(folder: Path, planned: dict[str, Any]) -> None:
-    import torch
-
     assert autoplan("plan", "shop_model.py:build").exit_code == 0
     left = ("batch_size", "stages", "micro_batches", "memory_limit", "loss_fn", "target")
     assert [planned[name] for name in left] == [None] * len(left)
-    cuda = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    assert planned["devices"] == (cuda or [torch.device("cpu")] * 2)
+    assert planned["devices"] == local_devices()
 
 
-def test_plan_takes_named_devices_and_prints_json(folder: Path, planned: dict[str, Any]) -> None:
-    result = autoplan("plan", "shop_model.py:build", "--devices", "cuda:0, cuda:1", "--json")
-    assert [str(device) for device in planned["devices"]] == ["cuda:0", "cuda:1"]
+def test_plan_prints_json(folder: Path, planned: dict[str, Any]) -> None:
+    result = autoplan("plan", "shop_model.py:build", "--devices", "cpu, cpu", "--json")
+    assert planned["devices"] == local_devices(["cpu", "cpu"])
     assert result.stdout == a_plan().to_json()
 
 
@@ -184,14 +185,16 @@ def test_plan_takes_a_module(folder: Path, planned: dict[str, Any]) -> None:
         ("shop_model.py:build_wrong", "returned a Net; expected (model, sample)"),
     ],
 )
-def test_a_model_that_is_not_there_is_a_usage_error(folder: Path, model: str, complaint: str) -> None:
+def test_a_model_that_is_not_there_is_a_usage_error(
+    folder: Path, planned: dict[str, Any], model: str, complaint: str
+) -> None:
     (folder / "json.py").write_text("")
     result = autoplan("plan", model)
     assert result.exit_code == 2
     assert complaint in " ".join(result.stderr.split())
 
 
-def test_a_failing_import_of_the_model_file_shows_its_own_error(folder: Path) -> None:
+def test_a_failing_import_of_the_model_file_shows_its_own_error(folder: Path, planned: dict[str, Any]) -> None:
     (folder / "broken.py").write_text("import no_such_package_here")
     result = autoplan("plan", "broken.py:build")
     assert isinstance(result.exception, ModuleNotFoundError)
@@ -200,12 +203,23 @@ def test_a_failing_import_of_the_model_file_shows_its_own_error(folder: Path) ->
 
 @pytest.mark.parametrize(
     "options",
-    [("--devices", "cpu;cpu"), ("--devices", "warp:0"), ("--memory-limit", "much"), ("--recompute", "perhaps")],
+    [
+        ("--devices", "0"),
+        ("--devices", "-1"),
+        ("--devices", "cpu;cpu"),
+        ("--devices", "cpu,warp:0"),
+        ("--devices", "cuda:99"),
+        ("--memory-limit", "much"),
+        ("--recompute", "perhaps"),
+    ],
 )
-def test_an_option_that_means_nothing_is_a_usage_error(folder: Path, options: tuple[str, str]) -> None:
+def test_an_option_that_means_nothing_is_a_usage_error(
+    folder: Path, planned: dict[str, Any], options: tuple[str, str]
+) -> None:
     result = autoplan("plan", "shop_model.py:build", *options)
     assert result.exit_code == 2
-    assert options[0] in result.stderr
+    assert options[0].strip("-") in result.stderr or options[1].rpartition(",")[2] in result.stderr
+    assert planned == {}
 
 
 @pytest.mark.parametrize(
@@ -301,7 +315,7 @@ def test_run_refuses_a_plan_for_devices_that_are_not_here(folder: Path) -> None:
     a_plan("cuda:99").save("plan.json")
     result = autoplan("run", "plan.json", "shop_model.py:train", "--dry-run")
     assert result.exit_code == 5
-    assert "runs stages on cuda:99, but this machine has" in result.stderr
+    assert "plan.json: stage 0 cannot run here: device 'cuda:99' is not on this machine" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["show", "--help"], ["run", "--help"]])

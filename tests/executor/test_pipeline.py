@@ -1,0 +1,295 @@
+"""The same training for every cut: bitwise between cuts, close to the plain model."""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from gpt import GPT, Config, next_token_loss
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor import Pipeline, launch
+from planner import Plan
+from profiler import ArgumentError, ForeignPlanError, trace
+
+BATCH_SIZE = 10  # with M = 4: micro-batches of 3, 3, 2, 2
+M = 4
+
+
+class ResidualCNN(nn.Module):
+    """Batch normalization, an in-place activation, a skip connection and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.first_norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.second_norm = nn.BatchNorm2d(8)
+        self.activation = nn.ReLU(inplace=True)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation(self.first_norm(self.first(x)))
+        y = self.second_norm(self.second(x))
+        x = self.activation(x + y)
+        return self.head(self.dropout(x.mean((2, 3))))
+
+
+class SharedValue(nn.Module):
+    """One value with many readers, one weight used three times, a long skip, a written buffer and integer inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.1
+        self.embedding = nn.Embedding(20, 16)
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(16))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        start = self.embedding(ids) * mask.unsqueeze(-1)
+        x = start
+        for linear in self.linears:
+            x = functional.dropout(torch.tanh(linear(x) @ self.weight), self.dropout, self.training) + start
+            self.calls.add_(x.detach().mean((0, 1)))
+        return (x @ self.embedding.weight.t()) * mask.unsqueeze(-1) + start.mean((1, 2), keepdim=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a batch to train it on."""
+
+    make: Callable[[], nn.Module]
+    loss_fn: Callable[[Any, Any], Tensor]
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def demo_gpt() -> GPT:
+    return GPT(Config(context=16, width=32, heads=4, blocks=2))
+
+
+def case(name: str) -> Case:
+    torch.manual_seed(1)
+    if name == "gpt":
+        ids = torch.randint(256, (BATCH_SIZE, 16))
+        return Case(demo_gpt, next_token_loss, (ids,), torch.randint(256, (BATCH_SIZE, 16)))
+    if name == "cnn":
+        images = torch.randn(BATCH_SIZE, 3, 8, 8)
+        return Case(ResidualCNN, functional.cross_entropy, (images,), torch.randint(10, (BATCH_SIZE,)))
+    ids, mask = torch.randint(20, (BATCH_SIZE, 6)), torch.rand(BATCH_SIZE, 6) > 0.3
+    return Case(SharedValue, token_loss, (ids, mask), torch.randint(20, (BATCH_SIZE, 6)))
+
+
+CASES = ["gpt", "cnn", "shared"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What three steps of training leave behind."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+    evaluated: float
+
+
+def train(plan: Plan, case: Case, steps: int = 3) -> Trained:
+    torch.manual_seed(0)
+    pipe = Pipeline(case.make(), plan, loss_fn=case.loss_fn)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(pipe.step(*case.inputs, target=case.target).item())
+        gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+        optimizer.step()
+    evaluated = pipe.evaluate(*case.inputs, target=case.target).item()
+    return Trained(losses, gradients, {name: value.clone() for name, value in pipe.state_dict().items()}, evaluated)
+
+
+def assert_same(part: Trained, whole: Trained) -> None:
+    """Losses equal, and every tensor of a (part of a) pipeline equal in every bit."""
+    assert part.losses == whole.losses
+    assert part.evaluated == whole.evaluated
+    for name, gradient in part.gradients.items():
+        assert torch.equal(gradient, whole.gradients[name]), name
+    for name, value in part.state.items():
+        assert torch.equal(value, whole.state[name]), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_cut_trains_the_same_in_one_process(name: str, plan_for: Callable[..., Plan]) -> None:
+    current = case(name)
+    sequence = trace(current.make(), current.inputs)
+    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M), current)
+    chance = random.Random(0)
+    for stages in (1, 2, 3, 4):
+        cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
+        for recompute in (True, False):
+            plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute)
+            again = train(plan, current)
+            assert_same(again, whole)
+            assert again.state.keys() == whole.state.keys()
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gpt", 2), ("gpt", 3), ("cnn", 2), ("cnn", 3), ("shared", 3)])
+def test_processes_train_as_one(name: str, stages: int, plan_for: Callable[..., Plan]) -> None:
+    current = case(name)
+    sequence = trace(current.make(), current.inputs)
+    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M), current)
+    cuts = sorted(random.Random(stages).sample(range(1, len(sequence)), stages - 1))
+    recompute = [index % 2 == 0 for index in range(stages)]
+    plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute)
+    parts: list[Trained] = launch(train, plan, (current,))
+    for part in parts:
+        assert_same(part, whole)
+    assert set().union(*(part.state for part in parts)) == set(whole.state)
+    assert set().union(*(part.gradients for part in parts)) == set(whole.gradients)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_plain_models(name: str, plan_for: Callable[..., Plan]) -> None:
+    """Dropout off; batch normalization with M = 1, since its statistics are the micro-batch's."""
+    current = case(name)
+    model = without_dropout(current.make())
+    expected = copy.deepcopy(model)
+    loss = current.loss_fn(expected(*current.inputs), current.target)
+    loss.backward()
+    sequence = trace(model, current.inputs)
+    micro_batches = 1 if name == "cnn" else M
+    cuts = [len(sequence) // 2]
+    plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=micro_batches, recompute=True)
+    got = Pipeline(model, plan, loss_fn=current.loss_fn).step(*current.inputs, target=current.target)
+    assert got.item() == pytest.approx(loss.item(), rel=1e-5)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert theirs.grad is not None
+        scale = theirs.grad.abs().max().item()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5 * scale)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0  # type: ignore[assignment]
+    return model
+
+
+def test_running_statistics_move_once_per_mini_batch_to_its_statistics(plan_for: Callable[..., Plan]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+    x = torch.randn(BATCH_SIZE, 5) * 3 + 1
+    sequence = trace(model, x)
+    plan = plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, recompute=True)
+    pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
+    pipe.step(x, target=torch.zeros(BATCH_SIZE, dtype=torch.int64))
+    norm = model[0]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.num_batches_tracked is not None
+    assert norm.num_batches_tracked.item() == 1
+    torch.testing.assert_close(norm.running_mean, 0.1 * x.mean(0))
+    torch.testing.assert_close(norm.running_var, 0.9 + 0.1 * x.var(0))
+
+
+def test_a_smaller_last_batch_is_weighted_by_its_samples(plan_for: Callable[..., Plan]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    expected = copy.deepcopy(model)
+    sequence = trace(model, torch.randn(BATCH_SIZE, 4))
+    plan = plan_for(sequence, [1], batch_size=BATCH_SIZE, micro_batches=M)
+    pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
+    for samples in (7, 3, 1):
+        x, y = torch.randn(samples, 4), torch.randint(3, (samples,))
+        loss = pipe.step(x, target=y)
+        plain = functional.cross_entropy(expected(x), y)
+        plain.backward()
+        torch.testing.assert_close(loss.float(), plain.detach())
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class LossInside(nn.Module):
+    """Takes keywords and returns a dict with its own loss, as Hugging Face models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        logits = torch.tanh(self.head(x)) * scale
+        return {"logits": logits, "loss": functional.cross_entropy(logits, labels)}
+
+
+def test_keyword_sample_and_loss_inside(plan_for: Callable[..., Plan]) -> None:
+    model = LossInside()
+    expected = copy.deepcopy(model)
+    sample = {"x": torch.randn(BATCH_SIZE, 4), "labels": torch.randint(3, (BATCH_SIZE,)), "scale": 2.0}
+    sequence = trace(model, sample)
+    pipe = Pipeline(model, plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M))
+    loss = pipe.step(**sample)
+    plain = expected(**sample)["loss"]
+    plain.backward()
+    torch.testing.assert_close(loss.float(), plain.detach())
+    torch.testing.assert_close(model.head.weight.grad, expected.head.weight.grad)
+    with pytest.raises(ArgumentError, match=r"argument 2 is 3\.0; the model was traced with 2\.0"):
+        pipe.step(**{**sample, "scale": 3.0})
+
+
+def test_frozen_parameters_get_no_gradient(plan_for: Callable[..., Plan]) -> None:
+    current = case("gpt")
+    model = current.make()
+    for parameter in model.blocks[0].parameters():  # type: ignore[union-attr, index]
+        parameter.requires_grad_(False)
+    sequence = trace(model, current.inputs)
+    pipe = Pipeline(model, plan_for(sequence, [5, 9], batch_size=BATCH_SIZE, micro_batches=M), loss_fn=token_loss)
+    pipe.step(*current.inputs, target=current.target)
+    for name, parameter in pipe.named_parameters():
+        assert (parameter.grad is None) == name.startswith("blocks.0."), name
+
+
+def test_the_callers_random_state_survives(plan_for: Callable[..., Plan]) -> None:
+    current = case("gpt")
+    model = current.make()
+    plan = plan_for(trace(model, current.inputs), [4], batch_size=BATCH_SIZE, micro_batches=M)
+    pipe = Pipeline(model, plan, loss_fn=current.loss_fn)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    pipe.step(*current.inputs, target=current.target)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_bad_input_is_refused_before_anything_runs(plan_for: Callable[..., Plan]) -> None:
+    current = case("cnn")
+    model = current.make()
+    plan = plan_for(trace(model, current.inputs), [3], batch_size=BATCH_SIZE, micro_batches=M)
+    pipe = Pipeline(model, plan, loss_fn=current.loss_fn)
+    with pytest.raises(ArgumentError, match=r"shape \[10, 4, 8, 8\]; the model was traced with \[10, 3, 8, 8\]"):
+        pipe.step(torch.randn(BATCH_SIZE, 4, 8, 8), target=current.target)
+    with pytest.raises(ArgumentError, match=r"dtype torch.float64; the model was traced with float32"):
+        pipe.step(current.inputs[0].double(), target=current.target)
+    with pytest.raises(ArgumentError, match="the target holds 9 samples, the inputs 10"):
+        pipe.step(*current.inputs, target=current.target[1:])
+    with pytest.raises(ArgumentError, match="the loss is a tensor of shape"):
+        Pipeline(model, plan).step(*current.inputs)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_plan_for_another_model_is_refused(plan_for: Callable[..., Plan]) -> None:
+    current = case("cnn")
+    plan = plan_for(trace(current.make(), current.inputs), [3], batch_size=BATCH_SIZE, micro_batches=M)
+    other = ResidualCNN()
+    other.head = nn.Linear(8, 11)
+    with pytest.raises(ForeignPlanError, match=f"fingerprint {plan.model_fingerprint}, this model has"):
+        Pipeline(other, plan, loss_fn=current.loss_fn)

@@ -10,7 +10,7 @@ A plan is the only thing that passes from the planner to the executor.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,10 @@ from profiler.errors import PlanFileError
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, write_atomically
 
-PLAN_SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    import pandas
+
+PLAN_SCHEMA_VERSION: Final = 1
 
 
 class Segment(Value):
@@ -177,12 +180,12 @@ class Plan(Value):
     prediction: Prediction
 
     @property
-    def K(self) -> int:  # noqa: N802 (the field's symbol)
+    def K(self) -> int:
         """Number of stages."""
         return len(self.stages)
 
     @property
-    def M(self) -> int:  # noqa: N802
+    def M(self) -> int:
         """Number of micro-batches."""
         return len(self.micro_batch_sizes)
 
@@ -207,6 +210,36 @@ class Plan(Value):
                 if segment.first < stage.first_layer or segment.stop > stage.stop_layer:
                     raise ValueError(f"stage {position} recomputes layers [{segment.first}, {segment.stop})")
         return self
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a stage: layers, device, parameters, times of the largest micro-batch, bytes by class.
+
+        Seconds are in columns that end in `_s`, bytes in columns that end in `_bytes`.
+        """
+        import pandas
+
+        rows = []
+        for stage in self.stages:
+            times = stage.times_at(max(self.micro_batch_sizes)).model_dump()
+            memory = {f"{name}_bytes": size for name, size in stage.memory.model_dump().items()}
+            rows.append(
+                {
+                    "first_layer": stage.first_layer,
+                    "stop_layer": stage.stop_layer,
+                    "first_module": stage.module_paths[0],
+                    "last_module": stage.module_paths[1],
+                    "device": stage.device.name,
+                    "device_kind": stage.device.kind,
+                    "parameters": stage.parameter_count,
+                    "recompute": bool(stage.recompute),
+                    **times,
+                    "optimizer_s": stage.optimizer_s,
+                    **memory,
+                    "total_bytes": stage.memory.total,
+                    "device_bytes": stage.device.memory_bytes,
+                }
+            )
+        return pandas.DataFrame(rows).rename_axis("stage")
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically; equal plans give equal bytes."""

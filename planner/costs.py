@@ -1,0 +1,207 @@
+"""From a profile to arrays: what every layer costs at any micro-batch size that the measured sizes enclose.
+
+    model = CostModel(profile)
+    costs = model.layers("cpu/1 thread", 6)      # between the measured sizes 4 and 8: the line through both
+    costs.forward_s[3:7].sum()                   # seconds of layers 3 to 6 for one micro-batch of 6 samples
+
+Ranges of layers are half open, [i, j), and matrices over them hold the range [i, j) at [i, j].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiler.errors import ProfileError
+from profiler.record import LayerCost, OptimizerCost, Profile
+
+Floats: TypeAlias = NDArray[np.float64]
+Mask: TypeAlias = NDArray[np.bool_]
+Indices: TypeAlias = NDArray[np.intp]
+
+_TIMES = ("forward_s", "recompute_s", "backward_s")
+_SIZES = ("kept_bytes", "transient_bytes", "output_bytes", "output_gradient_bytes")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerArrays:
+    """Costs of all L layers at one micro-batch size on one kind of device; each array has shape (L,).
+
+    Attributes:
+        forward_s: as `LayerCost.forward_s`; so the other fields. Bytes are rounded up to whole ones; everything is
+            float64, which holds whole numbers up to 2**53 exactly.
+    """
+
+    forward_s: Floats
+    recompute_s: Floats
+    backward_s: Floats
+    kept_bytes: Floats
+    transient_bytes: Floats
+    output_bytes: Floats
+    output_gradient_bytes: Floats
+
+
+class CostModel:
+    """What a profile says at any micro-batch size; linear between measured sizes and never beyond them."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._measured = _measured_arrays(profile)
+        self._layers: dict[tuple[str, int], LayerArrays] = {}
+
+    def measured_sizes(self, device_kind: str) -> tuple[int, ...]:
+        """The micro-batch sizes measured on that kind of device, ascending.
+
+        Raises:
+            ProfileError: the profile knows nothing about that kind.
+        """
+        if device_kind not in self._measured:
+            raise ProfileError(
+                f"no layer was measured on device kind {device_kind!r}; the profile holds "
+                f"{sorted(self._measured)}: profile the model on that kind, or plan for one of these"
+            )
+        return tuple(sorted(self._measured[device_kind]))
+
+    def covers(self, device_kind: str, micro_batch_size: int) -> bool:
+        """Whether the size lies within the measured ones."""
+        sizes = self.measured_sizes(device_kind)
+        return sizes[0] <= micro_batch_size <= sizes[-1]
+
+    def layers(self, device_kind: str, micro_batch_size: int) -> LayerArrays:
+        """Costs of all layers at that micro-batch size.
+
+        Raises:
+            ProfileError: the size lies outside the measured ones, or nothing was measured on that kind of device.
+        """
+        key = (device_kind, micro_batch_size)
+        if key not in self._layers:
+            self._layers[key] = self._interpolated(device_kind, micro_batch_size)
+        return self._layers[key]
+
+    def optimizer(self, device_kind: str, name: str) -> OptimizerCost:
+        """What a step of that optimizer costs on that kind of device.
+
+        Raises:
+            ProfileError: the profile does not hold it.
+        """
+        for entry in self.profile.optimizers:
+            if entry.name == name and entry.device_kind == device_kind:
+                return entry
+        known = [f"{entry.name} on {entry.device_kind!r}" for entry in self.profile.optimizers]
+        raise ProfileError(
+            f"optimizer {name} was not measured on device kind {device_kind!r}; the profile holds "
+            f"{', '.join(known)}: choose one of these, or profile again with that optimizer"
+        )
+
+    def _interpolated(self, device_kind: str, micro_batch_size: int) -> LayerArrays:
+        sizes = self.measured_sizes(device_kind)
+        if not sizes[0] <= micro_batch_size <= sizes[-1]:
+            raise ProfileError(
+                f"a micro-batch of {micro_batch_size} samples lies outside the {sizes[0]} to {sizes[-1]} samples "
+                f"measured on {device_kind!r}, and costs are not extrapolated: profile the model at "
+                f"{micro_batch_size} samples too, or change the number of micro-batches"
+            )
+        measured = self._measured[device_kind]
+        if micro_batch_size in measured:
+            return measured[micro_batch_size]
+        below = max(size for size in sizes if size < micro_batch_size)
+        above = min(size for size in sizes if size > micro_batch_size)
+        return _between(measured[below], measured[above], (micro_batch_size - below) / (above - below))
+
+
+def _measured_arrays(profile: Profile) -> dict[str, dict[int, LayerArrays]]:
+    """The profile's rows as arrays, by device kind and micro-batch size."""
+    rows: dict[tuple[str, int], list[LayerCost]] = {}
+    for cost in profile.costs:
+        rows.setdefault((cost.device_kind, cost.micro_batch_size), []).append(cost)
+    arrays: dict[str, dict[int, LayerArrays]] = {}
+    for (kind, size), costs in rows.items():
+        costs.sort(key=lambda cost: cost.layer)
+        arrays.setdefault(kind, {})[size] = LayerArrays(
+            **{name: np.array([getattr(cost, name) for cost in costs], dtype=np.float64) for name in _TIMES + _SIZES}
+        )
+    return arrays
+
+
+def _between(below: LayerArrays, above: LayerArrays, share: float) -> LayerArrays:
+    """The line through two measurements; `share` is 0 at `below` and 1 at `above`."""
+
+    def line(name: str) -> Floats:
+        result: Floats = (1 - share) * getattr(below, name) + share * getattr(above, name)
+        return result
+
+    return LayerArrays(
+        **{name: line(name) for name in _TIMES},
+        **{name: np.ceil(line(name) - 1e-6) for name in _SIZES},
+    )
+
+
+def prefix_sums(values: Floats) -> Floats:
+    """Sums of the first 0, 1, ..., L values, shape (L + 1,)."""
+    return np.concatenate(([0.0], np.cumsum(values, dtype=np.float64)))
+
+
+def range_sums(values: Floats) -> Floats:
+    """Sum of `values[i:j]` at [i, j], shape (L + 1, L + 1); 0 where j <= i."""
+    sums = prefix_sums(values)
+    return np.maximum(sums[None, :] - sums[:, None], 0.0)
+
+
+def range_maxima(values: Floats) -> Floats:
+    """Maximum of `values[i:j]` at [i, j], for values >= 0, shape (L + 1, L + 1); 0 where j <= i."""
+    layers = len(values)
+    maxima = np.zeros((layers + 1, layers + 1))
+    maxima[:layers, 1:] = np.maximum.accumulate(np.triu(np.broadcast_to(values, (layers, layers))), axis=1)
+    return maxima
+
+
+class ParameterRanges:
+    """Bytes of the parameters that a stage of layers [i, j) holds; matrices of shape (L + 1, L + 1), at [i, j].
+
+    Attributes:
+        unique: every parameter that one of the layers reads, once.
+        trainable: the same for trainable parameters alone.
+        gradients: of trainable parameters; one that several layers of the model read has one accumulator for each
+            of these layers, so that gradients do not depend on the cuts.
+        buffers: of the layers' buffers.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        layers = len(profile.layers)
+        readers: dict[str, list[int]] = {}
+        for layer in profile.layers:
+            for name in sorted(set(layer.parameters)):
+                readers.setdefault(name, []).append(layer.index)
+        sizes = {parameter.name: parameter.size_bytes for parameter in profile.parameters}
+        trainable = {parameter.name for parameter in profile.parameters if parameter.trainable}
+        trainable_sizes = {name: size if name in trainable else 0 for name, size in sizes.items()}
+        self.unique = _unique_sums(layers, readers, sizes)
+        self.trainable = _unique_sums(layers, readers, trainable_sizes)
+        self.gradients = range_sums(_read_bytes(layers, readers, trainable_sizes))
+        self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
+
+
+def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:
+    """For each layer the bytes of the parameters that it reads."""
+    read = np.zeros(layers, dtype=np.float64)
+    for name, users in readers.items():
+        read[users] += sizes[name]
+    return read
+
+
+def _unique_sums(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:
+    """Bytes of distinct parameters in [i, j): all that is read, less every repeated read within the range.
+
+    A parameter read by layers u and v, and by none between them, is repeated at v in every range with i <= u and
+    v < j; so the repeats are a two-dimensional prefix sum over the pairs (u, v).
+    """
+    repeats = np.zeros((layers + 1, layers + 1))
+    for name, users in readers.items():
+        for before, after in pairwise(users):
+            repeats[before, after + 1] += sizes[name]
+    within = np.cumsum(np.cumsum(repeats[::-1], axis=0)[::-1], axis=1)
+    return range_sums(_read_bytes(layers, readers, sizes)) - within

@@ -1,0 +1,191 @@
+"""Pictures of a plan: the Gantt chart of a step, the memory of each stage, and a trace that opens in Perfetto."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.plan import Plan, StageMemory
+from planner.schedule import Action, ActionKind
+from planner.simulator import Event, Timeline, simulate_plan
+from planner.units import seconds_text
+from profiler.value import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.R: "recompute",
+    ActionKind.B: "backward",
+    ActionKind.SEND_F: "send outputs",
+    ActionKind.SEND_B: "send gradients",
+}
+_COLOURS = {ActionKind.F: 0, ActionKind.R: 4, ActionKind.B: 2, ActionKind.SEND_F: 1, ActionKind.SEND_B: 3}
+"""Positions in matplotlib's qualitative colormap `tab20`, where light follows dark."""
+_LABEL_SHARE = 0.012
+"""Narrowest bar, as a share of the step, that has room for the number of its micro-batch."""
+
+
+def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Gantt chart of one step: a lane for each stage and each direction of each link.
+
+    Args:
+        plan: what to draw.
+        ax: where to draw; a new figure by default.
+    """
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+
+    timeline = simulate_plan(plan)
+    lanes = _lanes_by_place(timeline)
+    axes = ax if ax is not None else _new_axes(height=1.2 + 0.45 * len(lanes))
+    palette = colormaps["tab20"]
+    colours = {
+        kind: palette(2 * position + (kind in {ActionKind.SEND_F, ActionKind.SEND_B}))
+        for kind, position in _COLOURS.items()
+    }
+    for row, lane in enumerate(lanes):
+        events = [event for event in timeline.events if event.lane == lane]
+        height = 0.8 if lane.startswith("stage") else 0.4
+        axes.broken_barh(
+            [(event.start_s * 1e3, (event.end_s - event.start_s) * 1e3) for event in events],
+            (row - height / 2, height),
+            facecolors=[colours[event.action.kind] for event in events],
+            edgecolors="white",
+            linewidth=0.3 if len(events) < 200 else 0.0,
+        )
+        if lane.startswith("stage"):
+            _label_bars(axes, row, events, timeline.makespan_s)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlim(0, timeline.makespan_s * 1e3)
+    axes.set_xlabel("time in ms")
+    axes.set_title(
+        f"{plan.schedule}, K = {plan.K}, M = {plan.M}: step {seconds_text(timeline.step_s)}, "
+        f"of it optimizer {seconds_text(timeline.optimizer_s)}; bubble {timeline.bubble:.1%}"
+    )
+    shown = [kind for kind in _NAMES if any(event.action.kind == kind for event in timeline.events)]
+    axes.legend(
+        handles=[Patch(color=colours[kind], label=_NAMES[kind]) for kind in shown],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Predicted peak memory of each stage by class, stacked, with the device's limit as a line.
+
+    Args:
+        plan: what to draw.
+        ax: where to draw; a new figure by default.
+    """
+    from matplotlib import colormaps
+
+    axes = ax if ax is not None else _new_axes(height=4.0)
+    palette = colormaps["tab10"]
+    bottom = [0.0] * plan.K
+    for position, name in enumerate(StageMemory.model_fields):
+        heights = [getattr(stage.memory, name) / 2**30 for stage in plan.stages]
+        if any(heights):
+            label = name.replace("_", " ")
+            axes.bar(range(plan.K), heights, 0.7, bottom=bottom, color=palette(position), label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    limits = [stage.device.memory_bytes / 2**30 for stage in plan.stages]
+    stages = range(plan.K)
+    axes.hlines(
+        limits, [k - 0.42 for k in stages], [k + 0.42 for k in stages], colors="black", linestyles="--", label="device"
+    )
+    axes.set_xticks(stages, [f"stage {k}\n{stage.device.name}" for k, stage in enumerate(plan.stages)])
+    axes.set_ylim(0, 1.08 * max([*bottom, *limits]))
+    axes.set_ylabel("GiB")
+    axes.set_title(f"predicted peak memory, K = {plan.K}, M = {plan.M}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def save_timeline_json(plan: Plan, path: str | Path) -> None:
+    """Write one step as Chrome Trace Event JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    One thread for each stage and link; arrows lead from the computation through the transfer to what waits for it.
+    """
+    timeline = simulate_plan(plan)
+    threads = {lane: number for number, lane in enumerate(_lanes_by_place(timeline))}
+    records: list[dict[str, Any]] = [_metadata("process_name", 0, f"{plan.schedule}, K = {plan.K}, M = {plan.M}")]
+    for lane, thread in threads.items():
+        records.append(_metadata("thread_name", thread, lane))
+        records.append(_metadata("thread_sort_index", thread, thread))
+    records.extend(_slice(event, threads[event.lane]) for event in timeline.events)
+    records.extend(_arrows(timeline, threads))
+    text = json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, allow_nan=False, indent=0) + "\n"
+    write_atomically(Path(path), text)
+
+
+def _new_axes(*, height: float) -> Axes:
+    from matplotlib import pyplot
+
+    axes: Axes = pyplot.subplots(figsize=(12, height), layout="constrained")[1]
+    return axes
+
+
+def _lanes_by_place(timeline: Timeline) -> list[str]:
+    """Lanes from the first device to the last, each link below the stage that sends first."""
+    return sorted(timeline.lanes, key=_place)
+
+
+def _place(lane: str) -> tuple[float, str]:
+    kind, where = lane.split(" ")
+    if kind == "stage":
+        return float(where), lane
+    first, second = (int(stage) for stage in where.split(">"))
+    return (first + second) / 2 + (0.1 if first > second else 0.0), lane
+
+
+def _label_bars(axes: Axes, row: int, events: list[Event], makespan_s: float) -> None:
+    for event in events:
+        seconds = event.end_s - event.start_s
+        if seconds >= _LABEL_SHARE * makespan_s:
+            middle_ms = (event.start_s + seconds / 2) * 1e3
+            axes.text(middle_ms, row, str(event.action.micro_batch), ha="center", va="center", fontsize=8)
+
+
+def _metadata(name: str, thread: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if name == "thread_sort_index" else "name"
+    return {"ph": "M", "pid": 0, "tid": thread, "name": name, "args": {key: value}}
+
+
+def _slice(event: Event, thread: int) -> dict[str, Any]:
+    start_us = event.start_s * 1e6
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": thread,
+        "name": str(event.action),
+        "cat": _NAMES[event.action.kind],
+        "ts": start_us,
+        "dur": max(0.0, event.end_s * 1e6 - start_us),
+        "args": {"stage": event.action.stage, "micro_batch": event.action.micro_batch},
+    }
+
+
+def _arrows(timeline: Timeline, threads: dict[str, int]) -> list[dict[str, Any]]:
+    """Two arrows a transfer: from what made the message to the link, and on to what reads it."""
+    events = {event.action: event for event in timeline.events}
+    records: list[dict[str, Any]] = []
+    for send in timeline.events:
+        if send.action.kind not in {ActionKind.SEND_F, ActionKind.SEND_B}:
+            continue
+        kind = ActionKind.F if send.action.kind is ActionKind.SEND_F else ActionKind.B
+        maker = events[Action(send.action.stage, kind, send.action.micro_batch)]
+        reader = events[Action(send.action.other_end.stage, kind, send.action.micro_batch)]
+        for source, target in ((maker, send), (send, reader)):
+            number = len(records) // 2
+            shared = {"pid": 0, "cat": "transfer", "name": str(send.action), "id": number}
+            records.append({**shared, "ph": "s", "tid": threads[source.lane], "ts": source.start_s * 1e6})
+            records.append({**shared, "ph": "f", "bp": "e", "tid": threads[target.lane], "ts": target.start_s * 1e6})
+    return records

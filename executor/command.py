@@ -57,6 +57,17 @@ class _Devices(click.ParamType):  # type: ignore[type-arg]
         return [name.strip() for name in str(value).split(",")]
 
 
+class _Picture(click.Path):
+    """A file whose ending says which kind of picture it is; refused before minutes of measuring, not after."""
+
+    endings = (".pdf", ".png", ".svg")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value).endswith(self.endings):
+            self.fail(f"{value!r} is no picture; let it end in one of {', '.join(self.endings)}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -65,7 +76,11 @@ def _outputs(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of a report."),
         click.option("--trace", type=_FILE, help="Write the predicted step for Perfetto (ui.perfetto.dev)."),
-        click.option("--timeline", type=_FILE, help="Write the predicted step as a picture (.png, .svg, .pdf)."),
+        click.option(
+            "--timeline",
+            type=_Picture(dir_okay=False, path_type=Path),
+            help="Write the predicted step as a picture (.png, .svg, .pdf).",
+        ),
     ):
         command = option(command)
     return command
@@ -193,13 +208,18 @@ def run(plan_file: Path, script: str, dry_run: bool) -> None:
 
 def _present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | None) -> None:
     if timeline is not None:
-        from planner.timeline import save_timeline
+        from matplotlib import pyplot
 
-        save_timeline(plan, timeline)
+        from planner.timeline import plot_timeline
+
+        figure = plot_timeline(plan).get_figure(root=True)
+        assert figure is not None
+        figure.savefig(timeline)
+        pyplot.close(figure)
     if trace is not None:
-        from planner.timeline import save_trace
+        from planner.timeline import save_timeline_json
 
-        save_trace(plan, trace)
+        save_timeline_json(plan, trace)
     click.echo(plan.to_json() if as_json else str(plan), nl=not as_json)
 
 

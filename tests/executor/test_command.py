@@ -211,6 +211,7 @@ def test_a_failing_import_of_the_model_file_shows_its_own_error(folder: Path, pl
         ("--devices", "cuda:99"),
         ("--memory-limit", "much"),
         ("--recompute", "perhaps"),
+        ("--timeline", "timeline.txt"),
     ],
 )
 def test_an_option_that_means_nothing_is_a_usage_error(

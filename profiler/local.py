@@ -61,6 +61,24 @@ def torch_device(device: Device) -> torch.device:
     return _here(device.name)
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def context_bytes(device: Device) -> int:
+    """Memory of a local device that a process occupies before it holds any tensor: its CUDA context; 0 on CPUs.
+
+    What other processes hold on the device counts too, for it is not there to be used.
+    """
+    place = torch_device(device)
+    if place.type != "cuda":
+        return 0
+    torch.cuda.init()
+    free, total = torch.cuda.mem_get_info(place)
+    return int(total - free - torch.cuda.memory_reserved(place))
+
+
 def _names(count: int) -> list[str]:
     """Names of `count` devices."""
     there = torch.cuda.device_count()

@@ -18,6 +18,7 @@ lap is measured beside it, and a lap took the larger of the two:
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -188,3 +189,15 @@ def computing_with(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """No run of Python's cycle collector falls into what is timed inside."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

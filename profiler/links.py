@@ -24,9 +24,7 @@ from profiler.workers import run_workers
 
 SIZES_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 WARM_UPS = 3
-MOST_ROUNDS = 60
-FEWEST_ROUNDS = 7
-BYTES_PER_SIZE = 32 * 2**20  # large messages are repeated until about this much went one way
+ROUNDS = 25
 
 
 def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
@@ -74,27 +72,30 @@ def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def _ping_pong(device: Device) -> list[float]:
-    """Median seconds of one transfer for each of `SIZES_BYTES`; runs in both workers."""
+    """Median seconds of one transfer for each of `SIZES_BYTES`; runs in both workers.
+
+    Sizes take turns, so that a moment in which the machine is busy does not fall on one of them alone.
+    """
     place = torch_device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    return [_transfer_s(size, place) for size in SIZES_BYTES]
+    turn = _serve if torch.distributed.get_rank() == 0 else _return
+    buffers = [_buffers(size, place) for size in SIZES_BYTES]
+    seconds: list[list[float]] = [[] for _ in SIZES_BYTES]
+    for number in range(WARM_UPS + ROUNDS):
+        for (outgoing, incoming), laps in zip(buffers, seconds, strict=True):
+            start = time.perf_counter()
+            turn(outgoing, incoming)
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+            if number >= WARM_UPS:
+                laps.append((time.perf_counter() - start) / 2)
+    return [statistics.median(laps) for laps in seconds]
 
 
-def _transfer_s(size_bytes: int, place: torch.device) -> float:
-    rank = torch.distributed.get_rank()
-    outgoing = [torch.zeros(size_bytes, dtype=torch.uint8, device=place)]
-    incoming = [torch.zeros(size_bytes, dtype=torch.uint8, device=place)]
-    turn = _serve if rank == 0 else _return
-    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, BYTES_PER_SIZE // size_bytes))
-    seconds = []
-    for _ in range(WARM_UPS + rounds):
-        start = time.perf_counter()
-        turn(outgoing, incoming)
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
-        seconds.append((time.perf_counter() - start) / 2)
-    return statistics.median(seconds[WARM_UPS:])
+def _buffers(size_bytes: int, place: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    outgoing = torch.zeros(size_bytes, dtype=torch.uint8, device=place)
+    return [outgoing], [torch.zeros_like(outgoing)]
 
 
 def _serve(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:

@@ -1,0 +1,225 @@
+"""Layers one at a time, as a stage runs them in a row: what is timed, and whose memory is watched.
+
+Each layer gets an autograd graph of its own. The gradient of an entering value is caught as it leaves that graph; a
+leaf would copy it where it is shared with another value, which happens in no stage but at its first layer.
+
+    entering value ---> gate ---> layer ---> leaving value
+                         |                      |
+    caught gradient <----+---- backward pass <--+--- gradient caught at the next layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from profiler.loss import LossFunction, loss_of, model_output
+from profiler.sequence import LayerSequence
+from profiler.stage_function import StageFunction
+
+
+class _Gate(torch.autograd.Function):
+    """The identity; its backward pass puts the gradient into a dict and stops."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, caught: dict[str, Tensor], name: str) -> Tensor:
+        ctx.caught, ctx.name = caught, name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.caught[ctx.name] = gradients[0]
+        return None, None, None
+
+
+def gate(value: Tensor, caught: dict[str, Tensor], name: str) -> Tensor:
+    """The value behind a gate that puts its gradient into `caught[name]`."""
+    result: Tensor = _Gate.apply(value, caught, name)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(slots=True)
+class Entered:
+    """A layer about to run.
+
+    Attributes:
+        values: everything alive at the boundary before it, by name, behind gates.
+        caught: gradients of entering values, filled by the backward pass.
+    """
+
+    values: dict[str, Tensor]
+    caught: dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Kept:
+    """A layer between its forward and its backward pass.
+
+    Attributes:
+        roots: where the gradients of leaving values enter, by name.
+        caught: gradients of entering values, filled by the backward pass.
+    """
+
+    roots: dict[str, GradientEdge]
+    caught: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Several layers in one autograd graph.
+
+    Attributes:
+        function: runs them.
+        is_last: whether the last layer is among them.
+    """
+
+    function: StageFunction
+    is_last: bool
+
+
+LOSS = "loss"  # the one leaving value of the last layer, if there is a loss
+
+
+class LayerRunner:
+    """Runs any layer of a sequence on one micro-batch.
+
+    Args:
+        sequence: the layers.
+        parameters: by (layer index, name), on the device; `.grad` is what the backward pass adds to.
+        buffers: by name, on the device.
+        inputs: the micro-batch's inputs by name, on the device.
+        loss_fn: computes the loss from the model's output and the target.
+        target: of the micro-batch.
+        has_loss: whether the last layer ends with a loss, of `loss_fn` or the model's own.
+    """
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        parameters: Mapping[tuple[int, str], Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        *,
+        loss_fn: LossFunction | None,
+        target: Any,
+        has_loss: bool,
+    ) -> None:
+        self._sequence = sequence
+        self._parameters = parameters
+        self._buffers = buffers
+        self._inputs = inputs
+        self._loss_fn = loss_fn
+        self._target = target
+        self._has_loss = has_loss
+        self._prelude: dict[str, Tensor] = {}
+
+    def run_prelude(self) -> None:
+        """Compute what every stage computes for itself; it comes before the first layer."""
+        names = dict.fromkeys(name for layer in self._sequence.layers for name in layer.values)
+        names.update(dict.fromkeys(leaf for leaf in self._sequence.outputs if isinstance(leaf, str)))
+        prelude = self._sequence.prelude_of([name for name in names if name in self._sequence.prelude_names])
+        sources = [self._buffers[name] for name in prelude.buffers] + [self._inputs[name] for name in prelude.inputs]
+        self._prelude = dict(zip(prelude.names, prelude.function(*sources), strict=True))
+
+    @property
+    def sources(self) -> dict[str, Tensor]:
+        """What every stage has: the model's inputs and the prelude's values."""
+        return {**self._inputs, **self._prelude}
+
+    def enter(self, index: int, values: Mapping[str, Tensor]) -> Entered:
+        """Prepare a layer.
+
+        Args:
+            index: of the layer.
+            values: alive at the boundary before it, detached.
+        """
+        layer = self._sequence.layers[index]
+        caught: dict[str, Tensor] = {}
+        entered = self.sources
+        for value in self._sequence.boundaries[index]:
+            detached = values[value.name].detach()
+            if value.requires_grad:
+                detached = gate(detached.requires_grad_(), caught, value.name)
+            entered[value.name] = detached
+        for name in layer.in_place:
+            entered[name] = entered[name].clone()
+        return Entered(entered, caught)
+
+    def forward(self, index: int, entered: Entered) -> dict[str, Tensor]:
+        """The layer's forward pass; behind the last layer the loss if there is one.
+
+        Returns:
+            What the layer computes and what of that is read later.
+        """
+        layer = self._sequence.layers[index]
+        outputs = layer.function(
+            *[self._parameters[index, name] for name in layer.parameters],
+            *[self._buffers[name] for name in layer.buffers],
+            *[entered.values[name] for name in layer.values],
+        )
+        computed = dict(zip(layer.outputs, outputs, strict=True))
+        if index == len(self._sequence) - 1 and self._has_loss:
+            output = model_output(self._sequence, {**entered.values, **computed})
+            computed[LOSS] = loss_of(output, self._target, self._loss_fn)
+        return computed
+
+    def leaving(self, index: int, entered: Entered, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is alive behind a layer, by name, attached to its graph."""
+        if index < len(self._sequence) - 1:
+            names = [value.name for value in self._sequence.boundaries[index + 1]]
+        elif self._has_loss:
+            names = [LOSS]
+        else:
+            names = [leaf for leaf in self._sequence.outputs if isinstance(leaf, str)]
+        return {name: computed[name] if name in computed else entered.values[name] for name in names}
+
+    def run_all(self) -> Any:
+        """The model's output: all layers in one autograd graph, from inputs that may be overwritten."""
+        self.run_prelude()
+        alive: dict[str, Tensor] = {}
+        computed: dict[str, Tensor] = {}
+        for layer in self._sequence.layers:
+            entered = Entered({**self.sources, **alive}, {})
+            computed = self.forward(layer.index, entered)
+            alive = {**alive, **computed}
+        return model_output(self._sequence, {**self.sources, **alive})
+
+    def stage(self, first: int, stop: int) -> Stage:
+        """Layers `first` to `stop - 1` as one function, to be run by `run_stage`."""
+        return Stage(StageFunction(self._sequence, first, stop, self._parameters), stop == len(self._sequence))
+
+    def run_stage(self, stage: Stage, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The forward pass of a stage; returns what leaves it, attached to its graph."""
+        values = stage.function.forward(leaves, self._inputs, self._buffers).values
+        if not (stage.is_last and self._has_loss):
+            return values
+        return {LOSS: loss_of(model_output(self._sequence, values), self._target, self._loss_fn)}
+
+    def by_products(self, index: int, computed: Mapping[str, Tensor]) -> list[Tensor]:
+        """What a stage holds of each micro-batch until the end of the step: statistics and new values of buffers."""
+        layer = self._sequence.layers[index]
+        names = [name for _, name in layer.written_buffers]
+        for entry in layer.statistics:
+            names.extend((entry.mean, entry.variance, entry.count))
+        return [computed[name] for name in names]
+
+
+def keep(entered: Entered, leaving: Mapping[str, Tensor]) -> Kept:
+    """What the backward pass needs; unlike the values it keeps no memory alive that autograd does not."""
+    roots = {name: get_gradient_edge(value) for name, value in leaving.items() if value.requires_grad}
+    return Kept(roots, entered.caught)
+
+
+def backward(kept: Kept, gradients: Mapping[str, Tensor]) -> Callable[[], None]:
+    """The backward pass of a layer, ready to be called."""
+    names = [name for name in kept.roots if name in gradients]
+    roots, starts = [kept.roots[name] for name in names], [gradients[name] for name in names]
+    kept.roots = {}
+    if not roots:
+        return lambda: None
+    return lambda: torch.autograd.backward(roots, starts)

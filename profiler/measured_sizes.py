@@ -1,0 +1,57 @@
+"""Which micro-batch sizes are measured. The planner takes the line between measured sizes and goes never beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from profiler.device import Cluster
+from profiler.errors import ArgumentError
+
+MICRO_BATCHES_PER_STAGE = 4  # M >= 4K (GPipe, section 2.2), so no micro-batch holds more than a quarter of the batch
+
+
+def measured_sizes(batch_size: int, micro_batch_sizes: Sequence[int] | None, cluster: Cluster) -> tuple[int, ...]:
+    """The sizes to measure, ascending.
+
+    By default powers of two up to a quarter of the batch, the quarter itself, and the smallest number of micro-batches
+    for each number of stages:
+
+        batch of 100 on 3 devices: 1, 2, 4, 8, 12, 16, 25
+
+    Args:
+        batch_size: samples of a mini-batch.
+        micro_batch_sizes: sizes that the user asks for instead.
+        cluster: as many stages as it has devices are possible.
+
+    Raises:
+        ArgumentError: a size is not a positive whole number, or there is none.
+    """
+    _check_size("batch_size", batch_size)
+    if micro_batch_sizes is not None:
+        return _checked(batch_size, micro_batch_sizes)
+    largest = -(-batch_size // MICRO_BATCHES_PER_STAGE)
+    sizes = {largest}
+    sizes.update(2**power for power in range(largest.bit_length()) if 2**power <= largest)
+    for stages in range(1, len(cluster.devices) + 1):
+        sizes.add(max(1, batch_size // (MICRO_BATCHES_PER_STAGE * stages)))
+    return tuple(sorted(sizes))
+
+
+def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(micro_batch_sizes, str) or not isinstance(micro_batch_sizes, Sequence):
+        raise ArgumentError(f"micro_batch_sizes={micro_batch_sizes!r} is not a list; pass sizes such as [1, 2, 4]")
+    if not micro_batch_sizes:
+        raise ArgumentError("micro_batch_sizes holds 0 sizes, at least 1 is needed; leave it out for sizes by default")
+    for size in micro_batch_sizes:
+        _check_size("micro_batch_sizes", size)
+        if size > batch_size:
+            raise ArgumentError(
+                f"micro_batch_sizes holds {size}, but the batch has {batch_size} samples; leave {size} out or raise "
+                "batch_size"
+            )
+    return tuple(sorted(set(micro_batch_sizes)))
+
+
+def _check_size(name: str, size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ArgumentError(f"{name}: {size!r} is no size; sizes are whole numbers of samples, at least 1")

@@ -135,9 +135,9 @@ def _start(task: Task) -> _Worker:
             "WORLD_SIZE": str(task.world_size),
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "profiler.worker", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "profiler.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**environment, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
             stdin=subprocess.DEVNULL,
         )
     connection = Connection(ours.detach())

@@ -4,7 +4,7 @@ Every M that the batch allows is a candidate. For each, `planner.partition` find
 Candidates are taken in the order of a cheap bound, and most end there:
 
 1. sums: no plan is faster than the model's work spread evenly over the devices;
-2. a probe: is there any partition whose bottleneck leaves room below the best plan so far? (greedy, K searches);
+2. a probe: is there any partition whose bottleneck leaves room below the best plan so far? (greedy, one pass);
 3. the exact bounds and search of `planner.partition`.
 
 For an M that divides the batch the objective is the step time. For the others it is a lower bound, and
@@ -19,11 +19,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.costs import Floats, prefix_sums
+from planner.bounds import Choices, quick_bound_s
+from planner.costs import Floats
 from planner.micro_batches import MicroBatches
 from planner.objective import StageTerms, gpipe_makespan_s
-from planner.partition import TIE, Choices, Partition, best_partition, quick_bound_s
-from planner.path_terms import boundary_s, mixed_terms, staying_terms, steady_mean, turning_terms
+from planner.partition import TIE, Partition, best_partition
+from planner.path_terms import boundary_s, mixed_terms, staying_terms, turning_terms
+from planner.probe import cannot_win, work_bound_s
 from planner.problem import Problem
 from planner.stage_options import StageOptions, options_for_devices
 
@@ -72,7 +74,7 @@ def balance(problem: Problem) -> Balance | None:
     best: Balance | None = None
     lower_bound_s = np.inf
     for bound_s, split in _by_bound(problem):
-        if best is not None and (bound_s > best.step_s * (1 + TIE) or _cannot_win(problem, split, best)):
+        if best is not None and (bound_s > best.step_s * (1 + TIE) or cannot_win(problem, split, best.step_s)):
             continue
         found = _balance_for(problem, split, best)
         if found is None:
@@ -87,7 +89,7 @@ def balance(problem: Problem) -> Balance | None:
 
 def _by_bound(problem: Problem) -> list[tuple[float, MicroBatches]]:
     """Every candidate with a cheap lower bound of its step time, the most promising first."""
-    bounds = [(_work_bound_s(problem, split), split) for split in problem.candidates()]
+    bounds = [(work_bound_s(problem, split), split) for split in problem.candidates()]
     return sorted(bounds, key=lambda pair: (pair[0], pair[1].count))
 
 
@@ -170,53 +172,3 @@ def _stage_seconds(problem: Problem, size: int, cuts: tuple[int, ...], options: 
             )
         )
     return np.array(rows).T
-
-
-def _cannot_win(problem: Problem, split: MicroBatches, best: Balance) -> bool:
-    """Whether no partition with that M has a bottleneck small enough to beat the best plan: the greedy probe.
-
-    The bottlenecks of forward and backward phase are together at least the largest f + b of a stage. For a given cap
-    on that, giving each stage in turn as many layers as the cap allows reaches as far as any partition.
-    """
-    stages = problem.stage_numbers(split.count)[-1]
-    passing, work = _device_work(problem, split, stages)
-    if split.count == 1:
-        return False
-    cap_s = (best.step_s - passing) / (split.count - 1) * (1 + 1e-9)
-    position = 0
-    for sums in work:
-        position = int(np.searchsorted(sums, sums[position] + cap_s, side="right")) - 1
-    return position < problem.layers
-
-
-def _work_bound_s(problem: Problem, split: MicroBatches) -> float:
-    """A step time that no plan with that M is below: even shares of the least work, and the largest layer."""
-    stages = problem.stage_numbers(split.count)[-1]
-    passing, work = _device_work(problem, split, stages)
-    layer_work = np.diff(np.stack(work), axis=1)
-    largest = float(layer_work.min(axis=0).max())
-    # Device d is at least ratio[d] times as slow as the first one on every layer; even shares weigh by speed.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.nanmin(np.where(layer_work[0] > 0, layer_work / layer_work[0], np.nan), axis=1, initial=np.inf)
-    speed = np.where(np.isfinite(ratio) & (ratio > 0), 1 / np.where(ratio > 0, ratio, 1.0), np.inf).sum()
-    return passing + (split.count - 1) * max(largest, float(work[0][-1] / speed))
-
-
-def _device_work(problem: Problem, split: MicroBatches, stages: int) -> tuple[float, list[Floats]]:
-    """Seconds that any plan spends passing all layers once, and for each device prefix sums of its steady work."""
-    passing, sums = [], []
-    for device in problem.devices[:stages]:
-        large = problem.costs.layers(device.kind, split.largest)
-        small = problem.costs.layers(device.kind, split.smallest)
-        again = 1.0 if problem.recompute == "always" else 0.0
-        passing.append(np.minimum(large.forward_s, small.forward_s) + np.minimum(large.backward_s, small.backward_s))
-        sums.append(
-            prefix_sums(
-                steady_mean(
-                    split,
-                    large.forward_s + large.backward_s + again * large.recompute_s,
-                    small.forward_s + small.backward_s + again * small.recompute_s,
-                )
-            )
-        )
-    return float(np.min(passing, axis=0).sum()), sums

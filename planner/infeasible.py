@@ -57,7 +57,7 @@ def nothing_fits_text(problem: Problem) -> str:
         + (
             f"What would help: {'; '.join(cures)}"
             if cures
-            else "More devices, a smaller batch or recompute do not help"
+            else "Neither recompute, more micro-batches, a smaller batch nor more devices would help alone"
         )
     )
 

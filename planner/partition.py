@@ -9,12 +9,14 @@ optimal; the second, wide pass proves it or finds better.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.costs import Floats, Indices, Mask
+from planner.bounds import Bounds, Choices
+from planner.costs import Floats, Indices
 from planner.objective import Prefix, StageTerms, complete, extend
 from planner.pareto import best_of_each_place, undominated
 
@@ -44,19 +46,6 @@ class Partition:
     bound_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choices:
-    """What one stage number could run.
-
-    Attributes:
-        fits: whether stage [i, j) is possible, at [i, j], shape (L + 1, L + 1).
-        terms: what it adds to the objective; matrices of that shape.
-    """
-
-    fits: Mask
-    terms: StageTerms
-
-
 def best_partition(
     choices: list[Choices], steady: int, *, exact_stages: bool, below_s: float = np.inf
 ) -> Partition | None:
@@ -71,26 +60,18 @@ def best_partition(
     Returns:
         None when no cuts fit the memory with a T below `below_s`.
     """
-    bounds = _Bounds(choices, steady, exact_stages)
+    bounds = Bounds(choices, steady, exact_stages)
     if bounds.root_s >= below_s:
         return None
     beam = _search(bounds, below_s, BEAM_LABELS)
     incumbent_s = below_s if beam.cuts is None else beam.objective_s
     wide = _search(bounds, incumbent_s, MOST_LABELS)
+    if beam.cuts is None and wide.cuts is None and np.isfinite(wide.dropped_s):
+        wide = _search(bounds, below_s, sys.maxsize)  # without an incumbent, what was dropped may be all there is
     best = wide if wide.cuts is not None else beam
     if best.cuts is None:
         return None
     return Partition(best.cuts, best.objective_s, min(best.objective_s, wide.dropped_s))
-
-
-def quick_bound_s(choices: list[Choices], steady: int, *, exact_stages: bool) -> float:
-    """No cuts have a T below this; infinite when none fit. Cheap: two of the five numbers of `_Bounds`."""
-    stacks = {
-        id(choice): _stack(choice.fits, (choice.terms.through, choice.terms.forward + choice.terms.backward))
-        for choice in choices
-    }
-    through, both = _after([stacks[id(choice)] for choice in choices], exact_stages)[:, 0, 0]
-    return float(through + steady * both) if np.isfinite(both) else np.inf
 
 
 class _Found(NamedTuple):
@@ -99,99 +80,6 @@ class _Found(NamedTuple):
     cuts: tuple[int, ...] | None
     objective_s: float
     dropped_s: float
-
-
-class _Bounds:
-    """For each stage number k and position i, what the stages before and after cost at least.
-
-    Five numbers bound a plan: the sum of `through`, the maxima of `forward`, `backward`, `forward + backward` (both
-    at one stage) and `optimizer`. For each the cheapest way from the start (`before`) and to the end (`after`) is a
-    dynamic program of its own; together they bound T, though the five ways may differ.
-
-    Attributes:
-        before: shape (5, K + 1, L + 1); infinite where no stages that fit lead.
-        after: the same to the end of the model.
-        root_s: no plan's T is below this; infinite when nothing fits.
-    """
-
-    def __init__(self, choices: list[Choices], steady: int, exact_stages: bool) -> None:
-        self.choices = choices
-        self.steady = steady
-        self.stages = len(choices)
-        self.last = choices[0].fits.shape[0] - 1
-        stacks = {id(choice): _stack(choice.fits, _five(choice.terms)) for choice in choices}
-        self._steps = [stacks[id(choice)] for choice in choices]
-        self.after = _after(self._steps, exact_stages)
-        self.root_s = float(self.total_s(*self.after[:, 0, 0]))
-        self._before: Floats | None = None
-
-    def total_s(self, through: Floats, forward: Floats, backward: Floats, both: Floats, optimizer: Floats) -> Floats:
-        """T of a plan with these five numbers, when no recompute turns around early."""
-        if not self.steady:  # infinity times 0 is no number
-            return through + optimizer
-        total_s: Floats = through + self.steady * np.maximum(forward + backward, both) + optimizer
-        return total_s
-
-    @property
-    def before(self) -> Floats:
-        """See the class; made on first use, for many M end at `root_s`."""
-        if self._before is None:
-            self._before = np.full_like(self.after, np.inf)
-            self._before[:, 0, 0] = 0.0
-            for stage in range(self.stages):
-                self._before[:, stage + 1] = _join(self._steps[stage], self._before[:, stage, :, None]).min(axis=1)
-        return self._before
-
-    def promising(self, stage: int, below_s: float) -> tuple[Indices, Indices]:
-        """First and stop layers of every stage `stage` that a plan with T below `below_s` may have."""
-        whole = _join(_join(self._steps[stage], self.before[:, stage, :, None]), self.after[:, stage + 1, None, :])
-        first, stop = np.nonzero(self.total_s(*whole) < below_s)
-        return first, stop
-
-    def completed_s(self, stage: int, position: Indices, prefix: Prefix) -> tuple[Floats, Floats]:
-        """What T is at least for plans that begin with `stage` stages up to `position`.
-
-        Returns:
-            The bound, and the part of it that does not look at early turn-arounds and the optimizer.
-        """
-        through, forward, backward, both, optimizer = self.after[:, stage, position]
-        path_s = (
-            prefix.through
-            + through
-            + self.steady
-            * np.maximum(np.maximum(prefix.forward, forward) + np.maximum(prefix.backward, backward), both)
-        )
-        return np.maximum(path_s, prefix.turned) + np.maximum(prefix.optimizer, optimizer), path_s
-
-
-def _five(terms: StageTerms) -> tuple[Floats, ...]:
-    return terms.through, terms.forward, terms.backward, terms.forward + terms.backward, terms.optimizer
-
-
-def _stack(fits: Mask, numbers: tuple[Floats, ...]) -> Floats:
-    """The numbers of every stage, shape (len(numbers), L + 1, L + 1), infinite where it does not fit."""
-    stack = np.full((len(numbers), *fits.shape), np.inf)
-    for row, values in zip(stack, numbers, strict=True):
-        np.copyto(row, values, where=fits)
-    return stack
-
-
-def _after(steps: list[Floats], exact_stages: bool) -> Floats:
-    """See `_Bounds.after`."""
-    stages, last = len(steps), steps[0].shape[-1] - 1
-    after = np.full((len(steps[0]), stages + 1, last + 1), np.inf)
-    after[:, stages if exact_stages else slice(1, None), last] = 0.0
-    for stage in reversed(range(stages)):
-        ways = _join(steps[stage], after[:, stage + 1, None, :])
-        np.minimum(after[:, stage], ways.min(axis=2), out=after[:, stage])
-    return after
-
-
-def _join(left: Floats, right: Floats) -> Floats:
-    """The numbers of two parts of a plan together: the first is a sum, the others are maxima."""
-    joined = np.maximum(left, right)
-    joined[0] = left[0] + right[0]
-    return joined
 
 
 class _Labels(NamedTuple):
@@ -223,7 +111,7 @@ class _Ends(NamedTuple):
     total_s: Floats
 
 
-def _search(bounds: _Bounds, below_s: float, width: int) -> _Found:
+def _search(bounds: Bounds, below_s: float, width: int) -> _Found:
     """The best cuts with T below `below_s`, with at most `width` labels at each place."""
     start = np.zeros(1, dtype=np.intp)
     history = [_Labels(Prefix.empty(), start, start, np.array([bounds.root_s]))]
@@ -281,7 +169,7 @@ def _terms_at(choice: Choices, first: Indices, stop: Indices) -> StageTerms:
     return StageTerms(*(values[first, stop] for values in choice.terms))
 
 
-def _finish(bounds: _Bounds, history: list[_Labels], best: _Found, last: _Ends) -> _Found:
+def _finish(bounds: Bounds, history: list[_Labels], best: _Found, last: _Ends) -> _Found:
     """The better of `best` and the plans that end here; on a tie the one with fewer stages and earlier cuts stays."""
     parent, stop, total_s = last
     done = np.flatnonzero((stop == bounds.last) & np.isfinite(bounds.after[0, len(history), stop]))
@@ -302,7 +190,7 @@ def _cuts(history: list[_Labels], label: int, last: int) -> tuple[int, ...]:
     return tuple(reversed(cuts))
 
 
-def _grown(bounds: _Bounds, stage: int, prefix: Prefix, stop: Indices, parent: Indices) -> _Labels:
+def _grown(bounds: Bounds, stage: int, prefix: Prefix, stop: Indices, parent: Indices) -> _Labels:
     """The labels after `stage` stages."""
     bound_s, path_s = bounds.completed_s(stage, stop, prefix)
     prefix = prefix._replace(turned=np.maximum(prefix.turned, path_s))  # T is at least path_s: comparable, same T
@@ -319,7 +207,7 @@ def _concatenate(parts: list[_Labels]) -> _Labels:
     return _Labels(prefix, position, parent, bound_s).take(order)
 
 
-def _last_early_turn(bounds: _Bounds, arcs: list[tuple[Indices, Indices]]) -> list[int]:
+def _last_early_turn(bounds: Bounds, arcs: list[tuple[Indices, Indices]]) -> list[int]:
     """For each stage number the last position from which a later stage may turn around early; -1 for none.
 
     A first recompute that is not longer than the least time to the end behind it never shows in T.
@@ -332,7 +220,7 @@ def _last_early_turn(bounds: _Bounds, arcs: list[tuple[Indices, Indices]]) -> li
     return latest
 
 
-def _comparable(bounds: _Bounds, stage: int, labels: _Labels, turn_until: int) -> Floats:
+def _comparable(bounds: Bounds, stage: int, labels: _Labels, turn_until: int) -> Floats:
     """The quantities to compare labels by, shape (n, 5): raised to what any completion reaches anyway.
 
     The bottlenecks may only be raised where no later stage turns around early: there they enter T at the end alone.

@@ -19,11 +19,12 @@ def plan_report(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> list[str]:
     prediction = plan.prediction
+    gap = prediction.gap
     speedup = prediction.one_device_s / prediction.step_s
     optimal = (
         "proven optimal for these predictions"
-        if prediction.gap == 0
-        else f"at most {prediction.gap:.2%} above the lower bound of {seconds_text(prediction.lower_bound_s)}"
+        if gap == 0
+        else f"at most {max(gap, 1e-4):.2%} above the lower bound of {seconds_text(prediction.lower_bound_s)}"
     )
     return [
         f"K = {plan.K} stages, M = {plan.M} micro-batches of {_sizes(plan)} samples, batch {plan.batch_size}, "

@@ -24,8 +24,10 @@ _NAMES = {
 }
 _COLOURS = {ActionKind.F: 0, ActionKind.R: 4, ActionKind.B: 2, ActionKind.SEND_F: 1, ActionKind.SEND_B: 3}
 """Positions in matplotlib's qualitative colormap `tab20`, where light follows dark."""
-_LABEL_SHARE = 0.012
-"""Narrowest bar, as a share of the step, that has room for the number of its micro-batch."""
+_LABEL_SHARE = 0.008
+"""Share of the step that a bar must take for each digit of its micro-batch's number to have room for it."""
+_MOST_OUTLINED = 200
+"""Most bars of a lane that get an outline; with more there is nothing but outlines."""
 
 
 def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
@@ -48,15 +50,17 @@ def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
     }
     for row, lane in enumerate(lanes):
         events = [event for event in timeline.events if event.lane == lane]
-        height = 0.8 if lane.startswith("stage") else 0.4
+        is_stage = lane.startswith("stage")
+        height = 0.8 if is_stage else 0.4
+        faces = [colours[event.action.kind] for event in events]
         axes.broken_barh(
             [(event.start_s * 1e3, (event.end_s - event.start_s) * 1e3) for event in events],
             (row - height / 2, height),
-            facecolors=[colours[event.action.kind] for event in events],
-            edgecolors="white",
-            linewidth=0.3 if len(events) < 200 else 0.0,
+            facecolors=faces,
+            edgecolors="white" if is_stage else faces,  # an edge of its own colour keeps a short transfer visible
+            linewidth=0.3 if len(events) < _MOST_OUTLINED else 0.0,
         )
-        if lane.startswith("stage"):
+        if is_stage:
             _label_bars(axes, row, events, timeline.makespan_s)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
@@ -89,20 +93,22 @@ def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
     axes = ax if ax is not None else _new_axes(height=4.0)
     palette = colormaps["tab10"]
     bottom = [0.0] * plan.K
+    largest = max(max(stage.memory.total, stage.device.memory_bytes) for stage in plan.stages)
+    unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     for position, name in enumerate(StageMemory.model_fields):
-        heights = [getattr(stage.memory, name) / 2**30 for stage in plan.stages]
+        heights = [getattr(stage.memory, name) / scale for stage in plan.stages]
         if any(heights):
             label = name.replace("_", " ")
             axes.bar(range(plan.K), heights, 0.7, bottom=bottom, color=palette(position), label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    limits = [stage.device.memory_bytes / 2**30 for stage in plan.stages]
+    limits = [stage.device.memory_bytes / scale for stage in plan.stages]
     stages = range(plan.K)
     axes.hlines(
         limits, [k - 0.42 for k in stages], [k + 0.42 for k in stages], colors="black", linestyles="--", label="device"
     )
     axes.set_xticks(stages, [f"stage {k}\n{stage.device.name}" for k, stage in enumerate(plan.stages)])
     axes.set_ylim(0, 1.08 * max([*bottom, *limits]))
-    axes.set_ylabel("GiB")
+    axes.set_ylabel(unit)
     axes.set_title(f"predicted peak memory, K = {plan.K}, M = {plan.M}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -151,7 +157,9 @@ def _label_bars(axes: Axes, row: int, events: list[Event], makespan_s: float) ->
         seconds = event.end_s - event.start_s
         if seconds >= _LABEL_SHARE * makespan_s:
             middle_ms = (event.start_s + seconds / 2) * 1e3
-            axes.text(middle_ms, row, str(event.action.micro_batch), ha="center", va="center", fontsize=8)
+            axes.text(
+                middle_ms, row, str(event.action.micro_batch), ha="center", va="center", fontsize=7, color="white"
+            )
 
 
 def _metadata(name: str, thread: int, value: str | int) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.costs import CostModel, ParameterRanges, range_maxima, range_sums
+from planner.memory import memory_table
+from planner.micro_batches import MicroBatches
+from planner.units import bytes_text, count_text, seconds_text
+from profiler.errors import ProfileError
+
+#        forward, recompute, backward, kept, transient, output, output gradient
+AT_2 = [(1, 1, 2, 10, 4, 8, 4), (2, 2, 4, 20, 6, 0, 0)]
+AT_4 = [(3, 2, 5, 21, 8, 16, 8), (4, 3, 8, 40, 12, 0, 0)]
+
+
+def test_costs_lie_on_the_line_between_measured_sizes(profile_of):
+    costs = CostModel(profile_of({("a", 2): AT_2, ("a", 4): AT_4})).layers("a", 3)
+    assert costs.forward_s.tolist() == [2, 3]
+    assert costs.backward_s.tolist() == [3.5, 6]
+    assert costs.kept_bytes.tolist() == [16, 30]  # 15.5 rounded up
+    assert costs.output_gradient_bytes.tolist() == [6, 0]
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_costs_are_not_extrapolated(profile_of, size):
+    model = CostModel(profile_of({("a", 2): AT_2, ("a", 4): AT_4}))
+    assert not model.covers("a", size)
+    with pytest.raises(ProfileError, match=f"micro-batch of {size} samples lies outside the 2 to 4 samples"):
+        model.layers("a", size)
+
+
+def test_an_unknown_device_kind_or_optimizer_is_named(profile_of):
+    model = CostModel(profile_of({("a", 2): AT_2}))
+    with pytest.raises(ProfileError, match=r"device kind 'b'; the profile holds \['a'\]"):
+        model.layers("b", 2)
+    with pytest.raises(ProfileError, match="optimizer SGD was not measured on device kind 'a'"):
+        model.optimizer("a", "SGD")
+
+
+def test_ranges():
+    values = np.array([3.0, 1.0, 2.0])
+    assert range_sums(values)[0].tolist() == [0, 3, 4, 6]
+    assert range_sums(values)[1].tolist() == [0, 0, 1, 3]
+    assert range_maxima(values)[1].tolist() == [0, 0, 1, 2]
+
+
+def test_shared_parameters_are_held_once_and_have_a_gradient_for_each_reader(profile_of):
+    profile = profile_of(
+        {("a", 1): [(1,) * 3 + (0,) * 4] * 3},
+        parameters=[(100, True), (10, True), (1, False)],
+        readers=[(0, 2), (1, 2), (0, 2)],
+    )
+    ranges = ParameterRanges(profile)
+    assert ranges.unique[0, 3] == 111  # p0 once though layers 0 and 2 read it
+    assert ranges.trainable[0, 3] == 110
+    assert ranges.gradients[0, 3] == 210  # layers 0 and 2 each have an accumulator for p0
+    assert ranges.gradients[2, 3] == 100
+    assert ranges.unique[1, 3] == 111
+    assert ranges.unique[1, 2] == 11
+
+
+def test_memory_by_hand(profile_of, device):
+    rows = [(1, 1, 2, 10, 4, 8, 4), (1, 1, 2, 20, 6, 6, 2), (1, 1, 2, 30, 1, 0, 0)]
+    profile = profile_of(
+        {("a", 2): rows},
+        parameters=[(100, True)] * 3,
+        readers=[(0,), (1,), (2,)],
+        buffers=[0, 7, 0],
+        optimizer=(0.0, 2.0),
+        input_bytes=3,
+        reserve_bytes=5,
+    )
+    model, ranges = CostModel(profile), ParameterRanges(profile)
+    split = MicroBatches(batch_size=8, count=4)
+    optimizer = model.optimizer("a", "AdamW")
+    kept = memory_table(model, ranges, device(), split, optimizer, recompute=False).stage(1, 2)
+    assert kept.model_dump() == {
+        "parameters": 107,
+        "gradients": 100,
+        "optimizer": 200,
+        "activations": 4 * (8 + 20) + 8 * 3,
+        "transient": 6,
+        "receive_buffers": 2 * 2 + 2 * 6 + 2 * 4,
+        "reserve": 5,
+    }
+    again = memory_table(model, ranges, device(), split, optimizer, recompute=True).stage(1, 2)
+    assert (again.activations, again.transient) == (4 * 8 + 8 * 3, 20 + 6)
+    ends = memory_table(model, ranges, device(), split, optimizer, recompute=False).stage(0, 3)
+    assert (ends.activations, ends.transient, ends.receive_buffers) == (4 * 60 + 24, 6, 0)
+
+
+@given(st.data())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_memory_equals_the_oracle_for_unequal_micro_batches(profiles, oracle, device, data):
+    profile = data.draw(profiles(kinds=("a",)))
+    batch_size = data.draw(st.integers(1, 14))
+    split = MicroBatches(batch_size, data.draw(st.integers(1, batch_size)))
+    first = data.draw(st.integers(0, len(profile.layers) - 1))
+    stop = data.draw(st.integers(first + 1, len(profile.layers)))
+    recompute = data.draw(st.booleans())
+    model = CostModel(profile)
+    optimizer = model.optimizer("a", "AdamW")
+    table = memory_table(model, ParameterRanges(profile), device(), split, optimizer, recompute=recompute)
+    expected = oracle(profile, (device(),), batch_size).memory(0, first, stop, split.sizes, recompute=recompute)
+    assert table.stage(first, stop).total == table.total[first, stop] == expected
+
+
+@given(st.integers(1, 200), st.data())
+def test_micro_batches_add_up_and_are_nearly_equal(batch_size, data):
+    split = MicroBatches(batch_size, data.draw(st.integers(1, batch_size)))
+    assert sum(split.sizes) == batch_size
+    assert len(split.sizes) == split.count
+    assert list(split.sizes) == sorted(split.sizes, reverse=True)
+    assert (split.sizes[0], split.sizes[-1]) == (split.largest, split.smallest)
+    assert split.sizes.count(split.largest) == split.number_largest
+    assert split.largest - split.smallest == (0 if split.equal else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(80 * 2**30), "80.0 GiB"),
+        (seconds_text(2e-6), "2.00 us"),
+        (seconds_text(125), "125 s"),
+        (count_text(7_000_000_000), "7.00 G"),
+    ],
+)
+def test_sizes_for_people(text, expected):
+    assert text == expected

@@ -1,0 +1,149 @@
+import pytest
+
+from planner.from_profile import plan_from_profile
+from planner.simulator import simulate_plan
+from profiler.device import Cluster, Link
+from profiler.errors import ArgumentError, InfeasibleError, ProfileError
+
+ROW = (0.25, 0.25, 0.5, 10, 4, 8, 8)
+FAST = (0.125, 0.125, 0.25, 10, 4, 8, 8)
+
+
+@pytest.fixture
+def profile(profile_of):
+    return profile_of(
+        {("a", size): [[value * size for value in ROW]] * 4 for size in (1, 8)},
+        parameters=[(64, True)] * 4,
+        readers=[(0,), (1,), (2,), (3,)],
+        optimizer=(0.001, 2.0),
+        links=(Link(latency_s=0.0, bytes_per_s=1e6),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; give at least 1"),
+        ({"batch_size": -3}, "batch_size is -3"),
+        ({"batch_size": 2.0}, "batch_size is 2.0; give a whole number"),
+        ({"batch_size": 16, "stages": 0}, "stages is 0"),
+        ({"batch_size": 16, "stages": 3}, "stages is 3, but there are 2 devices"),
+        ({"batch_size": 16, "stages": 2, "max_stages": 1}, "stages is 2 and max_stages is 1"),
+        ({"batch_size": 16, "micro_batches": 17}, "micro_batches is 17, but the batch has 16 samples"),
+        ({"batch_size": 16, "micro_batches": 3}, "micro_batches is 3, but 1 stages .* need at least 4"),
+        ({"batch_size": 16, "micro_batches": 7, "stages": 2}, "micro_batches is 7, but 2 stages .* need at least 8"),
+        ({"batch_size": 16, "memory_limit": -1}, "memory_limit is -1"),
+        ({"batch_size": 16, "micro_batches_per_stage": 0}, "micro_batches_per_stage is 0"),
+        ({"batch_size": 16, "recompute": "sometimes"}, "recompute is 'sometimes'; choose one of 'auto'"),
+        ({"batch_size": 16, "schedule": "1f1b"}, "schedule is '1f1b'; choose one of 'gpipe'"),
+    ],
+)
+def test_impossible_arguments_are_refused(profile, device, settings, message):
+    with pytest.raises(ArgumentError, match=message):
+        plan_from_profile(profile, [device(), device()], **settings)
+
+
+def test_zero_devices_are_refused(profile):
+    with pytest.raises(ArgumentError, match="got 0 devices"):
+        plan_from_profile(profile, [], batch_size=8)
+
+
+def test_more_stages_than_layers_are_refused(profile, device):
+    with pytest.raises(ArgumentError, match="stages is 5, but the model has 4 layers"):
+        plan_from_profile(profile, [device()] * 5, batch_size=32, stages=5)
+
+
+def test_a_small_batch_gets_fewer_stages(profile, device):
+    plan = plan_from_profile(profile, [device()] * 3, batch_size=9)
+    assert (plan.K, plan.M) == (2, 9)
+
+
+def test_a_batch_too_small_for_fixed_stages(profile, device):
+    with pytest.raises(InfeasibleError, match=r"a batch of 9 samples is too small for K = 3: M must be at least 12"):
+        plan_from_profile(profile, [device()] * 3, batch_size=9, stages=3)
+
+
+def test_a_batch_too_small_for_one_stage(profile, device):
+    with pytest.raises(InfeasibleError, match=r"a batch of 3 .* at least 4.*micro_batches_per_stage to at most 3"):
+        plan_from_profile(profile, [device()] * 2, batch_size=3)
+    assert plan_from_profile(profile, [device()] * 2, batch_size=3, micro_batches_per_stage=3).M == 3
+
+
+def test_a_pipeline_needs_a_link(profile, device):
+    unlinked = profile.model_copy(update={"links": ()})
+    with pytest.raises(ProfileError, match="up to 2 stages need a link"):
+        plan_from_profile(unlinked, [device()] * 2, batch_size=8)
+    assert plan_from_profile(unlinked, [device()] * 2, batch_size=8, stages=1).K == 1
+    cluster = Cluster(devices=(device(), device()), link=Link(latency_s=0.0, bytes_per_s=1e6))
+    assert plan_from_profile(unlinked, cluster, batch_size=8).K == 2
+
+
+def test_the_link_of_a_cluster_overrides_the_measured_one(profile, device):
+    slow = Cluster(devices=(device(), device()), link=Link(latency_s=1e6, bytes_per_s=1.0))
+    assert plan_from_profile(profile, slow, batch_size=8).K == 1
+
+
+def test_micro_batches_beyond_the_profile(profile, device):
+    with pytest.raises(ProfileError, match=r"needs micro-batches of 25 to 25 samples, and the profile covers 1 to 8"):
+        plan_from_profile(profile, [device()], batch_size=100, micro_batches=4)
+    assert plan_from_profile(profile, [device()], batch_size=100).micro_batch_sizes[0] <= 8
+
+
+def test_prediction_follows_from_the_simulator(profile, device):
+    plan = plan_from_profile(profile, [device()] * 2, batch_size=16, micro_batches=8)
+    timeline = simulate_plan(plan)
+    prediction = plan.prediction
+    assert [(stage.first_layer, stage.stop_layer) for stage in plan.stages] == [(0, 2), (2, 4)]
+    assert prediction.step_s == timeline.step_s == pytest.approx(9 * (1 + 2) + 2 * 16e-6 + 0.128)
+    assert prediction.optimizer_s == pytest.approx(0.128)
+    assert prediction.bubble == pytest.approx(1 / 9, rel=1e-4)
+    assert prediction.one_device_s == pytest.approx(16 * 3 + 0.256)
+    assert (prediction.gap, prediction.lower_bound_s) == (0, prediction.step_s)
+    assert prediction.samples_per_s == pytest.approx(16 / prediction.step_s)
+
+
+def test_ties_go_to_fewer_stages_then_fewer_micro_batches(profile_of, device):
+    rows = [[size * value for value in ROW] for size in (1,)]
+    one_layer = profile_of({("a", 1): rows, ("a", 8): [[8 * value for value in ROW]]})
+    plan = plan_from_profile(one_layer, [device()] * 2, batch_size=16)
+    assert (plan.K, plan.M) == (1, 4)
+
+
+def test_a_stage_is_recomputed_only_where_it_does_not_fit(profile, device):
+    roomy = plan_from_profile(profile, [device()] * 2, batch_size=16, stages=2)
+    assert not any(stage.recompute for stage in roomy.stages)
+    limit = max(stage.memory.total for stage in roomy.stages) - 1
+    tight = plan_from_profile(profile, [device("a", limit), device()], batch_size=16, stages=2, micro_batches=8)
+    assert [bool(stage.recompute) for stage in tight.stages][1] is False
+    always = plan_from_profile(profile, [device()] * 2, batch_size=16, stages=2, recompute="always")
+    assert [(stage.recompute[0].first, stage.recompute[0].stop) for stage in always.stages] == [(0, 2), (2, 4)]
+
+
+def test_a_memory_limit_binds_every_device(profile, device):
+    plan = plan_from_profile(profile, [device("a", 1000), device("a", 5000)], batch_size=8, memory_limit=2000)
+    assert [stage.device.memory_bytes for stage in plan.stages] == [1000, 2000]
+    assert all(stage.memory.total <= stage.device.memory_bytes for stage in plan.stages)
+
+
+def test_when_nothing_fits_the_error_says_where_by_how_much_and_what_would_help(profile, device):
+    with pytest.raises(InfeasibleError) as caught:
+        plan_from_profile(profile, [device("a", 700)] * 2, batch_size=16, recompute="never")
+    assert str(caught.value) == (
+        "no plan fits the memory. The nearest one has K = 2 stages and M = 16 micro-batches; its stage 1 (layers 2 to "
+        "3, layer2 to layer3, not recomputed) needs 980 B and device cpu (a) has 700 B: 280 bytes (280 B) too many. "
+        'Largest: activations 448 B, optimizer 256 B, parameters 128 B. What would help: recompute="auto"; more '
+        "devices (4 fit, with the added ones like the last)"
+    )
+
+
+def test_unlike_devices_share_the_work_by_speed(profile_of, device):
+    profile = profile_of(
+        {("slow", 1): [ROW] * 6, ("fast", 1): [FAST] * 6}, links=(Link(latency_s=0.0, bytes_per_s=1e9),)
+    )
+    plan = plan_from_profile(profile, [device("slow"), device("fast")], batch_size=8, micro_batches=8)
+    assert [stage.stop_layer - stage.first_layer for stage in plan.stages] == [2, 4]
+
+
+def test_equal_inputs_give_equal_bytes(profile, device):
+    plans = [plan_from_profile(profile, [device()] * 3, batch_size=13).to_json() for _ in range(2)]
+    assert plans[0] == plans[1]

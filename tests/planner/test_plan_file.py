@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from planner.from_profile import plan_from_profile
+from planner.plan import Plan
+from profiler.errors import PlanFileError
+
+ROW = (0.25, 0.25, 0.5, 10, 4, 8, 8)
+
+
+@pytest.fixture
+def plan(profile_of, device):
+    profile = profile_of({("a", 1): [ROW, ROW], ("a", 4): [ROW, ROW]})
+    return plan_from_profile(profile, [device(), device()], batch_size=9, stages=2)
+
+
+def test_round_trip_with_the_same_bytes_twice(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    loaded.save(tmp_path / "again.json")
+    assert loaded == plan
+    assert (tmp_path / "plan.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+
+
+def change(path, value):
+    def edit(record):
+        *parents, last = path
+        for part in parents:
+            record = record[part]
+        record[last] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change(["colour"], "red"), r"\$\.colour: Extra inputs"),
+        (change(["stages", 1, "colour"], "red"), r"\$\.stages\[1\]\.colour: Extra inputs"),
+        (change(["batch_size"], "9"), r"\$\.batch_size: Input should be a valid integer"),
+        (change(["prediction", "step_s"], float("nan")), r"\$\.prediction\.step_s: "),
+        (change(["schema_version"], 2), r"\$\.schema_version: Input should be 1"),
+        (change(["stages", 0, "times", 0, "forward_s"], -1.0), r"\$\.stages\[0\]\.times\[0\]\.forward_s: "),
+        (change(["batch_size"], 10), "do not make up a batch of 10"),
+        (change(["stages", 1, "first_layer"], 0), "expected to start at 1"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_its_json_path(plan, tmp_path, edit, message):
+    record = json.loads(plan.to_json())
+    edit(record)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(PlanFileError, match=message):
+        Plan.load(path)
+
+
+def test_a_truncated_file_is_refused(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json()[:200])
+    with pytest.raises(PlanFileError, match=r"plan\.json: \$: Invalid JSON"):
+        Plan.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(PlanFileError, match=r"cannot read the plan .*nowhere\.json"):
+        Plan.load(tmp_path / "nowhere.json")
+
+
+def test_a_frame_has_a_row_for_each_stage(plan):
+    frame = plan.to_frame()
+    assert frame["first_layer"].tolist() == [0, 1]
+    assert frame["total_bytes"].tolist() == [stage.memory.total for stage in plan.stages]
+    assert frame["micro_batch_size"].tolist() == [max(plan.micro_batch_sizes)] * 2

@@ -1,0 +1,67 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.schedule import Action, ActionKind, gpipe_schedule, parse_schedule, schedule_text
+from profiler.errors import ArgumentError
+
+GOLDEN = """\
+0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0R2 0RECV_B2 0B2 0R1 0RECV_B1 0B1 0R0 0RECV_B0 0B0
+1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_F2 1F2 1SEND_F2 \
+1RECV_B2 1B2 1SEND_B2 1RECV_B1 1B1 1SEND_B1 1RECV_B0 1B0 1SEND_B0
+2RECV_F0 2F0 2RECV_F1 2F1 2RECV_F2 2F2 2B2 2SEND_B2 2R1 2B1 2SEND_B1 2R0 2B0 2SEND_B0"""
+
+
+def test_gpipe_schedule_of_three_stages():
+    schedule = gpipe_schedule(stages=3, micro_batches=3, recompute=(True, False, True))
+    assert schedule_text(schedule) == GOLDEN
+
+
+def test_one_stage_recomputes_all_but_the_last_micro_batch():
+    assert schedule_text(gpipe_schedule(stages=1, micro_batches=2, recompute=(True,))) == "0F0 0F1 0B1 0R0 0B0"
+
+
+@given(st.integers(0, 999), st.sampled_from(ActionKind), st.integers(0, 9999))
+def test_action_text_round_trip(stage, kind, micro_batch):
+    action = Action(stage, kind, micro_batch)
+    assert Action.parse(str(action)) == action
+
+
+@given(st.data())
+def test_schedule_text_round_trip(data):
+    stages = data.draw(st.integers(1, 4))
+    recompute = tuple(data.draw(st.lists(st.booleans(), min_size=stages, max_size=stages)))
+    schedule = gpipe_schedule(stages=stages, micro_batches=data.draw(st.integers(1, 6)), recompute=recompute)
+    assert parse_schedule(schedule_text(schedule)) == schedule
+
+
+@pytest.mark.parametrize("text", ["", "F0", "0F", "0X0", "00F0", "0F01", "0F0 ", "-1F0", "0recv_b0", "٣F0"])
+def test_what_is_no_action_is_refused(text):
+    with pytest.raises(ArgumentError, match="is not an action"):
+        Action.parse(text)
+
+
+def test_an_action_in_the_line_of_another_stage_is_refused():
+    with pytest.raises(ArgumentError, match="action 0F1 of stage 0 stands in line 1"):
+        parse_schedule("0F0\n0F1")
+
+
+def test_a_transfer_has_two_ends():
+    send = Action.parse("1SEND_B3")
+    assert str(send.other_end) == "0RECV_B3"
+    assert send.other_end.other_end == send
+    with pytest.raises(ArgumentError, match="1F0 computes"):
+        _ = Action.parse("1F0").other_end
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "recompute", "message"),
+    [
+        (0, 4, (), "0 stages and 4 micro-batches"),
+        (1, 0, (True,), "1 stages and 0 micro-batches"),
+        (2, 4, (True,), "recompute has 1 entries for 2 stages"),
+    ],
+)
+def test_impossible_schedules_are_refused(stages, micro_batches, recompute, message):
+    with pytest.raises(ArgumentError, match=message):
+        gpipe_schedule(stages=stages, micro_batches=micro_batches, recompute=recompute)

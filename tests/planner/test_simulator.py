@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.objective import Prefix, StageTerms, complete, extend, gpipe_makespan_s
+from planner.schedule import gpipe_schedule, parse_schedule
+from planner.simulator import Durations, simulate
+from profiler.errors import PlanError
+
+SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
+
+
+def constant(rows, micro_batches):
+    """Durations of equal micro-batches; a row is (forward, recompute, backward, send forward, send backward)."""
+    return Durations(*(tuple((value,) * micro_batches for value in column) for column in zip(*rows, strict=True)))
+
+
+def closed_form_s(rows, micro_batches):
+    prefix, before = Prefix.empty(), 0.0
+    for index, (forward, recompute, backward, send, send_backward) in enumerate(rows):
+        back = send_backward if index else 0.0
+        numbers = (
+            forward + backward + before + back,
+            max(forward, before),
+            max(backward + recompute, back),
+            recompute,
+            0.0,
+        )
+        terms = StageTerms(*(np.array([number]) for number in numbers))
+        if index == len(rows) - 1:
+            return float(complete(prefix, terms, micro_batches - 1)[0])
+        prefix, before = extend(prefix, terms, micro_batches - 1), send
+    raise AssertionError
+
+
+def test_a_small_pipeline_by_hand():
+    #  time      0   1   2   3   4   5   6   7   8   9
+    #  stage 0   F0  F1  R1  .   .   B1  R0  B0             (B1 arrives at 5, after B1 and 1 s on the link)
+    #  stage 1   .   .   F0  F1  B1  B0
+    schedule = gpipe_schedule(stages=2, micro_batches=2, recompute=(True, False))
+    timeline = simulate(schedule, constant([(1, 1, 1, 1, 0), (1, 0, 1, 0, 1)], 2), optimizer_s=0.5)
+    starts = {str(event.action): event.start_s for event in timeline.events}
+    assert starts == {
+        "0F0": 0, "0F1": 1, "0R1": 2, "0B1": 6, "0R0": 7, "0B0": 8,
+        "1F0": 2, "1F1": 3, "1B1": 4, "1B0": 5,
+        "0SEND_F0": 1, "0SEND_F1": 2, "1SEND_B1": 5, "1SEND_B0": 6,
+    }  # fmt: skip
+    assert (timeline.makespan_s, timeline.step_s, timeline.idle_s) == (9, 9.5, (3, 5))
+    assert timeline.bubble == pytest.approx(8 / 18)
+    assert timeline.lanes == ("stage 0", "stage 1", "link 0>1", "link 1>0")
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=5), st.data())
+def test_closed_form_equals_the_simulator_for_equal_micro_batches(rows, data):
+    recompute = tuple(data.draw(st.booleans()) for _ in rows)
+    rows = [(f, r if again else 0.0, b, c, d) for (f, r, b, c, d), again in zip(rows, recompute, strict=True)]
+    micro_batches = data.draw(st.integers(1, 9))
+    schedule = gpipe_schedule(stages=len(rows), micro_batches=micro_batches, recompute=recompute)
+    expected_s = simulate(schedule, constant(rows, micro_batches)).makespan_s
+    assert closed_form_s(rows, micro_batches) == pytest.approx(expected_s, rel=1e-9, abs=1e-9)
+
+
+def test_a_first_recompute_longer_than_the_turn_around_shows():
+    rows = [(1.0, 50.0, 1.0, 0.0, 0.0), (1.0, 0.0, 1.0, 0.0, 0.0)]
+    assert closed_form_s(rows, 1) == 52.0
+
+
+@given(st.integers(1, 4), st.integers(1, 7), st.randoms(use_true_random=False))
+def test_vectorized_makespan_equals_the_simulator_for_any_durations(stages, micro_batches, random):
+    recompute = tuple(random.random() < 0.5 for _ in range(stages))
+    tables = np.array([[[random.random() for _ in range(micro_batches)] for _ in range(stages)] for _ in range(5)])
+    tables[1] *= np.array(recompute)[:, None]
+    durations = Durations(*(tuple(map(tuple, table.tolist())) for table in tables))
+    schedule = gpipe_schedule(stages=stages, micro_batches=micro_batches, recompute=recompute)
+    assert gpipe_makespan_s(*tables) == pytest.approx(simulate(schedule, durations).makespan_s, rel=1e-12)
+
+
+def test_a_deadlock_names_who_waits_for_what():
+    schedule = parse_schedule("0F0 0RECV_B0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0")
+    with pytest.raises(PlanError) as caught:
+        simulate(schedule, constant([(1, 0, 1, 1, 1)] * 2, 1))
+    assert str(caught.value) == (
+        "the schedule cannot finish: "
+        "stage 0 waits in 0RECV_B0 for 1SEND_B0, which stands behind 1RECV_F0 in the list of stage 1; "
+        "stage 1 waits in 1RECV_F0 for 0SEND_F0, which stands behind 0RECV_B0 in the list of stage 0"
+    )
+
+
+def test_a_message_that_nobody_sends_is_named():
+    with pytest.raises(PlanError, match=r"stage 1 waits in 1RECV_F0 for 0SEND_F0, which stands in no list$"):
+        simulate(parse_schedule("0F0\n1RECV_F0 1F0"), constant([(1, 0, 1, 1, 1)] * 2, 1))
+
+
+def test_transfers_queue_on_their_link_and_do_not_hold_the_sender():
+    schedule = gpipe_schedule(stages=2, micro_batches=3, recompute=(False, False))
+    timeline = simulate(schedule, constant([(1, 0, 1, 10, 0), (1, 0, 1, 0, 0)], 3))
+    spans = {str(event.action): (event.start_s, event.end_s) for event in timeline.events}
+    assert [spans[f"0F{m}"] for m in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    assert [spans[f"0SEND_F{m}"] for m in range(3)] == [(1, 11), (11, 21), (21, 31)]

@@ -9,6 +9,8 @@ import numpy as np
 from planner.costs import Floats, Indices, Mask
 from planner.objective import Prefix, StageTerms
 
+_THROUGH, _BOTH = 0, 3
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
@@ -76,9 +78,15 @@ class Bounds:
 
     def promising(self, stage: int, below_s: float) -> tuple[Indices, Indices]:
         """First and stop layers of every stage `stage` that a plan with T below `below_s` may have."""
-        whole = _join(_join(self._steps[stage], self.before[:, stage, :, None]), self.after[:, stage + 1, None, :])
-        first, stop = np.nonzero(self.total_s(*whole) < below_s)
-        return first, stop
+        steps, before, after = self._steps[stage], self.before[:, stage], self.after[:, stage + 1]
+        rough_s = steps[_THROUGH] + before[_THROUGH][:, None] + after[_THROUGH][None, :]
+        if self.steady:
+            both = np.maximum(np.maximum(steps[_BOTH], before[_BOTH][:, None]), after[_BOTH][None, :])
+            rough_s += self.steady * both
+        first, stop = np.nonzero(rough_s < below_s)
+        whole = _join(_join(steps[:, first, stop], before[:, first]), after[:, stop])
+        kept = self.total_s(*whole) < below_s
+        return first[kept], stop[kept]
 
     def completed_s(self, stage: int, position: Indices, prefix: Prefix) -> tuple[Floats, Floats]:
         """What T is at least for plans that begin with `stage` stages up to `position`.

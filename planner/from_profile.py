@@ -163,6 +163,8 @@ def _check_profile(problem: Problem) -> None:
             f"a batch of {problem.batch_size} needs micro-batches of {smallest} to {largest} samples, and the profile "
             f"covers {ranges}; costs are not extrapolated: profile the model at those sizes too"
         )
+    if not any(cost.forward_s + cost.backward_s for cost in problem.costs.profile.costs):
+        raise ProfileError("all layers of the profile take 0 seconds; there is nothing to plan: profile the model again")
 
 
 def _plan(problem: Problem, found: Balance, schedule: Literal["gpipe"]) -> Plan:

@@ -3,8 +3,8 @@
 A label is a partial plan: its prefix quantities (see `planner.objective`) at a stage number and a layer position.
 Label A dominates B at the same place when none of A's quantities is larger: no continuation makes B the better one.
 Before labels are made, and for each of them, `Bounds` says what any continuation costs at least; what cannot beat the
-best plan known (the incumbent) is dropped. A narrow first pass (a beam) finds an incumbent, which is nearly always
-optimal; the second, wide pass proves it or finds better.
+best plan known (the incumbent) is dropped. Where there is no incumbent yet, a narrow first pass (a beam) finds one,
+which is nearly always optimal; the wide pass proves it or finds better.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ def best_partition(
     bounds = Bounds(choices, steady, exact_stages)
     if bounds.root_s >= below_s:
         return None
-    beam = _search(bounds, below_s, BEAM_LABELS)
-    incumbent_s = below_s if beam.cuts is None else beam.objective_s
-    wide = _search(bounds, incumbent_s, MOST_LABELS)
-    if beam.cuts is None and wide.cuts is None and np.isfinite(wide.dropped_s):
+    best = _Found(None, below_s, np.inf)
+    if not np.isfinite(below_s):
+        best = _search(bounds, below_s, BEAM_LABELS)
+    wide = _search(bounds, best.objective_s, MOST_LABELS)
+    if wide.cuts is None and best.cuts is None and np.isfinite(wide.dropped_s):
         wide = _search(bounds, below_s, sys.maxsize)  # without an incumbent, what was dropped may be all there is
-    best = wide if wide.cuts is not None else beam
+    best = best if wide.cuts is None else wide
     if best.cuts is None:
         return None
     return Partition(best.cuts, best.objective_s, min(best.objective_s, wide.dropped_s))

@@ -89,6 +89,11 @@ def test_micro_batches_beyond_the_profile(profile, device):
     assert plan_from_profile(profile, [device()], batch_size=100).micro_batch_sizes[0] <= 8
 
 
+def test_a_profile_without_times_is_refused(profile_of, device):
+    with pytest.raises(ProfileError, match="all layers of the profile take 0 seconds"):
+        plan_from_profile(profile_of({("a", 1): [(0,) * 7]}), [device()], batch_size=4)
+
+
 def test_prediction_follows_from_the_simulator(profile, device):
     plan = plan_from_profile(profile, [device()] * 2, batch_size=16, micro_batches=8)
     timeline = simulate_plan(plan)

@@ -164,7 +164,7 @@ def _check_profile(problem: Problem) -> None:
             f"covers {ranges}; costs are not extrapolated: profile the model at those sizes too"
         )
     if not any(cost.forward_s + cost.backward_s for cost in problem.costs.profile.costs):
-        raise ProfileError("all layers of the profile take 0 seconds; there is nothing to plan: profile the model again")
+        raise ProfileError("all layers of the profile take 0 seconds; profile the model again")
 
 
 def _plan(problem: Problem, found: Balance, schedule: Literal["gpipe"]) -> Plan:

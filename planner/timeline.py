@@ -154,12 +154,11 @@ def _place(lane: str) -> tuple[float, str]:
 
 def _label_bars(axes: Axes, row: int, events: list[Event], makespan_s: float) -> None:
     for event in events:
+        label = str(event.action.micro_batch)
         seconds = event.end_s - event.start_s
-        if seconds >= _LABEL_SHARE * makespan_s:
+        if seconds >= _LABEL_SHARE * len(label) * makespan_s:
             middle_ms = (event.start_s + seconds / 2) * 1e3
-            axes.text(
-                middle_ms, row, str(event.action.micro_batch), ha="center", va="center", fontsize=7, color="white"
-            )
+            axes.text(middle_ms, row, label, ha="center", va="center", fontsize=7, color="white")
 
 
 def _metadata(name: str, thread: int, value: str | int) -> dict[str, Any]:

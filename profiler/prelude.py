@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from profiler.analysis import NodeFacts
+from profiler.layers import attribute
 
 # A value is computed again where it is needed if that takes fewer FLOPs than this per byte that would be sent.
 # Compute outruns a link between devices by far more (H100: 67 TFLOP/s in float32 against 0.45 TB/s of NVLink, 150).
@@ -46,7 +47,14 @@ def prelude_nodes(graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts]) -> set[fx
 def _available(
     source: fx.Node, facts: Mapping[fx.Node, NodeFacts], written: frozenset[int], chosen: set[fx.Node]
 ) -> bool:
-    """Whether every stage can have the value: an input, a constant buffer, or another prelude value."""
+    """Whether every stage can have the value: an input, a constant buffer, or another prelude value.
+
+    A frozen parameter is none of these: it lives on the stages whose layers read it.
+    """
+    root = source.graph.owning_module
+    assert root is not None, "the graph is the one that the model was traced to"
+    if source.op == "get_attr" and isinstance(attribute(root, str(source.target)), nn.Parameter):
+        return False
     if source.op in ("placeholder", "get_attr"):
         return not facts[source].requires_grad and facts[source].storage not in written
     return source in chosen

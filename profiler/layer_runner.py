@@ -131,12 +131,13 @@ class LayerRunner:
         """What every stage has: the model's inputs and the prelude's values."""
         return {**self._inputs, **self._prelude}
 
-    def enter(self, index: int, values: Mapping[str, Tensor]) -> Entered:
+    def enter(self, index: int, values: Mapping[str, Tensor], *, gated: bool = True) -> Entered:
         """Prepare a layer.
 
         Args:
             index: of the layer.
             values: alive at the boundary before it, detached.
+            gated: put a gate before each value with a gradient; otherwise they are leaves, as in a stage.
         """
         layer = self._sequence.layers[index]
         caught: dict[str, Tensor] = {}
@@ -144,7 +145,8 @@ class LayerRunner:
         for value in self._sequence.boundaries[index]:
             detached = values[value.name].detach()
             if value.requires_grad:
-                detached = gate(detached.requires_grad_(), caught, value.name)
+                leaf = detached.requires_grad_()
+                detached = gate(leaf, caught, value.name) if gated else leaf
             entered[value.name] = detached
         for name in layer.in_place:
             entered[name] = entered[name].clone()

@@ -6,15 +6,9 @@ links -> memory of every layer on fake tensors -> times of every layer, beside b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from tqdm.auto import tqdm
 
 from profiler.allocator import keep_freed_memory
@@ -24,33 +18,19 @@ from profiler.links import measure_link
 from profiler.local import Devices, context_bytes, local_devices, torch_device, usable_cores
 from profiler.loss import LossFunction, loss_of
 from profiler.measured_sizes import measured_sizes
-from profiler.memory import LayerMemory, layer_memory
+from profiler.memory import LayerMemory
+from profiler.memory_by_size import memory_by_size
 from profiler.neighbours import neighbours
 from profiler.optimizers import check_optimizer, optimizer_cost
 from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
 from profiler.sequence import LayerSequence
-from profiler.stand_ins import fake_runner, input_bytes, micro_batch, parameter_aliases, real_runner, resized_target
+from profiler.stand_ins import fake_runner, input_bytes, micro_batch, parameter_aliases, real_runner
 from profiler.sweeps import MOST_SWEEPS, LayerTiming, time_layers
+from profiler.task import Task
 from profiler.timing import computing_with
 
 OPTIMIZER_SHARE = 0.05  # of the time budget
 SWEEP_MEMORY_SHARE = 0.5  # of a device's memory: the rest holds the model, its gradients and what is passed on
-NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What is measured, with which data and settings."""
-
-    sequence: LayerSequence
-    sample: Any
-    loss_fn: LossFunction | None
-    target: Any
-    has_loss: bool
-    sizes: tuple[int, ...]
-    optimizer: str
-    time_budget_s: float  # per kind of device
-    bar: tqdm[Any]
 
 
 def profile(
@@ -103,7 +83,7 @@ def profile(
     bar = tqdm(total=most, desc="profile", unit="measurement", disable=None if progress else True)
     with bar, torch.random.fork_rng(devices=[torch_device(device) for device in kinds.values() if _is_cuda(device)]):
         has_loss = loss_fn is not None or _returns_loss(sequence, cluster.devices[0])
-        task = _Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar)
+        task = Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar)
         found_links = _links(cluster, links)
         bar.update()
         measured = [_measured(task, device, _neighbour_count(device, cluster)) for device in kinds.values()]
@@ -175,14 +155,12 @@ def _links(cluster: Cluster, wanted: bool) -> tuple[Link, ...]:
     return (measure_link(cluster),) if wanted and len(cluster.devices) > 1 else ()
 
 
-def _measured(task: _Task, device: Device, neighbour_count: int) -> tuple[list[LayerCost], OptimizerCost]:
+def _measured(task: Task, device: Device, neighbour_count: int) -> tuple[list[LayerCost], OptimizerCost]:
     """Everything about one kind of device."""
     place = torch_device(device)
     with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
-        memory = {}
-        for size in task.sizes:
-            memory[size] = _memory(task, size, place)
-            task.bar.update()
+        with computing_with(device.threads):
+            memory = memory_by_size(task, place)
         wait_until_busy()
         keep_freed_memory()
         with computing_with(device.threads):
@@ -197,34 +175,14 @@ def _measured(task: _Task, device: Device, neighbour_count: int) -> tuple[list[L
     return _costs(task.sequence, device.kind, memory, timings), optimizer
 
 
-def _memory(task: _Task, size: int, place: torch.device) -> list[LayerMemory]:
-    inputs = micro_batch(task.sequence, task.sample, size, place)
-    target = resized_target(task.target, size, place)
-    about = {"loss_fn": task.loss_fn, "target": target, "has_loss": task.has_loss, "device": place}
-    try:
-        with fake_runner(task.sequence, inputs, **about) as runner:
-            return layer_memory(task.sequence, runner)
-    except NOT_FAKEABLE:  # a loss that depends on data, such as one that selects by a mask
-        runner = real_runner(task.sequence, parameter_aliases(task.sequence, place), inputs, **about)
-        return layer_memory(task.sequence, runner)
-
-
-def _timings(task: _Task, memory: Mapping[int, Sequence[LayerMemory]], device: Device) -> dict[int, list[LayerTiming]]:
+def _timings(task: Task, memory: Mapping[int, Sequence[LayerMemory]], device: Device) -> dict[int, list[LayerTiming]]:
     """Times of all layers by micro-batch size."""
     place = torch_device(device)
     parameters = parameter_aliases(task.sequence, place)
-    runners = {
-        size: real_runner(
-            task.sequence,
-            parameters,
-            micro_batch(task.sequence, task.sample, size, place),
-            loss_fn=task.loss_fn,
-            target=resized_target(task.target, size, place),
-            has_loss=task.has_loss,
-            device=place,
-        )
-        for size in task.sizes
-    }
+    runners = {}
+    for size in task.sizes:
+        inputs, about = task.micro_batch(size, place)
+        runners[size] = real_runner(task.sequence, parameters, inputs, **about)
     return time_layers(
         task.sequence,
         runners,

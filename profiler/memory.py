@@ -6,10 +6,9 @@ Two passes over the layers on fake tensors, which have shapes, storages and auto
    created it, or to the last one that wrote it in place. Parameters, buffers and inputs are charged to none; a
    prelude value, which every stage computes for itself, to every layer that saves it.
 2. One layer at a time, forward and backward, watching what is alive beside the charged storages. At the start of its
-   backward pass a layer here still has what leaves it, and the caller holds the gradients of that throughout, so this
-   is never less than what a stage needs.
-
-What a kernel allocates and frees inside itself is not seen.
+   backward pass a layer here still has what leaves it, the caller holds the gradients of that throughout, and entering
+   values are leaves as at the start of a stage, so this is never less than what a stage needs. What kernels allocate
+   inside themselves is added from a table.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.layer_runner import Entered, LayerRunner, backward, keep
 from profiler.sequence import LayerSequence
+from profiler.workspace import workspace_bytes
 
 PRELUDE = -1  # marks what was created before the first layer
 
@@ -49,7 +49,7 @@ class StorageWatch(TorchDispatchMode):
 
     Attributes:
         live_bytes: of the storages alive now.
-        peak_bytes: largest `live_bytes` since it was last set.
+        peak_bytes: largest sum of `live_bytes` and a kernel's workspace since it was last set.
         mark: given to storages created from now on.
     """
 
@@ -63,19 +63,27 @@ class StorageWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        arguments = {_storage(item) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        arguments = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        storages = {_storage(item) for item in arguments}
         out = func(*args, **(kwargs or {}))
-        for item in pytree.tree_leaves(out):
-            if isinstance(item, Tensor) and _storage(item) not in self._known and _storage(item) not in arguments:
+        results = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
+        for item in results:
+            if _storage(item) not in self._known and _storage(item) not in storages:
                 self._add(item.untyped_storage())
+        workspace = workspace_bytes(func._schema.name, (*arguments, *results))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
         return out
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor that no operation made, such as `torch.tensor(1)`."""
+        if _storage(tensor) not in self._known:
+            self._add(tensor.untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         identity, size = storage._cdata, storage.nbytes()
         self._known[identity] = (self.mark, size)
         weakref.finalize(storage, self._forget, identity)
         self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _forget(self, identity: int) -> None:
         self.live_bytes -= self._known.pop(identity)[1]
@@ -137,6 +145,7 @@ def _kept(sequence: LayerSequence, runner: LayerRunner) -> tuple[list[int], list
                 computed = runner.forward(layer.index, entered)
             alive = runner.leaving(layer.index, entered, computed)
             for tensor in runner.by_products(layer.index, computed):
+                watch.follow(tensor)
                 saved.add(tensor)
         owners = _owners(saved.tensors, writer, watch)
     kept = [0] * len(sequence)
@@ -174,21 +183,22 @@ def _transient(
             before = sum((watch.mark_and_bytes(value) or (0, 0))[1] for value in elsewhere.values())
             del elsewhere
             watch.peak_bytes = watch.live_bytes
-            values = _pass(layer.index, runner, values)
+            values = _pass(layer.index, runner, values, watch)
             transient.append(max(0, watch.peak_bytes - before - kept[layer.index]))
     return transient
 
 
-def _pass(index: int, runner: LayerRunner, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _pass(index: int, runner: LayerRunner, values: Mapping[str, Tensor], watch: StorageWatch) -> dict[str, Tensor]:
     """Forward and backward pass of one layer; returns what leaves it, detached."""
-    entered = runner.enter(index, values)
+    entered = runner.enter(index, values, gated=False)
     computed = runner.forward(index, entered)
     leaving = runner.leaving(index, entered, computed)
     held = runner.by_products(index, computed)
+    for tensor in held:
+        watch.follow(tensor)
     kept = keep(entered, leaving)
     del entered, computed
     gradients = {name: torch.ones_like(leaving[name]) for name in kept.roots}
     leaving = {name: value.detach() for name, value in leaving.items()}
     backward(kept, gradients)()
-    del held
     return leaving

@@ -1,0 +1,165 @@
+"""Profiles of small models; how true their seconds are is in tests/benchmarks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from profiler import ArgumentError, Cluster, Device, Link, Profile, profile, trace
+from profiler.optimizers import check_optimizer, optimizer_cost, optimizer_names
+from profiler.sweeps import windows
+
+Case = tuple[nn.Module, Any]
+CPU = Device(name="cpu", kind="cpu/1 thread", memory_bytes=2**30, threads=1)
+
+
+def _quick(model: nn.Module, sample: Any, **settings: Any) -> Profile:
+    """A profile from as few repeats as can be, on one device."""
+    defaults: dict[str, Any] = {"devices": 1, "sample": sample, "time_budget_s": 0.0, "progress": False}
+    return profile(trace(model, sample), **{**defaults, **settings})
+
+
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def test_every_layer_has_a_cost_at_every_size(make_case: Callable[[str], Case]) -> None:
+    model, ids = make_case("gpt")
+    measured = _quick(model, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1, 2])
+    sequence = trace(model, ids)
+    assert measured.fingerprint == sequence.fingerprint
+    assert measured.sample == sequence.sample
+    assert len(measured.costs) == 2 * len(sequence)
+    assert {cost.device_kind for cost in measured.costs} == {"cpu/1 thread"}
+    assert {parameter.name for parameter in measured.parameters} == sequence.parameters.keys()
+    for cost in measured.costs:
+        assert cost.forward_s == cost.recompute_s > 0
+        behind = sequence.boundaries[cost.layer + 1]
+        assert cost.output_bytes == sum(value.size_bytes(cost.micro_batch_size) for value in behind)
+    assert measured.costs[-1].output_bytes == 0
+    assert measured.to_frame().shape[0] == len(measured.costs)
+    assert Profile.parse_json(measured.to_json(), source="", error=ArgumentError) == measured
+
+
+def test_equal_layers_share_their_times(make_case: Callable[[str], Case]) -> None:
+    model, ids = make_case("gpt")
+    measured = _quick(model, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1])
+    times: dict[str, set[float]] = {}
+    for layer, cost in zip(measured.layers[:-1], measured.costs[:-1], strict=True):
+        times.setdefault(layer.signature, set()).add(cost.forward_s)
+    assert len(times) < len(measured.layers) / 2
+    assert all(len(found) == 1 for found in times.values())
+
+
+def test_every_kind_of_model_is_measured(case: Case) -> None:
+    model, sample = case
+    measured = _quick(model, sample, micro_batch_sizes=[2])
+    assert sum(cost.backward_s for cost in measured.costs) > 0
+
+
+def test_the_model_stays_as_it_is(make_case: Callable[[str], Case]) -> None:
+    model, images = make_case("cnn")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    _quick(model, images, micro_batch_sizes=[2])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_parameters_and_a_model_that_returns_its_loss() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+            self.first.requires_grad_(False)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.last(torch.relu(self.first(x)))
+            return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+    measured = _quick(WithLoss(), {"x": torch.randn(8, 6), "labels": torch.randint(0, 3, (8,))})
+    assert {entry.name for entry in measured.parameters if entry.trainable} == {"last.weight", "last.bias"}
+    assert sum(cost.forward_s for cost in measured.costs) > 0
+
+
+def test_a_loss_that_selects_by_a_mask(make_case: Callable[[str], Case]) -> None:
+    """Fake tensors cannot follow it: its shapes depend on data."""
+    model, ids = make_case("gpt")
+
+    def masked(logits: Tensor, target: Tensor) -> Tensor:
+        wanted = target > 3
+        return functional.cross_entropy(logits[wanted], target[wanted])
+
+    measured = _quick(model, ids, loss_fn=masked, target=ids, micro_batch_sizes=[1, 2])
+    assert measured.costs[-1].kept_bytes > 0
+
+
+def test_two_devices_have_a_link_and_a_neighbour(make_case: Callable[[str], Case]) -> None:
+    model, x = make_case("dropout")
+    measured = _quick(model, x, devices=["cpu", "cpu"], micro_batch_sizes=[1])
+    assert len(measured.links) == 1
+    assert {cost.device_kind for cost in measured.costs} == {"cpu/1 thread"}
+    known = Link(latency_s=1.0, bytes_per_s=1.0)
+    cluster = Cluster(devices=(CPU,), link=known)
+    assert _quick(model, x, devices=cluster, micro_batch_sizes=[1]).links == (known,)
+
+
+def test_layers_that_do_not_fit_at_once_are_measured_in_windows(make_case: Callable[[str], Case]) -> None:
+    assert windows([(3, 1), (3, 1), (3, 1), (9, 1)], (6, 9)) == [range(2), range(2, 3), range(3, 4)]
+    assert windows([(1, 5), (1, 5)], (9, 9)) == [range(1), range(1, 2)]
+    model, ids = make_case("gpt")
+    small = CPU.model_copy(update={"memory_bytes": 20_000})
+    measured = _quick(model, ids, devices=[small], micro_batch_sizes=[2])
+    assert all(cost.forward_s > 0 for cost in measured.costs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"devices": 0}, "devices=0, at least 1"),
+        ({"batch_size": -2}, "batch_size: -2 is no size"),
+        ({"micro_batch_sizes": []}, "holds 0 sizes"),
+        ({"loss_fn": _loss}, "loss_fn without target"),
+        ({"target": torch.zeros(4)}, "target without loss_fn"),
+        ({"optimizer": "AdaWM"}, "optimizer='AdaWM'; choose one of torch.optim: .*AdamW"),
+        ({"time_budget_s": -1.0}, "time_budget_s=-1.0"),
+        ({"loss_fn": lambda output, _: output, "target": torch.zeros(4)}, "the loss is a tensor of shape"),
+        ({"sample": torch.zeros(4, 9)}, r"shape \[4, 9\]; the model was traced with \[4, 8\]"),
+    ],
+)
+def test_arguments_that_mean_nothing(make_case: Callable[[str], Case], settings: dict[str, Any], message: str) -> None:
+    model, x = make_case("dropout")
+    sequence = trace(model, x)
+    with pytest.raises(ArgumentError, match=message):
+        profile(sequence, **{"devices": 1, "sample": x, "progress": False, "time_budget_s": 0.0, **settings})
+
+
+def test_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ArgumentError, match=r"on the meta device.*materialize it first"):
+        profile(trace(model, torch.zeros(4, 4)), 1, progress=False)
+
+
+@pytest.mark.parametrize(("name", "share"), [("AdamW", 2.0), ("SGD", 0.0), ("RMSprop", 1.0)])
+def test_optimizer_state_is_that_of_a_real_step(name: str, share: float) -> None:
+    parameters = [torch.zeros(30, 20, requires_grad=True), torch.zeros(7, requires_grad=True), torch.zeros(9)]
+    found = optimizer_cost(name, parameters, CPU, budget_s=0.0)
+    assert found.state_bytes_per_byte == share
+    assert found.seconds_per_byte > 0
+
+
+def test_optimizers() -> None:
+    assert {"AdamW", "SGD", "Adafactor"} <= set(optimizer_names())
+    for name in ("LBFGS", "Optimizer", "adamw"):
+        with pytest.raises(ArgumentError, match=f"optimizer='{name}'; choose one of"):
+            check_optimizer(name)
+    nothing = optimizer_cost("AdamW", [torch.zeros(3)], CPU)
+    assert (nothing.seconds_per_byte, nothing.state_bytes_per_byte) == (0.0, 0.0)
+    with pytest.raises(ArgumentError, match="optimizer='Muon' cannot train this model"):
+        optimizer_cost("Muon", [torch.zeros(3, requires_grad=True)], CPU)

@@ -1,0 +1,253 @@
+"""Tracing, and running what was traced."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from profiler import LayerSequence, NotTraceableError, trace
+from profiler.errors import ArgumentError
+from profiler.loss import model_output
+from profiler.sample import call_arguments, tensor_leaves
+from profiler.stage_function import Pass, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
+
+Case = tuple[nn.Module, Any]
+
+
+def _seed(layer: int) -> None:
+    torch.manual_seed(1000 + layer)
+
+
+def _run(sequence: LayerSequence, sample: Any, cuts: list[int]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Output leaves and gradients with the sequence cut at these layers; the loss is the sum of squares."""
+    aliases = {
+        (layer.index, name): sequence.parameters[name].detach().requires_grad_(sequence.parameters[name].requires_grad)
+        for layer in sequence.layers
+        for name in layer.parameters
+    }
+    inputs = dict(zip(sequence.inputs, tensor_leaves(sample, sequence.sample), strict=True))
+    stages = [StageFunction(sequence, *bounds, aliases) for bounds in pairwise([0, *cuts, len(sequence)])]
+    values: Mapping[str, Tensor] = {}
+    kept = []
+    for stage in stages:
+        leaves = leaves_of(values, stage.entering)
+        values = stage.forward(leaves, inputs, sequence.buffers, seed=_seed).values
+        kept.append(Pass(leaves, roots_of(values)))
+    gradients: Mapping[str, Tensor | None] = {name: 2 * value.detach() for name, value in values.items()}
+    for passed in reversed(kept):
+        gradients = run_backward(passed, {name: g for name, g in gradients.items() if g is not None})
+    summed: dict[str, Tensor] = {}
+    for (_, name), alias in sorted(aliases.items()):
+        if alias.grad is not None:
+            summed[name] = summed[name] + alias.grad if name in summed else alias.grad
+    return [leaf.detach() for leaf in pytree.tree_leaves(model_output(sequence, values))], summed
+
+
+def _eager(model: nn.Module, sample: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    args, kwargs = call_arguments(sample)
+    outputs = pytree.tree_leaves(model(*args, **kwargs))
+    torch.stack([output.square().sum() for output in outputs]).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return [output.detach() for output in outputs], gradients
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    scale = expected.abs().max().clamp(min=1e-3)
+    return bool((found - expected).abs().max() <= 1e-5 * scale)
+
+
+def test_layers_compute_what_the_model_computes(make_case: Callable[[str], Case], case_name: str) -> None:
+    model, sample = make_case(case_name)
+    sequence = trace(model, sample)
+    outputs, gradients = _run(sequence, sample, [])
+    expected, expected_gradients = _eager(model, sample)
+    assert len(outputs) == len(expected)
+    assert all(_close(*pair) for pair in zip(outputs, expected, strict=True))
+    gradients = {sequence.aliases[name][0]: gradient for name, gradient in gradients.items()}
+    assert gradients.keys() == expected_gradients.keys()
+    assert all(_close(gradients[name], expected_gradients[name]) for name in gradients)
+
+
+@pytest.fixture(params=["gpt", "cnn", "lstm", "masked", "keywords"])
+def case_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_cuts_change_no_bit(sequence_of_case: tuple[LayerSequence, Any], data: st.DataObject) -> None:
+    sequence, sample = sequence_of_case
+    positions = st.integers(1, len(sequence) - 1)
+    cuts = sorted(data.draw(st.sets(positions, min_size=1, max_size=4)))
+    outputs, gradients = _run(sequence, sample, cuts)
+    expected, expected_gradients = _run(sequence, sample, [])
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
+    assert gradients.keys() == expected_gradients.keys()
+    assert [name for name in gradients if not torch.equal(gradients[name], expected_gradients[name])] == []
+
+
+@pytest.fixture
+def sequence_of_case(case: Case) -> tuple[LayerSequence, Any]:
+    model, sample = case
+    return trace(model, sample), sample
+
+
+def test_other_batches_run_on_the_same_layers(make_case: Callable[[str], Case], case_name: str) -> None:
+    model, sample = make_case(case_name)
+    sequence = trace(model, sample)
+    for size in (1, 3, 7) if case_name != "cnn" else (2, 3, 7):
+        other = pytree.tree_map(lambda leaf, n=size: leaf[torch.arange(n) % leaf.shape[0]], sample)
+        outputs, _ = _run(sequence, other, [len(sequence) // 2])
+        expected, _ = _eager(model, other)
+        assert all(_close(*pair) for pair in zip(outputs, expected, strict=True))
+
+
+def test_a_sample_of_one_gives_the_same_layers(make_case: Callable[[str], Case]) -> None:
+    model, ids = make_case("gpt")
+    assert trace(model, ids[:1]).fingerprint == trace(model, ids).fingerprint
+    assert trace(model, ids).sample.batch_size == 4
+
+
+def test_tracing_and_running_leave_the_model_alone(make_case: Callable[[str], Case]) -> None:
+    model, images = make_case("cnn")
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sequence = trace(model, images)
+    _run(sequence, images, [2])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+class _Counting(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.count.add_(1)
+        return self.last(x * self.count)
+
+
+def test_a_written_buffer_is_returned_not_written() -> None:
+    model, x = _Counting(), torch.randn(3, 4)
+    sequence = trace(model, x)
+    aliases: dict[tuple[int, str], Tensor] = {
+        (layer.index, name): sequence.parameters[name] for layer in sequence.layers for name in layer.parameters
+    }
+    stage = StageFunction(sequence, 0, len(sequence), aliases)
+    results = stage.forward({}, {sequence.inputs[0]: x}, sequence.buffers)
+    assert model.count == 0
+    assert {name: float(value) for name, value in results.buffers.items()} == {"count": 1.0}
+
+
+def test_statistics_are_those_of_the_micro_batch(make_case: Callable[[str], Case]) -> None:
+    model, images = make_case("cnn")
+    sequence = trace(model, images)
+    stage = StageFunction(
+        sequence,
+        0,
+        len(sequence),
+        {(layer.index, name): sequence.parameters[name] for layer in sequence.layers for name in layer.parameters},
+    )
+    statistics = stage.forward({}, {sequence.inputs[0]: images}, sequence.buffers).statistics
+    assert [entry.running_mean for entry, *_ in statistics] == [f"norms.{index}.running_mean" for index in range(3)]
+    convolved = model.get_submodule("first")(images)
+    assert torch.allclose(statistics[0][1], convolved.mean((0, 2, 3)), atol=1e-6)
+    assert torch.allclose(statistics[0][2], convolved.var((0, 2, 3)), atol=1e-6)
+    assert int(statistics[0][3]) == convolved.numel() // 8
+
+
+def test_equal_blocks_have_equal_signatures(make_case: Callable[[str], Case]) -> None:
+    model, ids = make_case("gpt")
+    sequence = trace(model, ids)
+
+    def signatures(block: int) -> list[str]:
+        paths = f"blocks.{block}"
+        return [layer.signature for layer in sequence.layers if all(paths in path for path in layer.module_paths)]
+
+    assert signatures(0)
+    assert signatures(0) == signatures(1) == signatures(2)
+    other = trace(type(model)(width=32), ids)
+    assert not {layer.signature for layer in other.layers} & {layer.signature for layer in sequence.layers}
+
+
+def test_a_tied_parameter_is_one_parameter_of_two_layers(make_case: Callable[[str], Case]) -> None:
+    model, ids = make_case("gpt")
+    sequence = trace(model, ids)
+    ((name, users),) = sequence.tied.items()
+    assert set(sequence.aliases[name]) == {"embedding.weight", "head.weight"}
+    assert users == (0, len(sequence) - 1)
+
+
+def test_forward_that_keeps_nothing_computes_the_same(make_case: Callable[[str], Case], case_name: str) -> None:
+    model, sample = make_case(case_name)
+    sequence = trace(model, sample)
+    aliases: dict[tuple[int, str], Tensor] = {
+        (layer.index, name): sequence.parameters[name] for layer in sequence.layers for name in layer.parameters
+    }
+    stage = StageFunction(sequence, 0, len(sequence), aliases)
+    inputs = dict(zip(sequence.inputs, tensor_leaves(sample, sequence.sample), strict=True))
+    expected = stage.forward({}, inputs, sequence.buffers).values
+    with keeping_nothing():
+        found = stage.forward({}, inputs, sequence.buffers).values
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_frozen_parameter_belongs_to_a_layer() -> None:
+    """Its product with an input carries no gradient, and yet it must not be computed on every stage."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
+    model[0].requires_grad_(False)
+    sequence = trace(model, x)
+    assert [name for layer in sequence.layers for name in layer.parameters] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
+    outputs, _ = _run(sequence, x, [1])
+    assert torch.equal(outputs[0], model(x).detach())
+
+
+class _Inner(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x + 1
+        return x
+
+
+def test_a_branch_on_data_names_module_and_line() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), _Inner()))
+    with pytest.raises(NotTraceableError) as caught:
+        trace(model, torch.randn(2, 4))
+    message = str(caught.value)
+    line = _Inner.forward.__code__.co_firstlineno + 1
+    assert "module '1.1'" in message
+    assert f"{__file__}:{line}" in message
+    assert "if x.sum() > 0:" in message
+    assert "torch.where" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "message"),
+    [
+        ("model", torch.zeros(2), "the model is a str"),
+        (nn.Linear(2, 2), 7, "no tensor with a batch dimension"),
+        (nn.Linear(2, 2), torch.zeros(0, 2), "extent 0"),
+        (nn.Linear(2, 2), (torch.zeros(2, 2), object()), "holds a object"),
+    ],
+)
+def test_what_cannot_be_traced(model: Any, sample: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        trace(model, sample)

@@ -59,8 +59,11 @@ def test_two_workers_against_one() -> None:
     one, two = median(times[1]), median(times[2])
     predicted = plans[2].prediction.step_s
     print(f"\n{plans[2]}\n")
-    print(f"K = 1, M = {M}: {one:.3f} s per step (median of {len(times[1])}), predicted {plans[1].prediction.step_s:.3f}")
-    print(f"K = 2, M = {M}: {two:.3f} s per step (median of {len(times[2])}), predicted {predicted:.3f}")
+    for stages, seconds in ((1, one), (2, two)):
+        expected = plans[stages].prediction.step_s
+        print(
+            f"K = {stages}, M = {M}: {seconds:.3f} s per step, median of {len(times[stages])}; predicted {expected:.3f}"
+        )
     print(f"speed-up {one / two:.2f} (bound {2 * M / (M + 1):.2f}), measured / predicted {two / predicted:.2f}")
     assert one / two >= SPEEDUP_AT_LEAST
     assert abs(two / predicted - 1) <= PREDICTION_WITHIN

@@ -26,7 +26,7 @@ FIELDS = (
 
 
 def build_profile(
-    rows: dict[tuple[str, int], Sequence[Sequence[float]]],
+    rows: dict[tuple[str, int], Any],
     *,
     parameters: Sequence[tuple[int, bool]] = (),
     readers: Sequence[Sequence[int]] | None = None,
@@ -44,12 +44,14 @@ def build_profile(
     layers = len(next(iter(rows.values())))
     readers = readers or [()] * layers
     costs = [
-        LayerCost(
-            layer=layer,
-            micro_batch_size=size,
-            device_kind=kind,
-            spread=0.0,
-            **{name: (float if name.endswith("_s") else int)(value) for name, value in zip(FIELDS, row, strict=True)},
+        LayerCost.model_validate(
+            {
+                "layer": layer,
+                "micro_batch_size": size,
+                "device_kind": kind,
+                "spread": 0.0,
+                **{name: (float if name.endswith("_s") else int)(v) for name, v in zip(FIELDS, row, strict=True)},
+            }
         )
         for (kind, size), table in rows.items()
         for layer, row in enumerate(table)

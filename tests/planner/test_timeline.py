@@ -73,6 +73,7 @@ def test_plots_show_every_lane_and_stage(plan):
     axes = plot_timeline(plan, above)
     assert [label.get_text() for label in axes.get_yticklabels()][::3] == ["stage 0", "stage 1", "stage 2"]
     assert "K = 3, M = 14" in axes.get_title()
+    assert axes.get_legend() is not None
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         "forward", "recompute", "backward", "send outputs", "send gradients",
     ]  # fmt: skip
@@ -84,6 +85,7 @@ def test_plots_show_every_lane_and_stage(plan):
 
 def test_plots_open_their_own_figure(plan):
     for plot in (plot_timeline, plot_memory):
-        figure = plot(plan).figure
+        figure = plot(plan).get_figure(root=True)
+        assert figure is not None
         figure.canvas.draw()
         pyplot.close(figure)

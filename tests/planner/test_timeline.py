@@ -73,8 +73,9 @@ def test_plots_show_every_lane_and_stage(plan):
     axes = plot_timeline(plan, above)
     assert [label.get_text() for label in axes.get_yticklabels()][::3] == ["stage 0", "stage 1", "stage 2"]
     assert "K = 3, M = 14" in axes.get_title()
-    assert axes.get_legend() is not None
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
         "forward", "recompute", "backward", "send outputs", "send gradients",
     ]  # fmt: skip
     assert [label.get_text() for label in plot_memory(plan, below).get_xticklabels()] == [

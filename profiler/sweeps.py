@@ -49,7 +49,7 @@ class LayerTiming:
     spread: float
 
 
-Pair: TypeAlias = tuple[float, float]  # of a forward and of a backward pass
+Pair: TypeAlias = tuple[float, float]  # seconds of a forward and of a backward pass
 _Key: TypeAlias = tuple[str, bool]
 
 
@@ -59,11 +59,11 @@ class _Laps:
 
     Attributes:
         layers: by `_key` the laps of all layers with that key.
-        scales: by window one pair a sweep: the window uncut, as a share of its layers one by one.
+        uncut: by window the laps of all its layers as one stage.
     """
 
     layers: dict[_Key, list[Pair]]
-    scales: list[list[Pair]]
+    uncut: list[list[Pair]]
 
 
 def time_layers(
@@ -96,9 +96,9 @@ def time_layers(
     with collecting_no_garbage():
         for number in rounds(at_least=1 + FEWEST_SWEEPS, at_most=1 + MOST_SWEEPS, budget_s=budget_s):
             for size, sweep in sweeps.items():
-                layers, scales = sweep.run(watch)
+                layers, uncut = sweep.run(watch)
                 if number:  # the first one warms up
-                    _note(sequence, laps[size], layers, scales)
+                    _note(sequence, laps[size], layers, uncut)
                 sweep_done()
     return {size: _summary(sequence, sweeps[size].windows, laps[size]) for size in runners}
 
@@ -110,24 +110,31 @@ def _windows_on(
     return windows(list(zip(kept_bytes, operations, strict=True)), (memory_bytes, OPERATIONS_IN_CUDA_WINDOW))
 
 
-def _note(sequence: LayerSequence, laps: _Laps, layers: Sequence[Pair], scales: Sequence[Pair]) -> None:
+def _note(sequence: LayerSequence, laps: _Laps, layers: Sequence[Pair], uncut: Sequence[Pair]) -> None:
     for index, pair in enumerate(layers):
         laps.layers[_key(sequence, index)].append(pair)
-    for noted, pair in zip(laps.scales, scales, strict=True):
+    for noted, pair in zip(laps.uncut, uncut, strict=True):
         noted.append(pair)
 
 
 def _summary(sequence: LayerSequence, runs: Sequence[range], laps: _Laps) -> list[LayerTiming]:
-    """Medians of the laps, scaled window by window."""
+    """Medians of the laps, scaled window by window to add up to the window's."""
+    medians = {key: _medians(pairs) for key, pairs in laps.layers.items()}
     timings = []
-    for window, scales in zip(runs, laps.scales, strict=True):
-        forward, backward = (Timing.of(column).median_s for column in zip(*scales, strict=True))
-        for index in window:
-            pairs = laps.layers[_key(sequence, index)]
-            forward_s, backward_s = (Timing.of(column).median_s for column in zip(*pairs, strict=True))
-            spread = Timing.of([sum(pair) for pair in pairs]).spread
-            timings.append(LayerTiming(forward * forward_s, backward * backward_s, spread))
+    for window, uncut in zip(runs, laps.uncut, strict=True):
+        keys = [_key(sequence, index) for index in window]
+        together = [sum(column) for column in zip(*(medians[key] for key in keys), strict=True)]
+        scales = [whole / parts if parts > 0 else 1.0 for whole, parts in zip(_medians(uncut), together, strict=True)]
+        for key in keys:
+            forward_s, backward_s = (scale * median for scale, median in zip(scales, medians[key], strict=True))
+            spread = Timing.of([sum(pair) for pair in laps.layers[key]]).spread
+            timings.append(LayerTiming(forward_s, backward_s, spread))
     return timings
+
+
+def _medians(pairs: Sequence[Pair]) -> Pair:
+    forward, backward = zip(*pairs, strict=True)
+    return Timing.of(forward).median_s, Timing.of(backward).median_s
 
 
 def windows(sizes: Sequence[tuple[int, ...]], limits: tuple[int, ...]) -> list[range]:
@@ -170,21 +177,20 @@ class _Sweep:
         self._first_reader = next(readers, 0)
 
     def run(self, watch: Stopwatch) -> tuple[list[Pair], list[Pair]]:
-        """Seconds of each layer, where the first reader of the prelude is charged with it, and scales of windows."""
+        """Seconds of each layer, where the first reader of the prelude is charged with it, and of each window."""
         watch.lap(self._runner.run_prelude)
         (prelude_s,) = watch.take()
         layers: list[Pair] = []
-        scales: list[Pair] = []
+        uncut: list[Pair] = []
         values: dict[str, Tensor] = {}
         for window, stage in zip(self.windows, self._stages, strict=True):
-            uncut = self._uncut(stage, values, watch)
+            uncut.append(self._uncut(stage, values, watch))
             pairs, values = self._one_by_one(window, values, watch)
             if self._first_reader in window:
                 forward_s, backward_s = pairs[self._first_reader - window.start]
                 pairs[self._first_reader - window.start] = (forward_s + prelude_s, backward_s)
             layers.extend(pairs)
-            scales.append(_scale(uncut, pairs))
-        return layers, scales
+        return layers, uncut
 
     def _one_by_one(
         self, window: range, values: dict[str, Tensor], watch: Stopwatch
@@ -215,9 +221,3 @@ class _Sweep:
         watch.lap(lambda: run_backward(kept, gradients))
         forward_s, backward_s = watch.take()
         return forward_s, backward_s
-
-
-def _scale(uncut: Pair, layers: Sequence[Pair]) -> Pair:
-    """What layers take together in one stage, as a share of what they take one by one."""
-    forward_s, backward_s = (sum(column) for column in zip(*layers, strict=True))
-    return (uncut[0] / forward_s if forward_s > 0 else 1.0, uncut[1] / backward_s if backward_s > 0 else 1.0)

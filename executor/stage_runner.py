@@ -149,7 +149,8 @@ class StageRunner:
         with torch.no_grad():
             values = function.forward(dict(received), batch.inputs, self.buffers).values
             if self.is_last:
-                loss = loss_of(model_output(sequence, values), batch.target, self._loss_fn)
+                with function.autocasting():
+                    loss = loss_of(model_output(sequence, values), batch.target, self._loss_fn)
                 self._state.losses[batch.index] = loss * batch.weight
                 return {}
         return {name: value.contiguous() for name, value in values.items()}
@@ -188,7 +189,8 @@ class StageRunner:
         results = self.function.forward(leaves, batch.inputs, buffers, seed=seed)
         if not self.is_last:
             return dict(results.values), results
-        loss = loss_of(model_output(self._sequence, results.values), batch.target, self._loss_fn)
+        with self.function.autocasting():
+            loss = loss_of(model_output(self._sequence, results.values), batch.target, self._loss_fn)
         return {LOSS: loss * batch.weight}, results
 
     def _seed_layer(self, micro_batch: int, layer: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from planner.from_profile import plan_from_profile
@@ -12,6 +14,7 @@ from profiler.errors import ArgumentError
 from profiler.local import Devices, local_devices
 from profiler.loss import LossFunction
 from profiler.measure import profile
+from profiler.sample import BatchDims
 from profiler.tracing import trace
 
 
@@ -31,6 +34,9 @@ def autoplan(
     max_stages: int | None = None,
     micro_batches: int | None = None,
     micro_batches_per_stage: int = 4,
+    batch_dims: BatchDims | None = None,
+    autocast: torch.dtype | None = None,
+    keep_together: Sequence[str] = (),
     threads: int = 1,
     time_budget_s: float = 60.0,
     progress: bool = True,
@@ -57,6 +63,9 @@ def autoplan(
         max_stages: upper limit of K.
         micro_batches: M, if it is to be fixed.
         micro_batches_per_stage: M is at least this times K; below 4 the bubble is no longer small (GPipe, section 2.3).
+        batch_dims: where the batch dimension is not the first, see `profiler.trace`.
+        autocast: dtype of an autocast region around the model and its loss, such as `torch.bfloat16`.
+        keep_together: paths of modules that no cut may part.
         threads: torch threads of a CPU worker.
         time_budget_s: seconds that measuring may take; with fewer the figures are noisier.
         progress: show a progress bar while measuring.
@@ -69,7 +78,7 @@ def autoplan(
     cluster = local_devices(devices, threads=threads)
     if batch_size is not None and batch_size < 1:
         raise ArgumentError(f"batch_size is {batch_size}; it must be at least 1")
-    sequence = trace(model, sample)
+    sequence = trace(model, sample, batch_dims=batch_dims, autocast=autocast, keep_together=keep_together)
     samples = sequence.sample.batch_size if batch_size is None else batch_size
     measured = profile(
         sequence,

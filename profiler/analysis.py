@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from profiler.frontend import TracedGraph, moves_statistics, written_arguments
+from profiler.frontend import TracedGraph, autocasting, moves_statistics, written_arguments
 from profiler.sample import example_call, tensor_leaves
 from profiler.sample_spec import SampleSpec
 
@@ -101,7 +101,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     values: dict[fx.Node, Any] = {}
     facts: dict[fx.Node, NodeFacts] = {}
     counter = _Counter()
-    with mode, counter, torch.enable_grad():
+    with autocasting(spec, device), mode, counter, torch.enable_grad():
         for node in traced.module.graph.nodes:
             if node.op == "output":
                 break

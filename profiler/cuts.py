@@ -16,6 +16,7 @@ from torch import fx
 
 from profiler.analysis import NodeFacts
 from profiler.errors import NotTraceableError
+from profiler.frontend import module_stack
 
 # No layer holds more than the first share of the work while a position inside it is left: 8 stages then balance to
 # within an eighth. A run of nodes that holds less than the second share is not worth a layer where bytes are fewest
@@ -56,17 +57,17 @@ class Body:
         return cls(nodes, facts, last_use, tuple(alive))
 
 
-def allowed_positions(body: Body) -> list[int]:
+def allowed_positions(body: Body, keep_together: Sequence[str] = ()) -> list[int]:
     """Inner positions at which a cut is safe, ascending.
 
     Forbidden are positions that a value other than a tensor crosses; that two values crossing share a storage which
-    is written later; that lie between a write to a model input and its last use; and that part the users of a
-    written buffer.
+    is written later; that lie between a write to a model input and its last use; that part the users of a written
+    buffer; and that lie inside a module to be kept together.
 
     Raises:
         NotTraceableError: the model writes a parameter in its forward pass.
     """
-    forbidden = _between_users_of_written_sources(body)
+    forbidden = _between_users_of_written_sources(body) | _inside(body, keep_together)
     last_write: dict[int, int] = {}
     for position, node in enumerate(body.nodes):
         for storage in body.facts[node].writes:
@@ -106,7 +107,16 @@ def _between_users_of_written_sources(body: Body) -> set[int]:
     return {position for used in touching.values() for position in range(used[0] + 1, used[-1] + 1)}
 
 
-def layer_starts(body: Body) -> list[int]:
+def _inside(body: Body, paths: Sequence[str]) -> set[int]:
+    """Positions between the first and the last operation of each of these modules."""
+    positions: set[int] = set()
+    for path in paths:
+        own = [i for i, node in enumerate(body.nodes) if any(p == path for p in module_stack(node))]
+        positions.update(range(own[0] + 1, own[-1] + 1) if own else ())
+    return positions
+
+
+def layer_starts(body: Body, keep_together: Sequence[str] = ()) -> list[int]:
     """Body positions at which layers start; the first is 0.
 
     A run of nodes that holds more than `LARGEST_SHARE` of the work is cut at all positions inside it that the fewest
@@ -116,7 +126,7 @@ def layer_starts(body: Body) -> list[int]:
     work = _Work(body)
     crossing = [sum(body.facts[value].value_bytes for value in alive) for alive in body.alive]
     starts = [0]
-    pending = [(0, len(body.nodes), allowed_positions(body))]
+    pending = [(0, len(body.nodes), allowed_positions(body, keep_together))]
     while pending:
         first, stop, inside = pending.pop()
         if work.largest_share(first, stop) <= LARGEST_SHARE:

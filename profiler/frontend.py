@@ -23,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
-from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call
+from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call, torch_dtype
 from profiler.sample_spec import SampleSpec, TensorLeaf
 
 
@@ -56,7 +56,7 @@ def export_graph(model: nn.Module, spec: SampleSpec, *, training: bool = True) -
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     call = example_call(spec, max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST), device)
     try:
-        with _mode(model, training), _quiet():
+        with _mode(model, training), _quiet(), autocasting(spec, device):
             program = torch.export.export(
                 model, call.args, call.kwargs, dynamic_shapes=_dynamic_shapes(model, spec), strict=False
             )
@@ -64,6 +64,17 @@ def export_graph(model: nn.Module, spec: SampleSpec, *, training: bool = True) -
     except Exception as problem:
         raise NotTraceableError(_explanation(model, problem)) from problem
     return _tidy(module, program, spec)
+
+
+def autocasting(spec: SampleSpec, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The autocast region that the model is traced, measured and trained in; casts of weights are not cached.
+
+    A cache would tie the gradients of a weight's readers together within a forward pass, and so to the cut.
+    """
+    if spec.autocast is None:
+        return contextlib.nullcontext()
+    device_type = "cpu" if device.type == "meta" else device.type
+    return torch.autocast(device_type, torch_dtype(spec.autocast), cache_enabled=False)
 
 
 def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
@@ -174,6 +185,12 @@ def _read_extents_from_inputs(graph: fx.Graph, inputs: list[fx.Node]) -> None:
             source = sources.get(node.meta["val"].node.expr)
             if source is not None:
                 node.args = source
+
+
+def module_stack(node: fx.Node) -> tuple[str, ...]:
+    """Paths of the modules that the operation comes from, outermost first; of a shared module its first path."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(str(path) for path, _ in stack.values())
 
 
 def may_write(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from profiler.analysis import NodeFacts
 from profiler.batch_norm import BatchStatistics, use_scratch_buffers
 from profiler.errors import NotTraceableError
-from profiler.frontend import moves_statistics
+from profiler.frontend import module_stack, moves_statistics
 from profiler.sequence import Layer
 
 BATCH = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
@@ -194,9 +194,8 @@ def operation_name(node: fx.Node) -> str:
 
 def module_path(node: fx.Node) -> str:
     """Path of the innermost module that the operation comes from; "" for the model itself."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed(stack.values()))[0] if stack else ""
-    return str(path)
+    stack = module_stack(node)
+    return stack[-1] if stack else ""
 
 
 def source_line(node: fx.Node) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,32 +28,53 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sample,), {}
 
 
-def describe_sample(sample: Any) -> SampleSpec:
-    """The spec of a sample; tensors whose first dimension equals the first tensor's are taken to be batched.
+BatchDims = Mapping[int | str, int | None]
+
+
+def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleSpec:
+    """The spec of a sample.
+
+    Args:
+        sample: what the model is called with.
+        batch_dims: for arguments, by position or keyword, the batch dimension of their tensors, or None for tensors
+            that every micro-batch gets whole. Of the others it is dimension 0, if that has the batch's extent.
 
     Raises:
-        ArgumentError: there is no tensor with at least one dimension, the batch is empty, or a leaf is neither a
-            tensor nor a plain constant.
+        ArgumentError: there is no tensor with a batch dimension, the batch is empty, a leaf is neither a tensor nor a
+            plain constant, or `batch_dims` does not fit the sample.
     """
-    leaves, tree = pytree.tree_flatten(call_arguments(sample))
-    batched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    if not batched:
+    args, kwargs = call_arguments(sample)
+    chosen: dict[int | str, int | None] = {**(batch_dims or {})}
+    unknown = chosen.keys() - {*range(len(args)), *kwargs}
+    if unknown:
+        known = [*range(len(args)), *kwargs]
+        raise ArgumentError(f"batch_dims names the arguments {sorted(map(str, unknown))}; the sample has {known}")
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    dims: list[int | None] = []
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for argument, value in arguments:
+        dims.extend([chosen.get(argument, 0)] * len(pytree.tree_leaves(value)))
+    extents = [
+        leaf.shape[dim]
+        for leaf, dim in zip(leaves, dims, strict=True)
+        if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim
+    ]
+    if not extents:
         raise ArgumentError("the sample holds no tensor with a batch dimension; pass what the model is called with")
-    batch_size = batched[0].shape[0]
-    if batch_size < 1:
+    if extents[0] < 1:
         raise ArgumentError("the sample's batch dimension has extent 0; pass at least one sample")
     return SampleSpec(
-        batch_size=batch_size,
+        batch_size=extents[0],
         tree=pytree.treespec_dumps(tree),
-        leaves=tuple(_describe_leaf(leaf, batch_size) for leaf in leaves),
+        leaves=tuple(_describe_leaf(leaf, dim, extents[0]) for leaf, dim in zip(leaves, dims, strict=True)),
     )
 
 
-def _describe_leaf(leaf: Any, batch_size: int) -> TensorLeaf | ConstantLeaf:
+def _describe_leaf(leaf: Any, dim: int | None, batch_size: int) -> TensorLeaf | ConstantLeaf:
     if isinstance(leaf, Tensor):
-        batched = leaf.dim() > 0 and leaf.shape[0] == batch_size
+        batched = dim is not None and leaf.dim() > dim and leaf.shape[dim] == batch_size
         dtype = str(leaf.dtype).removeprefix("torch.")
-        return TensorLeaf(shape=tuple(leaf.shape), dtype=dtype, batch_dim=0 if batched else None)
+        return TensorLeaf(shape=tuple(leaf.shape), dtype=dtype, batch_dim=dim if batched else None)
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return ConstantLeaf(value=leaf)
     raise ArgumentError(f"the sample holds a {type(leaf).__name__}; tensors, numbers, strings and None can be traced")

@@ -1,4 +1,4 @@
-"""What a model is called with, as data: enough to trace the same graph again without the sample. Torch-free."""
+"""What a model is traced with, as data: enough to trace the same graph again without the sample. Torch-free."""
 
 from typing import Literal
 
@@ -29,14 +29,18 @@ class ConstantLeaf(Value):
 
 
 class SampleSpec(Value):
-    """The sample's structure and leaves.
+    """The sample's structure and leaves, and the settings that the traced graph depends on.
 
     Attributes:
         batch_size: extent of every batch dimension in the sample.
         tree: `torch.utils._pytree` structure of `(args, kwargs)`, in torch's own JSON form.
         leaves: in flattening order.
+        autocast: dtype in which autocast lets the model compute, such as `"bfloat16"`; None for none.
+        keep_together: paths of modules that no cut may part.
     """
 
     batch_size: int = Field(gt=0)
     tree: str
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
+    autocast: str | None = None
+    keep_together: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from profiler.batch_norm import BatchStatistics
+from profiler.frontend import autocasting
 from profiler.sequence import BoundaryValue, Layer, LayerSequence
 
 Seeder = Callable[[int], None]  # called with a layer's index before it draws random numbers
@@ -94,6 +95,8 @@ class StageFunction:
         self.buffers: tuple[str, ...] = tuple(
             dict.fromkeys((*self.prelude.buffers, *(name for layer in layers for name in layer.buffers)))
         )
+        self._sample = sequence.sample
+        self._device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
         self.draws_random = any(layer.draws_random for layer in layers)
         self._copied = frozenset[str]().union(*(layer.in_place for layer in layers))
         self._steps = _steps(layers, parameters, frozenset(self.leaving))
@@ -114,6 +117,20 @@ class StageFunction:
             buffers: current buffers by name, at least those of `self.buffers`; they are not changed.
             seed: seeds the random generator before each layer that draws from it.
         """
+        with self.autocasting():
+            return self._forward(leaves, inputs, buffers, seed)
+
+    def autocasting(self) -> contextlib.AbstractContextManager[object]:
+        """The autocast region that the model was traced in; the loss belongs into it too."""
+        return autocasting(self._sample, self._device)
+
+    def _forward(
+        self,
+        leaves: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        seed: Seeder | None,
+    ) -> Results:
         current = dict(buffers)
         values: dict[str, Any] = {name: inputs[name] for name in self.inputs}
         values.update(leaves)

@@ -5,11 +5,13 @@ export_graph -> take_out_counters -> analyse -> prelude_nodes -> layer_starts ->
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from profiler.analysis import analyse
@@ -29,12 +31,19 @@ from profiler.layers import (
     symbolic_shape,
 )
 from profiler.prelude import prelude_nodes
-from profiler.sample import describe_sample
+from profiler.sample import BatchDims, describe_sample
 from profiler.sample_spec import SampleSpec
 from profiler.sequence import BoundaryValue, Layer, LayerSequence, Prelude
 
 
-def trace(model: nn.Module, sample: Any) -> LayerSequence:
+def trace(
+    model: nn.Module,
+    sample: Any,
+    *,
+    batch_dims: BatchDims | None = None,
+    autocast: torch.dtype | None = None,
+    keep_together: Sequence[str] = (),
+) -> LayerSequence:
     """Turn a model into a sequence of layers.
 
         sequence = trace(model, torch.zeros(8, 128, dtype=torch.int64))
@@ -46,7 +55,11 @@ def trace(model: nn.Module, sample: Any) -> LayerSequence:
     Args:
         model: any module.
         sample: what it is called with: a tensor, a tuple of positional or a dict of keyword arguments; a
-            `SampleSpec` serves as well. Values in the tensors do not matter.
+            `SampleSpec` serves as well, with its own settings. Values in the tensors do not matter.
+        batch_dims: where the batch dimension is not the first: argument position or keyword -> dimension, or None for
+            tensors that every micro-batch gets whole.
+        autocast: dtype of an autocast region around the whole model, such as `torch.bfloat16`.
+        keep_together: paths of modules whose operations shall stay in one layer.
 
     Raises:
         NotTraceableError: the forward pass depends on data, or does what no layer may do.
@@ -54,11 +67,37 @@ def trace(model: nn.Module, sample: Any) -> LayerSequence:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
-    spec = sample if isinstance(sample, SampleSpec) else describe_sample(sample)
+    spec = sample if isinstance(sample, SampleSpec) else _spec(sample, batch_dims, autocast, keep_together)
+    _check_paths(model, spec.keep_together)
     traced = export_graph(model, spec)
     counters = take_out_counters(traced.module.graph)
     body = _body(traced, spec)
-    return _assemble(model, spec, traced, body, layer_starts(body), counters)
+    return _assemble(model, spec, traced, body, layer_starts(body, spec.keep_together), counters)
+
+
+def _spec(
+    sample: Any, batch_dims: BatchDims | None, autocast: torch.dtype | None, keep_together: Sequence[str]
+) -> SampleSpec:
+    if isinstance(keep_together, str):
+        raise ArgumentError(f"keep_together is the string {keep_together!r}; pass a list of module paths")
+    settings = {
+        "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
+        "keep_together": tuple(keep_together),
+    }
+    return describe_sample(sample, batch_dims).model_copy(update=settings)
+
+
+def _check_paths(model: nn.Module, paths: Sequence[str]) -> None:
+    """Every path must name a submodule.
+
+    Raises:
+        ArgumentError: one does not; the message has the nearest names.
+    """
+    known = [name for name, _ in model.named_modules() if name]
+    for path in paths:
+        if path not in known:
+            near = difflib.get_close_matches(path, known) or known[:3]
+            raise ArgumentError(f"keep_together names {path!r}, which is no module of the model; nearest: {near}")
 
 
 def trace_evaluation(model: nn.Module, sequence: LayerSequence) -> LayerSequence:
@@ -128,7 +167,7 @@ def _assemble(
         aliases=_aliases(model, (*parameters, *buffers)),
         tied=_tied(layers),
         sample=spec,
-        fingerprint=_fingerprint(traced.module, bounds),
+        fingerprint=_fingerprint(traced.module, bounds, spec.autocast),
     )
 
 
@@ -202,8 +241,8 @@ def _tied(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(indices) for name, indices in users.items() if len(indices) > 1}
 
 
-def _fingerprint(root: fx.GraphModule, bounds: Sequence[tuple[int, int]]) -> str:
-    lines = [str(bounds)]
+def _fingerprint(root: fx.GraphModule, bounds: Sequence[tuple[int, int]], autocast: str | None) -> str:
+    lines = [str(bounds), str(autocast)]
     for node in root.graph.nodes:
         if node.op == "get_attr":
             lines.append(f"{node.target} {describe(attribute(root, str(node.target)))}")

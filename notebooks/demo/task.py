@@ -9,7 +9,7 @@ from gpt import GPT, Config
 from text import batches, train_and_held_out
 from torch import Tensor
 
-CONFIG = Config(context=128, width=192, heads=6, blocks=6)
+CONFIG = Config(context=64, width=192, heads=6, blocks=4)
 BATCH_SIZE = 32
 VALIDATION_BATCHES = 4
 

@@ -33,7 +33,7 @@ from executor.measured import MeasuredStep, compare
 from planner import Plan, autoplan
 from planner.timeline import plot_timeline, save_timeline_json
 
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 3  # the first steps fill allocators and caches and are not compared with the prediction
 BITS_BEFORE_AT_LEAST = 6.0
 BITS_AFTER_AT_MOST = 4.0
@@ -89,7 +89,7 @@ def bits(nats: float) -> float:
 
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/demo"), show_default=True)
-@click.option("--steps", type=click.IntRange(min=WARM_UP_STEPS + 1), default=60, show_default=True)
+@click.option("--steps", type=click.IntRange(min=WARM_UP_STEPS + 1), default=150, show_default=True)
 def main(out: Path, steps: int) -> None:
     """Plan a small GPT, train it by the plan, and check what came out."""
     begun = time.perf_counter()

@@ -116,13 +116,14 @@ class LayerRunner:
         self._loss_fn = loss_fn
         self._target = target
         self._has_loss = has_loss
+        read = dict.fromkeys(name for layer in sequence.layers for name in layer.values)
+        read.update(dict.fromkeys(leaf for leaf in sequence.outputs if isinstance(leaf, str)))
+        self._prelude_function = sequence.prelude_of([name for name in read if name in sequence.prelude_names])
         self._prelude: dict[str, Tensor] = {}
 
     def run_prelude(self) -> None:
         """Compute what every stage computes for itself; it comes before the first layer."""
-        names = dict.fromkeys(name for layer in self._sequence.layers for name in layer.values)
-        names.update(dict.fromkeys(leaf for leaf in self._sequence.outputs if isinstance(leaf, str)))
-        prelude = self._sequence.prelude_of([name for name in names if name in self._sequence.prelude_names])
+        prelude = self._prelude_function
         sources = [self._buffers[name] for name in prelude.buffers] + [self._inputs[name] for name in prelude.inputs]
         self._prelude = dict(zip(prelude.names, prelude.function(*sources), strict=True))
 

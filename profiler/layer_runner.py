@@ -11,6 +11,7 @@ leaf would copy it where it is shared with another value, which happens in no st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from profiler.frontend import autocasting
 from profiler.loss import LossFunction, loss_of, model_output
 from profiler.sequence import LayerSequence
 from profiler.stage_function import StageFunction
@@ -120,12 +122,14 @@ class LayerRunner:
         read.update(dict.fromkeys(leaf for leaf in sequence.outputs if isinstance(leaf, str)))
         self._prelude_function = sequence.prelude_of([name for name in read if name in sequence.prelude_names])
         self._prelude: dict[str, Tensor] = {}
+        self._device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
 
     def run_prelude(self) -> None:
         """Compute what every stage computes for itself; it comes before the first layer."""
         prelude = self._prelude_function
         sources = [self._buffers[name] for name in prelude.buffers] + [self._inputs[name] for name in prelude.inputs]
-        self._prelude = dict(zip(prelude.names, prelude.function(*sources), strict=True))
+        with self._autocasting():
+            self._prelude = dict(zip(prelude.names, prelude.function(*sources), strict=True))
 
     @property
     def sources(self) -> dict[str, Tensor]:
@@ -160,15 +164,16 @@ class LayerRunner:
             What the layer computes and what of that is read later.
         """
         layer = self._sequence.layers[index]
-        outputs = layer.function(
-            *[self._parameters[index, name] for name in layer.parameters],
-            *[self._buffers[name] for name in layer.buffers],
-            *[entered.values[name] for name in layer.values],
-        )
-        computed = dict(zip(layer.outputs, outputs, strict=True))
-        if index == len(self._sequence) - 1 and self._has_loss:
-            output = model_output(self._sequence, {**entered.values, **computed})
-            computed[LOSS] = loss_of(output, self._target, self._loss_fn)
+        with self._autocasting():
+            outputs = layer.function(
+                *[self._parameters[index, name] for name in layer.parameters],
+                *[self._buffers[name] for name in layer.buffers],
+                *[entered.values[name] for name in layer.values],
+            )
+            computed = dict(zip(layer.outputs, outputs, strict=True))
+            if index == len(self._sequence) - 1 and self._has_loss:
+                output = model_output(self._sequence, {**entered.values, **computed})
+                computed[LOSS] = loss_of(output, self._target, self._loss_fn)
         return computed
 
     def leaving(self, index: int, entered: Entered, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,7 +206,11 @@ class LayerRunner:
         values = stage.function.forward(leaves, self._inputs, self._buffers).values
         if not (stage.is_last and self._has_loss):
             return values
-        return {LOSS: loss_of(model_output(self._sequence, values), self._target, self._loss_fn)}
+        with self._autocasting():
+            return {LOSS: loss_of(model_output(self._sequence, values), self._target, self._loss_fn)}
+
+    def _autocasting(self) -> AbstractContextManager[object]:
+        return autocasting(self._sequence.sample, self._device)
 
     def by_products(self, index: int, computed: Mapping[str, Tensor]) -> list[Tensor]:
         """What a stage holds of each micro-batch until the end of the step: statistics and new values of buffers."""

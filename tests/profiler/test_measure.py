@@ -99,6 +99,26 @@ def test_a_loss_that_selects_by_a_mask(make_case: Callable[[str], Case]) -> None
     assert measured.costs[-1].kept_bytes > 0
 
 
+def test_layers_are_measured_under_autocast(make_case: Callable[[str], Case]) -> None:
+    model, ids = make_case("gpt")
+    whole, half = (
+        profile(
+            trace(model, ids, autocast=dtype),
+            1,
+            sample=ids,
+            micro_batch_sizes=[2],
+            time_budget_s=0.0,
+            progress=False,
+        )
+        for dtype in (None, torch.bfloat16)
+    )
+    wide, wide_half = (
+        next(cost for cost, layer in zip(found.costs, found.layers, strict=True) if "wide" in layer.name)
+        for found in (whole, half)
+    )
+    assert wide_half.output_bytes < wide.output_bytes
+
+
 def test_two_devices_have_a_link_and_a_neighbour(make_case: Callable[[str], Case]) -> None:
     model, x = make_case("dropout")
     measured = _quick(model, x, devices=["cpu", "cpu"], micro_batch_sizes=[1])

@@ -39,8 +39,8 @@ def loss_of(output: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
         loss = output.get("loss")
     else:
         loss = getattr(output, "loss", output)
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.reshape(())
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
     what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     cure = "let loss_fn return the mean over the samples" if loss_fn is not None else "pass loss_fn=..."
     raise ArgumentError(f"the loss is {what}, not a scalar; {cure}")

@@ -3,7 +3,7 @@ PYTHON ?= python3
 INSTALLED := .venv/.installed
 RUN := .venv/bin/python
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench coverage
 
 demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py
@@ -19,6 +19,9 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest tests/benchmarks -m benchmark -s -q
+
+coverage: $(INSTALLED)
+	@OMP_NUM_THREADS=1 PYTHONPATH=notebooks/demo $(RUN) -m tests.coverage.table
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up .venv"

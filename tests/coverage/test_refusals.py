@@ -1,0 +1,67 @@
+"""What cannot be traced ends with one error that says where, what and what to do."""
+
+import re
+import traceback
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from profiler import NotTraceableError, trace
+from tests.coverage.model_list import VOCABULARY, hugging_face, translated
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+
+def test_a_branch_on_data() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Gate()))
+    with pytest.raises(NotTraceableError) as caught:
+        trace(model, torch.randn(2, 4))
+    message = str(caught.value)
+    line = Gate.forward.__code__.co_firstlineno + 1
+    assert "module '1.1'" in message
+    assert f'{__file__}:{line} "if x.sum() > 0:"' in message
+    assert "branches on the values of a tensor" in message
+    assert "\n" not in message
+
+
+@pytest.fixture(scope="module")
+def layer_drop() -> NotTraceableError:
+    """The refusal of transformers' m2m_100 with layer drop in its encoder."""
+    torch.manual_seed(0)
+    case = hugging_face(
+        "M2M100ForConditionalGeneration",
+        "M2M100Config",
+        translated(),
+        vocab_size=VOCABULARY,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=64,
+        encoder_layerdrop=0.5,
+        decoder_layerdrop=0.0,
+    )
+    with pytest.raises(NotTraceableError) as caught:
+        trace(case.model.train(), case.sample)
+    return caught.value
+
+
+def test_layer_drop(layer_drop: NotTraceableError) -> None:
+    message = str(layer_drop)
+    assert "module 'model.encoder'" in message
+    assert re.search(r'modeling_m2m_100\.py:\d+ "if .+:"', message)
+    assert "\n" not in message
+
+
+def test_a_refusal_shows_its_cause(layer_drop: NotTraceableError) -> None:
+    assert layer_drop.__cause__ is not None
+    assert "modeling_m2m_100.py" in "".join(traceback.format_exception(layer_drop))

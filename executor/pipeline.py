@@ -70,10 +70,12 @@ class Pipeline:
         _check_model(self._sequence, plan)
         self._stages = list(range(plan.K)) if world_size == 1 else [self.rank]
         devices = {stage: _device(plan, stage) for stage in self._stages}
+        if world_size > 1 and devices[self.rank].type == "cuda":
+            torch.cuda.set_device(devices[self.rank])  # NCCL works on the current device
         self._placement: Placement = place(self._sequence, plan, self._stages, devices)
         self._runners = {
             stage: StageRunner(
-                self._sequence,
+                self._sequence.on(devices[stage]),
                 plan.stages[stage].first_layer,
                 plan.stages[stage].stop_layer,
                 devices[stage],
@@ -195,7 +197,12 @@ class Pipeline:
         if self._evaluation is None:
             sequence = trace_evaluation(self._model, self._sequence)
             functions = {
-                index: StageFunction(sequence, stage.first_layer, stage.stop_layer, self._placement.read_by[index])
+                index: StageFunction(
+                    sequence.on(self._devices[index]),
+                    stage.first_layer,
+                    stage.stop_layer,
+                    self._placement.read_by[index],
+                )
                 for index, stage in enumerate(self.plan.stages)
                 if index in self._runners
             }

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from executor.randomness import generator_of, key
 from profiler.batch_norm import combined
@@ -147,10 +148,10 @@ class StageRunner:
     ) -> dict[str, Tensor]:
         """The forward pass without gradient through another function of the same layers (evaluation mode)."""
         with torch.no_grad():
-            values = function.forward(dict(received), batch.inputs, self.buffers).values
+            values = function.forward(dict(received), self._inputs(batch, function), self.buffers).values
             if self.is_last:
                 with function.autocasting():
-                    loss = loss_of(model_output(sequence, values), batch.target, self._loss_fn)
+                    loss = loss_of(model_output(sequence, values), self._target(batch), self._loss_fn)
                 self._state.losses[batch.index] = loss * batch.weight
                 return {}
         return {name: value.contiguous() for name, value in values.items()}
@@ -186,12 +187,19 @@ class StageRunner:
     def _run(self, batch: MicroBatch, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Results]:
         leaves = self._state.entering[batch.index]
         seed = partial(self._seed_layer, batch.index)
-        results = self.function.forward(leaves, batch.inputs, buffers, seed=seed)
+        results = self.function.forward(leaves, self._inputs(batch, self.function), buffers, seed=seed)
         if not self.is_last:
             return dict(results.values), results
         with self.function.autocasting():
-            loss = loss_of(model_output(self._sequence, results.values), batch.target, self._loss_fn)
+            loss = loss_of(model_output(self._sequence, results.values), self._target(batch), self._loss_fn)
         return {LOSS: loss * batch.weight}, results
+
+    def _inputs(self, batch: MicroBatch, function: StageFunction) -> dict[str, Tensor]:
+        """The model's inputs that the stage reads, on its device."""
+        return {name: batch.inputs[name].to(self.device, non_blocking=True) for name in function.inputs}
+
+    def _target(self, batch: MicroBatch) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch.target)
 
     def _seed_layer(self, micro_batch: int, layer: int) -> None:
         generator_of(self.device).manual_seed(key(self._seed, self._state.number, micro_batch, layer))

@@ -6,6 +6,7 @@ links -> memory of every layer on fake tensors -> times of every layer, beside b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def profile(
     cluster = local_devices(devices, threads=threads)
     check_optimizer(optimizer)
     sizes = measured_sizes(sequence.sample.batch_size if batch_size is None else batch_size, micro_batch_sizes, cluster)
-    _check(sequence, cluster, loss_fn, target, time_budget_s)
+    _check(sequence, loss_fn, target, time_budget_s)
     kinds = {device.kind: device for device in reversed(cluster.devices)}
     most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
     bar = tqdm(total=most, desc="profile", unit="measurement", disable=None if progress else True)
@@ -102,9 +103,7 @@ def profile(
     )
 
 
-def _check(
-    sequence: LayerSequence, cluster: Cluster, loss_fn: LossFunction | None, target: Any, time_budget_s: float
-) -> None:
+def _check(sequence: LayerSequence, loss_fn: LossFunction | None, target: Any, time_budget_s: float) -> None:
     if not (isinstance(time_budget_s, int | float) and 0 <= time_budget_s < float("inf")):
         raise ArgumentError(f"time_budget_s={time_budget_s!r}; pass seconds, 0 for as few repeats as can be")
     if (loss_fn is None) != (target is None):
@@ -116,19 +115,13 @@ def _check(
             "the model is on the meta device, and layers without values cannot be timed; materialize it first: "
             "model.to_empty(device='cpu'), then load or initialize its parameters"
         )
-    wanted = {torch_device(device).type for device in cluster.devices}
-    if places and places != wanted:
-        raise ArgumentError(
-            f"the model is on {', '.join(sorted(places))}, the devices are {', '.join(sorted(wanted))}; move the model "
-            f"before tracing it (model.to({min(wanted)!r})), or choose other devices"
-        )
 
 
 def _returns_loss(sequence: LayerSequence, device: Device) -> bool:
     """Whether the model's own output is or holds a loss."""
     place = torch_device(device)
     inputs = micro_batch(sequence, None, 2, place)  # with one sample, an output per sample looks like a scalar
-    with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=place) as runner:
+    with fake_runner(sequence.on(place), inputs, loss_fn=None, target=None, has_loss=False, device=place) as runner:
         output = runner.run_all()
     try:
         loss_of(output, None, None)
@@ -158,6 +151,7 @@ def _links(cluster: Cluster, wanted: bool) -> tuple[Link, ...]:
 def _measured(task: Task, device: Device, neighbour_count: int) -> tuple[list[LayerCost], OptimizerCost]:
     """Everything about one kind of device."""
     place = torch_device(device)
+    task = replace(task, sequence=task.sequence.on(place))
     with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
         with computing_with(device.threads):
             memory = memory_by_size(task, place)

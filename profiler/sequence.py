@@ -12,7 +12,7 @@ random numbers are the one thing that it takes from outside, and `draws_random` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.batch_norm import BatchStatistics
+from profiler.retarget import function_on
 from profiler.sample_spec import SampleSpec
 
 if TYPE_CHECKING:
@@ -157,6 +158,24 @@ class LayerSequence:
     def __len__(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model was when it was traced."""
+        return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
+
+    def on(self, device: torch.device) -> LayerSequence:
+        """The same layers, compiled to run on another device; parameters and buffers stay where they are."""
+        if device == self.device:
+            return self
+        traced = self.device
+
+        def prelude_of(wanted: Sequence[str]) -> Prelude:
+            prelude = self.prelude_of(wanted)
+            return replace(prelude, function=function_on(prelude.function, traced, device))
+
+        layers = tuple(replace(layer, function=function_on(layer.function, traced, device)) for layer in self.layers)
+        return replace(self, layers=layers, prelude_of=prelude_of)
 
     def __repr__(self) -> str:
         """One line: how many layers, parameters and distinct layers."""

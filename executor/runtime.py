@@ -85,10 +85,12 @@ class Runtime:
         self._transport.end()
 
     def _spec(self, action: Action, batches: Sequence[MicroBatch]) -> list[TensorSpec]:
-        """Shapes and dtypes of what a RECV action receives."""
-        table = self._values if action.kind is ActionKind.RECV_F else self._gradients
+        """What a SEND action sends or a RECV action receives."""
+        table = self._values if action.kind in self._values else self._gradients
         size = batches[action.micro_batch].size
-        return [TensorSpec(value.shape_at(size), value.dtype) for value in table[action.kind][action.stage]]
+        return [
+            TensorSpec(value.shape_at(size), value.dim_order, value.dtype) for value in table[action.kind][action.stage]
+        ]
 
     def names(self, action: Action) -> list[str]:
         """Names of the values or gradients in a message, in the order in which they travel."""

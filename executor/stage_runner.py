@@ -98,7 +98,7 @@ class StageRunner:
             keep: whether to keep what the backward pass needs; otherwise `recompute` must come first.
 
         Returns:
-            The leaving values, detached and contiguous; empty behind the last stage.
+            The leaving values, detached; empty behind the last stage.
         """
         state = self._state
         state.entering[batch.index] = leaves_of(received, self.function.entering)
@@ -116,7 +116,7 @@ class StageRunner:
         if self.is_last:
             state.losses[batch.index] = values[LOSS].detach()
             return {}
-        return {name: value.detach().contiguous() for name, value in values.items()}
+        return {name: value.detach() for name, value in values.items()}
 
     def recompute(self, batch: MicroBatch) -> None:
         """Run the forward pass again and keep what the backward pass needs."""
@@ -132,14 +132,14 @@ class StageRunner:
             gradients: of the leaving values; of the last stage's loss when empty.
 
         Returns:
-            Gradients of the entering values that have one, contiguous.
+            Gradients of the entering values that have one.
         """
         if self.is_last:
             gradients = {LOSS: torch.ones((), device=self.device, dtype=self._state.losses[batch.index].dtype)}
         leaves = dict(self._state.entering.pop(batch.index))
         entering = run_backward(self._state.kept.pop(batch.index), gradients)
         return {
-            name: torch.zeros_like(leaves[name]) if gradient is None else gradient.contiguous()
+            name: torch.zeros_like(leaves[name]) if gradient is None else gradient
             for name, gradient in entering.items()
         }
 
@@ -154,7 +154,7 @@ class StageRunner:
                     loss = loss_of(model_output(sequence, values), self._target(batch), self._loss_fn)
                 self._state.losses[batch.index] = loss * batch.weight
                 return {}
-        return {name: value.contiguous() for name, value in values.items()}
+        return values
 
     def loss(self) -> Tensor:
         """The mini-batch's loss in float64: the weighted sum over its micro-batches, in their order."""

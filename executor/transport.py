@@ -24,13 +24,32 @@ GRADIENTS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor under way."""
+    """A tensor under way: it travels in its own memory order and arrives in it.
+
+    Attributes:
+        shape: of the tensor.
+        dim_order: its dimensions from the outermost to the innermost in memory.
+        dtype: of its elements.
+    """
 
     shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
     dtype: torch.dtype
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Contiguous memory for it, with the dimensions in memory order."""
+        return torch.empty([self.shape[dim] for dim in self.dim_order], dtype=self.dtype, device=device)
 
-MessageSpec = Callable[[Action], Sequence[TensorSpec]]  # what a RECV action receives
+    def unpacked(self, memory: Tensor) -> Tensor:
+        """The tensor in that memory."""
+        return memory.permute([self.dim_order.index(dim) for dim in range(len(self.shape))])
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """Contiguous memory with the tensor's elements in memory order; a copy only where its layout is another."""
+        return tensor.permute(self.dim_order).contiguous()
+
+
+MessageSpec = Callable[[Action], Sequence[TensorSpec]]  # what a SEND action sends or a RECV action receives
 
 
 class Transport(Protocol):
@@ -43,7 +62,7 @@ class Transport(Protocol):
         """Whether a RECV action can be carried out now, or will complete when waited for."""
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Start to send contiguous tensors."""
+        """Start to send tensors."""
 
     def receive(self, action: Action) -> list[Tensor]:
         """Wait for the tensors of a RECV action."""
@@ -134,7 +153,7 @@ class Distributed:
     def _post(self, inbox: _Inbox) -> None:
         while inbox.expected and len(inbox.posted) < inbox.ahead:
             action = inbox.expected.popleft()
-            buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in self._spec(action)]
+            buffers = [spec.empty(self._device) for spec in self._spec(action)]
             source = action.other_end.stage
             pending = start_receive(
                 buffers, source=source, tag=_tag(action), group=self._groups.get((source, self._stage))
@@ -150,10 +169,11 @@ class Distributed:
         while self._sent and all(work.is_completed() for work in self._sent[0][0]):
             finish(self._sent.popleft()[0])
         target = action.other_end
+        packed = [spec.packed(tensor) for spec, tensor in zip(self._spec(action), tensors, strict=True)]
         pending = start_send(
-            tensors, to=target.stage, tag=_tag(target), group=self._groups.get((self._stage, target.stage))
+            packed, to=target.stage, tag=_tag(target), group=self._groups.get((self._stage, target.stage))
         )
-        self._sent.append((pending, tensors))
+        self._sent.append((pending, packed))
 
     def receive(self, action: Action) -> list[Tensor]:
         """Wait for the message, and post the next receive before."""
@@ -161,7 +181,8 @@ class Distributed:
         posted = inbox.posted.pop(action)
         self._post(inbox)
         finish(posted.pending)
-        return posted.buffers
+        specs = self._spec(action)
+        return [spec.unpacked(memory) for spec, memory in zip(specs, posted.buffers, strict=True)]
 
     def end(self) -> None:
         """Wait until all messages are through."""

@@ -33,6 +33,8 @@ class NodeFacts:
         value_bytes: bytes of its value if it is one tensor, as it would be sent (contiguous).
         storage: identity of the storage behind its value; None if the value is not one tensor.
         is_tensor: whether its value is one tensor.
+        dim_order: its dimensions from the outermost to the innermost in memory; None if its elements do not fill their
+            memory without gaps and overlaps (a slice, an expanded tensor).
         requires_grad: whether a gradient flows back through its value.
         draws_random: whether it draws random numbers.
         writes: storages that it writes in place.
@@ -43,6 +45,7 @@ class NodeFacts:
     value_bytes: int
     storage: int | None
     is_tensor: bool
+    dim_order: tuple[int, ...] | None
     requires_grad: bool
     draws_random: bool
     writes: frozenset[int]
@@ -145,10 +148,22 @@ def _facts(node: fx.Node, values: dict[fx.Node, Any], counter: _Counter) -> Node
         value_bytes=value.nbytes if single else 0,
         storage=_storage(value) if single else None,
         is_tensor=single,
+        dim_order=_dim_order(value) if single else None,
         requires_grad=any(item.requires_grad for item in produced),
         draws_random=counter.draws_random,
         writes=frozenset(writes),
     )
+
+
+def _dim_order(value: Tensor) -> tuple[int, ...] | None:
+    strides = [int(stride) for stride in value.stride()]
+    order = tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim)))
+    expected = 1
+    for dim in reversed(order):
+        if value.shape[dim] > 1 and strides[dim] != expected:
+            return None
+        expected *= max(value.shape[dim], 1)
+    return order
 
 
 def _storage(tensor: Tensor) -> int:

@@ -56,7 +56,7 @@ def build_layer(
     written = _write_copies(draft, nodes, facts)
     for node in nodes:
         draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
-    results = {node.name: draft.copies[node] for node in leaving}
+    results = {node.name: _without_gaps(draft, node, facts) for node in leaving}
     results.update({_new_value(name): copy for name, copy in written})
     statistics = []
     for node in nodes:
@@ -148,6 +148,14 @@ def _write_copies(
             draft.copies[source] = copy
             written.append((str(source.target), copy))
     return written
+
+
+def _without_gaps(draft: _Draft, node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> fx.Node:
+    """The value as it leaves the layer: one that does not fill its memory is copied, as sending it would."""
+    copy = draft.copies[node]
+    if not facts[node].is_tensor or facts[node].dim_order is not None:
+        return copy
+    return draft.graph.call_method("contiguous", (copy,))
 
 
 def _return_statistics(draft: _Draft, node: fx.Node, counters: set[str]) -> tuple[BatchStatistics, dict[str, fx.Node]]:

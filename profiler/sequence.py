@@ -36,6 +36,8 @@ class BoundaryValue:
         name: of the operation that computes it.
         dtype: element type.
         shape: extents as ints, or as sympy expressions of the micro-batch size `n`.
+        dim_order: dimensions from the outermost to the innermost in memory. Results can depend on it in the last bit,
+            so values and gradients travel in it.
         requires_grad: whether a gradient comes back for it.
         producer: index of the layer that computes it.
         consumers: indices of the layers that read it, ascending; the number of layers stands for the model's output.
@@ -44,6 +46,7 @@ class BoundaryValue:
     name: str
     dtype: torch.dtype
     shape: tuple[Any, ...]
+    dim_order: tuple[int, ...]
     requires_grad: bool
     producer: int
     consumers: tuple[int, ...]

@@ -8,7 +8,9 @@ Profiler and executor run layers through this one class, so what is measured is 
 
 Entering values become leaves of the autograd graph. A value that only passes by enters and leaves as the same leaf.
 Leaving gradients are roots of the backward pass, so a value's gradients are always summed from its last reader to
-its first, wherever the model is cut: results do not depend on the cut, not even in the last bit.
+its first, wherever the model is cut. And a gradient that comes to a value between layers is brought into the value's
+own memory layout, as autograd does where it comes to a leaf: kernels may add up in another order for another layout.
+So results do not depend on the cut, not even in the last bit.
 """
 
 from __future__ import annotations
@@ -152,6 +154,9 @@ class StageFunction:
                 *[values[name] for name in layer.values],
             )
             values.update(zip(layer.outputs, outputs, strict=True))
+            for output in outputs:
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(_layout_of(output))
             for buffer, name in layer.written_buffers:
                 current[buffer] = written[buffer] = values.pop(name).detach()
             for entry in layer.statistics:
@@ -160,6 +165,18 @@ class StageFunction:
             for name in step.forget:
                 values.pop(name, None)
         return Results({name: values[name] for name in self.leaving}, written, statistics)
+
+
+def _layout_of(value: Tensor) -> Callable[[Tensor], Tensor | None]:
+    """A hook that brings the value's gradient into the value's memory layout."""
+    shape, strides = value.shape, value.stride()
+
+    def bring(gradient: Tensor) -> Tensor | None:
+        if gradient.stride() == strides:
+            return None
+        return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+    return bring
 
 
 def _steps(

@@ -181,6 +181,7 @@ def _boundaries(
             name=node.name,
             dtype=node.meta["val"].dtype,
             shape=symbolic_shape(node.meta["val"]),
+            dim_order=body.facts[node].dim_order or tuple(range(node.meta["val"].dim())),
             requires_grad=body.facts[node].requires_grad,
             producer=owner[node],
             consumers=tuple(sorted({owner[user] for user in node.users})),

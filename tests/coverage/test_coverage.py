@@ -17,9 +17,6 @@ from tests.models.amoebanet import AmoebaNet
 CLOSE = 1e-5  # relative difference from the eager model
 LARGEST_SHARE = 1 / 16  # of all FLOPs, that one layer of a model with at least 8 blocks holds
 
-# Where a gradient enters a cut with other strides than it has inside a stage, kernels add in another order.
-DIFFERS_IN_THE_LAST_BIT = {"qwen3", "mamba", "segformer", "AmoebaNet-D"}
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -30,14 +27,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def faithful(request: pytest.FixtureRequest, entry: Entry) -> None:
-    """Marks what is known to differ."""
-    if entry.name in DIFFERS_IN_THE_LAST_BIT:
-        request.applymarker(pytest.mark.xfail(reason="gradients keep no strides across a cut"))
-
-
-@pytest.mark.usefixtures("faithful")
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
 def test_every_model_is_faithful(entry: Entry) -> None:
     found = measure(entry.build())

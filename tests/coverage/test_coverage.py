@@ -36,6 +36,12 @@ def test_every_model_is_faithful(entry: Entry) -> None:
     assert found.bitwise
 
 
+def in_float64(case: Case) -> Case:
+    """Batch normalization over a handful of values amplifies rounding; in float64 only mistakes are left to see."""
+    sample = pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, case.sample)
+    return dataclasses.replace(case, model=case.model.double(), sample=sample)
+
+
 def part_of(case: Case, size: int) -> Case:
     """The same model with the first samples of the batch."""
     sample, target = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[:size], (case.sample, case.target))
@@ -44,7 +50,7 @@ def part_of(case: Case, size: int) -> Case:
 
 @pytest.mark.parametrize("name", ["mistral", "mixtral", "t5", "bert", "AmoebaNet-D", "GNMT", "nn.Transformer"])
 def test_layers_traced_at_batch_4_run_at_1_and_3(name: str) -> None:
-    case = BY_NAME[name].build()
+    case = in_float64(BY_NAME[name].build())
     sequence = trace(case.model, case.sample)
     for size in (1, 3):
         part = part_of(case, size)

@@ -61,6 +61,22 @@ class SharedValue(nn.Module):
         return (x @ self.embedding.weight.t()) * mask.unsqueeze(-1) + start.mean((1, 2), keepdim=True)
 
 
+class Layouts(nn.Module):
+    """Values that cross cuts transposed, sliced and expanded; reductions over them in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 24)
+        self.norm = nn.LayerNorm(7)
+        self.scale = nn.Parameter(torch.ones(12, 1))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.tanh(self.linear(x)).chunk(2, dim=-1)
+        turned = self.norm((left * right.sigmoid()).transpose(1, 2)) * self.scale.expand(x.shape[0], 12, 7)
+        return self.head(turned + right.transpose(1, 2)).mean(1)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with a batch to train it on."""
@@ -87,11 +103,15 @@ def case(name: str) -> Case:
     if name == "cnn":
         images = torch.randn(BATCH_SIZE, 3, 8, 8)
         return Case(ResidualCNN, functional.cross_entropy, (images,), torch.randint(10, (BATCH_SIZE,)))
+    if name == "layouts":
+        return Case(
+            Layouts, functional.cross_entropy, (torch.randn(BATCH_SIZE, 7, 12),), torch.randint(5, (BATCH_SIZE,))
+        )
     ids, mask = torch.randint(20, (BATCH_SIZE, 6)), torch.rand(BATCH_SIZE, 6) > 0.3
     return Case(SharedValue, token_loss, (ids, mask), torch.randint(20, (BATCH_SIZE, 6)))
 
 
-CASES = ["gpt", "cnn", "shared"]
+CASES = ["gpt", "cnn", "shared", "layouts"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +163,9 @@ def test_every_cut_trains_the_same_in_one_process(name: str, plan_for: Callable[
             assert again.state.keys() == whole.state.keys()
 
 
-@pytest.mark.parametrize(("name", "stages"), [("gpt", 2), ("gpt", 3), ("cnn", 2), ("cnn", 3), ("shared", 3)])
+@pytest.mark.parametrize(
+    ("name", "stages"), [("gpt", 2), ("gpt", 3), ("cnn", 2), ("cnn", 3), ("shared", 3), ("layouts", 3)]
+)
 def test_processes_train_as_one(name: str, stages: int, plan_for: Callable[..., Plan]) -> None:
     current = case(name)
     sequence = trace(current.make(), current.inputs)

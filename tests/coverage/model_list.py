@@ -388,7 +388,9 @@ def segformer(blocks: int, dropout: float) -> Case:
 
 
 def amoebanet(blocks: int, dropout: float) -> Case:
-    return Case(AmoebaNet(3 * (blocks // 2), 16, CLASSES), images(64), functional.cross_entropy, classes())
+    # Its rounding is large: in float32 the eager model's own gradients are 4e-5 from those in float64 (with 16 filters
+    # 6e-5), where the traced ones are 1e-14 from the eager ones.
+    return Case(AmoebaNet(3 * (blocks // 2), 32, CLASSES), images(64), functional.cross_entropy, classes())
 
 
 def unet(blocks: int, dropout: float) -> Case:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.gradient_norm import global_norm
 from executor.micro_batch import sizes_for, split_inputs, split_target
 from executor.placement import Placement, place
 from executor.randomness import generator_of, preserved
@@ -32,7 +33,7 @@ from executor.tied import sum_gradients
 from executor.transport import Distributed, InProcess
 from planner.plan import Plan
 from planner.schedule import ActionKind, gpipe_schedule
-from profiler.errors import ArgumentError, ForeignPlanError
+from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
 from profiler.loss import LossFunction
 from profiler.sample import batch_extent, tensor_leaves
 from profiler.sequence import LayerSequence
@@ -59,6 +60,8 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, *, loss_fn: LossFunction | None = None, seed: int = 0) -> None:
+        if not isinstance(plan, Plan):
+            raise ArgumentError(f"the plan is a {type(plan).__name__}; pass a Plan, Plan.load(path) reads one")
         self.plan = plan
         self._model = model
         self.rank, world_size = _join()
@@ -66,7 +69,7 @@ class Pipeline:
             raise ForeignPlanError(
                 f"the plan has {plan.K} stages, but {world_size} processes run; start {plan.K} processes, or one"
             )
-        self._sequence = trace(model, plan.sample)
+        self._sequence = _traced(model, plan)
         _check_model(self._sequence, plan)
         self._stages = list(range(plan.K)) if world_size == 1 else [self.rank]
         devices = {stage: _device(plan, stage) for stage in self._stages}
@@ -102,8 +105,9 @@ class Pipeline:
         return iter(list(self._placement.named_parameters().values()) or [nn.Parameter(torch.empty(0))])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this process trains, with their original names."""
-        return iter(self._placement.named_parameters().items())
+        """The parameters that this process trains, with their original names (a tied one with its first)."""
+        named = self._placement.named_parameters().items()
+        return ((self._sequence.aliases.get(name, (name,))[0], parameter) for name, parameter in named)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """One training step: gradients of the mini-batch's mean loss are added to the parameters' `.grad`.
@@ -123,7 +127,7 @@ class Pipeline:
         batches = self._micro_batches(args, kwargs, target)
         recompute = tuple(bool(stage.recompute) for stage in self.plan.stages)
         schedule = gpipe_schedule(stages=self.plan.K, micro_batches=len(batches), recompute=recompute)
-        with preserved([generator_of(device) for device in set(self._devices.values())]):
+        with torch.enable_grad(), preserved([generator_of(device) for device in set(self._devices.values())]):
             self._runtime.run({stage: schedule[stage] for stage in self._stages}, batches, self._steps)
         sum_gradients(self._placement.tied, self.rank)
         for runner in self._runners.values():
@@ -146,6 +150,22 @@ class Pipeline:
         self._runtime.run(lists, batches, self._steps, evaluation=self._evaluated())
         return self._shared_loss()
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all stages so that their common Euclidean norm is at most `max_norm`.
+
+        Use this in place of `torch.nn.utils.clip_grad_norm_`, which in one of K processes sees one stage only. A tied
+        parameter counts once. Every process calls it.
+
+        Returns:
+            The norm before, in float64; the same in every process and for every K.
+        """
+        norm = global_norm(self._placement, tuple(self._sequence.parameters), self.rank, self._world_size)
+        if norm > max_norm:
+            for parameter in self._placement.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(float(max_norm / norm))
+        return norm
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's stages under all their original names.
 
@@ -154,13 +174,18 @@ class Pipeline:
         held: dict[str, Tensor] = dict(self._placement.named_parameters())
         for buffers in self._placement.buffers.values():
             held.update(buffers)
-        known = self._model.state_dict(keep_vars=True).keys()
-        return {
+        whole = self._model.state_dict(keep_vars=True)
+        named = {
             alias: tensor.detach()
             for name, tensor in held.items()
             for alias in self._sequence.aliases.get(name, ())
-            if alias in known
+            if alias in whole
         }
+        if 0 in self._runners:  # what no layer reads belongs to the first stage
+            read = {*self._sequence.parameters, *self._sequence.buffers}
+            used = {alias for name in read for alias in self._sequence.aliases.get(name, ())}
+            named.update({name: value.detach() for name, value in whole.items() if name not in used})
+        return named
 
     def last_step_actions(self) -> tuple[TimedAction, ...]:
         """How long each forward, recompute and backward pass of this process took in the last step."""
@@ -223,7 +248,11 @@ def _device(plan: Plan, stage: int) -> torch.device:
     Raises:
         ForeignPlanError: this machine has no such device.
     """
-    device = torch.device(plan.stages[stage].device.name)
+    name = plan.stages[stage].device.name
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        raise PlanFileError(f"stage {stage} is planned for {name!r}, which is no torch device; plan again") from problem
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ForeignPlanError(
             f"stage {stage} is planned for {device}, but this process sees {torch.cuda.device_count()} CUDA devices; "
@@ -232,11 +261,27 @@ def _device(plan: Plan, stage: int) -> torch.device:
     return device
 
 
+def _traced(model: nn.Module, plan: Plan) -> LayerSequence:
+    """The model's layers, traced as the plan says."""
+    try:
+        return trace(model, plan.sample)
+    except PlanError:
+        raise
+    except Exception as problem:
+        raise PlanFileError(
+            f"the plan's sample does not describe a call of a model ({type(problem).__name__}: {problem}); plan again"
+        ) from problem
+
+
 def _check_model(sequence: LayerSequence, plan: Plan) -> None:
     if sequence.fingerprint != plan.model_fingerprint:
         raise ForeignPlanError(
             f"the plan was made for a model with fingerprint {plan.model_fingerprint}, this model has "
             f"{sequence.fingerprint} (torch {torch.__version__}); plan again for this model"
+        )
+    if plan.stages[-1].stop_layer != len(sequence):
+        raise ForeignPlanError(
+            f"the plan's stages hold {plan.stages[-1].stop_layer} layers, the model has {len(sequence)}; plan again"
         )
     for index, stage in enumerate(plan.stages):
         for segment in stage.recompute:

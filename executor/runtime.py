@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from executor.stage_runner import MicroBatch, StageRunner
@@ -13,12 +14,13 @@ from executor.transport import TensorSpec, Transport
 from planner.plan import Plan
 from planner.schedule import Action, ActionKind
 from profiler.errors import ExecutionError, PlanError
-from profiler.sequence import LayerSequence
+from profiler.sequence import BoundaryValue, LayerSequence
 from profiler.stage_function import StageFunction
 
 ActionLists = Mapping[int, Sequence[Action]]  # by stage
 _TIMED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
 _RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
+_GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,8 @@ class Runtime:
     ) -> None:
         self._runners = runners
         self._transport = transport
-        entering = {index: sequence.boundaries[stage.first_layer] for index, stage in enumerate(plan.stages)}
-        leaving = {index: sequence.boundaries[stage.stop_layer] for index, stage in enumerate(plan.stages)}
-        self._values = {ActionKind.RECV_F: entering, ActionKind.SEND_F: leaving}
-        self._gradients = {
-            ActionKind.RECV_B: {k: [v for v in values if v.requires_grad] for k, values in leaving.items()},
-            ActionKind.SEND_B: {k: [v for v in values if v.requires_grad] for k, values in entering.items()},
-        }
+        self._plan = plan
+        self._sequence = sequence
         self.stopwatch = Stopwatch(next(iter(runners.values())).device)
 
     def run(
@@ -67,11 +64,12 @@ class Runtime:
         Raises:
             ExecutionError: an action failed, or no stage can go on.
         """
-        work = _Work(self, batches, _recomputed(lists), evaluation)
+        messages = _messages(self._sequence if evaluation is None else evaluation.sequence, self._plan)
+        work = _Work(self._runners, self._transport, self.stopwatch, messages, batches, _recomputed(lists), evaluation)
         self.stopwatch.start()
         for runner in self._runners.values():
             runner.begin(step)
-        self._transport.begin((a for actions in lists.values() for a in actions), lambda a: self._spec(a, batches))
+        self._transport.begin((a for actions in lists.values() for a in actions), work.spec)
         position = dict.fromkeys(sorted(lists, reverse=True), 0)
         while True:
             heads = {stage: lists[stage][at] for stage, at in position.items() if at < len(lists[stage])}
@@ -84,27 +82,19 @@ class Runtime:
             position[stage] += 1
         self._transport.end()
 
-    def _spec(self, action: Action, batches: Sequence[MicroBatch]) -> list[TensorSpec]:
-        """What a SEND action sends or a RECV action receives."""
-        table = self._values if action.kind in self._values else self._gradients
-        size = batches[action.micro_batch].size
-        return [
-            TensorSpec(value.shape_at(size), value.dim_order, value.dtype) for value in table[action.kind][action.stage]
-        ]
 
-    def names(self, action: Action) -> list[str]:
-        """Names of the values or gradients in a message, in the order in which they travel."""
-        table = self._values if action.kind in self._values else self._gradients
-        return [value.name for value in table[action.kind][action.stage]]
+Messages = Mapping[tuple[ActionKind, int], Sequence[BoundaryValue]]  # by kind of transfer and stage
 
-    def runner(self, stage: int) -> StageRunner:
-        """The stage's runner."""
-        return self._runners[stage]
 
-    @property
-    def transport(self) -> Transport:
-        """What messages travel by."""
-        return self._transport
+def _messages(sequence: LayerSequence, plan: Plan) -> Messages:
+    """What travels, in that order: all values of a boundary, and the gradients of those that have one."""
+    found: dict[tuple[ActionKind, int], Sequence[BoundaryValue]] = {}
+    for index, stage in enumerate(plan.stages):
+        entering, leaving = sequence.boundaries[stage.first_layer], sequence.boundaries[stage.stop_layer]
+        found[ActionKind.RECV_F, index], found[ActionKind.SEND_F, index] = entering, leaving
+        found[ActionKind.RECV_B, index] = [value for value in leaving if value.requires_grad]
+        found[ActionKind.SEND_B, index] = [value for value in entering if value.requires_grad]
+    return found
 
 
 def _recomputed(lists: ActionLists) -> frozenset[tuple[int, int]]:
@@ -122,23 +112,37 @@ class _Work:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runners: Mapping[int, StageRunner],
+        transport: Transport,
+        stopwatch: Stopwatch,
+        messages: Messages,
         batches: Sequence[MicroBatch],
         recomputed: frozenset[tuple[int, int]],
         evaluation: Evaluation | None,
     ) -> None:
-        self._runtime = runtime
+        self._runners = runners
+        self._transport = transport
+        self._stopwatch = stopwatch
+        self._messages = messages
         self._batches = batches
         self._recomputed = recomputed
         self._evaluation = evaluation
         self._incoming: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._outgoing: dict[tuple[int, int], dict[str, Tensor]] = {}
 
+    def spec(self, action: Action) -> list[TensorSpec]:
+        """What a SEND action sends or a RECV action receives; gradients are preceded by a mask of those that exist."""
+        values = self._messages[action.kind, action.stage]
+        size = self._batches[action.micro_batch].size
+        specs = [TensorSpec(value.shape_at(size), value.dim_order, value.dtype) for value in values]
+        mask = [TensorSpec((len(values),), (0,), torch.bool)] if action.kind in _GRADIENTS and values else []
+        return [*mask, *specs]
+
     def carry_out(self, action: Action) -> None:
         """Do what the action says; any failure names it."""
         try:
             if action.kind in _TIMED:
-                with self._runtime.stopwatch.timing(action):
+                with self._stopwatch.timing(action):
                     self._compute(action)
             else:
                 self._move(action)
@@ -152,15 +156,28 @@ class _Work:
 
     def _move(self, action: Action) -> None:
         place = (action.stage, action.micro_batch)
-        names = self._runtime.names(action)
+        values = self._messages[action.kind, action.stage]
         if action.kind in _RECEIVES:
-            self._incoming[place] = dict(zip(names, self._runtime.transport.receive(action), strict=True))
-        else:
-            outgoing = self._outgoing.pop(place)
-            self._runtime.transport.send(action, [outgoing[name] for name in names])
+            received = self._transport.receive(action)
+            exists = received.pop(0).tolist() if action.kind in _GRADIENTS and values else [True] * len(values)
+            arrived = zip(values, received, exists, strict=True)
+            self._incoming[place] = {value.name: tensor for value, tensor, there in arrived if there}
+            return
+        outgoing = self._outgoing.pop(place)
+        if action.kind not in _GRADIENTS or not values:
+            self._transport.send(action, [outgoing[value.name] for value in values])
+            return
+        size = self._batches[action.micro_batch].size
+        device = self._runners[action.stage].device
+        tensors = [torch.tensor([value.name in outgoing for value in values], device=device)]
+        for value in values:
+            missing = value.name not in outgoing  # no path from it to the loss: not the same as a gradient of zeros
+            shape = value.shape_at(size)
+            tensors.append(torch.zeros(shape, dtype=value.dtype, device=device) if missing else outgoing[value.name])
+        self._transport.send(action, tensors)
 
     def _compute(self, action: Action) -> None:
-        runner = self._runtime.runner(action.stage)
+        runner = self._runners[action.stage]
         batch = self._batches[action.micro_batch]
         place = (action.stage, action.micro_batch)
         if action.kind is ActionKind.R:

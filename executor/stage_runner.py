@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from executor.randomness import generator_of, key
 from profiler.batch_norm import combined
+from profiler.errors import ArgumentError
 from profiler.loss import LossFunction, loss_of, model_output
 from profiler.sequence import LayerSequence
 from profiler.stage_function import Pass, Results, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
@@ -136,12 +137,9 @@ class StageRunner:
         """
         if self.is_last:
             gradients = {LOSS: torch.ones((), device=self.device, dtype=self._state.losses[batch.index].dtype)}
-        leaves = dict(self._state.entering.pop(batch.index))
+        self._state.entering.pop(batch.index)
         entering = run_backward(self._state.kept.pop(batch.index), gradients)
-        return {
-            name: torch.zeros_like(leaves[name]) if gradient is None else gradient
-            for name, gradient in entering.items()
-        }
+        return {name: gradient for name, gradient in entering.items() if gradient is not None}
 
     def evaluate(
         self, sequence: LayerSequence, function: StageFunction, batch: MicroBatch, received: Mapping[str, Tensor]
@@ -190,8 +188,14 @@ class StageRunner:
         results = self.function.forward(leaves, self._inputs(batch, self.function), buffers, seed=seed)
         if not self.is_last:
             return dict(results.values), results
+        self._seed_layer(batch.index, len(self._sequence))  # the loss may draw random numbers too
         with self.function.autocasting():
             loss = loss_of(model_output(self._sequence, results.values), self._target(batch), self._loss_fn)
+        if not loss.requires_grad:
+            raise ArgumentError(
+                "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "
+                "or integers, and the model for requires_grad"
+            )
         return {LOSS: loss * batch.weight}, results
 
     def _inputs(self, batch: MicroBatch, function: StageFunction) -> dict[str, Tensor]:

@@ -8,9 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from planner.from_profile import plan_from_profile
+from planner.from_profile import check_settings, plan_from_profile
 from planner.plan import Plan
-from profiler.errors import ArgumentError
 from profiler.local import Devices, local_devices
 from profiler.loss import LossFunction
 from profiler.measure import profile
@@ -76,10 +75,19 @@ def autoplan(
         InfeasibleError: no plan satisfies batch size and memory; the message says what would help.
     """
     cluster = local_devices(devices, threads=threads)
-    if batch_size is not None and batch_size < 1:
-        raise ArgumentError(f"batch_size is {batch_size}; it must be at least 1")
     sequence = trace(model, sample, batch_dims=batch_dims, autocast=autocast, keep_together=keep_together)
     samples = sequence.sample.batch_size if batch_size is None else batch_size
+    check_settings(
+        len(cluster.devices),
+        batch_size=samples,
+        stages=stages,
+        max_stages=max_stages,
+        micro_batches=micro_batches,
+        micro_batches_per_stage=micro_batches_per_stage,
+        memory_limit=memory_limit,
+        recompute=recompute,
+        schedule=schedule,
+    )
     measured = profile(
         sequence,
         cluster,

@@ -63,13 +63,18 @@ def plan_from_profile(
         InfeasibleError: the batch is too small, or nothing fits the memory; the message says what would help.
         ProfileError: the profile lacks a device kind, an optimizer, a link, or the micro-batch sizes.
     """
-    given = devices.devices if isinstance(devices, Cluster) else tuple(devices)
-    _check_counts(batch_size=batch_size, micro_batches_per_stage=micro_batches_per_stage)
-    _check_counts(stages=stages, max_stages=max_stages, micro_batches=micro_batches, memory_limit=memory_limit)
-    _check_choice("recompute", recompute, ("auto", "always", "never"))
-    _check_choice("schedule", schedule, ("gpipe",))
-    if not given:
-        raise ArgumentError("got 0 devices; give at least 1")
+    given = _device_tuple(devices)
+    check_settings(
+        len(given),
+        batch_size=batch_size,
+        stages=stages,
+        max_stages=max_stages,
+        micro_batches=micro_batches,
+        micro_batches_per_stage=micro_batches_per_stage,
+        memory_limit=memory_limit,
+        recompute=recompute,
+        schedule=schedule,
+    )
     link = devices.link if isinstance(devices, Cluster) and devices.link is not None else None
     problem = Problem(
         costs=CostModel(profile),
@@ -84,13 +89,51 @@ def plan_from_profile(
         micro_batches=micro_batches,
         micro_batches_per_stage=micro_batches_per_stage,
     )
-    _check_stages(problem, len(given), max_stages)
+    _check_stages(problem, max_stages)
     _check_micro_batches(problem)
     _check_profile(problem)
     found = balance(problem)
     if found is None:
         raise InfeasibleError(nothing_fits_text(problem))
     return _plan(problem, found, schedule)
+
+
+def check_settings(
+    devices: int,
+    *,
+    batch_size: int,
+    stages: int | None,
+    max_stages: int | None,
+    micro_batches: int | None,
+    micro_batches_per_stage: int,
+    memory_limit: int | None,
+    recompute: str,
+    schedule: str,
+) -> None:
+    """Refuse settings that no profile can make sense of, before anything is measured.
+
+    Raises:
+        ArgumentError: a setting has a value that cannot mean anything.
+    """
+    _check_counts(batch_size=batch_size, micro_batches_per_stage=micro_batches_per_stage)
+    _check_counts(stages=stages, max_stages=max_stages, micro_batches=micro_batches, memory_limit=memory_limit)
+    _check_choice("recompute", recompute, ("auto", "always", "never"))
+    _check_choice("schedule", schedule, ("gpipe",))
+    if not devices:
+        raise ArgumentError("got 0 devices; give at least 1")
+    if stages is not None and stages > devices:
+        raise ArgumentError(f"stages is {stages}, but there are {devices} devices; each stage needs its own")
+
+
+def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:
+    if isinstance(devices, Cluster):
+        return devices.devices
+    if not isinstance(devices, Sequence) or not all(isinstance(device, Device) for device in devices):
+        raise ArgumentError(
+            f"devices={devices!r} are no planned devices; pass a Cluster or a list of Device, "
+            "profiler.local.local_devices makes one of counts and names"
+        )
+    return tuple(devices)
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -114,12 +157,10 @@ def _limited(device: Device, memory_limit: int | None) -> Device:
     return device.model_copy(update={"memory_bytes": memory_limit})
 
 
-def _check_stages(problem: Problem, devices: int, max_stages: int | None) -> None:
+def _check_stages(problem: Problem, max_stages: int | None) -> None:
     stages = problem.stages
     if stages is None:
         return
-    if stages > devices:
-        raise ArgumentError(f"stages is {stages}, but there are {devices} devices; each stage needs its own")
     if stages > problem.layers:
         raise ArgumentError(f"stages is {stages}, but the model has {problem.layers} layers; a stage holds at least 1")
     if max_stages is not None and stages > max_stages:

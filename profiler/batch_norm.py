@@ -52,9 +52,12 @@ def take_out_counters(graph: fx.Graph) -> set[str]:
             counters.add(str(running_mean.target).removesuffix("running_mean") + "num_batches_tracked")
     found = set()
     for node in list(graph.nodes):
-        counts = node.target is torch.ops.aten.add_.Tensor and isinstance(node.args[0], fx.Node)
-        if counts and node.args[0].target in counters and not node.users:
-            found.add(str(node.args[0].target))
+        if node.target is not torch.ops.aten.add_.Tensor or not isinstance(node.args[0], fx.Node):
+            continue
+        counter = node.args[0]
+        if counter.target in counters:
+            found.add(str(counter.target))
+            node.replace_all_uses_with(counter)  # a module used twice counts on from its own result
             graph.erase_node(node)
     return found
 

@@ -164,6 +164,8 @@ def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec) -> TracedGrap
             "pass the sample as a tuple of positional arguments or a dict of keyword arguments"
         )
     inputs = [node for node, leaf in zip(placeholders, spec.leaves, strict=True) if isinstance(leaf, TensorLeaf)]
+    _refuse_moving_instance_norms(graph)
+    _return_own_values(graph)
     _read_extents_from_inputs(graph, inputs)
     for node in reversed(graph.nodes):
         if node.op in ("placeholder", "output") or node.users:
@@ -171,6 +173,27 @@ def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec) -> TracedGrap
         if node.op != "call_function" or not may_write(node):
             graph.erase_node(node)
     return TracedGraph(module, tuple(inputs), program.call_spec.out_spec)
+
+
+def _refuse_moving_instance_norms(graph: fx.Graph) -> None:
+    """Instance normalization that tracks statistics would move them once per micro-batch and again when recomputed."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+            path = module_stack(node)[-1] if module_stack(node) else "the model"
+            raise NotTraceableError(
+                f"cannot trace the model: instance normalization {path!r} moves running statistics; set "
+                "track_running_stats=False (the default)"
+            )
+
+
+def _return_own_values(graph: fx.Graph) -> None:
+    """Let a parameter or buffer that the model returns be the value of an operation, as all other outputs are."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    for held in [node for node in output.all_input_nodes if node.op == "get_attr"]:
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.alias.default, (held,))
+        copy.meta["val"] = held.meta["val"]
+        output.replace_input_with(held, copy)
 
 
 def _read_extents_from_inputs(graph: fx.Graph, inputs: list[fx.Node]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,11 @@ TRACED_BATCH_SIZE_AT_LEAST = 2  # torch.export specializes extents 0 and 1, so a
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What `model(*args, **kwargs)` gets for a sample.
 
-    A tuple holds positional arguments, a dict keyword arguments, anything else is the one positional argument.
+    A tuple holds positional arguments, a dict keyword arguments (in any order), anything else is the one positional
+    argument.
     """
     if isinstance(sample, dict):
-        return (), dict(sample)
+        return (), dict(sorted(sample.items()))
     if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
         return sample, {}
     return (sample,), {}
@@ -49,7 +51,16 @@ def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleS
     if unknown:
         known = [*range(len(args)), *kwargs]
         raise ArgumentError(f"batch_dims names the arguments {sorted(map(str, unknown))}; the sample has {known}")
+    negative = {argument: dim for argument, dim in chosen.items() if dim is not None and dim < 0}
+    if negative:
+        raise ArgumentError(f"batch_dims holds negative dimensions {negative}; count from 0")
     leaves, tree = pytree.tree_flatten((args, kwargs))
+    try:
+        structure = pytree.treespec_dumps(tree)
+    except NotImplementedError as problem:
+        raise ArgumentError(
+            f"the sample holds a container that cannot be written to a plan ({problem}); pass tuples, lists and dicts"
+        ) from problem
     dims: list[int | None] = []
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for argument, value in arguments:
@@ -65,7 +76,7 @@ def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleS
         raise ArgumentError("the sample's batch dimension has extent 0; pass at least one sample")
     return SampleSpec(
         batch_size=extents[0],
-        tree=pytree.treespec_dumps(tree),
+        tree=structure,
         leaves=tuple(_describe_leaf(leaf, dim, extents[0]) for leaf, dim in zip(leaves, dims, strict=True)),
     )
 
@@ -75,6 +86,8 @@ def _describe_leaf(leaf: Any, dim: int | None, batch_size: int) -> TensorLeaf | 
         batched = dim is not None and leaf.dim() > dim and leaf.shape[dim] == batch_size
         dtype = str(leaf.dtype).removeprefix("torch.")
         return TensorLeaf(shape=tuple(leaf.shape), dtype=dtype, batch_dim=dim if batched else None)
+    if isinstance(leaf, float) and not math.isfinite(leaf):
+        raise ArgumentError(f"the sample holds the number {leaf}; constants must be finite")
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return ConstantLeaf(value=leaf)
     raise ArgumentError(f"the sample holds a {type(leaf).__name__}; tensors, numbers, strings and None can be traced")
@@ -169,4 +182,7 @@ def batch_extent(tensors: Sequence[Tensor], spec: SampleSpec) -> int:
     }
     if len(extents) != 1:
         raise ArgumentError(f"the inputs have batches of {sorted(extents)} samples; all must have the same")
-    return int(extents.pop())
+    batch_size = int(extents.pop())
+    if batch_size < 1:
+        raise ArgumentError("the batch holds 0 samples; pass at least one")
+    return batch_size

@@ -134,6 +134,8 @@ class LayerSequence:
         inputs: names of the model's tensor inputs, in the order of the sample's tensor leaves.
         prelude_of: compiles the prelude for a set of names that layers read.
         prelude_names: all names that a prelude can compute.
+        operations: all operations of the graph in order, those of the prelude included.
+        prelude_positions: positions among `operations` of those of the prelude.
         outputs: leaves of the model's output in flattened order: the name of a value, or a constant in a tuple.
         output_tree: structure of the model's output.
         parameters: original name -> the model's own parameter, each tied parameter once.
@@ -149,6 +151,8 @@ class LayerSequence:
     inputs: tuple[str, ...]
     prelude_of: Callable[[Sequence[str]], Prelude] = field(repr=False)
     prelude_names: frozenset[str]
+    operations: tuple[str, ...] = field(repr=False)
+    prelude_positions: frozenset[int] = field(repr=False)
     outputs: tuple[str | tuple[Any], ...]
     output_tree: pytree.TreeSpec
     parameters: Mapping[str, torch.nn.Parameter] = field(repr=False)

@@ -111,18 +111,23 @@ def trace_evaluation(model: nn.Module, sequence: LayerSequence) -> LayerSequence
         NotTraceableError: in evaluation mode the model does other operations than in training.
     """
     traced = export_graph(model, sequence.sample, training=False)
-    body = _body(traced, sequence.sample)
-    trained = [name for layer in sequence.layers for name in layer.operations]
-    evaluated = [operation_name(node) for node in body.nodes]
+    nodes = _operations(traced)
+    trained, evaluated = sequence.operations, tuple(operation_name(node) for node in nodes)
     if trained != evaluated:
         same = next((i for i, (a, b) in enumerate(zip(trained, evaluated, strict=False)) if a != b), len(trained))
-        place = source_line(body.nodes[min(same, len(body.nodes) - 1)])
+        place = source_line(nodes[min(same, len(nodes) - 1)])
         raise NotTraceableError(
             f"the model computes something else in evaluation mode: {len(evaluated)} operations, {len(trained)} in "
             f"training, from {place or 'the end'} on; load the state into the plain model to evaluate it"
         )
+    facts = analyse(traced, sequence.sample)
+    body = Body.of(traced.module.graph, {nodes[position] for position in sequence.prelude_positions}, facts)
     starts = list(accumulate((len(layer.operations) for layer in sequence.layers[:-1]), initial=0))
     return _assemble(model, sequence.sample, traced, body, starts, set())
+
+
+def _operations(traced: TracedGraph) -> list[fx.Node]:
+    return [node for node in traced.module.graph.nodes if node.op == "call_function"]
 
 
 def _body(traced: TracedGraph, spec: SampleSpec) -> Body:
@@ -160,6 +165,8 @@ def _assemble(
         prelude_names=frozenset(
             node.name for node in traced.module.graph.nodes if node.op == "call_function" and node not in body.last_use
         ),
+        operations=tuple(operation_name(node) for node in _operations(traced)),
+        prelude_positions=frozenset(i for i, n in enumerate(_operations(traced)) if n not in body.last_use),
         outputs=tuple(leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in output.args[0]),
         output_tree=traced.out_spec,
         parameters=parameters,

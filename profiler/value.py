@@ -1,5 +1,6 @@
 """What every public value has in common: frozen, validated when built, and JSON with deterministic bytes."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from profiler.errors import PlanError
+from profiler.errors import ArgumentError, PlanError
 
 
 class Value(BaseModel):
@@ -42,8 +43,19 @@ class Value(BaseModel):
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a crash, never meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write `text` to `path` so that a reader, or a crash, never meets half a file.
+
+    Raises:
+        ArgumentError: nothing can be written there.
+    """
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise ArgumentError(
+            f"cannot write {path}: {problem.strerror or problem}; choose a file in a folder of yours"
+        ) from problem

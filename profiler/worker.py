@@ -13,6 +13,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from profiler.errors import ExecutionError, PlanError
 from profiler.workers import Failure, Task
 
 # What a rank sees when another rank is gone: gloo's words for a closed socket or a message that never came.
@@ -54,6 +55,10 @@ def _run(task: Task) -> bytes | Failure:
         )
         function, args = cloudpickle.loads(task.payload)
         return bytes(cloudpickle.dumps(function(*args)))
+    except PlanError as problem:
+        # A connection that breaks within an action is wrapped as a failure of that action, and still an echo.
+        trace = traceback.format_exc() if isinstance(problem, ExecutionError) else ""
+        return Failure(str(problem), trace, any(echo in str(problem) for echo in ECHOES), type(problem))
     except Exception as problem:
         message = f"{type(problem).__name__}: {problem}"
         return Failure(message, traceback.format_exc(), any(echo in message for echo in ECHOES))

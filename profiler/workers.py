@@ -23,7 +23,7 @@ from typing import Any
 
 import cloudpickle
 
-from profiler.errors import ExecutionError
+from profiler.errors import ExecutionError, PlanError
 
 # glibc returns freed memory to the system at once by default and faults it in again in the next micro-batch; on a GPT
 # of 3 M parameters that made forward passes 1.5 times as slow. Workers keep what they freed. [measured]
@@ -62,13 +62,15 @@ class Failure:
 
     Attributes:
         message: type and text of the exception.
-        trace: formatted traceback.
+        trace: formatted traceback; "" for our own errors, whose message says it all.
+        error: class of the exception if it is one of ours.
         echo: whether it only says that another worker is gone.
     """
 
     message: str
     trace: str
     echo: bool
+    error: type[PlanError] = ExecutionError
 
 
 def run_workers(
@@ -90,7 +92,8 @@ def run_workers(
         The results in rank order.
 
     Raises:
-        ExecutionError: a worker raised or died; the message names its rank and holds its traceback.
+        PlanError: a worker raised one of our errors: of the same class, with the rank.
+        ExecutionError: a worker raised anything else, with its traceback, or died.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-autoplan-") as folder, _ended_workers() as workers:
         for rank, args in enumerate(args_of_rank):
@@ -170,7 +173,7 @@ def _gather(workers: Sequence[_Worker]) -> list[Any]:
                 results[worker.rank] = cloudpickle.loads(outcome)
     if failures:
         rank, failure = min(failures.items(), key=lambda item: item[1].echo)
-        raise ExecutionError(f"rank {rank} of {len(workers)} failed: {failure.message}\n{failure.trace}".rstrip())
+        raise failure.error(f"rank {rank} of {len(workers)} failed: {failure.message}\n{failure.trace}".rstrip())
     return [results[worker.rank] for worker in workers]
 
 

@@ -1,0 +1,287 @@
+"""One test for each bug that somebody met, with its story."""
+
+import copy
+import json
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor import Pipeline, launch
+from executor.checkpoint import save_checkpoint
+from planner import ArgumentError, ForeignPlanError, NotTraceableError, Plan, PlanFileError
+from profiler import trace
+
+X = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
+Y = torch.arange(8) % 4
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def two_stages(plan_for: Callable[..., Plan], model: nn.Module, *samples: Tensor, cut: int = 1) -> Plan:
+    return plan_for(trace(model, samples or X), [cut], batch_size=8, micro_batches=4)
+
+
+def test_a_plan_without_its_last_stage_is_refused(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    """It used to run the first stages, return a loss of 0 and train nothing."""
+    model = Small()
+    written = json.loads(two_stages(plan_for, model).to_json())
+    written["stages"].pop()
+    (tmp_path / "plan.json").write_text(json.dumps(written))
+    with pytest.raises(ForeignPlanError, match="stages hold 1 layers, the model has"):
+        Pipeline(model, Plan.load(tmp_path / "plan.json"), loss_fn=functional.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [(("sample", "tree"), "garbage"), (("sample", "leaves"), []), (("stages", 0, "device", "name"), "zzz")],
+)
+def test_a_plan_with_senseless_values_is_refused(
+    plan_for: Callable[..., Plan], tmp_path: Path, path: tuple[str | int, ...], value: object
+) -> None:
+    """They passed the schema and ended in errors of json and torch."""
+    model = Small()
+    written = json.loads(two_stages(plan_for, model).to_json())
+    place = written
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    (tmp_path / "plan.json").write_text(json.dumps(written))
+    with pytest.raises(PlanFileError, match="plan again"):
+        Pipeline(model, Plan.load(tmp_path / "plan.json"), loss_fn=functional.cross_entropy)
+
+
+def test_our_errors_keep_their_class_across_processes(plan_for: Callable[..., Plan]) -> None:
+    """`autoplan run` with a plan for another model exited with 1 and a traceback, not with 5 and one line."""
+    plan = two_stages(plan_for, Small())
+
+    def train(plan: Plan) -> None:
+        Pipeline(nn.Linear(16, 4), plan, loss_fn=functional.cross_entropy)
+
+    with pytest.raises(ForeignPlanError, match=r"^rank \d of 2 failed: the plan was made for a model") as caught:
+        launch(train, plan)
+    assert "Traceback" not in str(caught.value)
+    assert caught.value.exit_code == 5
+
+
+class UnusedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+        self.other = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        early = torch.tanh(self.trunk[0](x))
+        late = torch.tanh(self.trunk[2](torch.tanh(self.trunk[1](early))))
+        return self.head(late), self.other(early)
+
+
+def first_output_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return functional.cross_entropy(output[0], target)
+
+
+def test_no_gradient_is_not_a_gradient_of_zeros(plan_for: Callable[..., Plan]) -> None:
+    """Zeros came back across a cut for an output that the loss does not use, and AdamW decayed its weights."""
+    sequence = trace(UnusedHead(), X)
+    for cut in range(1, len(sequence)):
+        model = UnusedHead()
+        plan = plan_for(sequence, [cut], batch_size=8, micro_batches=4)
+        Pipeline(model, plan, loss_fn=first_output_loss).step(X, target=Y)
+        assert model.other.weight.grad is None, cut
+        assert model.head.weight.grad is not None
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 16)
+        self.middle = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(ids))))
+
+
+def test_clipping_sees_all_stages(plan_for: Callable[..., Plan]) -> None:
+    """torch's own clipped each rank by its own norm, and the copies of a tied weight drifted apart."""
+    ids = torch.arange(8) % 16
+    sequence = trace(TiedHead(), ids)
+
+    def train(plan: Plan) -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        pipe = Pipeline(TiedHead(), plan, loss_fn=functional.cross_entropy)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            pipe.step(ids, target=ids)
+            norm = pipe.clip_grad_norm_(0.1).item()
+            optimizer.step()
+        return norm, {name: parameter.detach() for name, parameter in pipe.named_parameters()}
+
+    norm, whole = train(plan_for(sequence, batch_size=8, micro_batches=4))
+    plan = plan_for(sequence, [len(sequence) - 1], batch_size=8, micro_batches=4)
+    for other, part in launch(train, plan):
+        assert other == norm
+        assert all(torch.equal(value, whole[name]) for name, value in part.items())
+        assert "embedding.weight" in part  # the model's own first name, not that of the head
+    torch.manual_seed(0)
+    model = TiedHead()
+    functional.cross_entropy(model(ids), ids).backward()
+    first = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+    again = TiedHead()
+    again.load_state_dict(model.state_dict())
+    pipe = Pipeline(again, plan_for(sequence, batch_size=8, micro_batches=4), loss_fn=functional.cross_entropy)
+    pipe.step(ids, target=ids)
+    assert pipe.clip_grad_norm_(0.1).item() == pytest.approx(first, rel=1e-5)
+
+
+class ResidualBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+        self.input_norm = nn.BatchNorm2d(3, affine=False)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(self.dropout(self.input_norm(x)))
+        for conv in self.convs:
+            y = self.norm(conv(x))
+            y += x
+            x = torch.relu(y)
+        return self.head(x.mean((2, 3)))
+
+
+def test_evaluation_follows_the_layers_of_training(plan_for: Callable[..., Plan]) -> None:
+    """Values have other names there beside counters of batches, and what draws nothing there went into the prelude.
+
+    The batch normalization is used twice in a forward pass: its counter moves by 2 a step, for every M.
+    """
+    images = torch.randn(8, 3, 5, 5)
+    sequence = trace(ResidualBlocks(), images)
+    torch.manual_seed(0)
+    model = ResidualBlocks()
+    expected = functional.cross_entropy(copy.deepcopy(model).eval()(images), Y).item()
+    for cut in range(1, len(sequence)):
+        plan = plan_for(sequence, [cut], batch_size=8, micro_batches=4)
+        pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
+        assert pipe.evaluate(images, target=Y).item() == pytest.approx(expected, rel=1e-5)
+    pipe.step(images, target=Y)
+    assert model.norm.num_batches_tracked is not None
+    assert model.norm.num_batches_tracked.item() == 2
+
+
+class HoldsMore(nn.Module):
+    """Has what its forward pass does not read, and returns a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(16, 4)
+        self.unused = nn.Linear(3, 3)
+        self.register_buffer("version", torch.tensor([7.0]))
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.used(x)), self.log_scale
+
+
+def scaled_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return functional.cross_entropy(output[0] * output[1].exp(), target)
+
+
+def test_state_holds_what_no_layer_reads_and_outputs_may_be_parameters(
+    plan_for: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """The plain model could not load the checkpoint; a parameter among the outputs ended in a KeyError."""
+    model = HoldsMore()
+    pipe = Pipeline(model, plan_for(trace(model, X), batch_size=8, micro_batches=4), loss_fn=scaled_loss)
+    pipe.step(X, target=Y)
+    assert model.log_scale.grad is not None
+    HoldsMore().load_state_dict(pipe.state_dict())
+    save_checkpoint(tmp_path / "c", pipe)
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+
+
+def test_the_loss_draws_keyed_random_numbers(plan_for: Callable[..., Plan]) -> None:
+    """It drew with whatever state the last random layer had left, which depends on the cut."""
+
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(functional.dropout(output, 0.5), target)
+
+    sequence = trace(Small(), X)
+    losses = set()
+    for cuts, recompute in (([], False), ([1], True)):
+        torch.manual_seed(0)
+        plan = plan_for(sequence, cuts, batch_size=8, micro_batches=4, recompute=recompute)
+        losses.add(Pipeline(Small(), plan, loss_fn=noisy).step(X, target=Y).item())
+    assert len(losses) == 1
+
+
+def test_a_loss_without_gradient_is_refused_and_no_grad_does_not_stop_training(plan_for: Callable[..., Plan]) -> None:
+    """Both trained nothing without a word."""
+    model = Small()
+    plan = two_stages(plan_for, model)
+    with pytest.raises(ArgumentError, match="the loss depends on no trainable parameter"):
+        Pipeline(model, plan, loss_fn=lambda o, t: functional.cross_entropy(o.detach(), t)).step(X, target=Y)
+    with torch.no_grad():
+        Pipeline(model, plan, loss_fn=functional.cross_entropy).step(X, target=Y)
+    assert model.first.weight.grad is not None
+
+
+def test_instance_norm_that_tracks_statistics_is_refused() -> None:
+    """It moved them once per micro-batch, and again when recomputed."""
+    with pytest.raises(NotTraceableError, match="track_running_stats=False"):
+        trace(
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True)), torch.randn(4, 3, 8, 8)
+        )
+
+
+def test_keywords_come_in_any_order(plan_for: Callable[..., Plan]) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return functional.cross_entropy(self.linear(x), labels)
+
+    model = Two()
+    plan = plan_for(trace(model, {"x": X, "labels": Y}), batch_size=8, micro_batches=4)
+    pipe = Pipeline(model, plan)
+    assert pipe.step(labels=Y, x=X).item() == pipe.step(x=X, labels=Y).item()
+
+
+def test_what_cannot_be_a_sample_or_a_plan_is_our_error(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    """These ended in errors of torch, pydantic and Python."""
+    pair = namedtuple("pair", "a b")
+    model = Small()
+    with pytest.raises(ArgumentError, match="container that cannot be written"):
+        trace(model, pair(X, X))
+    with pytest.raises(ArgumentError, match="constants must be finite"):
+        trace(model, (X, float("-inf")))
+    with pytest.raises(ArgumentError, match="negative dimensions"):
+        trace(model, X, batch_dims={0: -1})
+    plan = two_stages(plan_for, model)
+    with pytest.raises(ArgumentError, match="the batch holds 0 samples"):
+        Pipeline(model, plan, loss_fn=functional.cross_entropy).step(X[:0], target=Y[:0])
+    with pytest.raises(ArgumentError, match=r"Plan\.load"):
+        Pipeline(model, "plan.json")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="cannot write"):
+        plan.save(tmp_path)
+    assert list(tmp_path.parent.glob(f".{tmp_path.name}.draft")) == []

@@ -34,7 +34,9 @@ def launch(fn: Callable[..., Any], plan: Plan, args: Sequence[Any] = ()) -> list
         What `fn` returned, in rank order.
 
     Raises:
-        ExecutionError: a process failed; all are ended, and the message names the rank that failed first.
+        PlanError: a process raised one of our errors (a `ForeignPlanError`, say); of the same class, with the rank.
+        ExecutionError: a process raised anything else or died. Either way all are ended, and the message names the
+            rank that failed first.
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"launch got a {type(plan).__name__} as plan; call launch(fn, plan)")

@@ -8,7 +8,7 @@ which values carry a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from profiler.frontend import TracedGraph, autocasting, moves_statistics, written_arguments
+from profiler.errors import NotTraceableError
+from profiler.frontend import TracedGraph, autocasting, module_stack
 from profiler.sample import example_call, tensor_leaves
 from profiler.sample_spec import SampleSpec
+from profiler.writes import moves_statistics, written_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,31 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
             if node.op == "output":
                 break
             counter.reset()
-            values[node] = _evaluate(node, values, inputs, traced.module, mode)
+            try:
+                values[node] = _evaluate(node, values, inputs, traced.module, mode)
+            except Exception as problem:
+                raise NotTraceableError(_dynamic_text(node, problem)) from problem
             facts[node] = _facts(node, values, counter)
-    return facts
+    # A value that is written in place later can come to carry a gradient then, so ask at the end.
+    return {
+        node: replace(fact, requires_grad=any(t.requires_grad for t in _tensors(values[node])))
+        for node, fact in facts.items()
+    }
+
+
+def _dynamic_text(node: fx.Node, problem: Exception) -> str:
+    stack = module_stack(node)
+    place = (node.meta.get("stack_trace") or "").strip().splitlines()
+    where = f"in {stack[-1] or 'the model'!r}" if stack else "in the model"
+    line = f", {place[-2].strip()} {place[-1].strip()}" if len(place) > 1 else ""
+    return (
+        f"cannot trace the model: {where}{line}: {node.target} gives a result whose shape or value depends on data "
+        f"({type(problem).__name__}); use operations with fixed shapes, such as torch.where in place of x[mask]"
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [item for item in pytree.tree_leaves(value) if isinstance(item, Tensor)]
 
 
 def _evaluate(

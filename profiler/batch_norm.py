@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from profiler.frontend import moves_statistics
+from profiler.writes import moves_statistics
 
 WHOLE_MOMENTUM = 1.0  # running = (1 - momentum) * running + momentum * batch: the scratch buffer becomes the batch's
 

@@ -11,6 +11,7 @@ import inspect
 import io
 import linecache
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from torch.utils import _pytree as pytree
 from profiler.errors import NotTraceableError
 from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call, torch_dtype
 from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.silent_losses import refuse_hidden_writes, refused
+from profiler.writes import may_write
+
+LARGEST_BATCH_SIZE = 2**31  # export gives an extent without upper limit a larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +61,17 @@ def export_graph(model: nn.Module, spec: SampleSpec, *, training: bool = True) -
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     call = example_call(spec, max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST), device)
     try:
-        with _mode(model, training), _quiet(), autocasting(spec, device):
+        with _mode(model, training), _quiet(), autocasting(spec, device), refused(model):
             program = torch.export.export(
                 model, call.args, call.kwargs, dynamic_shapes=_dynamic_shapes(model, spec), strict=False
             )
             module = program.module()
+    except NotTraceableError:
+        raise
     except Exception as problem:
         raise NotTraceableError(_explanation(model, problem)) from problem
+    _refuse_limited_batches(program)
+    refuse_hidden_writes(module.graph, module)
     return _tidy(module, program, spec)
 
 
@@ -75,6 +84,19 @@ def autocasting(spec: SampleSpec, device: torch.device) -> contextlib.AbstractCo
         return contextlib.nullcontext()
     device_type = "cpu" if device.type == "meta" else device.type
     return torch.autocast(device_type, torch_dtype(spec.autocast), cache_enabled=False)
+
+
+def _layer_drop_setting(trace: TracebackType | None) -> str:
+    """Name of the layer-drop probability near the user's lines in a traceback; "" if there is none."""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch."):
+            lines = (linecache.getline(code.co_filename, trace.tb_lineno + offset) for offset in range(-4, 2))
+            found = re.search(r"\b\w*layer_?drop\w*", " ".join(lines))
+            if found:
+                return found[0]
+        trace = trace.tb_next
+    return ""
 
 
 def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
@@ -128,11 +150,25 @@ def _explanation(model: nn.Module, problem: Exception) -> str:
             "make the branch independent of data (torch.where, or a flag set before planning), or move it out of the "
             "model"
         )
+        setting = _layer_drop_setting(problem.__traceback__)
+        if setting:
+            cure = f"this is layer drop: set {setting} to 0 in the model or its configuration"
     else:
         cause = first_line.strip()
         cure = "change that line to operations on tensors that torch.export can follow"
     path, place = _user_frame(model, problem.__traceback__)
     return f"cannot trace the model: in {path}, {place}: {cause}; {cure}"
+
+
+def _refuse_limited_batches(program: ExportedProgram) -> None:
+    """A forward pass that branches on the batch size is right for some micro-batch sizes only."""
+    for symbol, extents in program.range_constraints.items():
+        lower, upper = extents.lower, extents.upper
+        if lower > TRACED_BATCH_SIZE_AT_LEAST or (upper.is_finite and upper < LARGEST_BATCH_SIZE):
+            raise NotTraceableError(
+                f"cannot trace the model: it takes another path unless a batch extent ({symbol}) is between {lower} "
+                f"and {upper}, and micro-batches may be smaller; make the forward pass independent of the batch size"
+            )
 
 
 def _user_frame(model: nn.Module, trace: TracebackType | None) -> tuple[str, str]:
@@ -214,31 +250,3 @@ def module_stack(node: fx.Node) -> tuple[str, ...]:
     """Paths of the modules that the operation comes from, outermost first; of a shared module its first path."""
     stack = node.meta.get("nn_module_stack") or {}
     return tuple(str(path) for path, _ in stack.values())
-
-
-def may_write(node: fx.Node) -> bool:
-    """Whether running the node can change a tensor that existed before, as far as its schema tells."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable or moves_statistics(node)
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
-
-
-def moves_statistics(node: fx.Node) -> bool:
-    """Whether the node is a batch normalization that moves running statistics (its schema does not say so)."""
-    if node.target is not torch.ops.aten.batch_norm.default:
-        return False
-    running_mean, training = node.args[3], node.args[5]
-    return bool(training) and running_mean is not None
-
-
-def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The argument nodes that the node writes in place, by its schema."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return []
-    written: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        written.extend(item for item in pytree.tree_leaves(value) if isinstance(item, fx.Node))
-    return written

@@ -15,8 +15,9 @@ from torch import Tensor, fx
 from profiler.analysis import NodeFacts
 from profiler.batch_norm import BatchStatistics, use_scratch_buffers
 from profiler.errors import NotTraceableError
-from profiler.frontend import module_stack, moves_statistics
+from profiler.frontend import module_stack
 from profiler.sequence import Layer
+from profiler.writes import moves_statistics
 
 BATCH = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
 

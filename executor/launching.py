@@ -42,4 +42,5 @@ def launch(fn: Callable[..., Any], plan: Plan, args: Sequence[Any] = ()) -> list
         raise ArgumentError(f"launch got a {type(plan).__name__} as plan; call launch(fn, plan)")
     threads = max((stage.device.threads for stage in plan.stages), default=1)
     timeout_s = max(SHORTEST_TIMEOUT_S, STEPS_UNTIL_TIMEOUT * plan.prediction.step_s)
-    return run_workers(fn, [(plan, *args)] * plan.K, threads=max(threads, 1), timeout_s=timeout_s)
+    on_cpu = all(stage.device.name.startswith("cpu") for stage in plan.stages)
+    return run_workers(fn, [(plan, *args)] * plan.K, threads=max(threads, 1), timeout_s=timeout_s, own_cores=on_cpu)

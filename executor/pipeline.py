@@ -32,7 +32,7 @@ from executor.stopwatch import TimedAction
 from executor.tied import sum_gradients
 from executor.transport import Distributed, InProcess
 from planner.plan import Plan
-from planner.schedule import ActionKind, gpipe_schedule
+from planner.schedule import ActionKind, gpipe_schedule, make_schedule
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
 from profiler.loss import LossFunction
 from profiler.sample import batch_extent, tensor_leaves
@@ -126,7 +126,9 @@ class Pipeline:
         """
         batches = self._micro_batches(args, kwargs, target)
         recompute = tuple(bool(stage.recompute) for stage in self.plan.stages)
-        schedule = gpipe_schedule(stages=self.plan.K, micro_batches=len(batches), recompute=recompute)
+        schedule = make_schedule(
+            self.plan.schedule, stages=self.plan.K, micro_batches=len(batches), recompute=recompute
+        )
         with torch.enable_grad(), preserved([generator_of(device) for device in set(self._devices.values())]):
             self._runtime.run({stage: schedule[stage] for stage in self._stages}, batches, self._steps)
         sum_gradients(self._placement.tied, self.rank)

@@ -65,7 +65,7 @@ class Runtime:
             ExecutionError: an action failed, or no stage can go on.
         """
         messages = _messages(self._sequence if evaluation is None else evaluation.sequence, self._plan)
-        work = _Work(self._runners, self._transport, self.stopwatch, messages, batches, _recomputed(lists), evaluation)
+        work = _Work(self._runners, self._transport, self.stopwatch, messages, batches, lists, evaluation)
         self.stopwatch.start()
         for runner in self._runners.values():
             runner.begin(step)
@@ -107,6 +107,16 @@ def _recomputed(lists: ActionLists) -> frozenset[tuple[int, int]]:
     )
 
 
+def _first_back(lists: ActionLists) -> frozenset[Action]:
+    """Of each stage the first action that receives gradients and the first that sends them."""
+    first: dict[tuple[int, ActionKind], Action] = {}
+    for stage, actions in lists.items():
+        for action in actions:
+            if action.kind in _GRADIENTS:
+                first.setdefault((stage, action.kind), action)
+    return frozenset(first.values())
+
+
 class _Work:
     """What is under way in one run: received messages that wait for their action, and results that wait to leave."""
 
@@ -117,7 +127,7 @@ class _Work:
         stopwatch: Stopwatch,
         messages: Messages,
         batches: Sequence[MicroBatch],
-        recomputed: frozenset[tuple[int, int]],
+        lists: ActionLists,
         evaluation: Evaluation | None,
     ) -> None:
         self._runners = runners
@@ -125,18 +135,24 @@ class _Work:
         self._stopwatch = stopwatch
         self._messages = messages
         self._batches = batches
-        self._recomputed = recomputed
+        self._recomputed = _recomputed(lists)
+        self._first_back = _first_back(lists)
         self._evaluation = evaluation
         self._incoming: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._outgoing: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._existing: dict[tuple[ActionKind, int], list[bool]] = {}
 
     def spec(self, action: Action) -> list[TensorSpec]:
-        """What a SEND action sends or a RECV action receives; gradients are preceded by a mask of those that exist."""
+        """What a SEND action sends or a RECV action receives."""
         values = self._messages[action.kind, action.stage]
         size = self._batches[action.micro_batch].size
         specs = [TensorSpec(value.shape_at(size), value.dim_order, value.dtype) for value in values]
-        mask = [TensorSpec((len(values),), (0,), torch.bool)] if action.kind in _GRADIENTS and values else []
+        mask = [TensorSpec((len(values),), (0,), torch.bool)] if self._has_mask(action) else []
         return [*mask, *specs]
+
+    def _has_mask(self, action: Action) -> bool:
+        """Whether a mask of the gradients that exist leads the message: those that are first to go back in a step."""
+        return action in self._first_back and bool(self._messages[action.kind, action.stage])
 
     def carry_out(self, action: Action) -> None:
         """Do what the action says; any failure names it."""
@@ -159,22 +175,41 @@ class _Work:
         values = self._messages[action.kind, action.stage]
         if action.kind in _RECEIVES:
             received = self._transport.receive(action)
-            exists = received.pop(0).tolist() if action.kind in _GRADIENTS and values else [True] * len(values)
+            if self._has_mask(action):
+                self._existing[action.kind, action.stage] = received.pop(0).tolist()
+            exists = self._existing.get((action.kind, action.stage), [True] * len(values))
             arrived = zip(values, received, exists, strict=True)
             self._incoming[place] = {value.name: tensor for value, tensor, there in arrived if there}
-            return
-        outgoing = self._outgoing.pop(place)
-        if action.kind not in _GRADIENTS or not values:
+        elif action.kind in _GRADIENTS:
+            self._transport.send(action, self._gradients(action, self._outgoing.pop(place)))
+        else:
+            outgoing = self._outgoing.pop(place)
             self._transport.send(action, [outgoing[value.name] for value in values])
-            return
-        size = self._batches[action.micro_batch].size
+
+    def _gradients(self, action: Action, found: Mapping[str, Tensor]) -> list[Tensor]:
+        """The message with the gradients of a stage's inputs.
+
+        A value without a path to the loss has none, which is not the same as zeros: weight decay would move what no
+        gradient reaches. Which ones exist follows from the graph, so the first micro-batch to go back says it for all.
+        """
+        values = self._messages[action.kind, action.stage]
         device = self._runners[action.stage].device
-        tensors = [torch.tensor([value.name in outgoing for value in values], device=device)]
-        for value in values:
-            missing = value.name not in outgoing  # no path from it to the loss: not the same as a gradient of zeros
-            shape = value.shape_at(size)
-            tensors.append(torch.zeros(shape, dtype=value.dtype, device=device) if missing else outgoing[value.name])
-        self._transport.send(action, tensors)
+        exists = [value.name in found for value in values]
+        mask = [torch.tensor(exists, device=device)] if self._has_mask(action) else []
+        known = self._existing.setdefault((action.kind, action.stage), exists)
+        for value, there, expected in zip(values, exists, known, strict=True):
+            if there and not expected:
+                raise ExecutionError(
+                    f"{action}: {value.name} has a gradient, but had none in the micro-batches that went back before; "
+                    "let loss_fn use the same outputs in every micro-batch of a step, with weight 0 where need be"
+                )
+        size = self._batches[action.micro_batch].size
+        return mask + [
+            found[value.name]
+            if value.name in found
+            else torch.zeros(value.shape_at(size), dtype=value.dtype, device=device)
+            for value in values
+        ]
 
     def _compute(self, action: Action) -> None:
         runner = self._runners[action.stage]

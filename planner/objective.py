@@ -122,8 +122,7 @@ def gpipe_makespan_s(
     arrival_s = np.zeros(micro_batches)
     for stage in reversed(range(stages)):
         recompute = recompute_s[stage, ::-1].copy()
-        if stage == stages - 1:
-            recompute[0] = 0.0
+        recompute[0] = 0.0  # the last micro-batch forward is the first backward: nothing stands between
         done_s = _line(arrival_s, backward_s[stage, ::-1], recompute, turn_s[stage])
         arrival_s = _line(done_s, send_backward_s[stage, ::-1], np.zeros(micro_batches), 0.0)
     return float(done_s[-1])

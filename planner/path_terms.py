@@ -42,7 +42,7 @@ def staying_terms(problem: Problem, split: MicroBatches, option: StageOptions) -
         forward=np.maximum(forward, steady_mean(split, out_large, out_small)[:, None]) + forward_head[:, None],
         backward=np.maximum(backward + again, steady_mean(split, back_large, back_small)[:, None])
         + backward_head[:, None],
-        first_recompute=np.where(option.recomputed, range_sums(small.recompute_s), 0.0),
+        first_recompute=np.zeros_like(passing),
         optimizer=_optimizer_s(problem, option),
     )
 

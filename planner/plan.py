@@ -10,7 +10,7 @@ A plan is the only thing that passes from the planner to the executor.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -22,11 +22,18 @@ from profiler.value import Value, write_atomically
 if TYPE_CHECKING:
     import pandas
 
-PLAN_SCHEMA_VERSION: Final = 1
+ScheduleName: TypeAlias = Literal["gpipe", "1f1b"]
+PLAN_SCHEMA_VERSION: Final = 2
 
 
 class Segment(Value):
-    """Layers `first` to `stop - 1`, as a unit of recompute."""
+    """Layers `first` to `stop - 1`, as a unit of recompute: of these layers a forward pass keeps only what enters.
+
+    The backward phase runs a segment again just before its backward pass, so one segment's activations are there at a
+    time. The last segment of a stage is the first that goes back: it is run again by an action of its own, R, before
+    the gradient of the stage's outputs arrives, and not at all where that backward pass follows the forward pass
+    directly. The others are run again inside B.
+    """
 
     first: int = Field(ge=0)
     stop: int = Field(gt=0)
@@ -42,9 +49,9 @@ class StageTimes(Value):
     """Predicted seconds of one stage for one micro-batch of a given size.
 
     Attributes:
-        forward_s: forward pass.
-        recompute_s: running recomputed segments again before the backward pass; 0 when all is kept.
-        backward_s: backward pass.
+        forward_s: forward pass, action F.
+        recompute_s: running the last recomputed segment again, action R; 0 when all is kept.
+        backward_s: backward pass, action B, with the recompute of all other segments.
         send_forward_s: sending the stage's outputs to the next stage; 0 for the last.
         send_backward_s: sending the gradients of the stage's inputs to the stage before; 0 for the first.
     """
@@ -99,11 +106,14 @@ class Stage(Value):
         first_layer: index of its first layer.
         stop_layer: index behind its last layer.
         module_paths: first and last module path, for people.
-        device: where it runs; rank k of the executor runs stage k.
+        devices: where it runs in each of the R replicas, equal but for their names.
+        rank: the process of each replica that runs it; process `replica * (number of ranks) + rank` of them all.
         parameters: names of its parameters (a tied parameter is named by every stage that uses it).
         parameter_count: elements of those parameters.
-        recompute: segments that are run again in the backward phase; the whole stage is `(first_layer, stop_layer)`.
+        recompute: segments that are run again in the backward phase, ascending and disjoint; the whole stage is
+            `(first_layer, stop_layer)`, as GPipe does it.
         times: one entry for each distinct micro-batch size of the plan.
+        all_reduce_s: predicted seconds of averaging its gradients over the replicas; 0 for one replica.
         optimizer_s: predicted seconds of the optimizer step.
         memory: predicted peak bytes.
     """
@@ -111,13 +121,25 @@ class Stage(Value):
     first_layer: int = Field(ge=0)
     stop_layer: int = Field(gt=0)
     module_paths: tuple[str, str]
-    device: Device
+    devices: tuple[Device, ...] = Field(min_length=1)
+    rank: int = Field(ge=0)
     parameters: tuple[str, ...]
     parameter_count: int = Field(ge=0)
     recompute: tuple[Segment, ...] = ()
     times: tuple[StageTimes, ...] = Field(min_length=1)
+    all_reduce_s: float = Field(ge=0, default=0.0)
     optimizer_s: float = Field(ge=0)
     memory: StageMemory
+
+    @property
+    def device(self) -> Device:
+        """Where it runs in the first replica."""
+        return self.devices[0]
+
+    @property
+    def whole_recomputed(self) -> bool:
+        """Whether it is recomputed as one segment."""
+        return self.recompute == (Segment(first=self.first_layer, stop=self.stop_layer),)
 
     def times_at(self, micro_batch_size: int) -> StageTimes:
         """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
@@ -158,23 +180,24 @@ class Plan(Value):
         model_fingerprint: of the traced model; the executor refuses any other model.
         profile_fingerprint: of the profile that the predictions come from.
         sample: what the model is called with.
-        batch_size: samples of a mini-batch.
-        micro_batch_sizes: samples of each micro-batch in order; they add up to `batch_size`.
-        schedule: order of the actions on each rank.
-        replicas: R, pipelines side by side with averaged gradients.
+        batch_size: samples of a mini-batch, over all replicas.
+        micro_batch_sizes: samples of each micro-batch of one replica in order; replica r takes samples
+            `[r * n, (r + 1) * n)` of the mini-batch with `n = batch_size / replicas`, which they add up to.
+        schedule: order of the actions on each rank, see `planner.schedule`.
+        replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
         optimizer: class name of the optimizer that the predictions assume.
         stages: in pipeline order.
         prediction: step time and how good the plan is.
     """
 
-    schema_version: Literal[1] = PLAN_SCHEMA_VERSION
+    schema_version: Literal[2] = PLAN_SCHEMA_VERSION
     model_fingerprint: str
     profile_fingerprint: str
     sample: SampleSpec
     batch_size: int = Field(gt=0)
     micro_batch_sizes: tuple[int, ...] = Field(min_length=1)
-    schedule: Literal["gpipe"] = "gpipe"
-    replicas: Literal[1] = 1
+    schedule: ScheduleName = "gpipe"
+    replicas: int = Field(ge=1, default=1)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
     prediction: Prediction
@@ -186,15 +209,24 @@ class Plan(Value):
 
     @property
     def M(self) -> int:
-        """Number of micro-batches."""
+        """Number of micro-batches of one replica."""
         return len(self.micro_batch_sizes)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica; `ranks * replicas` of them train together."""
+        return 1 + max(stage.rank for stage in self.stages)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if any(size < 1 for size in self.micro_batch_sizes) or sum(self.micro_batch_sizes) != self.batch_size:
+        sizes_sum = sum(self.micro_batch_sizes) * self.replicas
+        if any(size < 1 for size in self.micro_batch_sizes) or sizes_sum != self.batch_size:
             raise ValueError(
-                f"micro-batches of {list(self.micro_batch_sizes)} samples do not make up a batch of {self.batch_size}"
+                f"{self.replicas} times micro-batches of {list(self.micro_batch_sizes)} samples do not make up a "
+                f"batch of {self.batch_size}"
             )
+        if {stage.rank for stage in self.stages} != set(range(self.ranks)):
+            raise ValueError(f"ranks {[stage.rank for stage in self.stages]} of the stages leave out a number")
         expected = 0
         for position, stage in enumerate(self.stages):
             if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
@@ -206,9 +238,16 @@ class Plan(Value):
             sizes = {entry.micro_batch_size for entry in stage.times}
             if sizes != set(self.micro_batch_sizes) or len(sizes) != len(stage.times):
                 raise ValueError(f"stage {position} has times for micro-batches of {sorted(sizes)} samples")
+            if len(stage.devices) != self.replicas:
+                raise ValueError(f"stage {position} has {len(stage.devices)} devices for {self.replicas} replicas")
+            behind = stage.first_layer
             for segment in stage.recompute:
-                if segment.first < stage.first_layer or segment.stop > stage.stop_layer:
-                    raise ValueError(f"stage {position} recomputes layers [{segment.first}, {segment.stop})")
+                if segment.first < behind or segment.stop > stage.stop_layer:
+                    raise ValueError(
+                        f"stage {position} recomputes layers [{segment.first}, {segment.stop}), which lie outside "
+                        f"[{behind}, {stage.stop_layer})"
+                    )
+                behind = segment.stop
         return self
 
     def to_frame(self) -> pandas.DataFrame:

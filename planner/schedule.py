@@ -3,26 +3,32 @@
 GPipe with K = 3 stages and M = 4 micro-batches, every stage recomputing; time runs to the right, `F2` is the forward
 pass of micro-batch 2, `R2` its recompute, `B2` its backward pass:
 
-    stage 0  F0 F1 F2 F3 R3 ............ B3 R2 B2 R1 B1 R0 B0
-    stage 1     F0 F1 F2 F3 R3 ...... B3 R2 B2 R1 B1 R0 B0
+    stage 0  F0 F1 F2 F3 .............. B3 R2 B2 R1 B1 R0 B0
+    stage 1     F0 F1 F2 F3 ........ B3 R2 B2 R1 B1 R0 B0
     stage 2        F0 F1 F2 F3 B3 R2 B2 R1 B1 R0 B0
-                               ^ the turn-around: nothing stands between the last forward pass of the last stage and
-                                 its backward pass, so that one micro-batch is never recomputed
 
-Forward flushes before backward, and the backward phase takes the micro-batches in reverse order. A recompute stands
-before the wait for the gradient (`R3`, `RECV_B3`, `B3`), so that it fills the time in which the gradient travels. The
-simulator and the executor walk exactly these lists: RECV waits for a message whose receive was posted ahead, SEND
-starts a transfer and does not wait for it.
+Forward flushes before backward, and the backward phase takes the micro-batches in reverse order. 1F1B with the same K
+and M: stage k has at most K - k micro-batches under way, so it keeps less, and the backward passes come in the order
+of the forward passes:
+
+    stage 0  F0 F1 F2 R0 ......... B0 F3 R1 ... B1 R2 ... B2 R3 ... B3
+    stage 1     F0 F1 R0 ... B0 F2 R1 ... B1 F3 R2 ... B2 R3 ... B3
+    stage 2        F0 B0 F1 B1 F2 B2 F3 B3
+
+A recompute stands before the wait for the gradient (`R2`, `RECV_B2`, `B2`), so that it fills the time in which the
+gradient travels. Where no other pass stands between the forward and the backward pass of a micro-batch, its activations
+are kept and there is nothing to recompute. The simulator and the executor walk exactly these lists: RECV waits for a
+message whose receive was posted ahead, SEND starts a transfer and does not wait for it.
 
     >>> print(schedule_text(gpipe_schedule(stages=2, micro_batches=2, recompute=(True, False))))
-    0F0 0SEND_F0 0F1 0SEND_F1 0R1 0RECV_B1 0B1 0R0 0RECV_B0 0B0
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0R0 0RECV_B0 0B0
     1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
@@ -30,7 +36,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from profiler.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.plan import Plan, ScheduleName
 
 
 class ActionKind(StrEnum):
@@ -129,47 +135,81 @@ def parse_schedule(text: str) -> Schedule:
     return schedule
 
 
-def gpipe_schedule(*, stages: int, micro_batches: int, recompute: tuple[bool, ...]) -> Schedule:
-    """The schedule of GPipe (Huang et al., arXiv 1811.06965, figure 2c) as the module's diagram shows it.
+def make_schedule(name: ScheduleName, *, stages: int, micro_batches: int, recompute: Sequence[bool]) -> Schedule:
+    """The lists of actions of a schedule.
 
     Args:
+        name: `"gpipe"` (Huang et al., arXiv 1811.06965, figure 2c) or `"1f1b"` (Narayanan et al., arXiv 1806.03377,
+            with the flush of arXiv 2104.04473, figure 3), as the module's diagrams show them.
         stages: K.
         micro_batches: M.
-        recompute: for each stage whether it runs its forward pass again before each backward pass.
+        recompute: for each stage whether it runs a segment again before each backward pass.
 
     Returns:
         One list of actions a stage.
 
     Raises:
-        ArgumentError: there is no stage or no micro-batch, or `recompute` does not have one entry a stage.
+        ArgumentError: there is no such schedule, no stage or no micro-batch, or `recompute` does not have one entry a
+            stage.
     """
+    if name not in _COMPUTED:
+        raise ArgumentError(f"schedule {name!r} is none of {', '.join(_COMPUTED)}")
     if stages < 1 or micro_batches < 1:
         raise ArgumentError(f"{stages} stages and {micro_batches} micro-batches; a schedule needs at least 1 of both")
     if len(recompute) != stages:
         raise ArgumentError(f"recompute has {len(recompute)} entries for {stages} stages; give one a stage")
-    return tuple(tuple(_gpipe_actions(stage, stages, micro_batches, recompute[stage])) for stage in range(stages))
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that the plan runs."""
-    return gpipe_schedule(
-        stages=plan.K, micro_batches=plan.M, recompute=tuple(bool(stage.recompute) for stage in plan.stages)
+    computed = _COMPUTED[name]
+    return tuple(
+        tuple(_with_transfers(stage, stages, computed(stage, stages, micro_batches), recompute[stage]))
+        for stage in range(stages)
     )
 
 
-def _gpipe_actions(stage: int, stages: int, micro_batches: int, recompute: bool) -> Iterator[Action]:
-    first, last = stage == 0, stage == stages - 1
+def gpipe_schedule(*, stages: int, micro_batches: int, recompute: Sequence[bool]) -> Schedule:
+    """`make_schedule` for GPipe."""
+    return make_schedule("gpipe", stages=stages, micro_batches=micro_batches, recompute=recompute)
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule that the plan runs, of one replica."""
+    recompute = [bool(stage.recompute) for stage in plan.stages]
+    return make_schedule(plan.schedule, stages=plan.K, micro_batches=plan.M, recompute=recompute)
+
+
+Pass: TypeAlias = tuple[ActionKind, int]  # F or B of a micro-batch
+
+
+def _gpipe_passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
+    """All forward passes, then all backward passes in reverse order; alike on all stages."""
+    forward = [(ActionKind.F, number) for number in range(micro_batches)]
+    return forward + [(ActionKind.B, number) for number in reversed(range(micro_batches))]
+
+
+def _one_f_one_b_passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
+    """As many forward passes as there are stages behind, then one forward and one backward pass in turns."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    passes = [(ActionKind.F, number) for number in range(ahead)]
     for number in range(micro_batches):
-        if not first:
-            yield Action(stage, ActionKind.RECV_F, number)
-        yield Action(stage, ActionKind.F, number)
-        if not last:
-            yield Action(stage, ActionKind.SEND_F, number)
-    for number in reversed(range(micro_batches)):
-        if recompute and not (last and number == micro_batches - 1):
+        if ahead + number < micro_batches:
+            passes.append((ActionKind.F, ahead + number))
+        passes.append((ActionKind.B, number))
+    return passes
+
+
+_COMPUTED: Mapping[str, Callable[[int, int, int], list[Pass]]] = {"gpipe": _gpipe_passes, "1f1b": _one_f_one_b_passes}
+
+
+def _with_transfers(stage: int, stages: int, passes: Sequence[Pass], recompute: bool) -> Iterator[Action]:
+    """The passes with recompute before the wait for a gradient, unless the micro-batch has just gone forward."""
+    first, last = stage == 0, stage == stages - 1
+    before: Pass | None = None
+    for kind, number in passes:
+        forward = kind is ActionKind.F
+        if not forward and recompute and before != (ActionKind.F, number):
             yield Action(stage, ActionKind.R, number)
-        if not last:
-            yield Action(stage, ActionKind.RECV_B, number)
-        yield Action(stage, ActionKind.B, number)
-        if not first:
-            yield Action(stage, ActionKind.SEND_B, number)
+        if not (first if forward else last):
+            yield Action(stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number)
+        yield Action(stage, kind, number)
+        if not (last if forward else first):
+            yield Action(stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number)
+        before = (kind, number)

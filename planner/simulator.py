@@ -104,7 +104,7 @@ class Timeline:
         events: by lane (stages in order, then links), in order of time within a lane.
         makespan_s: seconds until the last stage is done with its list.
         idle_s: for each stage the part of the makespan in which it neither computes nor recomputes.
-        optimizer_s: seconds of the slowest stage's optimizer step, which follows the makespan.
+        optimizer_s: seconds of the slowest stage's all-reduce and optimizer step, which follow the makespan.
     """
 
     events: tuple[Event, ...]
@@ -130,7 +130,11 @@ class Timeline:
 
 def simulate_plan(plan: Plan) -> Timeline:
     """The timeline of a plan's step, with its predicted times."""
-    return simulate(schedule_of(plan), Durations.of(plan), optimizer_s=max(stage.optimizer_s for stage in plan.stages))
+    return simulate(
+        schedule_of(plan),
+        Durations.of(plan),
+        optimizer_s=max(stage.all_reduce_s + stage.optimizer_s for stage in plan.stages),
+    )
 
 
 def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0.0) -> Timeline:

@@ -61,11 +61,6 @@ def torch_device(device: Device) -> torch.device:
     return _here(device.name)
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def context_bytes(device: Device) -> int:
     """Memory of a local device that a process occupies before it holds any tensor: its CUDA context; 0 on CPUs.
 

@@ -16,7 +16,7 @@ from profiler.allocator import keep_freed_memory
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.links import measure_link
-from profiler.local import Devices, context_bytes, local_devices, torch_device, usable_cores
+from profiler.local import Devices, context_bytes, local_devices, torch_device
 from profiler.loss import LossFunction, loss_of
 from profiler.measured_sizes import measured_sizes
 from profiler.memory import LayerMemory
@@ -29,6 +29,7 @@ from profiler.stand_ins import fake_runner, input_bytes, micro_batch, parameter_
 from profiler.sweeps import MOST_SWEEPS, LayerTiming, time_layers
 from profiler.task import Task
 from profiler.timing import computing_with
+from profiler.workers import usable_cores
 
 OPTIMIZER_SHARE = 0.05  # of the time budget
 SWEEP_MEMORY_SHARE = 0.5  # of a device's memory: the rest holds the model, its gradients and what is passed on
@@ -139,7 +140,7 @@ def _neighbour_count(device: Device, cluster: Cluster) -> int:
     if _is_cuda(device):
         return 0
     workers = sum(not _is_cuda(other) for other in cluster.devices)
-    return max(0, min(workers, usable_cores() // max(1, device.threads)) - 1)
+    return max(0, min(workers, len(usable_cores()) // max(1, device.threads)) - 1)
 
 
 def _links(cluster: Cluster, wanted: bool) -> tuple[Link, ...]:

@@ -42,6 +42,8 @@ def _end_with_parent(connection: Connection) -> None:
 
 
 def _run(task: Task) -> bytes | Failure:
+    if task.cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, task.cores)  # before the threads that compute and wait for messages begin
     torch.set_num_threads(task.threads)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:

@@ -46,7 +46,7 @@ def test_a_plan_without_its_last_stage_is_refused(plan_for: Callable[..., Plan],
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [(("sample", "tree"), "garbage"), (("sample", "leaves"), []), (("stages", 0, "device", "name"), "zzz")],
+    [(("sample", "tree"), "garbage"), (("sample", "leaves"), []), (("stages", 0, "devices", 0, "name"), "zzz")],
 )
 def test_a_plan_with_senseless_values_is_refused(
     plan_for: Callable[..., Plan], tmp_path: Path, path: tuple[str | int, ...], value: object

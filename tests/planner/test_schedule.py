@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.schedule import Action, ActionKind, gpipe_schedule, parse_schedule, schedule_text
+from planner.schedule import Action, ActionKind, gpipe_schedule, make_schedule, parse_schedule, schedule_text
 from profiler.errors import ArgumentError
 
 GOLDEN = """\
-0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0R2 0RECV_B2 0B2 0R1 0RECV_B1 0B1 0R0 0RECV_B0 0B0
+0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B2 0B2 0R1 0RECV_B1 0B1 0R0 0RECV_B0 0B0
 1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_F2 1F2 1SEND_F2 \
 1RECV_B2 1B2 1SEND_B2 1RECV_B1 1B1 1SEND_B1 1RECV_B0 1B0 1SEND_B0
 2RECV_F0 2F0 2RECV_F1 2F1 2RECV_F2 2F2 2B2 2SEND_B2 2R1 2B1 2SEND_B1 2R0 2B0 2SEND_B0"""
@@ -15,6 +15,39 @@ GOLDEN = """\
 def test_gpipe_schedule_of_three_stages():
     schedule = gpipe_schedule(stages=3, micro_batches=3, recompute=(True, False, True))
     assert schedule_text(schedule) == GOLDEN
+
+
+def compute_text(schedule):
+    return [" ".join(str(a)[1:] for a in actions if a.kind in ("F", "R", "B")) for actions in schedule]
+
+
+def test_1f1b_schedule_of_three_stages():
+    schedule = make_schedule("1f1b", stages=3, micro_batches=4, recompute=(True, True, True))
+    assert compute_text(schedule) == [
+        "F0 F1 F2 R0 B0 F3 R1 B1 R2 B2 R3 B3",
+        "F0 F1 R0 B0 F2 R1 B1 F3 R2 B2 R3 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.sampled_from(["gpipe", "1f1b"]), st.data())
+def test_every_micro_batch_goes_forward_and_back_once_and_in_time(stages, micro_batches, name, data):
+    recompute = data.draw(st.lists(st.booleans(), min_size=stages, max_size=stages))
+    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, recompute=recompute)
+    for stage, actions in enumerate(schedule):
+        assert len(set(actions)) == len(actions)
+        flying, most = 0, 0
+        for action in actions:
+            flying += (action.kind == "F") - (action.kind == "B")
+            most = max(most, flying)
+        assert flying == 0
+        assert most == (micro_batches if name == "gpipe" else min(stages - stage, micro_batches))
+        sends = [a for a in actions if a.kind in ("SEND_F", "SEND_B")]
+        for neighbour in (stage - 1, stage + 1):  # in the order in which the neighbour receives
+            if 0 <= neighbour < stages:
+                sent = [a.other_end for a in sends if a.other_end.stage == neighbour]
+                receives = [a for a in schedule[neighbour] if a in sent]
+                assert sent == receives
 
 
 def test_one_stage_recomputes_all_but_the_last_micro_batch():
@@ -65,3 +98,8 @@ def test_a_transfer_has_two_ends():
 def test_impossible_schedules_are_refused(stages, micro_batches, recompute, message):
     with pytest.raises(ArgumentError, match=message):
         gpipe_schedule(stages=stages, micro_batches=micro_batches, recompute=recompute)
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ArgumentError, match="schedule 'zero' is none of gpipe, 1f1b"):
+        make_schedule("zero", stages=1, micro_batches=1, recompute=[False])  # type: ignore[arg-type]

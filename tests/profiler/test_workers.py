@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from profiler.channel import finish, start_receive, start_send
 from profiler.errors import ExecutionError
-from profiler.workers import run_workers
+from profiler.workers import cores_of_workers, run_workers, usable_cores
 
 
 def _shift(offset: int) -> tuple[int, int, int]:
@@ -50,3 +50,22 @@ def test_one_error_names_rank_and_cause(how: str, cause: str) -> None:
     with pytest.raises(ExecutionError, match=r"^rank 1 of 2 failed: ") as caught:
         run_workers(_fail, [(how,), (how,)])
     assert cause in str(caught.value)
+
+
+def test_workers_that_fill_the_machine_have_cores_of_their_own() -> None:
+    cores = usable_cores()
+    shared = cores_of_workers(len(cores), 1)
+    if len(cores) > 1:
+        assert [set(own) for own in shared if own] == [{core} for core in cores]
+    assert cores_of_workers(1, len(cores)) == [None]
+    assert cores_of_workers(len(cores) + 1, 1) == [None] * (len(cores) + 1)
+
+
+@pytest.mark.skipif(len(usable_cores()) != 2, reason="two workers fill a machine of two cores")
+def test_a_worker_runs_on_its_cores() -> None:
+    assert run_workers(_cores, [(0,), (1,)]) == [[usable_cores()[0]], [usable_cores()[1]]]
+    assert run_workers(_cores, [(0,), (1,)], own_cores=False) == [usable_cores()] * 2
+
+
+def _cores(_: int) -> list[int]:
+    return sorted(os.sched_getaffinity(0))

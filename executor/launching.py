@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from executor.position import describe
+from executor.watch import timeout_for
 from planner.plan import Plan
 from profiler.errors import ArgumentError
 from profiler.workers import run_workers
 
-SHORTEST_TIMEOUT_S = 60.0
-STEPS_UNTIL_TIMEOUT = 20.0  # a message that takes this many predicted steps will not come any more
 
-
-def launch(fn: Callable[..., Any], plan: Plan, args: Sequence[Any] = ()) -> list[Any]:
-    """Call `fn(plan, *args)` in K processes on this machine, rank k for stage k.
+def launch(
+    fn: Callable[..., Any], plan: Plan, args: Sequence[Any] = (), *, timeout_s: float | None = None
+) -> list[Any]:
+    """Call `fn(plan, *args)` on this machine, in one process for each rank of each replica of the plan.
 
         def train(plan):
             pipe = Pipeline(Model(), plan, loss_fn=cross_entropy)
@@ -29,18 +30,27 @@ def launch(fn: Callable[..., Any], plan: Plan, args: Sequence[Any] = ()) -> list
         fn: what each process runs.
         plan: the plan.
         args: further arguments of `fn`.
+        timeout_s: how long a process waits for another before all end; None: 20 predicted steps, at least 20 s and at
+            most 60 s.
 
     Returns:
         What `fn` returned, in rank order.
 
     Raises:
         PlanError: a process raised one of our errors (a `ForeignPlanError`, say); of the same class, with the rank.
-        ExecutionError: a process raised anything else or died. Either way all are ended, and the message names the
-            rank that failed first.
+        ExecutionError: a process raised anything else, died or got stuck. Either way all are ended, and the message
+            names the rank that failed first, where it was (step, stage, micro-batch, action) and the cause.
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"launch got a {type(plan).__name__} as plan; call launch(fn, plan)")
     threads = max((stage.device.threads for stage in plan.stages), default=1)
-    timeout_s = max(SHORTEST_TIMEOUT_S, STEPS_UNTIL_TIMEOUT * plan.prediction.step_s)
+    limit_s = timeout_for(plan) if timeout_s is None else timeout_s
     on_cpu = all(stage.device.name.startswith("cpu") for stage in plan.stages)
-    return run_workers(fn, [(plan, *args)] * plan.K, threads=max(threads, 1), timeout_s=timeout_s, own_cores=on_cpu)
+    return run_workers(
+        fn,
+        [(plan, *args)] * (plan.ranks * plan.replicas),
+        threads=max(threads, 1),
+        timeout_s=limit_s,
+        own_cores=on_cpu,
+        describe=describe,
+    )

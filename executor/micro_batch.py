@@ -25,6 +25,14 @@ def sizes_for(batch_size: int, planned: Sequence[int]) -> tuple[int, ...]:
     return (smaller + 1,) * larger + (smaller,) * (count - larger)
 
 
+def shapes_of(tree: Any) -> str:
+    """Shapes and dtypes of a tree's tensors and how many other leaves it has, in words for an error."""
+    leaves = pytree.tree_leaves(tree)
+    tensors = [f"{tuple(leaf.shape)} {str(leaf.dtype)[6:]}" for leaf in leaves if isinstance(leaf, Tensor)]
+    others = len(leaves) - len(tensors)
+    return ", ".join(tensors + ([f"{others} other values"] if others else [])) or "nothing"
+
+
 def split_inputs(tensors: Sequence[Tensor], spec: SampleSpec, sizes: Sequence[int]) -> list[list[Tensor]]:
     """The model's tensor inputs for each micro-batch; inputs without a batch dimension go whole to each."""
     dims = [leaf.batch_dim for leaf in spec.leaves if isinstance(leaf, TensorLeaf)]

@@ -14,7 +14,7 @@ data, M and seed, not of K or the cuts.
 
 from __future__ import annotations
 
-import os
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,14 +23,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.gradient_norm import global_norm
-from executor.micro_batch import sizes_for, split_inputs, split_target
+from executor.micro_batch import shapes_of, sizes_for, split_inputs, split_target
 from executor.placement import Placement, place
+from executor.position import Phase
 from executor.randomness import generator_of, preserved
 from executor.runtime import Evaluation, Runtime
 from executor.stage_runner import MicroBatch, StageRunner
 from executor.stopwatch import TimedAction
 from executor.tied import sum_gradients
 from executor.transport import Distributed, InProcess
+from executor.watch import Given, Watch
+from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
 from planner.schedule import ActionKind, gpipe_schedule, make_schedule
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
@@ -49,28 +52,45 @@ class Pipeline:
         plan: the plan.
         loss_fn: `loss_fn(output, target)` returns the mean loss over the samples; None if the model returns its loss.
         seed: of all random numbers that the model draws.
+        timeout_s: how long a process waits for another before all end; as `launch` says, or follows from the plan, if
+            None (see `executor.watch`).
 
     Attributes:
         plan: the plan.
         rank: of this process; 0 where it runs alone.
+        watch: sees to it that all processes end when one fails.
 
     Raises:
-        ForeignPlanError: the plan was made for another model or another number of processes.
+        ForeignPlanError: the plan was made for another model or another number of processes, or the processes have
+            different plans.
         NotTraceableError: the model cannot be traced.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, *, loss_fn: LossFunction | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        loss_fn: LossFunction | None = None,
+        seed: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
         if not isinstance(plan, Plan):
             raise ArgumentError(f"the plan is a {type(plan).__name__}; pass a Plan, Plan.load(path) reads one")
         self.plan = plan
         self._model = model
-        self.rank, world_size = _join()
-        if world_size not in (1, plan.K):
-            raise ForeignPlanError(
-                f"the plan has {plan.K} stages, but {world_size} processes run; start {plan.K} processes, or one"
-            )
-        self._sequence = _traced(model, plan)
-        _check_model(self._sequence, plan)
+        limit_s = wait_limit(plan, timeout_s)
+        self.rank, self._world_size = join(timeout_s=limit_s)
+        self.watch = Watch(self.rank, self._world_size, timeout_s=limit_s)
+        with self.watch.call(Phase.CONSTRUCTION, {"the plan": _digest(plan.to_json()), "the seed": str(seed)}):
+            check_world_size(plan, self._world_size)
+            self._sequence = _traced(model, plan)
+            _check_model(self._sequence, plan)
+            self._build(loss_fn, seed)
+
+    def _build(self, loss_fn: LossFunction | None, seed: int) -> None:
+        """What carries out the stages of this process."""
+        plan, world_size = self.plan, self._world_size
         self._stages = list(range(plan.K)) if world_size == 1 else [self.rank]
         devices = {stage: _device(plan, stage) for stage in self._stages}
         if world_size > 1 and devices[self.rank].type == "cuda":
@@ -90,8 +110,7 @@ class Pipeline:
             for stage in self._stages
         }
         transport = InProcess(devices) if world_size == 1 else Distributed(self.rank, devices[self.rank])
-        self._runtime = Runtime(self._runners, transport, self._sequence, plan)
-        self._world_size = world_size
+        self._runtime = Runtime(self._runners, transport, self._sequence, plan, self.watch.log)
         self._devices = devices
         self._steps = 0
         self._evaluation: Evaluation | None = None
@@ -124,18 +143,21 @@ class Pipeline:
             ArgumentError: the arguments differ from what the model was traced with; before anything runs.
             ExecutionError: an action failed; the message names stage, micro-batch and cause.
         """
-        batches = self._micro_batches(args, kwargs, target)
-        recompute = tuple(bool(stage.recompute) for stage in self.plan.stages)
-        schedule = make_schedule(
-            self.plan.schedule, stages=self.plan.K, micro_batches=len(batches), recompute=recompute
-        )
-        with torch.enable_grad(), preserved([generator_of(device) for device in set(self._devices.values())]):
-            self._runtime.run({stage: schedule[stage] for stage in self._stages}, batches, self._steps)
-        sum_gradients(self._placement.tied, self.rank)
-        for runner in self._runners.values():
-            runner.move_buffers()
-        self._steps += 1
-        return self._shared_loss()
+        with self.watch.call(Phase.PREPARATION, self._given("step", args, kwargs, target)):
+            batches = self._micro_batches(args, kwargs, target)
+            recompute = tuple(bool(stage.recompute) for stage in self.plan.stages)
+            schedule = make_schedule(
+                self.plan.schedule, stages=self.plan.K, micro_batches=len(batches), recompute=recompute
+            )
+            with torch.enable_grad(), preserved([generator_of(device) for device in set(self._devices.values())]):
+                self._runtime.run({stage: schedule[stage] for stage in self._stages}, batches, self._steps)
+            sum_gradients(self._placement.tied, self.rank)
+            for runner in self._runners.values():
+                runner.move_buffers()
+            self._steps += 1
+            loss = self._shared_loss()
+            self.watch.log.step = self._steps
+        return loss
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The mean loss of a batch in evaluation mode: no dropout, batch normalization by running statistics.
@@ -145,12 +167,13 @@ class Pipeline:
         Raises:
             NotTraceableError: in evaluation mode the model does other operations than in training.
         """
-        batches = self._micro_batches(args, kwargs, target)
-        schedule = gpipe_schedule(stages=self.plan.K, micro_batches=len(batches), recompute=(False,) * self.plan.K)
-        forward_only = (ActionKind.RECV_F, ActionKind.F, ActionKind.SEND_F)
-        lists = {stage: tuple(a for a in schedule[stage] if a.kind in forward_only) for stage in self._stages}
-        self._runtime.run(lists, batches, self._steps, evaluation=self._evaluated())
-        return self._shared_loss()
+        with self.watch.call(Phase.PREPARATION, self._given("evaluate", args, kwargs, target)):
+            batches = self._micro_batches(args, kwargs, target)
+            schedule = gpipe_schedule(stages=self.plan.K, micro_batches=len(batches), recompute=(False,) * self.plan.K)
+            forward_only = (ActionKind.RECV_F, ActionKind.F, ActionKind.SEND_F)
+            lists = {stage: tuple(a for a in schedule[stage] if a.kind in forward_only) for stage in self._stages}
+            self._runtime.run(lists, batches, self._steps, evaluation=self._evaluated())
+            return self._shared_loss()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages so that their common Euclidean norm is at most `max_norm`.
@@ -161,7 +184,8 @@ class Pipeline:
         Returns:
             The norm before, in float64; the same in every process and for every K.
         """
-        norm = global_norm(self._placement, tuple(self._sequence.parameters), self.rank, self._world_size)
+        with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_"}):
+            norm = global_norm(self._placement, tuple(self._sequence.parameters), self.rank, self._world_size)
         if norm > max_norm:
             for parameter in self._placement.parameters.values():
                 if parameter.grad is not None:
@@ -192,6 +216,12 @@ class Pipeline:
     def last_step_actions(self) -> tuple[TimedAction, ...]:
         """How long each forward, recompute and backward pass of this process took in the last step."""
         return self._runtime.stopwatch.read()
+
+    def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Given:
+        """What the ranks must have in common before they exchange a message of a call, or its size would be wrong."""
+        if self._world_size == 1:
+            return {}
+        return {"the call": call, "the batch": shapes_of([args, kwargs]), "the target": shapes_of(target)}
 
     def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[MicroBatch]:
         """The arguments cut into micro-batches, after they were checked."""
@@ -237,11 +267,8 @@ class Pipeline:
         return self._evaluation
 
 
-def _join() -> tuple[int, int]:
-    """Rank and world size; joins the world that torchrun announces in the environment."""
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group()
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _device(plan: Plan, stage: int) -> torch.device:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from executor.position import Logbook, Phase
 from executor.stage_runner import MicroBatch, StageRunner
 from executor.stopwatch import Stopwatch
 from executor.transport import TensorSpec, Transport
 from planner.plan import Plan
 from planner.schedule import Action, ActionKind
-from profiler.errors import ExecutionError, PlanError
+from profiler.errors import ExecutionError
 from profiler.sequence import BoundaryValue, LayerSequence
 from profiler.stage_function import StageFunction
 
@@ -39,14 +40,21 @@ class Runtime:
         transport: between stages.
         sequence: the model's layers.
         plan: says which layers a stage holds.
+        log: where each action is noted before it begins.
     """
 
     def __init__(
-        self, runners: Mapping[int, StageRunner], transport: Transport, sequence: LayerSequence, plan: Plan
+        self,
+        runners: Mapping[int, StageRunner],
+        transport: Transport,
+        sequence: LayerSequence,
+        plan: Plan,
+        log: Logbook,
     ) -> None:
         self._runners = runners
         self._transport = transport
         self._plan = plan
+        self._log = log
         self._sequence = sequence
         self.stopwatch = Stopwatch(next(iter(runners.values())).device)
 
@@ -65,7 +73,7 @@ class Runtime:
             ExecutionError: an action failed, or no stage can go on.
         """
         messages = _messages(self._sequence if evaluation is None else evaluation.sequence, self._plan)
-        work = _Work(self._runners, self._transport, self.stopwatch, messages, batches, lists, evaluation)
+        work = _Work(self._runners, self._transport, self.stopwatch, messages, batches, lists, evaluation, self._log)
         self.stopwatch.start()
         for runner in self._runners.values():
             runner.begin(step)
@@ -80,6 +88,7 @@ class Runtime:
                 raise ExecutionError(f"the schedule cannot go on: waiting for {', '.join(map(str, heads.values()))}")
             work.carry_out(heads[stage])
             position[stage] += 1
+        self._log.phase(Phase.END_OF_STEP)
         self._transport.end()
 
 
@@ -129,7 +138,9 @@ class _Work:
         batches: Sequence[MicroBatch],
         lists: ActionLists,
         evaluation: Evaluation | None,
+        log: Logbook,
     ) -> None:
+        self._log = log
         self._runners = runners
         self._transport = transport
         self._stopwatch = stopwatch
@@ -155,20 +166,13 @@ class _Work:
         return action in self._first_back and bool(self._messages[action.kind, action.stage])
 
     def carry_out(self, action: Action) -> None:
-        """Do what the action says; any failure names it."""
-        try:
-            if action.kind in _TIMED:
-                with self._stopwatch.timing(action):
-                    self._compute(action)
-            else:
-                self._move(action)
-        except PlanError:
-            raise
-        except Exception as problem:
-            raise ExecutionError(
-                f"stage {action.stage}, micro-batch {action.micro_batch}, action {action}: "
-                f"{type(problem).__name__}: {problem}"
-            ) from problem
+        """Do what the action says; the logbook says of any failure where it happened."""
+        self._log.action(action)
+        if action.kind in _TIMED:
+            with self._stopwatch.timing(action):
+                self._compute(action)
+        else:
+            self._move(action)
 
     def _move(self, action: Action) -> None:
         place = (action.stage, action.micro_batch)

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Pending = list[dist.Work]
+
+
+def default_backend() -> str:
+    """Gloo for tensors on the CPU, NCCL for those on CUDA devices where torch has it."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def start_send(tensors: Sequence[Tensor], *, to: int, tag: int, group: dist.ProcessGroup | None = None) -> Pending:

@@ -8,9 +8,15 @@ from typing import ClassVar
 
 
 class PlanError(Exception):
-    """Base of every error that gpipe-autoplan raises on purpose."""
+    """Base of every error that gpipe-autoplan raises on purpose.
+
+    Attributes:
+        exit_code: what the command `autoplan` exits with.
+        first_rank: of the processes that train together the one that failed first, where the message names it.
+    """
 
     exit_code: ClassVar[int] = 1
+    first_rank: int | None = None
 
 
 class ArgumentError(PlanError, ValueError):

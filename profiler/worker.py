@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 import threading
 import traceback
-from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from profiler.channel import default_backend
 from profiler.errors import ExecutionError, PlanError
-from profiler.workers import Failure, Task
+from profiler.journal import announce
+from profiler.workers import Failure, Task, process_group_timeout
 
 # What a rank sees when another rank is gone: gloo's words for a closed socket or a message that never came.
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
@@ -23,11 +27,14 @@ ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 def main() -> None:
     """Receive a task over the inherited socket, run it, report the result."""
     connection = Connection(int(sys.argv[1]))
+    announce(int(sys.argv[2]))
     _, pickled = connection.recv()
     task: Task = cloudpickle.loads(pickled)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     outcome = _run(task)
     connection.send(outcome)
+    if not isinstance(outcome, Failure):
+        atexit._run_exitfuncs()  # what the function has registered; there is no public call
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a process group that lost a peer can hang in its destructor
@@ -38,29 +45,33 @@ def _end_with_parent(connection: Connection) -> None:
     try:
         connection.recv()
     except (EOFError, OSError):
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)  # with what this worker has started
 
 
 def _run(task: Task) -> bytes | Failure:
     if task.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, task.cores)  # before the threads that compute and wait for messages begin
     torch.set_num_threads(task.threads)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    timeout = process_group_timeout(task.timeout_s)
     try:
-        store = dist.FileStore(task.store, task.world_size)  # type: ignore[attr-defined]
+        store = TCPStore(
+            "127.0.0.1",
+            task.port,
+            task.world_size,
+            is_master=task.rank == 0,
+            timeout=timeout,
+            master_listen_fd=task.listener,
+        )
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=task.rank,
-            world_size=task.world_size,
-            timeout=timedelta(seconds=task.timeout_s),
+            default_backend(), store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
         )
         function, args = cloudpickle.loads(task.payload)
         return bytes(cloudpickle.dumps(function(*args)))
     except PlanError as problem:
         # A connection that breaks within an action is wrapped as a failure of that action, and still an echo.
         trace = traceback.format_exc() if isinstance(problem, ExecutionError) else ""
-        return Failure(str(problem), trace, any(echo in str(problem) for echo in ECHOES), type(problem))
+        echo = problem.first_rank not in (None, task.rank) or any(echo in str(problem) for echo in ECHOES)
+        return Failure(str(problem), trace, echo, type(problem), problem.first_rank)
     except Exception as problem:
         message = f"{type(problem).__name__}: {problem}"
         return Failure(message, traceback.format_exc(), any(echo in message for echo in ECHOES))

@@ -8,6 +8,7 @@ Nothing hangs or is left behind: the first worker that fails ends all, and worke
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import socket
@@ -16,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import cloudpickle
 
 from profiler.errors import ExecutionError, PlanError
+from profiler.journal import Entry, Journal
 
 # glibc returns freed memory to the system at once by default and faults it in again in the next micro-batch; on a GPT
 # of 3 M parameters that made forward passes 1.5 times as slow. Workers keep what they freed. [measured]
@@ -32,6 +35,7 @@ KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 * 2**30),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
+TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # tells a worker how long to wait for another
 SECONDS_FOR_OTHER_REPORTS = 1.0  # after the first failure, so that its cause is known and not only its echo
 
 
@@ -42,7 +46,8 @@ class Task:
     Attributes:
         rank: of this worker.
         world_size: number of workers.
-        store: file through which the workers find each other.
+        port: of the store through which the workers find each other; the first worker holds it.
+        listener: descriptor of the store's listening socket, in the first worker.
         threads: threads that torch computes with.
         timeout_s: seconds after which a message between workers counts as lost.
         cores: that the worker may run on; None for all.
@@ -51,7 +56,8 @@ class Task:
 
     rank: int
     world_size: int
-    store: str
+    port: int
+    listener: int | None
     threads: int
     timeout_s: float
     cores: frozenset[int] | None
@@ -67,12 +73,14 @@ class Failure:
         trace: formatted traceback; "" for our own errors, whose message says it all.
         error: class of the exception if it is one of ours.
         echo: whether it only says that another worker is gone.
+        first_rank: the rank that failed first, where the message names it.
     """
 
     message: str
     trace: str
     echo: bool
     error: type[PlanError] = ExecutionError
+    first_rank: int | None = None
 
 
 def run_workers(
@@ -82,6 +90,7 @@ def run_workers(
     threads: int = 1,
     timeout_s: float = 60.0,
     own_cores: bool = True,
+    describe: Callable[[Entry], str] = lambda _: "",
 ) -> list[Any]:
     """Call `function(*args_of_rank[rank])` in one process per rank, inside one `torch.distributed` world.
 
@@ -92,6 +101,8 @@ def run_workers(
         timeout_s: how long a rank waits for a message of another.
         own_cores: give each worker cores of its own where together they occupy exactly those of this machine; see
             `cores_of_workers`.
+        describe: says in words what a worker's journal holds; "" for nothing. Of a worker that dies it is the last
+            that is known.
 
     Returns:
         The results in rank order.
@@ -102,12 +113,21 @@ def run_workers(
     """
     world_size = len(args_of_rank)
     cores = cores_of_workers(world_size, threads) if own_cores else [None] * world_size
-    with tempfile.TemporaryDirectory(prefix="gpipe-autoplan-") as folder, _ended_workers() as workers:
+    with socket.create_server(("127.0.0.1", 0), backlog=world_size) as store, _ended_workers() as workers:
         for rank, args in enumerate(args_of_rank):
             payload = cloudpickle.dumps((function, args))
-            task = Task(rank, world_size, str(Path(folder) / "store"), threads, timeout_s, cores[rank], payload)
-            workers.append(_start(task))
-        return _gather(workers)
+            listener = store.fileno() if rank == 0 else None
+            port = store.getsockname()[1]
+            workers.append(_start(Task(rank, world_size, port, listener, threads, timeout_s, cores[rank], payload)))
+        return _gather(workers, describe)
+
+
+def process_group_timeout(timeout_s: float) -> timedelta:
+    """Time-out of torch's own for workers that wait `timeout_s` for each other.
+
+    It is longer: who watches over the workers knows more of the cause than a message that does not come.
+    """
+    return timedelta(seconds=1.25 * timeout_s + 5)
 
 
 def cores_of_workers(count: int, threads: int) -> Sequence[frozenset[int] | None]:
@@ -136,6 +156,7 @@ class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
     connection: Connection
+    journal: Journal
 
 
 @contextlib.contextmanager
@@ -147,15 +168,16 @@ def _ended_workers() -> Iterator[list[_Worker]]:
     finally:
         for worker in workers:
             worker.connection.close()
-            if worker.process.poll() is None:
-                worker.process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
+                os.killpg(worker.process.pid, signal.SIGKILL)  # with the processes that it has started
         for worker in workers:
             worker.process.wait()
 
 
 def _start(task: Task) -> _Worker:
     ours, theirs = socket.socketpair()
-    with theirs:
+    with theirs, tempfile.TemporaryFile() as page:
+        page.truncate(mmap.PAGESIZE)
         environment = {
             **KEEP_FREED_MEMORY,
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "",
@@ -164,20 +186,26 @@ def _start(task: Task) -> _Worker:
             "RANK": str(task.rank),
             "LOCAL_RANK": str(task.rank),
             "WORLD_SIZE": str(task.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(task.port),
+            TIMEOUT_VARIABLE: str(task.timeout_s),
         }
+        inherited = [theirs.fileno(), page.fileno()]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "profiler.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", "profiler.worker", *map(str, inherited)],
+            pass_fds=inherited if task.listener is None else [*inherited, task.listener],
             env={**environment, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
             stdin=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C goes to the caller alone, and what a worker starts ends with it
         )
+        journal = Journal(page.fileno())
     connection = Connection(ours.detach())
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a worker that died at once shows in _gather
         connection.send((task.rank, cloudpickle.dumps(task)))
-    return _Worker(task.rank, process, connection)
+    return _Worker(task.rank, process, connection, journal)
 
 
-def _gather(workers: Sequence[_Worker]) -> list[Any]:
+def _gather(workers: Sequence[_Worker], describe: Callable[[Entry], str]) -> list[Any]:
     """The workers' results in rank order, or the error of the worker that failed first."""
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
@@ -191,7 +219,7 @@ def _gather(workers: Sequence[_Worker]) -> list[Any]:
         for connection in ready:
             assert isinstance(connection, Connection)
             worker = waiting.pop(connection)
-            outcome = _outcome(worker)
+            outcome = _outcome(worker, describe)
             if isinstance(outcome, Failure):
                 failures[worker.rank] = outcome
                 deadline = deadline or time.monotonic() + SECONDS_FOR_OTHER_REPORTS
@@ -201,17 +229,20 @@ def _gather(workers: Sequence[_Worker]) -> list[Any]:
                 results[worker.rank] = cloudpickle.loads(outcome)
     if failures:
         rank, failure = min(failures.items(), key=lambda item: item[1].echo)
-        raise failure.error(f"rank {rank} of {len(workers)} failed: {failure.message}\n{failure.trace}".rstrip())
+        if failure.first_rank is None:
+            failure = replace(failure, message=f"rank {rank} of {len(workers)} failed: {failure.message}")
+        raise failure.error(f"{failure.message}\n{failure.trace}".rstrip())
     return [results[worker.rank] for worker in workers]
 
 
-def _outcome(worker: _Worker) -> bytes | Failure:
+def _outcome(worker: _Worker, describe: Callable[[Entry], str]) -> bytes | Failure:
     """What the worker reports, or how it ended."""
     try:
         outcome = worker.connection.recv()
     except (EOFError, OSError):
         code = worker.process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return Failure(f"its process {how} before it had finished", "", echo=False)
+        where = describe(worker.journal.read())
+        return Failure(f"{where}{': ' if where else ''}its process {how} before it had finished", "", echo=False)
     assert isinstance(outcome, bytes | Failure)
     return outcome

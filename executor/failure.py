@@ -1,0 +1,61 @@
+"""The first cause of a failure, as it travels from the rank that met it to all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from profiler import errors
+from profiler.errors import ExecutionError, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class FirstCause:
+    """What ended the training, told once by the rank that met it and repeated in the same words by all others.
+
+    Attributes:
+        text: which rank failed, where, and why.
+        error: name of the class of our errors that it is raised as.
+        rank: that failed first.
+    """
+
+    text: str
+    error: str
+    rank: int
+
+    @classmethod
+    def of(cls, problem: BaseException, *, rank: int, world_size: int, position: str) -> FirstCause:
+        """The cause that an exception on this rank is.
+
+        Args:
+            problem: our own errors say themselves what is wrong; of others the class is named too.
+            rank: of this process.
+            world_size: number of ranks.
+            position: of the rank when it happened, for an exception that is not ours.
+        """
+        ours = isinstance(problem, PlanError)
+        text = str(problem) if ours else f"{position}: {type(problem).__name__}: {problem}{_advice(problem)}"
+        error = type(problem).__name__ if ours else ExecutionError.__name__
+        return cls(f"{named(rank, world_size)} failed: {text}" if world_size > 1 else text, error, rank)
+
+    def exception(self) -> PlanError:
+        """The error to raise."""
+        error = getattr(errors, self.error, ExecutionError)
+        known = isinstance(error, type) and issubclass(error, PlanError)
+        raised: PlanError = (error if known else ExecutionError)(self.text)
+        raised.first_rank = self.rank
+        return raised
+
+
+def _advice(problem: BaseException) -> str:
+    """What to do about an exception that is not ours, where we know."""
+    # The allocator of torch for the CPU raises a RuntimeError like any other.
+    if isinstance(problem, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(problem):
+        return "; out of memory: plan with a smaller memory_limit, so that stages recompute more or get smaller"
+    return ""
+
+
+def named(rank: int, world_size: int) -> str:
+    """A rank in an error message."""
+    return f"rank {rank} of {world_size}"

@@ -1,0 +1,409 @@
+"""Nothing hangs: each rank watches the others, and all end with the first cause of a failure.
+
+A thread beside the training exchanges short messages with all other ranks (`executor.mesh`):
+
+    rank 0   F0 SEND_F0 ... RECV_B3 ~~~~~~~~~~~~~~x  raises "rank 1 of 3 failed: step 7, ... action 1F3: ..."
+    rank 1   RECV_F0 F0 ... F3 !                  |  an exception: tells all others, raises
+    rank 2   RECV_F0 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~x  raises the same
+
+- A rank that fails tells the others why. A process that ends without a word closes its connections.
+- Every rank says four times a second where it is. Who has waited longer than the time-out looks at the others: the one
+  that does not answer, computes, or makes no further call is to blame.
+- To end a wait of gloo, the watch lets a receive of its own time out: gloo then breaks all connections of the process
+  group, and what waits raises. A rank that computes instead is ended after a grace, its error printed before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from executor.failure import FirstCause, named
+from executor.mesh import Mesh, Message
+from executor.position import Logbook, Phase, Position
+from planner.plan import Plan
+from profiler.errors import ArgumentError, ExecutionError, ForeignPlanError, PlanError
+from profiler.journal import journal_of_this_process
+
+BEAT_S = 0.25
+GRACE_S = 0.6  # from the first cause until a rank that cannot be interrupted is ended
+ECHO_S = 1.0  # within which the cause of a broken connection becomes known
+STEPS_UNTIL_TIMEOUT = 20.0  # a message that takes this many predicted steps will not come any more
+SHORTEST_TIMEOUT_S = 20.0  # predictions of short steps leave out what an operating system may do in between
+LONGEST_TIMEOUT_S = 60.0
+FEWEST_STEPS = 3.0  # steps may be so long that the longest time-out would cut into them
+_NEVER = 2**30  # tag of a message that nobody sends
+
+Given = Mapping[str, str]  # what a rank was given, by what it is; to be equal on all ranks
+
+
+def timeout_for(plan: Plan) -> float:
+    """Seconds after which a rank that waits gives up: 20 predicted steps, at least 20 s and at most 60 s.
+
+    Never less than three predicted steps, however long these are.
+    """
+    step_s = plan.prediction.step_s
+    patience = min(max(STEPS_UNTIL_TIMEOUT * step_s, SHORTEST_TIMEOUT_S), LONGEST_TIMEOUT_S)
+    return max(patience, FEWEST_STEPS * step_s)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What is known of another rank."""
+
+    position: Position
+    heard_s: float
+    changed_s: float
+    count: int = 0
+    gone: bool = False
+    finished: bool = False
+    given: dict[int, Given] = field(default_factory=dict)  # by number of the call
+
+
+class Watch:
+    """Watches over the calls of one pipeline on one rank.
+
+        watch = Watch(rank, world_size, timeout_s=60)
+        with watch.call(Phase.ACTION):
+            ...                           # what fails here is raised as the first cause on every rank
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks; alone, a rank has nobody to watch.
+        timeout_s: how long to wait for another rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
+        self.log = Logbook(journal_of_this_process())
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._cause: FirstCause | None = None
+        self._changed = threading.Condition()  # of the cause, or of what other ranks announced
+        self._raised = False
+        self._calling = False
+        self._given: dict[int, Given] = {}
+        self._last: Given = {}
+        self._groups: list[dist.ProcessGroup | None] = [None]
+        self._beat = _Peer(self.log.position, time.monotonic(), time.monotonic())
+        self._peers: dict[int, _Peer] = {}
+        self._mesh: Mesh | None = None
+        self._thread: threading.Thread | None = None
+        if world_size > 1:
+            now = time.monotonic()
+            nowhere = Position(Phase.OUTSIDE, 0, 0)
+            self._peers = {other: _Peer(nowhere, now, now) for other in range(world_size) if other != rank}
+            try:
+                self._mesh = Mesh(rank, world_size, timeout_s=timeout_s)
+            except (OSError, RuntimeError) as problem:
+                raise ExecutionError(
+                    f"{named(rank, world_size)} cannot talk to the others ({problem}); let MASTER_ADDR be an address "
+                    "of the first machine that all machines reach"
+                ) from problem
+            self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._mesh), daemon=True)
+            self._thread.start()
+            _report_uncaught(self)
+            atexit.register(_close, weakref.ref(self))
+
+    def add_group(self, group: dist.ProcessGroup) -> None:
+        """Watch over waits in a further process group that this rank belongs to."""
+        self._groups.append(group)
+
+    @contextlib.contextmanager
+    def call(self, phase: Phase, given: Given | None = None) -> Iterator[None]:
+        """A call that all ranks make together.
+
+        Args:
+            phase: that the call begins with.
+            given: what all ranks must have been given alike; compared with the others' before anything runs when it
+                differs from what the call before was given, so that equal calls cost nothing.
+
+        Raises:
+            PlanError: something failed, here or on another rank; the same error everywhere.
+        """
+        self._calling = True
+        self.log.calls += 1
+        try:
+            self._raise_known()
+            if given is not None and self._peers:
+                self._agree(given)
+            self.log.phase(phase)
+            yield
+        except BaseException as problem:
+            self._conclude(problem)
+        finally:
+            self.log.phase(Phase.OUTSIDE)
+            self._calling = False
+
+    def close(self) -> None:
+        """Say goodbye and stop to watch; the others learn how many calls this rank made."""
+        mesh, self._mesh = self._mesh, None
+        if mesh is None:
+            return
+        mesh.post({"finished": self.log.calls})
+        if self._thread is not None and self._thread is not threading.current_thread():
+            mesh.wake()
+            self._thread.join(1.0)
+        mesh.close()
+
+    # What the training thread does.
+
+    def _raise_known(self) -> None:
+        with self._changed:
+            self._blame_the_gone()
+            if self._cause is not None:
+                raise self._cause.exception()
+
+    def _agree(self, given: Given) -> None:
+        number = self.log.calls
+        with self._changed:
+            self._given = {call: value for call, value in self._given.items() if call >= number - 1}
+            self._given[number] = given
+            for other in sorted(self._peers):
+                self._compare(other, number)
+        self._raise_known()
+        if given == self._last:
+            return
+        self._last = given
+        self.log.phase(Phase.AGREEMENT)
+        assert self._mesh is not None
+        self._mesh.post({"call": number, "given": dict(given)})
+        with self._changed:
+            while self._cause is None and not all(number in peer.given for peer in self._peers.values()):
+                self._changed.wait()
+        self._raise_known()
+
+    def _conclude(self, problem: BaseException) -> None:
+        """Raise the first cause; that is `problem` itself unless another rank has failed before."""
+        position = self.log.position
+        own = isinstance(problem, PlanError) and problem.first_rank is None
+        with self._changed:
+            if position.waiting and not own and self._peers:
+                self._changed.wait_for(lambda: self._cause is not None, ECHO_S)
+            if self._cause is None:
+                if not self._peers and not isinstance(problem, Exception):
+                    raise problem
+                first = FirstCause.of(problem, rank=self._rank, world_size=self._world_size, position=str(position))
+                self._set_cause(first, tell=True)
+            assert self._cause is not None
+            cause = self._cause
+            self._raised = True
+        if not self._peers:
+            self._cause, self._raised = None, False  # alone, the caller may mend what was wrong and go on
+        if not isinstance(problem, Exception):
+            raise problem
+        if isinstance(problem, PlanError) and str(problem) == cause.text:
+            raise problem
+        raise cause.exception() from problem
+
+    # What the watching thread does; also under `_changed` where the training thread reads.
+
+    def turn(self, heard: list[tuple[int, Message | None]]) -> bool:
+        """One turn of the watching thread; False when it has done its work."""
+        with self._changed:
+            for other, message in heard:
+                self._hear(other, message)
+            if self._calling:
+                self._blame_the_gone()
+            self._send_beat()
+            if self._cause is None and self._calling:
+                self._blame_the_stuck()
+            failed = self._cause is not None
+        if failed:
+            self._end_waits()
+        return not failed and self._mesh is not None
+
+    def _hear(self, other: int, message: Message | None) -> None:
+        peer = self._peers[other]
+        now = time.monotonic()
+        if message is None:
+            peer.gone = True
+            return
+        peer.heard_s = now
+        if "at" in message:
+            count, *_ = message["at"]
+            if count != peer.count:
+                peer.count, peer.changed_s = count, now
+            peer.position = Position.of(tuple(message["at"]))
+        elif "given" in message:
+            peer.given[message["call"]] = message["given"]
+            self._compare(other, message["call"])
+            self._changed.notify_all()
+        elif "finished" in message:
+            peer.finished = True
+            peer.position = Position(Phase.OUTSIDE, message["finished"], peer.position.step)
+        else:
+            self._set_cause(FirstCause(**message["cause"]), tell=False)
+
+    def _compare(self, other: int, number: int) -> None:
+        """Whether another rank's call has what this rank's call of that number has."""
+        theirs, own = self._peers[other].given.get(number), self._given.get(number)
+        if theirs is None or own is None or theirs == own:
+            return
+        what = next(key for key in {**own, **theirs} if own.get(key) != theirs.get(key))
+        (low, first), (high, second) = sorted([(self._rank, own.get(what)), (other, theirs.get(what))])
+        text = f"the ranks differ in {what}: rank {low} has {first}, rank {high} has {second}; give every rank the same"
+        error = ForeignPlanError if what == "the plan" else ArgumentError
+        self._set_cause(FirstCause(text, error.__name__, high), tell=True)
+
+    def _send_beat(self) -> None:
+        if self._mesh is None:
+            return
+        now = time.monotonic()
+        entry = self.log.journal.read()
+        if entry[0] != self._beat.count:
+            self._beat.count, self._beat.changed_s = entry[0], now
+        self._beat.position = Position.of(entry)
+        if now - self._beat.heard_s >= BEAT_S:
+            self._beat.heard_s = now
+            self._mesh.post({"at": entry}, droppable=True)
+
+    def _blame_the_gone(self) -> None:
+        for other, peer in self._peers.items():
+            if peer.gone and self._cause is None:
+                if peer.finished and peer.position.calls >= self.log.calls:
+                    continue  # its part of this call is done, and on its way
+                if peer.finished:
+                    text = (
+                        f"it ended after {peer.position.calls} of the pipeline's calls (construction, step, evaluate, "
+                        f"...), rank {self._rank} makes a call more: {self.log.position}; every rank must make the "
+                        "same calls"
+                    )
+                else:
+                    text = (
+                        "its process ended without a word (killed, perhaps by the system for want of memory, or "
+                        f"crashed); last heard of {time.monotonic() - peer.heard_s:.1f} s before at {peer.position}"
+                    )
+                self._blame(other, text, tell=True)
+
+    def _blame_the_stuck(self) -> None:
+        """After a wait that is too long, find who it is that all wait for."""
+        now = time.monotonic()
+        waited = now - self._beat.changed_s
+        if waited < self._timeout_s or not self._beat.position.waiting:
+            return None
+        waits = f"rank {self._rank} has waited {waited:.0f} s at {self._beat.position}"
+        for other, peer in self._peers.items():
+            silent = now - peer.heard_s
+            if silent > self._timeout_s / 2 and not peer.gone:
+                return self._blame(
+                    other,
+                    f"it has not answered for {silent:.0f} s (stopped, or its machine is out of reach), last heard of "
+                    f"at {peer.position}; {waits}",
+                    tell=True,
+                )
+        behind = min(peer.position.calls for peer in self._peers.values())
+        for other, peer in self._peers.items():
+            if peer.position.phase in (Phase.CONSTRUCTION, Phase.PREPARATION):
+                return None  # tracing takes what it takes
+            idle = now - peer.changed_s
+            if not peer.position.waiting and peer.position.calls == behind and idle > self._timeout_s / 2:
+                does = f"it has been at {peer.position} for {idle:.0f} s, after {peer.position.calls} calls"
+                return self._blame(other, f"{does}; {waits}, in call {self.log.calls}; {self._advice}", tell=True)
+        others = ", ".join(f"rank {other} at {peer.position}" for other, peer in self._peers.items())
+        return self._blame(self._rank, f"{waits}, {others}; {self._advice}", tell=True)
+
+    @property
+    def _advice(self) -> str:
+        return f"every rank must make the same calls, and if it needs more than {self._timeout_s:.0f} s, set timeout_s"
+
+    def _blame(self, rank: int, text: str, *, tell: bool) -> None:
+        whole = f"{named(rank, self._world_size)} failed: {text}"
+        self._set_cause(FirstCause(whole, ExecutionError.__name__, rank), tell=tell)
+
+    def _set_cause(self, cause: FirstCause, *, tell: bool) -> None:
+        if self._cause is not None:
+            return
+        self._cause = cause
+        if self._mesh is not None:
+            if tell:
+                self._mesh.post({"cause": {"text": cause.text, "error": cause.error, "rank": cause.rank}})
+            self._mesh.wake()
+        self._changed.notify_all()
+
+    def _end_waits(self) -> None:
+        """Make the training thread raise, or end the process if it cannot."""
+        for group in self._groups:
+            _interrupt(group)
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            if self._raised or not self._calling:
+                return
+            time.sleep(0.01)
+        with self._changed:
+            if self._raised or not self._calling or self.log.journal.shared:  # workers are ended by their parent
+                return
+            assert self._cause is not None
+            position = self.log.position
+        print(f"ExecutionError: {self._cause.text} (ended while at {position})", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+    def report(self, problem: BaseException) -> None:
+        """Tell the others of an exception outside of any call that ends this process."""
+        with self._changed:
+            if self._cause is None:
+                first = FirstCause.of(
+                    problem, rank=self._rank, world_size=self._world_size, position=str(self.log.position)
+                )
+                self._set_cause(first, tell=True)
+                self._raised = True
+
+
+def _watch(reference: weakref.ref[Watch], mesh: Mesh) -> None:
+    """The watching thread; it ends with the watch."""
+    while True:
+        heard = mesh.poll(BEAT_S)
+        watch = reference()
+        if watch is None:
+            mesh.close()
+            return
+        if not watch.turn(heard):
+            return
+        del watch
+
+
+def _interrupt(group: dist.ProcessGroup | None) -> None:
+    """End all waits in a process group with an exception."""
+    members = dist.get_process_group_ranks(group)
+    others = [rank for rank in members if rank != dist.get_rank()]
+    with contextlib.suppress(Exception):
+        if "nccl" in dist.get_backend_config(group):
+            (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
+    if others:
+        with contextlib.suppress(Exception):
+            work = dist.irecv(torch.zeros(1), others[0], group, _NEVER)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+
+def _close(reference: weakref.ref[Watch]) -> None:
+    watch = reference()
+    if watch is not None:
+        watch.close()
+
+
+def _report_uncaught(watch: Watch) -> None:
+    """Let the others know of an exception that ends this process between calls."""
+    reference, previous = weakref.ref(watch), sys.excepthook
+
+    def report(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> Any:
+        watch = reference()
+        if watch is not None:
+            watch.report(problem)
+        previous(kind, problem, trace)
+
+    sys.excepthook = report

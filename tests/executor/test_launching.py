@@ -65,7 +65,7 @@ def test_a_killed_worker_ends_all(plan_for: Callable[..., Plan]) -> None:
             pipe.step(X, target=torch.zeros(8, 1))
 
     with pytest.raises(
-        ExecutionError, match="rank 0 of 2 failed: step 1, outside of.*: its process was killed by SIGKILL"
+        ExecutionError, match=r"rank 0 of 2 failed: step 1, outside of.*: its process was killed by SIGKILL"
     ):
         launch(train, make_plan(plan_for))
 

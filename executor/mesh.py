@@ -48,7 +48,7 @@ class Mesh:
             line.connection.setblocking(False)
             line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._selector.register(line.connection, selectors.EVENT_READ, other)
-        self._closed = False
+        self.closing = False
         self._alarm, self._alarmed = socket.socketpair()
         self._alarmed.setblocking(False)
         self._selector.register(self._alarmed, selectors.EVENT_READ, None)
@@ -73,8 +73,6 @@ class Mesh:
         Waits until there is one, `wake` is called or the time is over.
         """
         heard: list[tuple[int, Message | None]] = []
-        if self._closed:
-            return heard
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -94,7 +92,6 @@ class Mesh:
     def close(self) -> None:
         """Close all connections; nobody may be in `poll`."""
         with self._lock:
-            self._closed = True
             for line in self._lines.values():
                 line.connection.close()
             self._lines.clear()

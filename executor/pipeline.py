@@ -52,6 +52,8 @@ class Pipeline:
         plan: the plan.
         loss_fn: `loss_fn(output, target)` returns the mean loss over the samples; None if the model returns its loss.
         seed: of all random numbers that the model draws.
+        check_finite: end the step with an error that names step and micro-batch when a loss is not finite; this waits
+            for each loss to be computed, which on CUDA costs time.
         timeout_s: how long a process waits for another before all end; as `launch` says, or follows from the plan, if
             None (see `executor.watch`).
 
@@ -73,6 +75,7 @@ class Pipeline:
         *,
         loss_fn: LossFunction | None = None,
         seed: int = 0,
+        check_finite: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
@@ -86,9 +89,9 @@ class Pipeline:
             check_world_size(plan, self._world_size)
             self._sequence = _traced(model, plan)
             _check_model(self._sequence, plan)
-            self._build(loss_fn, seed)
+            self._build(loss_fn, seed, check_finite)
 
-    def _build(self, loss_fn: LossFunction | None, seed: int) -> None:
+    def _build(self, loss_fn: LossFunction | None, seed: int, check_finite: bool) -> None:
         """What carries out the stages of this process."""
         plan, world_size = self.plan, self._world_size
         self._stages = list(range(plan.K)) if world_size == 1 else [self.rank]
@@ -110,7 +113,7 @@ class Pipeline:
             for stage in self._stages
         }
         transport = InProcess(devices) if world_size == 1 else Distributed(self.rank, devices[self.rank])
-        self._runtime = Runtime(self._runners, transport, self._sequence, plan, self.watch.log)
+        self._runtime = Runtime(self._runners, transport, self._sequence, plan, self.watch.log, check_finite)
         self._devices = devices
         self._steps = 0
         self._evaluation: Evaluation | None = None

@@ -41,6 +41,7 @@ class Runtime:
         sequence: the model's layers.
         plan: says which layers a stage holds.
         log: where each action is noted before it begins.
+        check_finite: whether a loss that is not finite is an error.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class Runtime:
         sequence: LayerSequence,
         plan: Plan,
         log: Logbook,
+        check_finite: bool,
     ) -> None:
         self._runners = runners
         self._transport = transport
+        self._check_finite = check_finite
         self._plan = plan
         self._log = log
         self._sequence = sequence
@@ -73,7 +76,17 @@ class Runtime:
             ExecutionError: an action failed, or no stage can go on.
         """
         messages = _messages(self._sequence if evaluation is None else evaluation.sequence, self._plan)
-        work = _Work(self._runners, self._transport, self.stopwatch, messages, batches, lists, evaluation, self._log)
+        work = _Work(
+            self._runners,
+            self._transport,
+            self.stopwatch,
+            messages,
+            batches,
+            lists,
+            evaluation,
+            self._log,
+            self._check_finite,
+        )
         self.stopwatch.start()
         for runner in self._runners.values():
             runner.begin(step)
@@ -139,7 +152,9 @@ class _Work:
         lists: ActionLists,
         evaluation: Evaluation | None,
         log: Logbook,
+        check_finite: bool,
     ) -> None:
+        self._check_finite = check_finite
         self._log = log
         self._runners = runners
         self._transport = transport
@@ -218,6 +233,18 @@ class _Work:
     def _compute(self, action: Action) -> None:
         runner = self._runners[action.stage]
         batch = self._batches[action.micro_batch]
+        self._pass(action, runner, batch)
+        if self._check_finite and action.kind is ActionKind.F and runner.is_last:
+            self._refuse_infinite(runner.loss_of(batch))
+
+    def _refuse_infinite(self, loss: Tensor) -> None:
+        if not bool(torch.isfinite(loss)):
+            raise ExecutionError(
+                f"{self._log.position}: the loss of this micro-batch is {loss.item()}; look at its samples, or "
+                "lower the learning rate"
+            )
+
+    def _pass(self, action: Action, runner: StageRunner, batch: MicroBatch) -> None:
         place = (action.stage, action.micro_batch)
         if action.kind is ActionKind.R:
             runner.recompute(batch)

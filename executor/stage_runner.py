@@ -119,6 +119,10 @@ class StageRunner:
             return {}
         return {name: value.detach() for name, value in values.items()}
 
+    def loss_of(self, batch: MicroBatch) -> Tensor:
+        """The weighted loss of a micro-batch that the last stage has run, a scalar."""
+        return self._state.losses[batch.index]
+
     def recompute(self, batch: MicroBatch) -> None:
         """Run the forward pass again and keep what the backward pass needs."""
         before = self._state.buffers[batch.index - 1] if batch.index else {}

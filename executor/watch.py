@@ -15,7 +15,6 @@ A thread beside the training exchanges short messages with all other ranks (`exe
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -45,6 +44,7 @@ STEPS_UNTIL_TIMEOUT = 20.0  # a message that takes this many predicted steps wil
 SHORTEST_TIMEOUT_S = 20.0  # predictions of short steps leave out what an operating system may do in between
 LONGEST_TIMEOUT_S = 60.0
 FEWEST_STEPS = 3.0  # steps may be so long that the longest time-out would cut into them
+BLAME_AFTER = 0.8  # of the time-out; the rest is for the error to reach all
 _NEVER = 2**30  # tag of a message that nobody sends
 
 Given = Mapping[str, str]  # what a rank was given, by what it is; to be equal on all ranks
@@ -101,7 +101,6 @@ class Watch:
         self._beat = _Peer(self.log.position, time.monotonic(), time.monotonic())
         self._peers: dict[int, _Peer] = {}
         self._mesh: Mesh | None = None
-        self._thread: threading.Thread | None = None
         if world_size > 1:
             now = time.monotonic()
             nowhere = Position(Phase.OUTSIDE, 0, 0)
@@ -113,10 +112,10 @@ class Watch:
                     f"{named(rank, world_size)} cannot talk to the others ({problem}); let MASTER_ADDR be an address "
                     "of the first machine that all machines reach"
                 ) from problem
-            self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._mesh), daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._mesh), daemon=True)
+            thread.start()
+            weakref.finalize(self, _say_goodbye, self._mesh, self.log, thread)  # at the exit of Python too
             _report_uncaught(self)
-            atexit.register(_close, weakref.ref(self))
 
     def add_group(self, group: dist.ProcessGroup) -> None:
         """Watch over waits in a further process group that this rank belongs to."""
@@ -147,17 +146,6 @@ class Watch:
         finally:
             self.log.phase(Phase.OUTSIDE)
             self._calling = False
-
-    def close(self) -> None:
-        """Say goodbye and stop to watch; the others learn how many calls this rank made."""
-        mesh, self._mesh = self._mesh, None
-        if mesh is None:
-            return
-        mesh.post({"finished": self.log.calls})
-        if self._thread is not None and self._thread is not threading.current_thread():
-            mesh.wake()
-            self._thread.join(1.0)
-        mesh.close()
 
     # What the training thread does.
 
@@ -224,7 +212,7 @@ class Watch:
             failed = self._cause is not None
         if failed:
             self._end_waits()
-        return not failed and self._mesh is not None
+        return not failed
 
     def _hear(self, other: int, message: Message | None) -> None:
         peer = self._peers[other]
@@ -285,7 +273,7 @@ class Watch:
                 else:
                     text = (
                         "its process ended without a word (killed, perhaps by the system for want of memory, or "
-                        f"crashed); last heard of {time.monotonic() - peer.heard_s:.1f} s before at {peer.position}"
+                        f"crashed), last heard of at {peer.position}"
                     )
                 self._blame(other, text, tell=True)
 
@@ -293,7 +281,7 @@ class Watch:
         """After a wait that is too long, find who it is that all wait for."""
         now = time.monotonic()
         waited = now - self._beat.changed_s
-        if waited < self._timeout_s or not self._beat.position.waiting:
+        if waited < BLAME_AFTER * self._timeout_s or not self._beat.position.waiting:
             return None
         waits = f"rank {self._rank} has waited {waited:.0f} s at {self._beat.position}"
         for other, peer in self._peers.items():
@@ -364,16 +352,14 @@ class Watch:
 
 
 def _watch(reference: weakref.ref[Watch], mesh: Mesh) -> None:
-    """The watching thread; it ends with the watch."""
-    while True:
+    """The watching thread; it ends with the watch, or when it has ended the training."""
+    while not mesh.closing:
         heard = mesh.poll(BEAT_S)
         watch = reference()
-        if watch is None:
-            mesh.close()
-            return
-        if not watch.turn(heard):
+        if watch is not None and not watch.turn(heard):
             return
         del watch
+    mesh.close()
 
 
 def _interrupt(group: dist.ProcessGroup | None) -> None:
@@ -390,10 +376,13 @@ def _interrupt(group: dist.ProcessGroup | None) -> None:
             work.wait(timedelta(milliseconds=1))
 
 
-def _close(reference: weakref.ref[Watch]) -> None:
-    watch = reference()
-    if watch is not None:
-        watch.close()
+def _say_goodbye(mesh: Mesh, log: Logbook, thread: threading.Thread) -> None:
+    """Let the others know how many calls this rank made, and stop to watch."""
+    mesh.post({"finished": log.calls})
+    mesh.closing = True
+    mesh.wake()
+    if thread is not threading.current_thread():
+        thread.join(1.0)  # Python must not end while the thread is inside of gloo
 
 
 def _report_uncaught(watch: Watch) -> None:

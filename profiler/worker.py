@@ -69,8 +69,9 @@ def _run(task: Task) -> bytes | Failure:
         return bytes(cloudpickle.dumps(function(*args)))
     except PlanError as problem:
         # A connection that breaks within an action is wrapped as a failure of that action, and still an echo.
-        trace = traceback.format_exc() if isinstance(problem, ExecutionError) else ""
-        echo = problem.first_rank not in (None, task.rank) or any(echo in str(problem) for echo in ECHOES)
+        elsewhere = problem.first_rank not in (None, task.rank)
+        trace = traceback.format_exc() if isinstance(problem, ExecutionError) and not elsewhere else ""
+        echo = elsewhere or any(echo in str(problem) for echo in ECHOES)
         return Failure(str(problem), trace, echo, type(problem), problem.first_rank)
     except Exception as problem:
         message = f"{type(problem).__name__}: {problem}"

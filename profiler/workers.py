@@ -36,7 +36,7 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
 TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # tells a worker how long to wait for another
-SECONDS_FOR_OTHER_REPORTS = 1.0  # after the first failure, so that its cause is known and not only its echo
+SECONDS_FOR_OTHER_REPORTS = 0.4  # after the first failure, so that its cause is known and not only its echo
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,10 @@ def _gather(workers: Sequence[_Worker], describe: Callable[[Entry], str]) -> lis
                 results[worker.rank] = cloudpickle.loads(outcome)
     if failures:
         rank, failure = min(failures.items(), key=lambda item: item[1].echo)
-        if failure.first_rank is None:
+        if failure.first_rank not in (None, rank):
+            where = describe(workers[failure.first_rank].journal.read())
+            failure = replace(failure, message=f"{failure.message}; rank {failure.first_rank} was at {where}")
+        elif failure.first_rank is None:
             failure = replace(failure, message=f"rank {rank} of {len(workers)} failed: {failure.message}")
         raise failure.error(f"{failure.message}\n{failure.trace}".rstrip())
     return [results[worker.rank] for worker in workers]

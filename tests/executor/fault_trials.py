@@ -1,0 +1,249 @@
+"""One training run with a fault at a random moment: what the caller and the ranks end with, how fast, what is left.
+
+The fault is made inside the rank itself, by a thread that strikes at its time, so that it may fall into any action, the
+optimizer or the time between steps. Runs under `launch` and, as a script, under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executor import Pipeline, launch
+from executor.stage_runner import StageRunner
+from planner import ExecutionError, Plan
+from profiler import trace
+
+BATCH = 16
+WIDTH = 32
+TIMEOUT_S = 5.0
+STEPS = 100_000
+FAULTS = ("kill", "exception", "stop", "fewer steps", "nan", "out of memory")
+STUCK = ("stop",)
+X = torch.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, in which rank, how many seconds after the first step, and where the moment is written."""
+
+    kind: str
+    rank: int
+    after_s: float
+    mark: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended: the one error, seconds from the fault to it, and what was left behind."""
+
+    error: str
+    seconds: float
+    left: list[str]
+
+
+class _Switch:
+    """Turned on by the thread, acted on by the training thread."""
+
+    on = False
+
+
+def train(plan: Plan, fault: Fault) -> None:
+    """Train without end; the fault ends it."""
+    switch = _Switch()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = (output - target).square().mean()
+        return loss * float("nan") if switch.on and fault.kind == "nan" else loss
+
+    torch.manual_seed(0)
+    pipe = Pipeline(Deep(), plan, loss_fn=loss_fn, check_finite=True)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        pipe.step(X, target=X)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0 and pipe.rank == fault.rank:
+            _arm(fault, switch)
+        if switch.on and fault.kind == "fewer steps":
+            return
+
+
+def _arm(fault: Fault, switch: _Switch) -> None:
+    """Let a thread strike."""
+    for name in ("forward", "backward"):
+        setattr(StageRunner, name, _failing(getattr(StageRunner, name), fault, switch))
+
+    def strike() -> None:
+        time.sleep(fault.after_s)
+        Path(fault.mark).write_text(repr(time.time()))
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        switch.on = True
+
+    threading.Thread(target=strike, daemon=True).start()
+
+
+def _failing(method: Any, fault: Fault, switch: _Switch) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if switch.on and fault.kind == "exception":
+            raise RuntimeError("the first cause")
+        if switch.on and fault.kind == "out of memory":
+            resource.setrlimit(resource.RLIMIT_AS, (2**31, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            torch.empty(2**40)
+        return method(*args, **kwargs)
+
+    return call
+
+
+EXPECTED = {
+    "kill": r"rank {rank} of {n} failed: .*killed",
+    "exception": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action {rank}[FB]\d+: "
+    r"RuntimeError: the first cause",
+    "stop": r"rank {rank} of {n} failed: it has not answered for \d+ s .*; rank \d has waited \d+ s at step \d+",
+    "fewer steps": r"rank {rank} of {n} failed: it ended after \d+ of the pipeline's calls",
+    "nan": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action {rank}F\d+: the loss .* is nan",
+    "out of memory": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action .*out of memory",
+}
+
+
+def expected(fault: Fault, ranks: int) -> re.Pattern[str]:
+    """What the one error says."""
+    return re.compile(EXPECTED[fault.kind].format(rank=fault.rank, n=ranks), re.DOTALL)
+
+
+def allowed_s(fault: Fault) -> float:
+    """Seconds from the fault to the error: one, or the time-out when a rank is stuck."""
+    return TIMEOUT_S if fault.kind in STUCK else 1.0
+
+
+def random_fault(kind: str, ranks: int, folder: Path, random_numbers: random.Random) -> Fault:
+    """A fault of a kind in a random rank at a random moment."""
+    rank = ranks - 1 if kind == "nan" else random_numbers.randrange(ranks)
+    return Fault(kind, rank, random_numbers.uniform(0.0, 0.5), str(folder / f"mark-{uuid.uuid4().hex}"))
+
+
+def launch_trial(plan: Plan, fault: Fault, folder: Path) -> Outcome:
+    """Run under `launch`, in this process."""
+    with _Leftovers(folder) as leftovers:
+        try:
+            launch(train, plan, (fault,), timeout_s=TIMEOUT_S)
+            error = "none"
+        except ExecutionError as problem:
+            error = str(problem)
+        ended = time.time()
+    return Outcome(error, ended - float(Path(fault.mark).read_text()), leftovers.found())
+
+
+def torchrun_trial(plan: Plan, fault: Fault, folder: Path) -> list[Outcome]:
+    """Run under torchrun; one outcome for each rank that was not itself ended by the fault."""
+    plan.save(folder / "plan.json")
+    (folder / "fault.json").write_text(json.dumps(asdict(fault)))
+    with _Leftovers(folder) as leftovers:
+        logs = folder / f"logs-{uuid.uuid4().hex}"
+        launcher = ["--standalone", "--nproc-per-node", str(plan.K), "--log-dir", str(logs), "--redirects", "3"]
+        script = [str(Path(__file__).resolve()), str(folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script]
+        subprocess.run(command, env=environment, capture_output=True, timeout=180, check=False)
+    began = float(Path(fault.mark).read_text())
+    outcomes = []
+    for rank in range(plan.K):
+        ends = folder / f"{Path(fault.mark).name}-end-{rank}"
+        if ends.exists():
+            ended, error = json.loads(ends.read_text())
+            outcomes.append(Outcome(error, ended - began, []))
+    return [Outcome(outcome.error, outcome.seconds, leftovers.found()) for outcome in outcomes]
+
+
+class _Leftovers:
+    """Processes, files of temporary folders and of shared memory, and descriptors that a block leaves behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._token = uuid.uuid4().hex
+        self._temporary = folder / f"tmp-{self._token}"
+
+    def __enter__(self) -> _Leftovers:
+        self._temporary.mkdir()
+        self._before = self._files()
+        self._environment = dict(os.environ)
+        os.environ["GPIPE_TRIAL"] = self._token
+        os.environ["TMPDIR"] = str(self._temporary)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+
+    def _files(self) -> set[str]:
+        shared = {str(path) for path in Path("/dev/shm").glob("*")} if Path("/dev/shm").exists() else set()
+        own = Path("/proc/self/fd")
+        return shared | {f"{len(list(own.iterdir()))} descriptors" if own.exists() else ""}
+
+    def found(self) -> list[str]:
+        """What is there now and was not before."""
+        new = {str(path) for path in self._temporary.rglob("*")} | (self._files() - self._before)
+        return sorted(new) + [f"process {number}" for number in self._processes()]
+
+    def _processes(self) -> list[str]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (place / "environ").read_bytes()
+            except OSError:
+                continue
+            if self._token.encode() in environment and place.name != str(os.getpid()):
+                found.append(place.name)
+        return found
+
+
+def plan_of(plan_for: Any, ranks: int) -> Plan:
+    """A plan of as many stages."""
+    sequence = trace(Deep(), X)
+    cuts = [round(len(sequence) * stage / ranks) for stage in range(1, ranks)]
+    return plan_for(sequence, cuts, batch_size=BATCH, micro_batches=8)
+
+
+def main(folder: Path) -> None:
+    """What torchrun runs in each rank: the error that it ends with, and when, goes into a file."""
+    torch.set_num_threads(1)
+    fault = Fault(**json.loads((folder / "fault.json").read_text()))
+    end = folder / f"{Path(fault.mark).name}-end-{os.environ['RANK']}"
+    os.environ["GPIPE_AUTOPLAN_TIMEOUT_S"] = str(TIMEOUT_S)
+    try:
+        train(Plan.load(folder / "plan.json"), fault)
+    except ExecutionError as problem:
+        end.write_text(json.dumps([time.time(), str(problem)]))
+        raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

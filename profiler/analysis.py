@@ -7,7 +7,7 @@ which values carry a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from profiler.errors import NotTraceableError
+from profiler.flops import FLOP_FORMULAS
 from profiler.frontend import TracedGraph, autocasting, module_stack
 from profiler.sample import example_call, tensor_leaves
 from profiler.sample_spec import SampleSpec
@@ -74,17 +74,6 @@ class _Counter(TorchDispatchMode):
         if formula is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
         return out
-
-
-def _cpu_attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Forward FLOPs of fused attention on CPU, for which torch has no formula (it would count as nothing)."""
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops,
-}
 
 
 def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:

@@ -3,8 +3,13 @@
 Torch-free on purpose: plans carry these values, and `autoplan show` must answer without importing torch.
 """
 
+from __future__ import annotations
+
+import re
+
 from pydantic import Field
 
+from profiler.errors import ArgumentError
 from profiler.value import Value
 
 
@@ -22,6 +27,24 @@ class Device(Value):
     kind: str
     memory_bytes: int = Field(gt=0)
     threads: int = Field(default=0, ge=0)
+
+    @classmethod
+    def of(cls, kind: str, *, name: str = "cuda:0") -> Device:
+        """A device that is not here, from its data sheet.
+
+            >>> Device.of("H100").memory_bytes
+            80000000000
+
+        Args:
+            kind: such as `"A100-40GB"`; see `profiler.datasheets.DATA_SHEETS`.
+            name: torch device that it will be where the plan runs.
+
+        Raises:
+            ArgumentError: there is no data sheet of that kind.
+        """
+        from profiler.datasheets import data_sheet, full_name
+
+        return cls(name=name, kind=full_name(kind), memory_bytes=data_sheet(kind).memory_bytes)
 
 
 class Link(Value):
@@ -41,6 +64,21 @@ class Link(Value):
         """Seconds that a message of `size_bytes` takes; 0 when there is nothing to send."""
         return self.latency_s + size_bytes / self.bytes_per_s if size_bytes else 0.0
 
+    @classmethod
+    def of(cls, kind: str) -> Link:
+        """A link that is not here, from what is printed about it, less what large messages do not reach.
+
+            >>> Link.of("nvlink3").bytes_per_s
+            240000000000.0
+
+        Raises:
+            ArgumentError: nothing is known about that kind; see `profiler.datasheets.LINKS`.
+        """
+        from profiler.datasheets import LINK_EFFICIENCY, link_sheet
+
+        sheet = link_sheet(kind)
+        return cls(latency_s=sheet.latency_s, bytes_per_s=LINK_EFFICIENCY * sheet.bytes_per_s)
+
 
 class Cluster(Value):
     """Devices in pipeline order (stage k runs on `devices[k]`) and the link between neighbours.
@@ -52,3 +90,32 @@ class Cluster(Value):
 
     devices: tuple[Device, ...] = Field(min_length=1)
     link: Link | None = None
+
+    @classmethod
+    def of(cls, devices: str, *, link: str | Link | None = None, devices_per_host: int = 8) -> Cluster:
+        """Devices that are not here.
+
+            >>> cluster = Cluster.of("2xA100-40GB, 2xV100-16GB", link="nvlink2")
+            >>> [device.kind for device in cluster.devices]
+            ['A100-40GB', 'A100-40GB', 'V100-16GB', 'V100-16GB']
+
+        Args:
+            devices: counts and kinds in pipeline order, separated by commas; see `Device.of`.
+            link: between neighbours, as `Link.of` or measured; needed for more than one device.
+            devices_per_host: names repeat (`cuda:0`, ...) from one host to the next.
+
+        Raises:
+            ArgumentError: the text is no such list, a kind is not known, or the link is missing.
+        """
+        kinds: list[str] = []
+        for part in devices.split(","):
+            match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", part)
+            if match is None or (match[1] and int(match[1]) < 1):
+                raise ArgumentError(f"{part.strip()!r} is not a count and a kind of device, such as 8xA100-40GB")
+            kinds.extend([match[2]] * int(match[1] or 1))
+        if link is None and len(kinds) > 1:
+            raise ArgumentError(
+                f"{len(kinds)} devices without a link between them; pass link='nvlink3', say, or a Link"
+            )
+        placed = (Device.of(kind, name=f"cuda:{index % devices_per_host}") for index, kind in enumerate(kinds))
+        return cls(devices=tuple(placed), link=Link.of(link) if isinstance(link, str) else link)

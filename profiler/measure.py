@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from profiler.allocator import keep_freed_memory
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
+from profiler.estimate import CONTEXT_BYTES, PLACE, estimated, is_listed
 from profiler.links import measure_link
 from profiler.local import Devices, context_bytes, local_devices, torch_device
 from profiler.loss import LossFunction, loss_of
@@ -59,7 +60,8 @@ def profile(
 
     Args:
         sequence: the traced model.
-        devices: see `local_devices`. One device of each kind is measured.
+        devices: see `local_devices`. One device of each kind is measured. Devices from data sheets (`Cluster.of`) are
+            not: their times are estimated, see `profiler.analytic`, and the model may be on the meta device.
         sample: real values for the model's inputs; made-up ones can be unlike them (integers are 0).
         batch_size: samples of a mini-batch; the traced sample's by default.
         micro_batch_sizes: sizes to measure. By default powers of two up to a quarter of the batch, and the largest
@@ -79,12 +81,15 @@ def profile(
     cluster = local_devices(devices, threads=threads)
     check_optimizer(optimizer)
     sizes = measured_sizes(sequence.sample.batch_size if batch_size is None else batch_size, micro_batch_sizes, cluster)
-    _check(sequence, loss_fn, target, time_budget_s)
+    _check(loss_fn, target, time_budget_s)
+    if is_listed(cluster):
+        return _from_data_sheets(sequence, cluster, sizes, sample, loss_fn, target, optimizer, progress)
+    _check_values(sequence)
     kinds = {device.kind: device for device in reversed(cluster.devices)}
     most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
     bar = tqdm(total=most, desc="profile", unit="measurement", disable=None if progress else True)
     with bar, torch.random.fork_rng(devices=[torch_device(device) for device in kinds.values() if _is_cuda(device)]):
-        has_loss = loss_fn is not None or _returns_loss(sequence, cluster.devices[0])
+        has_loss = loss_fn is not None or _returns_loss(sequence, torch_device(cluster.devices[0]))
         task = Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar)
         found_links = _links(cluster, links)
         bar.update()
@@ -104,23 +109,56 @@ def profile(
     )
 
 
-def _check(sequence: LayerSequence, loss_fn: LossFunction | None, target: Any, time_budget_s: float) -> None:
+def _from_data_sheets(
+    sequence: LayerSequence,
+    cluster: Cluster,
+    sizes: tuple[int, ...],
+    sample: Any,
+    loss_fn: LossFunction | None,
+    target: Any,
+    optimizer: str,
+    progress: bool,
+) -> Profile:
+    """The profile for devices that are not here."""
+    sequence = sequence.on(PLACE)
+    with tqdm(total=2, desc="profile", unit="estimate", disable=None if progress else True) as bar:
+        has_loss = loss_fn is not None or _returns_loss(sequence, PLACE)
+        task = Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, 0.0, bar)
+        memory, timings, optimizers, estimates = estimated(task, cluster)
+    return Profile(
+        fingerprint=sequence.fingerprint,
+        sample=sequence.sample,
+        parameters=_parameters(sequence),
+        layers=_layers(sequence),
+        costs=tuple(cost for kind in timings for cost in _costs(sequence, kind, memory, timings[kind])),
+        optimizers=tuple(optimizers),
+        links=() if cluster.link is None else (cluster.link,),
+        input_bytes=input_bytes(sequence.sample, target),
+        reserve_bytes=CONTEXT_BYTES,
+        estimates=tuple(estimates),
+    )
+
+
+def _check(loss_fn: LossFunction | None, target: Any, time_budget_s: float) -> None:
     if not (isinstance(time_budget_s, int | float) and 0 <= time_budget_s < float("inf")):
         raise ArgumentError(f"time_budget_s={time_budget_s!r}; pass seconds, 0 for as few repeats as can be")
     if (loss_fn is None) != (target is None):
         given, missing = ("target", "loss_fn") if loss_fn is None else ("loss_fn", "target")
         raise ArgumentError(f"{given} without {missing}; the loss is loss_fn(output, target): pass both or neither")
+
+
+def _check_values(sequence: LayerSequence) -> None:
     places = {tensor.device.type for tensor in (*sequence.parameters.values(), *sequence.buffers.values())}
     if "meta" in places:
         raise ArgumentError(
             "the model is on the meta device, and layers without values cannot be timed; materialize it first: "
-            "model.to_empty(device='cpu'), then load or initialize its parameters"
+            "model.to_empty(device='cpu'), then load or initialize its parameters; or pass devices from data sheets: "
+            "Cluster.of('8xA100-40GB', link='nvlink3')"
         )
 
 
-def _returns_loss(sequence: LayerSequence, device: Device) -> bool:
+def _returns_loss(sequence: LayerSequence, place: torch.device) -> bool:
     """Whether the model's own output is or holds a loss."""
-    place = torch_device(device)
     inputs = micro_batch(sequence, None, 2, place)  # with one sample, an output per sample looks like a scalar
     with fake_runner(sequence.on(place), inputs, loss_fn=None, target=None, has_loss=False, device=place) as runner:
         output = runner.run_all()

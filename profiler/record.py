@@ -88,6 +88,38 @@ class LayerCost(Value):
     output_gradient_bytes: int = Field(ge=0)
 
 
+class WithoutFormula(Value):
+    """An operation that is priced by the bytes that it touches alone.
+
+    Attributes:
+        operation: its schema name, such as `"aten::gelu"`.
+        share_of_bytes: of all bytes that the model's operations read and write.
+    """
+
+    operation: str
+    share_of_bytes: float = Field(ge=0, le=1)
+
+
+class Estimate(Value):
+    """Where times of a kind of device come from when nothing was measured on it.
+
+    Attributes:
+        error: relative error to expect of a sum of times.
+        float32_flops_per_s: rate that matrix products in float32 were priced with; so the other rates.
+        launch_s: least seconds of an operation.
+        without_formula: operations without a FLOP formula, those that touch most bytes first.
+    """
+
+    device_kind: str
+    error: float = Field(ge=0)
+    float32_flops_per_s: float = Field(gt=0)
+    convolution_flops_per_s: float = Field(gt=0)
+    half_flops_per_s: float = Field(gt=0)
+    memory_bytes_per_s: float = Field(gt=0)
+    launch_s: float = Field(ge=0)
+    without_formula: tuple[WithoutFormula, ...] = ()
+
+
 class OptimizerCost(Value):
     """What one optimizer step costs.
 
@@ -111,6 +143,7 @@ class Profile(Value):
         sample: what the model was called with, as the executor needs it to trace again.
         input_bytes: bytes of the model's inputs for one sample of the batch; a rank holds the whole mini-batch.
         reserve_bytes: memory of a process before any stage is loaded (a CUDA context and its allocator's reserve).
+        estimates: kinds of device whose times were estimated from a data sheet, not measured.
     """
 
     schema_version: Literal[1] = 1
@@ -123,6 +156,7 @@ class Profile(Value):
     links: tuple[Link, ...] = ()
     input_bytes: int = Field(ge=0)
     reserve_bytes: int = Field(default=0, ge=0)
+    estimates: tuple[Estimate, ...] = ()
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

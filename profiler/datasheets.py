@@ -1,0 +1,176 @@
+"""What manufacturers print about devices and links, for planning without the hardware. Torch-free.
+
+    Device.of("H100-80GB"), Cluster.of("8xA100-40GB", link="nvlink3")
+
+Rates are those of dense arithmetic (without structured sparsity), memory in the manufacturer's GB of 1e9 bytes. What
+training reaches of them is in `profiler.analytic`.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+from pydantic import Field
+
+from profiler.errors import ArgumentError
+from profiler.value import Value
+
+GB: Final = 1e9
+TERA: Final = 1e12
+
+
+class DataSheet(Value):
+    """One accelerator.
+
+    Attributes:
+        memory_bytes: of the device.
+        memory_bytes_per_s: bandwidth of that memory.
+        float32_flops_per_s: multiply-adds counted as two, in float32 arithmetic.
+        tf32_flops_per_s: of float32 convolutions, which torch lets round their factors by default; the float32 rate
+            where the device has no such mode.
+        half_flops_per_s: of matrix products in bfloat16 or float16 with float32 sums.
+        source: document that prints these figures.
+    """
+
+    memory_bytes: int = Field(gt=0)
+    memory_bytes_per_s: float = Field(gt=0)
+    float32_flops_per_s: float = Field(gt=0)
+    tf32_flops_per_s: float = Field(gt=0)
+    half_flops_per_s: float = Field(gt=0)
+    source: str
+
+
+def _sheet(gigabytes: float, bandwidth: float, float32: float, tf32: float, half: float, source: str) -> DataSheet:
+    """From GB, GB/s and TFLOP/s."""
+    return DataSheet(
+        memory_bytes=int(gigabytes * GB),
+        memory_bytes_per_s=bandwidth * GB,
+        float32_flops_per_s=float32 * TERA,
+        tf32_flops_per_s=tf32 * TERA,
+        half_flops_per_s=half * TERA,
+        source=source,
+    )
+
+
+_V100 = "NVIDIA Tesla V100 data sheet, SXM2 (https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf)"
+_P100 = (
+    "NVIDIA Tesla P100 data sheet, NVLink (https://images.nvidia.com/content/tesla/pdf/nvidia-tesla-p100-datasheet.pdf)"
+)
+_A100 = "NVIDIA A100 data sheet, SXM (https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf)"
+_H100 = "NVIDIA H100 data sheet, SXM (https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet)"
+_H200 = "NVIDIA H200 data sheet, SXM (https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446)"
+_TPU = (
+    "Jouppi et al., A domain-specific supercomputer for training deep neural networks, CACM 63(7), 2020, table 3 "
+    "(https://doi.org/10.1145/3360307); one of a chip's two cores, as GPipe counts accelerators"
+)
+
+# TPUs multiply float32 matrices by rounding factors to bfloat16, so all their rates are one.
+DATA_SHEETS: Final = MappingProxyType(
+    {
+        "V100-16GB": _sheet(16, 900, 15.7, 15.7, 125, _V100),
+        "V100-32GB": _sheet(32, 900, 15.7, 15.7, 125, _V100),
+        "P100-16GB": _sheet(16, 732, 10.6, 10.6, 21.2, _P100),
+        "A100-40GB": _sheet(40, 1555, 19.5, 156, 312, _A100),
+        "A100-80GB": _sheet(80, 2039, 19.5, 156, 312, _A100),
+        "H100-80GB": _sheet(80, 3350, 67, 494.5, 989, _H100),
+        "H200-141GB": _sheet(141, 4800, 67, 494.5, 989, _H200),
+        "L4-24GB": _sheet(
+            24, 300, 30.3, 60, 121, "NVIDIA L4 data sheet (https://www.nvidia.com/en-us/data-center/l4/)"
+        ),
+        "A10-24GB": _sheet(
+            24,
+            600,
+            31.2,
+            62.5,
+            125,
+            "NVIDIA A10 data sheet (https://www.nvidia.com/en-us/data-center/products/a10-gpu/)",
+        ),
+        "RTX3090-24GB": _sheet(
+            24, 936, 35.6, 35.6, 71, "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (V2.1, 2021)"
+        ),
+        "RTX4090-24GB": _sheet(
+            24, 1008, 82.6, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper, appendix A (V2.1, 2023)"
+        ),
+        "T4-16GB": _sheet(
+            16, 320, 8.1, 8.1, 65, "NVIDIA T4 data sheet (https://www.nvidia.com/en-us/data-center/tesla-t4/)"
+        ),
+        "TPUv2-8GB": _sheet(8, 350, 23, 23, 23, _TPU),
+        "TPUv3-16GB": _sheet(16, 450, 61.5, 61.5, 61.5, _TPU),
+    }
+)
+
+
+class LinkSheet(Value):
+    """One kind of connection, in one direction.
+
+    Attributes:
+        bytes_per_s: as printed.
+        latency_s: of a message between two devices, an assumption: the launch of a send and a receive, and the hop.
+        source: document that prints the bandwidth.
+    """
+
+    bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(ge=0)
+    source: str
+
+
+_NVLINK = "NVIDIA NVLink (https://www.nvidia.com/en-us/data-center/nvlink/), half of the total of both directions"
+_PCIE = "PCI-SIG base specifications: 16 lanes of 8, 16 and 32 GT/s with 128b/130b coding"
+_ETHERNET = "IEEE 802.3"
+_INFINIBAND = "InfiniBand Trade Association, 4 lanes"
+
+LINKS: Final = MappingProxyType(
+    {
+        "nvlink1": LinkSheet(bytes_per_s=80 * GB, latency_s=10e-6, source=_NVLINK),
+        "nvlink2": LinkSheet(bytes_per_s=150 * GB, latency_s=10e-6, source=_NVLINK),
+        "nvlink3": LinkSheet(bytes_per_s=300 * GB, latency_s=10e-6, source=_NVLINK),
+        "nvlink4": LinkSheet(bytes_per_s=450 * GB, latency_s=10e-6, source=_NVLINK),
+        "pcie3": LinkSheet(bytes_per_s=15.75 * GB, latency_s=20e-6, source=_PCIE),
+        "pcie4": LinkSheet(bytes_per_s=31.5 * GB, latency_s=20e-6, source=_PCIE),
+        "pcie5": LinkSheet(bytes_per_s=63 * GB, latency_s=20e-6, source=_PCIE),
+        "10gbe": LinkSheet(bytes_per_s=1.25 * GB, latency_s=50e-6, source=_ETHERNET),
+        "25gbe": LinkSheet(bytes_per_s=3.125 * GB, latency_s=50e-6, source=_ETHERNET),
+        "100gbe": LinkSheet(bytes_per_s=12.5 * GB, latency_s=30e-6, source=_ETHERNET),
+        "hdr": LinkSheet(bytes_per_s=25 * GB, latency_s=15e-6, source=_INFINIBAND),
+        "ndr": LinkSheet(bytes_per_s=50 * GB, latency_s=15e-6, source=_INFINIBAND),
+        "tpuv2": LinkSheet(
+            bytes_per_s=62 * GB, latency_s=10e-6, source=f"{_TPU.split(';', maxsplit=1)[0]}, 496 Gbit/s"
+        ),
+        "tpuv3": LinkSheet(
+            bytes_per_s=82 * GB, latency_s=10e-6, source=f"{_TPU.split(';', maxsplit=1)[0]}, 656 Gbit/s"
+        ),
+    }
+)
+LINK_EFFICIENCY: Final = 0.8
+"""Share of a link's printed bandwidth that large messages reach [assumed]."""
+
+
+def data_sheet(name: str) -> DataSheet:
+    """The data sheet of a device; the memory may be left out where only one size is sold.
+
+    Raises:
+        ArgumentError: it is not in the table.
+    """
+    short = [known for known in DATA_SHEETS if known.split("-")[0] == name]
+    if name not in DATA_SHEETS and len(short) != 1:
+        hint = f"; which {name}: {' or '.join(short)}" if short else ""
+        raise ArgumentError(f"no data sheet of a device {name!r}{hint}; known are {', '.join(DATA_SHEETS)}")
+    return DATA_SHEETS[name if name in DATA_SHEETS else short[0]]
+
+
+def full_name(name: str) -> str:
+    """The table's name of a device that `data_sheet` knows."""
+    sheet = data_sheet(name)
+    return next(known for known, entry in DATA_SHEETS.items() if entry is sheet)
+
+
+def link_sheet(name: str) -> LinkSheet:
+    """The entry of a link.
+
+    Raises:
+        ArgumentError: it is not in the table.
+    """
+    if name not in LINKS:
+        raise ArgumentError(f"no data sheet of a link {name!r}; known are {', '.join(LINKS)}")
+    return LINKS[name]

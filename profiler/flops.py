@@ -1,0 +1,55 @@
+"""FLOPs of operations: torch's own formulas, and those that torch lacks. A multiply-add counts as two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+
+def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _cpu_attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+def _rnn_layer(inputs: Tensor, input_weight: Tensor, hidden_weight: Tensor, *_: Any, **__: Any) -> int:
+    """One layer of an LSTM or GRU in one direction: both products, at each of T x B places."""
+    return 2 * inputs.shape[0] * inputs.shape[1] * (input_weight.numel() + hidden_weight.numel())
+
+
+def _rnn_layer_backward(inputs: Tensor, input_weight: Tensor, hidden_weight: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _rnn_layer(inputs, input_weight, hidden_weight)
+
+
+def _matrix_vector(matrix: Tensor, vector: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _add_matrix_vector(bias: Tensor, matrix: Tensor, vector: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+def _dot(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * left.numel()
+
+
+FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten.mkldnn_rnn_layer: _rnn_layer,
+    aten.mkldnn_rnn_layer_backward: _rnn_layer_backward,
+    aten.mv: _matrix_vector,
+    aten.addmv: _add_matrix_vector,
+    aten.dot: _dot,
+    aten.vdot: _dot,
+}
+"""By operation: called with its arguments and `out_val`. Operations without an entry do no matrix arithmetic."""

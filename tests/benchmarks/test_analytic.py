@@ -1,0 +1,101 @@
+"""Times from data sheets' arithmetic against measured ones, after fitting the rates to this CPU.
+
+    make bench
+
+Each model is predicted with rates that were fitted to the other models, so nothing was fitted to what is judged. All
+are profiled for a second or two in turns, and layers are judged by the median over turns.
+"""
+
+from collections.abc import Callable
+from statistics import median
+
+import pytest
+import torch
+from gpt import GPT, Config
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from profiler import Cluster, Device, LayerSequence, Profile, profile, trace
+from profiler.analytic import LayerWork, Rates, fitted_rates, seconds_of, work_of_layers
+from profiler.record import LayerCost
+from profiler.stand_ins import fake_runner, micro_batch
+from tests.models.densenet import DenseNet
+from tests.models.transformer import Translator
+from tests.models.unet import UNet
+
+CPU = Cluster(devices=(Device(name="cpu", kind="cpu", memory_bytes=2**34, threads=1),))
+SIZES = (1, 4)
+TURNS = 3
+BUDGET_S = 3.0
+START = Rates(5e10, 5e10, 5e10, 1e10, 1e-5)  # of the order of one CPU core
+RANK_CORRELATION = 0.9
+TOTAL_WITHIN = 0.25
+
+
+def images(extent: int) -> Tensor:
+    return torch.randn(4, 3, extent, extent)
+
+
+def ids(length: int) -> Tensor:
+    return torch.randint(1, 256, (4, length))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, object]]] = {
+    "GPT": lambda: (GPT(Config(vocabulary=256, context=128, width=256, blocks=4)), ids(128)),
+    "DenseNet": lambda: (DenseNet(growth=16, blocks=(4, 4, 4), num_classes=10), images(64)),
+    "U-Net": lambda: (UNet(depth=3, channels=16), images(64)),
+    "nn.Transformer": lambda: (Translator(256, width=256, heads=4, layers=3, dropout=0.1), (ids(64), ids(48))),
+}
+
+
+def work_at(sequence: LayerSequence, sample: object, size: int) -> list[LayerWork]:
+    place = torch.device("cpu")
+    inputs = micro_batch(sequence, sample, size, place)
+    with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=place) as runner:
+        return work_of_layers(sequence, runner, size)
+
+
+def middle(turns: list[Profile]) -> list[LayerCost]:
+    """The costs with the median times of several profiles."""
+    return [
+        same[0].model_copy(
+            update={name: median(getattr(cost, name) for cost in same) for name in ("forward_s", "backward_s")}
+        )
+        for same in zip(*(turn.costs for turn in turns), strict=True)
+    ]
+
+
+@pytest.mark.benchmark
+def test_times_from_counted_work() -> None:
+    torch.manual_seed(0)
+    turns: dict[str, list[Profile]] = {name: [] for name in MODELS}
+    samples, sequences = {}, {}
+    for name, build in MODELS.items():
+        model, samples[name] = build()
+        sequences[name] = trace(model, samples[name])
+    for _ in range(TURNS):
+        for name, sequence in sequences.items():
+            turns[name].append(
+                profile(
+                    sequence, CPU, sample=samples[name], micro_batch_sizes=SIZES, time_budget_s=BUDGET_S, progress=False
+                )
+            )
+    measured = {name: middle(profiles) for name, profiles in turns.items()}
+    work = {name: {size: work_at(sequences[name], samples[name], size) for size in SIZES} for name in MODELS}
+    print("\n| model | layers | rank correlation | predicted / measured total | stated error |\n|---|---|---|---|---|")
+    found = []
+    for name in MODELS:
+        rates, error = fitted_rates([(work[other], measured[other]) for other in MODELS if other != name], START)
+        pairs = [
+            (sum(seconds_of(work[name][cost.micro_batch_size][cost.layer], rates)), cost.forward_s + cost.backward_s)
+            for cost in measured[name]
+        ]
+        predicted, truth = zip(*pairs, strict=True)
+        correlation = spearmanr(predicted, truth).statistic
+        total = sum(predicted) / sum(truth)
+        found.append((correlation, total, error))
+        print(f"| {name} | {len(sequences[name])} | {correlation:.3f} | {total:.2f} | {error:.2f} |")
+    print(f"rates fitted without the last model: {rates}")
+    for correlation, total, error in found:
+        assert correlation >= RANK_CORRELATION
+        assert abs(total - 1) <= min(TOTAL_WITHIN, error)

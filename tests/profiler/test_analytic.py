@@ -1,0 +1,188 @@
+"""Devices from data sheets, and costs that are counted instead of measured."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from profiler import ArgumentError, Cluster, Device, Link, profile, trace
+from profiler.analytic import (
+    LayerWork,
+    Operations,
+    Rates,
+    estimated_optimizer,
+    fitted_rates,
+    seconds_of,
+    work_of_layers,
+)
+from profiler.datasheets import DATA_SHEETS, LINK_EFFICIENCY, LINKS
+from profiler.record import LayerCost, Profile
+from profiler.stand_ins import fake_runner, micro_batch
+
+CPU = torch.device("cpu")
+
+
+def mlp(width=64, blocks=3, device="cpu"):
+    with torch.device(device):
+        layers = [part for _ in range(blocks) for part in (nn.Linear(width, width), nn.GELU())]
+        return nn.Sequential(*layers)
+
+
+def test_a_cluster_from_its_text():
+    cluster = Cluster.of("3xA100-40GB,T4", link="pcie4", devices_per_host=2)
+    assert [device.kind for device in cluster.devices] == ["A100-40GB"] * 3 + ["T4-16GB"]
+    assert [device.name for device in cluster.devices] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert cluster.devices[0].memory_bytes == 40 * 10**9
+    assert cluster.link is not None
+    assert cluster.link.bytes_per_s == LINK_EFFICIENCY * 31.5e9
+    assert Cluster.of("H100").link is None
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "message"),
+    [
+        ("8xA100-99GB", "nvlink3", r"no data sheet of a device 'A100-99GB'; known are V100-16GB"),
+        ("A100", "nvlink3", r"which A100: A100-40GB or A100-80GB"),
+        ("2xT4", None, r"2 devices without a link between them"),
+        ("2xT4", "string", r"no data sheet of a link 'string'; known are nvlink1"),
+        ("0xT4", "pcie3", r"'0xT4' is not a count and a kind of device"),
+        ("", "pcie3", r"'' is not a count and a kind"),
+        ("8x A100 40GB", "pcie3", r"is not a count and a kind"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(text, link, message):
+    with pytest.raises(ArgumentError, match=message):
+        Cluster.of(text, link=link)
+
+
+def test_every_entry_has_a_source():
+    assert all(sheet.source for sheet in DATA_SHEETS.values())
+    assert all(sheet.source for sheet in LINKS.values())
+    assert all(
+        sheet.half_flops_per_s >= sheet.tf32_flops_per_s >= sheet.float32_flops_per_s for sheet in DATA_SHEETS.values()
+    )
+
+
+def test_work_is_counted_by_hand():
+    model = nn.Linear(16, 32)
+    x = torch.randn(4, 16)
+    sequence = trace(model, x)
+    inputs = micro_batch(sequence, x, 4, CPU)
+    with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=CPU) as runner:
+        (work,) = work_of_layers(sequence, runner, 4)
+    assert work.forward.flops.sum() == 2 * 4 * 16 * 32
+    assert work.backward.flops.sum() == 2 * 4 * 16 * 32  # the input needs no gradient
+    product = work.forward.names.index("aten::addmm")
+    assert work.forward.size_bytes[product] == 4 * (4 * 16 + 16 * 32 + 32 + 4 * 32)
+
+
+def test_an_operation_takes_the_longest_of_arithmetic_memory_and_launch():
+    rates = Rates(100.0, 50.0, 200.0, 10.0, 0.5)
+    operations = Operations(
+        ("product", "convolution", "sum", "view"),
+        np.array([1000.0, 1000.0, 0.0, 0.0]),
+        np.array([10.0, 10.0, 70.0, 0.0]),
+        np.array([0, 1, 0, 0]),
+    )
+    assert operations.seconds(rates).tolist() == [10.0, 20.0, 7.0, 0.5]
+
+
+def test_a_fit_finds_the_rates_that_times_were_made_with():
+    generator = np.random.default_rng(0)
+    true = Rates(3e10, 1e10, 5e10, 4e9, 2e-5)
+
+    def some():
+        count = int(generator.integers(1, 6))
+        return Operations(
+            tuple("abcdef"[:count]),
+            10 ** generator.uniform(4, 9, count) * (generator.random(count) < 0.6),
+            10 ** generator.uniform(3, 7, count),
+            generator.integers(0, 3, count),
+        )
+
+    layers = [LayerWork(some(), some()) for _ in range(60)]
+    costs = []
+    for index, layer in enumerate(layers):
+        forward_s, backward_s = seconds_of(layer, true)
+        costs.append(
+            LayerCost(
+                layer=index, micro_batch_size=1, device_kind="cpu", forward_s=forward_s, recompute_s=0.0,
+                backward_s=backward_s, spread=0.0, kept_bytes=0, transient_bytes=0, output_bytes=0,
+                output_gradient_bytes=0,
+            )
+        )  # fmt: skip
+    rates, error = fitted_rates([({1: layers}, costs)], Rates(1e10, 1e10, 1e10, 1e10, 1e-5))
+    assert error < 1e-3
+    assert rates.float32_flops_per_s == pytest.approx(true.float32_flops_per_s, rel=1e-2)
+    assert rates.memory_bytes_per_s == pytest.approx(true.memory_bytes_per_s, rel=1e-2)
+
+
+@pytest.mark.parametrize(("name", "state"), [("SGD", 0.0), ("RMSprop", 1.0), ("AdamW", 2.0), ("Adagrad", 1.0)])
+def test_optimizer_state_is_the_optimizers_own(name, state):
+    cost = estimated_optimizer(name, "T4-16GB", [nn.Parameter(torch.empty(8, 8, device="meta"))], Rates.of("T4"))
+    assert cost.state_bytes_per_byte == state
+    assert cost.seconds_per_byte == pytest.approx((4 + 2 * state) / Rates.of("T4").memory_bytes_per_s)
+
+
+def test_a_meta_model_is_profiled_for_devices_that_are_not_here(tmp_path):
+    model = mlp(device="meta")
+    sample = torch.empty(8, 64, device="meta")
+    cluster = Cluster.of("2xA100-40GB,2xV100-16GB", link="nvlink2")
+    found = profile(trace(model, sample), cluster, batch_size=32, progress=False)
+    real = profile(trace(mlp(), torch.randn(8, 64)), cluster, batch_size=32, progress=False)
+    assert found.costs == real.costs
+    assert {cost.device_kind for cost in found.costs} == {"A100-40GB", "V100-16GB"}
+    assert found.links == (cluster.link,)
+    assert [estimate.device_kind for estimate in found.estimates] == ["A100-40GB", "V100-16GB"]
+    shares = {entry.operation: entry.share_of_bytes for entry in found.estimates[0].without_formula}
+    assert "aten::gelu" in shares
+    assert "aten::addmm" not in shares
+    assert 0 < sum(shares.values()) < 1
+    found.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == found
+
+
+def test_sizes_between_two_are_what_they_are_by_themselves():
+    """Work and bytes between the smallest and the largest size lie on a line."""
+    sequence = trace(mlp(), torch.randn(8, 64))
+    cluster = Cluster.of("T4")
+    line = profile(sequence, cluster, micro_batch_sizes=[1, 3, 8], progress=False)
+    alone = profile(sequence, cluster, micro_batch_sizes=[3], progress=False)
+    between = [cost for cost in line.costs if cost.micro_batch_size == 3]
+    for one, other in zip(between, alone.costs, strict=True):
+        assert one.forward_s == pytest.approx(other.forward_s)
+        assert one.backward_s == pytest.approx(other.backward_s)
+        assert one.kept_bytes == other.kept_bytes
+        assert one.transient_bytes >= other.transient_bytes
+
+
+def test_half_precision_is_faster_where_the_device_is():
+    sample = torch.randn(8, 2048)
+    cluster = Cluster.of("A100-40GB")
+    single, half = (
+        profile(trace(mlp(2048, 1), sample, autocast=autocast), cluster, batch_size=2**15, progress=False)
+        for autocast in (None, torch.bfloat16)
+    )
+    assert sum(cost.forward_s for cost in single.costs) > 2 * sum(cost.forward_s for cost in half.costs)
+
+
+def test_listed_and_local_devices_do_not_mix():
+    local = Device(name="cpu", kind="cpu/1 thread", memory_bytes=2**30, threads=1)
+    cluster = Cluster(devices=(Device.of("T4"), local), link=Link.of("pcie3"))
+    with pytest.raises(ArgumentError, match="mixes devices from data sheets with cpu/1 thread"):
+        profile(trace(mlp(), torch.randn(8, 64)), cluster, progress=False)
+
+
+def test_a_meta_model_on_local_devices_is_pointed_to_data_sheets():
+    sequence = trace(mlp(device="meta"), torch.empty(8, 64, device="meta"))
+    with pytest.raises(ArgumentError, match=r"or pass devices from data sheets: Cluster\.of"):
+        profile(sequence, 2, progress=False)
+
+
+def test_the_loss_belongs_to_the_last_layer():
+    sample, target = torch.randn(8, 64), torch.randn(8, 64)
+    sequence = trace(mlp(), sample)
+    without = profile(sequence, Cluster.of("T4"), progress=False)
+    with_loss = profile(sequence, Cluster.of("T4"), loss_fn=functional.mse_loss, target=target, progress=False)
+    assert with_loss.costs[-1].forward_s > without.costs[-1].forward_s

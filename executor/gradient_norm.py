@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.layout import Layout
 from executor.placement import Placement
 
 
-def global_norm(placement: Placement, names: Sequence[str], rank: int, world_size: int) -> Tensor:
+def global_norm(placement: Placement, names: Sequence[str], layout: Layout) -> Tensor:
     """Euclidean norm of the gradients of all processes' parameters.
 
     Each parameter's squared norm is computed where it lies, once if it is tied, and the sum runs over the model's
@@ -20,20 +21,21 @@ def global_norm(placement: Placement, names: Sequence[str], rank: int, world_siz
     Args:
         placement: of this process.
         names: all parameters of the model in order.
-        rank: of this process.
-        world_size: number of processes.
+        layout: of this process.
 
     Returns:
         A float64 scalar on this process's first device.
     """
-    elsewhere = {tied.name for tied in placement.tied if rank != tied.ranks[0]}
+    elsewhere = {tied.name for tied in placement.tied if layout.process != tied.users[0]}
     parameters = placement.named_parameters()
     device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
     squares = torch.zeros(len(names), dtype=torch.float64, device=device)
+    if layout.replica > 0:
+        parameters = {}  # the gradients of the first replica are those of all
     for position, name in enumerate(names):
         gradient = parameters[name].grad if name in parameters and name not in elsewhere else None
         if gradient is not None:
             squares[position] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-    if world_size > 1:
+    if not layout.alone:
         dist.all_reduce(squares)
     return squares.sum().sqrt()

@@ -33,6 +33,21 @@ def shapes_of(tree: Any) -> str:
     return ", ".join(tensors + ([f"{others} other values"] if others else [])) or "nothing"
 
 
+def samples_of_replicas(batch_size: int, replicas: int) -> tuple[int, ...]:
+    """How many samples each replica takes: contiguous slices of the batch, nearly equal.
+
+    Raises:
+        ArgumentError: there are fewer samples than replicas.
+    """
+    if batch_size < replicas:
+        raise ArgumentError(
+            f"the batch holds {batch_size} samples for {replicas} replicas; each needs at least one: drop the last "
+            "batch of an epoch, or plan with fewer replicas"
+        )
+    smaller, larger = divmod(batch_size, replicas)
+    return (smaller + 1,) * larger + (smaller,) * (replicas - larger)
+
+
 def split_inputs(tensors: Sequence[Tensor], spec: SampleSpec, sizes: Sequence[int]) -> list[list[Tensor]]:
     """The model's tensor inputs for each micro-batch; inputs without a batch dimension go whole to each."""
     dims = [leaf.batch_dim for leaf in spec.leaves if isinstance(leaf, TensorLeaf)]

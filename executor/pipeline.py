@@ -7,15 +7,17 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The same lines run in one process, which then carries out all stages, and in K processes under `launch` or torchrun,
-where rank k carries out stage k. Losses and gradients are the same in every bit on CPU: they are a function of model,
-data, M and seed, not of K or the cuts.
+The same lines run in one process, which then carries out all stages of all replicas, and under `launch` or torchrun in
+one process for each rank of each replica. Losses and gradients are the same in every bit on CPU: they are a function of
+model, data, M, R, schedule and seed, not of K, the cuts, recompute or the processes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,24 +25,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.gradient_norm import global_norm
-from executor.micro_batch import shapes_of, sizes_for, split_inputs, split_target
+from executor.layout import layout_of
+from executor.micro_batch import samples_of_replicas, shapes_of, sizes_for, split_inputs, split_target
+from executor.moving import BufferMover
 from executor.placement import Placement, place
 from executor.position import Phase
+from executor.program import Program, compiled
 from executor.randomness import generator_of, preserved
-from executor.runtime import Evaluation, Runtime
-from executor.stage_runner import MicroBatch, StageRunner
+from executor.replicas import GradientSum, group_of_peers
+from executor.runtime import Runtime
+from executor.stage_runner import MicroBatch, StageLayers, StageRunner
 from executor.stopwatch import TimedAction
 from executor.tied import sum_gradients
 from executor.transport import Distributed, InProcess
 from executor.watch import Given, Watch
 from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
-from planner.schedule import ActionKind, gpipe_schedule, make_schedule
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
 from profiler.loss import LossFunction
 from profiler.sample import batch_extent, tensor_leaves
 from profiler.sequence import LayerSequence
-from profiler.stage_function import StageFunction
 from profiler.tracing import trace, trace_evaluation
 
 
@@ -83,40 +87,37 @@ class Pipeline:
         self.plan = plan
         self._model = model
         limit_s = wait_limit(plan, timeout_s)
-        self.rank, self._world_size = join(timeout_s=limit_s)
-        self.watch = Watch(self.rank, self._world_size, timeout_s=limit_s)
+        self.rank, world_size = join(timeout_s=limit_s)
+        self.watch = Watch(self.rank, world_size, timeout_s=limit_s)
         with self.watch.call(Phase.CONSTRUCTION, {"the plan": _digest(plan.to_json()), "the seed": str(seed)}):
-            check_world_size(plan, self._world_size)
+            check_world_size(plan, world_size)
+            self._layout = layout_of(plan, self.rank, world_size)
             self._sequence = _traced(model, plan)
             _check_model(self._sequence, plan)
             self._build(loss_fn, seed, check_finite)
 
     def _build(self, loss_fn: LossFunction | None, seed: int, check_finite: bool) -> None:
         """What carries out the stages of this process."""
-        plan, world_size = self.plan, self._world_size
-        self._stages = list(range(plan.K)) if world_size == 1 else [self.rank]
-        devices = {stage: _device(plan, stage) for stage in self._stages}
-        if world_size > 1 and devices[self.rank].type == "cuda":
-            torch.cuda.set_device(devices[self.rank])  # NCCL works on the current device
-        self._placement: Placement = place(self._sequence, plan, self._stages, devices)
+        plan, layout = self.plan, self._layout
+        self._devices = devices = {stage: _device(plan, stage, layout.replica) for stage in layout.stages}
+        on_cuda = not layout.alone and devices[layout.stages[0]].type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(devices[layout.stages[0]])  # NCCL works on the current device
+        self._placement: Placement = place(self._sequence, plan, layout, devices)
         self._runners = {
-            stage: StageRunner(
-                self._sequence.on(devices[stage]),
-                plan.stages[stage].first_layer,
-                plan.stages[stage].stop_layer,
-                devices[stage],
-                self._placement.read_by[stage],
-                self._placement.buffers[stage],
-                loss_fn,
-                seed,
-            )
-            for stage in self._stages
+            stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
-        transport = InProcess(devices) if world_size == 1 else Distributed(self.rank, devices[self.rank])
-        self._runtime = Runtime(self._runners, transport, self._sequence, plan, self.watch.log, check_finite)
-        self._devices = devices
+        transport = InProcess() if layout.alone else Distributed(layout, on_cuda=on_cuda)
+        self._runtime = Runtime(self._runners, transport, self.watch.log, check_finite)
+        group = group_of_peers(layout)
+        for used in (transport.groups, [group] if group is not None else []):
+            for watched in used:
+                self.watch.add_group(watched)
+        self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
+        self._mover = BufferMover(layout, group)
+        self._versions: dict[bool, Version] = {}
+        self._programs: dict[tuple[bool, tuple[int, ...]], Program] = {}
         self._steps = 0
-        self._evaluation: Evaluation | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this process trains.
@@ -147,18 +148,19 @@ class Pipeline:
             ExecutionError: an action failed; the message names stage, micro-batch and cause.
         """
         with self.watch.call(Phase.PREPARATION, self._given("step", args, kwargs, target)):
-            batches = self._micro_batches(args, kwargs, target)
-            recompute = tuple(bool(stage.recompute) for stage in self.plan.stages)
-            schedule = make_schedule(
-                self.plan.schedule, stages=self.plan.K, micro_batches=len(batches), recompute=recompute
-            )
+            own, counts = self._micro_batches(args, kwargs, target)
+            self._begin()
+            self._gradients.begin()
             with torch.enable_grad(), preserved([generator_of(device) for device in set(self._devices.values())]):
-                self._runtime.run({stage: schedule[stage] for stage in self._stages}, batches, self._steps)
-            sum_gradients(self._placement.tied, self.rank)
+                for batches in own:
+                    self._runtime.run(self._program(batches, training=True), batches)
+                    sum_gradients(self._placement.tied, self._layout.process)
+                    self._gradients.add_replica()
+            self._gradients.end()
             for runner in self._runners.values():
-                runner.move_buffers()
+                self._mover.move(runner, own, counts)
             self._steps += 1
-            loss = self._shared_loss()
+            loss = self._shared_loss(own)
             self.watch.log.step = self._steps
         return loss
 
@@ -171,12 +173,11 @@ class Pipeline:
             NotTraceableError: in evaluation mode the model does other operations than in training.
         """
         with self.watch.call(Phase.PREPARATION, self._given("evaluate", args, kwargs, target)):
-            batches = self._micro_batches(args, kwargs, target)
-            schedule = gpipe_schedule(stages=self.plan.K, micro_batches=len(batches), recompute=(False,) * self.plan.K)
-            forward_only = (ActionKind.RECV_F, ActionKind.F, ActionKind.SEND_F)
-            lists = {stage: tuple(a for a in schedule[stage] if a.kind in forward_only) for stage in self._stages}
-            self._runtime.run(lists, batches, self._steps, evaluation=self._evaluated())
-            return self._shared_loss()
+            own, _ = self._micro_batches(args, kwargs, target)
+            self._begin()
+            for batches in own:
+                self._runtime.run(self._program(batches, training=False), batches)
+            return self._shared_loss(own)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages so that their common Euclidean norm is at most `max_norm`.
@@ -188,7 +189,7 @@ class Pipeline:
             The norm before, in float64; the same in every process and for every K.
         """
         with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_"}):
-            norm = global_norm(self._placement, tuple(self._sequence.parameters), self.rank, self._world_size)
+            norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout)
         if norm > max_norm:
             for parameter in self._placement.parameters.values():
                 if parameter.grad is not None:
@@ -222,65 +223,105 @@ class Pipeline:
 
     def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Given:
         """What the ranks must have in common before they exchange a message of a call, or its size would be wrong."""
-        if self._world_size == 1:
+        if self._layout.alone:
             return {}
         return {"the call": call, "the batch": shapes_of([args, kwargs]), "the target": shapes_of(target)}
 
-    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[MicroBatch]:
-        """The arguments cut into micro-batches, after they were checked."""
+    def _micro_batches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[list[list[MicroBatch]], list[int]]:
+        """The arguments, checked and cut: micro-batches of each own replica, and how many each replica has."""
         if args and kwargs:
             raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
         spec = self._sequence.sample
         tensors = tensor_leaves(kwargs if kwargs else args, spec)
         batch_size = batch_extent(tensors, spec)
-        sizes = sizes_for(batch_size, self.plan.micro_batch_sizes)
-        inputs = split_inputs(tensors, spec, sizes)
-        targets = split_target(target, sizes)
-        return [
+        sizes = [
+            sizes_for(samples, self.plan.micro_batch_sizes)
+            for samples in samples_of_replicas(batch_size, self.plan.replicas)
+        ]
+        flat = [size for own in sizes for size in own]
+        inputs = split_inputs(tensors, spec, flat)
+        targets = split_target(target, flat)
+        batches = [
             MicroBatch(
                 index, size, size / batch_size, dict(zip(self._sequence.inputs, inputs[index], strict=True)), part
             )
-            for index, (size, part) in enumerate(zip(sizes, targets, strict=True))
+            for index, (size, part) in enumerate(zip(flat, targets, strict=True))
         ]
+        counts = [len(own) for own in sizes]
+        bounds = list(accumulate(counts, initial=0))
+        return [batches[bounds[r] : bounds[r + 1]] for r in self._layout.own_replicas], counts
 
-    def _shared_loss(self) -> Tensor:
-        """The loss on every process: the last stage's."""
-        last = self._runners.get(self.plan.K - 1)
-        device = self._devices[self._stages[0]]
-        loss = torch.zeros((), device=device, dtype=torch.float64) if last is None else last.loss().to(device)
-        if self._world_size > 1:
-            dist.broadcast(loss, src=self.plan.K - 1)
-        return loss
+    def _begin(self) -> None:
+        for runner in self._runners.values():
+            runner.begin(self._steps)
 
-    def _evaluated(self) -> Evaluation:
-        """The layers in evaluation mode; traced when first needed."""
-        if self._evaluation is None:
-            sequence = trace_evaluation(self._model, self._sequence)
-            functions = {
-                index: StageFunction(
+    def _shared_loss(self, own: Sequence[Sequence[MicroBatch]]) -> Tensor:
+        """The loss in every process: the sum of the replicas' in their order, each from its last stage."""
+        layout = self._layout
+        losses = torch.zeros(layout.replicas, device=self._devices[layout.stages[0]], dtype=torch.float64)
+        if self.plan.K - 1 in self._runners:
+            for replica, batches in zip(layout.own_replicas, own, strict=True):
+                losses[replica] = self._runners[self.plan.K - 1].loss(batches)
+        if not layout.alone:
+            if layout.replicas == 1:
+                dist.broadcast(losses, src=layout.last_processes[0])
+            else:
+                dist.all_reduce(losses)  # of each element all summands but one are 0
+        total = losses[0]
+        for replica in range(1, layout.replicas):
+            total = total + losses[replica]
+        return total
+
+    def _program(self, batches: Sequence[MicroBatch], *, training: bool) -> Program:
+        """What this process does with micro-batches of these sizes; compiled when first needed."""
+        sizes = tuple(batch.size for batch in batches)
+        known = self._programs.get((training, sizes))
+        if known is None:
+            version = self._version(training=training)
+            known = self._programs[training, sizes] = compiled(
+                self.plan, self._layout, version.sequence, version.layers, self._devices, sizes, training=training
+            )
+        return known
+
+    def _version(self, *, training: bool) -> Version:
+        """This process's layers as they train or evaluate; traced when first needed."""
+        if training not in self._versions:
+            sequence = self._sequence if training else trace_evaluation(self._model, self._sequence)
+            layers = {
+                index: StageLayers(
                     sequence.on(self._devices[index]),
-                    stage.first_layer,
-                    stage.stop_layer,
+                    self.plan.stages[index].first_layer,
+                    self.plan.stages[index].stop_layer,
+                    self.plan.stages[index].recompute if training else (),
                     self._placement.read_by[index],
                 )
-                for index, stage in enumerate(self.plan.stages)
-                if index in self._runners
+                for index in self._layout.stages
             }
-            self._evaluation = Evaluation(sequence, functions)
-        return self._evaluation
+            self._versions[training] = Version(sequence, layers)
+        return self._versions[training]
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """The model's layers in one mode, and this process's stages of them."""
+
+    sequence: LayerSequence
+    layers: dict[int, StageLayers]
 
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _device(plan: Plan, stage: int) -> torch.device:
+def _device(plan: Plan, stage: int, replica: int) -> torch.device:
     """The torch device of a stage.
 
     Raises:
         ForeignPlanError: this machine has no such device.
     """
-    name = plan.stages[stage].device.name
+    name = plan.stages[stage].devices[replica].name
     try:
         device = torch.device(name)
     except RuntimeError as problem:
@@ -315,10 +356,3 @@ def _check_model(sequence: LayerSequence, plan: Plan) -> None:
         raise ForeignPlanError(
             f"the plan's stages hold {plan.stages[-1].stop_layer} layers, the model has {len(sequence)}; plan again"
         )
-    for index, stage in enumerate(plan.stages):
-        for segment in stage.recompute:
-            if (segment.first, segment.stop) != (stage.first_layer, stage.stop_layer):
-                raise ForeignPlanError(
-                    f"stage {index} recomputes layers [{segment.first}, {segment.stop}) of "
-                    f"[{stage.first_layer}, {stage.stop_layer}); this executor recomputes whole stages only"
-                )

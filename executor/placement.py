@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from executor.tied import TiedParameter, accumulator_of, ranks_of
+from executor.layout import Layout
+from executor.tied import TiedParameter, accumulator_of, users_of
 from planner.plan import Plan
 from profiler.sequence import LayerSequence
 
@@ -37,15 +38,16 @@ class Placement:
         return named
 
 
-def place(sequence: LayerSequence, plan: Plan, stages: Sequence[int], devices: Mapping[int, torch.device]) -> Placement:
-    """Place the given stages of a plan in this process.
+def place(sequence: LayerSequence, plan: Plan, layout: Layout, devices: Mapping[int, torch.device]) -> Placement:
+    """Place a process's stages of a plan.
 
     Args:
         sequence: the model's layers.
         plan: the plan.
-        stages: indices of the stages that this process runs.
+        layout: says which stages this process runs.
         devices: of each of these stages.
     """
+    stages = layout.stages
     layers_of = {stage: range(plan.stages[stage].first_layer, plan.stages[stage].stop_layer) for stage in stages}
     used = {
         (name, devices[stage])
@@ -66,7 +68,7 @@ def place(sequence: LayerSequence, plan: Plan, stages: Sequence[int], devices: M
         parameters=parameters,
         buffers={stage: _buffers(sequence, layers_of[stage], devices[stage]) for stage in stages},
         read_by=read_by,
-        tied=_tied(sequence, plan, parameters, read_by),
+        tied=_tied(sequence, plan, layout, parameters, read_by),
     )
 
 
@@ -90,23 +92,25 @@ def _buffers(sequence: LayerSequence, layers: range, device: torch.device) -> di
 def _tied(
     sequence: LayerSequence,
     plan: Plan,
+    layout: Layout,
     parameters: Mapping[tuple[str, torch.device], nn.Parameter],
     read_by: Mapping[int, Mapping[tuple[int, str], Tensor]],
 ) -> tuple[TiedParameter, ...]:
-    """Tied parameters of this process; where it runs all stages, all ranks are its own."""
-    stage_of = {
-        layer: index for index, stage in enumerate(plan.stages) for layer in range(stage.first_layer, stage.stop_layer)
+    """Tied parameters of this process."""
+    process_of = {
+        layer: layout.process_of[index]
+        for index, stage in enumerate(plan.stages)
+        for layer in range(stage.first_layer, stage.stop_layer)
     }
-    alone = len(read_by) == plan.K
-    rank_of = dict.fromkeys(stage_of, 0) if alone else stage_of
     own = {key: tensor for stage in read_by.values() for key, tensor in stage.items()}
     return tuple(
         TiedParameter(
             name=name,
+            number=number,
             copies=tuple(parameter for (held, _), parameter in parameters.items() if held == name),
-            accumulators=tuple(own[layer, name] for layer in layers if (layer, name) in own),
-            ranks=ranks_of(layers, rank_of),
+            accumulators=tuple(own[layer, name] for layer in sorted(layers) if (layer, name) in own),
+            users=users_of(layers, process_of),
         )
-        for name, layers in sequence.tied.items()
+        for number, (name, layers) in enumerate(sequence.tied.items())
         if any((layer, name) in own for layer in layers)
     )

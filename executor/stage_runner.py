@@ -1,10 +1,20 @@
-"""One stage on its device: forward, recompute and backward passes of the micro-batches of a step."""
+"""One stage on its device: forward, recompute and backward passes of the micro-batches of a step.
+
+A stage is cut into parts at the borders of its recomputed segments. The forward pass keeps of a recomputed part only
+what enters it; B walks the parts backward and runs each recomputed one again just before its own backward pass:
+
+    part        kept     segment 0      kept    segment 1
+    F         |======| |-----------| |======| |-----------|
+    R                                         |===========|     before the gradient arrives
+    B         |<=====| |====|<=====| |<=====| |<==========|     one segment's saved values exist at a time
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,13 +22,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from executor.randomness import generator_of, key
-from profiler.batch_norm import combined
+from planner.plan import Segment
+from profiler.batch_norm import BatchStatistics
 from profiler.errors import ArgumentError
 from profiler.loss import LossFunction, loss_of, model_output
 from profiler.sequence import LayerSequence
 from profiler.stage_function import Pass, Results, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
 
 LOSS = "loss"  # the one value that the last stage leaves while training
+Moment = tuple[BatchStatistics, Tensor, Tensor, Tensor]  # of one batch normalization and micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +38,7 @@ class MicroBatch:
     """What a stage needs of one micro-batch beside what the stage before sends.
 
     Attributes:
-        index: position in the mini-batch.
+        index: position in the mini-batch of all replicas, which keys random numbers.
         size: samples.
         weight: share of the mini-batch, samples / all samples.
         inputs: the model's inputs by name.
@@ -40,30 +52,23 @@ class MicroBatch:
     target: Any
 
 
-@dataclass(slots=True)
-class _StepState:
-    """What a stage holds during one step, by micro-batch index."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of layers of a stage that is recomputed as a whole, or not at all."""
 
-    number: int
-    entering: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    kept: dict[int, Pass] = field(default_factory=dict)
-    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    results: dict[int, Results] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    function: StageFunction
+    again: bool
 
 
-class StageRunner:
-    """Runs the layers of one stage.
+class StageLayers:
+    """The layers of one stage, ready to run: one version of them, for training or evaluation and one kind of input.
 
     Args:
-        sequence: the model's layers.
+        sequence: the layers of the model on the stage's device.
         first: index of the stage's first layer.
         stop: index behind its last layer.
-        device: where it runs.
+        segments: that are recomputed.
         parameters: by (layer, name), see `StageFunction`.
-        buffers: the stage's buffers by name, on its device; moved at the end of each step.
-        loss_fn: of the last stage.
-        seed: of all random numbers.
     """
 
     def __init__(
@@ -71,130 +76,180 @@ class StageRunner:
         sequence: LayerSequence,
         first: int,
         stop: int,
-        device: torch.device,
+        segments: Sequence[Segment],
         parameters: Mapping[tuple[int, str], Tensor],
-        buffers: dict[str, Tensor],
-        loss_fn: LossFunction | None,
-        seed: int,
     ) -> None:
-        self.function = StageFunction(sequence, first, stop, parameters)
+        self.sequence = sequence
         self.is_last = stop == len(sequence)
+        again = {segment.first for segment in segments}
+        borders = sorted({first, stop, *again, *(segment.stop for segment in segments)})
+        self.parts = tuple(
+            Part(StageFunction(sequence, begin, end, parameters), begin in again) for begin, end in pairwise(borders)
+        )
+        self.last_again = max((index for index, part in enumerate(self.parts) if part.again), default=-1)
+        self.inputs = tuple(dict.fromkeys(name for part in self.parts for name in part.function.inputs))
+
+
+@dataclass(slots=True)
+class _StepState:
+    """What a stage holds during one step, by micro-batch index; of parts by (micro-batch, part)."""
+
+    number: int
+    loss_scale: float = 1.0
+    entering: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Pass] = field(default_factory=dict)
+    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    statistics: dict[int, list[Moment]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+
+class StageRunner:
+    """Runs the layers of one stage.
+
+    Args:
+        device: where it runs.
+        buffers: the stage's buffers by name, on its device.
+        loss_fn: of the last stage.
+        seed: of all random numbers.
+    """
+
+    def __init__(
+        self, device: torch.device, buffers: dict[str, Tensor], loss_fn: LossFunction | None, seed: int
+    ) -> None:
         self.device = device
         self.buffers = buffers
-        self._sequence = sequence
         self._loss_fn = loss_fn
         self._seed = seed
+        self._generator = generator_of(device)
         self._state = _StepState(0)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, loss_scale: float = 1.0) -> None:
         """Forget the step before; `step` keys the random numbers."""
-        self._state = _StepState(step)
+        self._state = _StepState(step, loss_scale)
 
-    def forward(self, batch: MicroBatch, received: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    def forward(
+        self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor], before: int | None, *, keep: bool
+    ) -> dict[str, Tensor]:
         """The forward pass of one micro-batch.
 
         Args:
+            layers: the stage's layers.
             batch: the micro-batch.
             received: the entering values.
-            keep: whether to keep what the backward pass needs; otherwise `recompute` must come first.
+            before: index of the micro-batch that came before in this replica, whose written buffers it goes on from.
+            keep: whether to keep what the last recomputed segment saves; otherwise `recompute` must come first.
 
         Returns:
             The leaving values, detached; empty behind the last stage.
         """
         state = self._state
-        state.entering[batch.index] = leaves_of(received, self.function.entering)
-        current = {**self.buffers, **(state.buffers[batch.index - 1] if batch.index else {})}
-        if keep:
-            values, results = self._run(batch, current)
-            state.kept[batch.index] = Pass(state.entering[batch.index], roots_of(values))
-        else:
-            with keeping_nothing():
-                values, results = self._run(batch, current)
-        before = state.buffers[batch.index - 1] if batch.index else {}
-        state.buffers[batch.index] = {**before, **results.buffers}
-        results.values.clear()
-        state.results[batch.index] = results
-        if self.is_last:
+        if before is not None:
+            state.buffers[batch.index] = state.buffers[before]
+        written: dict[str, Tensor] = {}
+        moments: list[Moment] = []
+        values: Mapping[str, Tensor] = received
+        for position, part in enumerate(layers.parts):
+            place = (batch.index, position)
+            leaves = state.entering[place] = leaves_of(values, part.function.entering)
+            if not part.again or (keep and position == layers.last_again):
+                values, results = self._run(layers, position, batch)
+                state.kept[place] = Pass(leaves, roots_of(values))
+            else:
+                with keeping_nothing():
+                    values, results = self._run(layers, position, batch)
+            written.update(results.buffers)
+            moments.extend(results.statistics)
+        state.buffers[batch.index] = {**state.buffers.get(batch.index, {}), **written}
+        state.statistics[batch.index] = moments
+        if layers.is_last:
             state.losses[batch.index] = values[LOSS].detach()
             return {}
         return {name: value.detach() for name, value in values.items()}
+
+    def recompute(self, layers: StageLayers, batch: MicroBatch, before: int | None) -> None:
+        """Run the last segment again and keep what its backward pass needs."""
+        self._run_again(layers, layers.last_again, batch, before)
+
+    def _run_again(self, layers: StageLayers, position: int, batch: MicroBatch, before: int | None) -> None:
+        place = (batch.index, position)
+        buffers = self._state.buffers[before] if before is not None else {}
+        values, _ = self._run(layers, position, batch, buffers)
+        self._state.kept[place] = Pass(self._state.entering[place], roots_of(values))
+
+    def backward(
+        self, layers: StageLayers, batch: MicroBatch, gradients: Mapping[str, Tensor], before: int | None
+    ) -> dict[str, Tensor]:
+        """The backward pass of one micro-batch, with the recompute of all segments but the last.
+
+        Args:
+            layers: the stage's layers.
+            batch: the micro-batch.
+            gradients: of the leaving values; of the last stage's loss when empty.
+            before: as in `forward`.
+
+        Returns:
+            Gradients of the entering values that have one.
+        """
+        state = self._state
+        if layers.is_last:
+            loss = state.losses[batch.index]
+            gradients = {LOSS: torch.full_like(loss, state.loss_scale)}
+        for position in reversed(range(len(layers.parts))):
+            place = (batch.index, position)
+            if place not in state.kept:
+                self._run_again(layers, position, batch, before)
+            del state.entering[place]
+            entering = run_backward(state.kept.pop(place), gradients)
+            gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
+        return dict(gradients)
+
+    def evaluate(self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The forward pass without gradient."""
+        with torch.no_grad():
+            values: Mapping[str, Tensor] = received
+            for part in layers.parts:
+                values = part.function.forward(dict(values), self._inputs(batch, part), self.buffers).values
+            if layers.is_last:
+                loss = self._loss(layers, batch, values, layers.parts[-1].function)
+                self._state.losses[batch.index] = loss * batch.weight
+                return {}
+        return dict(values)
+
+    def loss(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """The loss in float64: the weighted sum over the given micro-batches, in their order."""
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        for batch in batches:
+            total = total + self._state.losses[batch.index]
+        return total
 
     def loss_of(self, batch: MicroBatch) -> Tensor:
         """The weighted loss of a micro-batch that the last stage has run, a scalar."""
         return self._state.losses[batch.index]
 
-    def recompute(self, batch: MicroBatch) -> None:
-        """Run the forward pass again and keep what the backward pass needs."""
-        before = self._state.buffers[batch.index - 1] if batch.index else {}
-        values, _ = self._run(batch, {**self.buffers, **before})
-        self._state.kept[batch.index] = Pass(self._state.entering[batch.index], roots_of(values))
+    def written_buffers(self, index: int) -> Mapping[str, Tensor]:
+        """The written buffers as micro-batch `index` left them."""
+        return self._state.buffers[index]
 
-    def backward(self, batch: MicroBatch, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The backward pass of one micro-batch.
+    def statistics(self, index: int) -> Sequence[Moment]:
+        """The batch normalizations' statistics of micro-batch `index`."""
+        return self._state.statistics[index]
 
-        Args:
-            batch: the micro-batch.
-            gradients: of the leaving values; of the last stage's loss when empty.
-
-        Returns:
-            Gradients of the entering values that have one.
-        """
-        if self.is_last:
-            gradients = {LOSS: torch.ones((), device=self.device, dtype=self._state.losses[batch.index].dtype)}
-        self._state.entering.pop(batch.index)
-        entering = run_backward(self._state.kept.pop(batch.index), gradients)
-        return {name: gradient for name, gradient in entering.items() if gradient is not None}
-
-    def evaluate(
-        self, sequence: LayerSequence, function: StageFunction, batch: MicroBatch, received: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The forward pass without gradient through another function of the same layers (evaluation mode)."""
-        with torch.no_grad():
-            values = function.forward(dict(received), self._inputs(batch, function), self.buffers).values
-            if self.is_last:
-                with function.autocasting():
-                    loss = loss_of(model_output(sequence, values), self._target(batch), self._loss_fn)
-                self._state.losses[batch.index] = loss * batch.weight
-                return {}
-        return values
-
-    def loss(self) -> Tensor:
-        """The mini-batch's loss in float64: the weighted sum over its micro-batches, in their order."""
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for index in sorted(self._state.losses):
-            total = total + self._state.losses[index]
-        return total
-
-    def move_buffers(self) -> None:
-        """Write buffers and running statistics as the step leaves them: once per mini-batch."""
+    def _run(
+        self, layers: StageLayers, position: int, batch: MicroBatch, buffers: Mapping[str, Tensor] | None = None
+    ) -> tuple[dict[str, Tensor], Results]:
         state = self._state
-        indices = sorted(state.results)
-        for name, value in (state.buffers[indices[-1]] if indices else {}).items():
-            self.buffers[name].copy_(value)
-        columns = zip(*(state.results[index].statistics for index in indices), strict=True)
-        for column in columns:
-            self._move_statistics(column)
-        state.results.clear()
-        state.buffers.clear()
-
-    def _move_statistics(self, column: Sequence[tuple[Any, Tensor, Tensor, Tensor]]) -> None:
-        entry = column[0][0]
-        mean, variance = combined([c[1] for c in column], [c[2] for c in column], [c[3] for c in column])
-        with torch.no_grad():
-            self.buffers[entry.running_mean].lerp_(mean, entry.momentum)
-            self.buffers[entry.running_var].lerp_(variance, entry.momentum)
-            if entry.num_batches_tracked is not None:
-                self.buffers[entry.num_batches_tracked].add_(1)
-
-    def _run(self, batch: MicroBatch, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Results]:
-        leaves = self._state.entering[batch.index]
-        seed = partial(self._seed_layer, batch.index)
-        results = self.function.forward(leaves, self._inputs(batch, self.function), buffers, seed=seed)
-        if not self.is_last:
-            return dict(results.values), results
-        self._seed_layer(batch.index, len(self._sequence))  # the loss may draw random numbers too
-        with self.function.autocasting():
-            loss = loss_of(model_output(self._sequence, results.values), self._target(batch), self._loss_fn)
+        part = layers.parts[position]
+        current = state.buffers.get(batch.index) if buffers is None else buffers
+        results = part.function.forward(
+            state.entering[batch.index, position],
+            self._inputs(batch, part),
+            {**self.buffers, **current} if current else self.buffers,
+            seed=partial(self._seed_layer, batch.index),
+        )
+        if not layers.is_last or position != len(layers.parts) - 1:
+            return results.values, results
+        self._seed_layer(batch.index, len(layers.sequence))  # the loss may draw random numbers too
+        loss = self._loss(layers, batch, results.values, part.function)
         if not loss.requires_grad:
             raise ArgumentError(
                 "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "
@@ -202,12 +257,21 @@ class StageRunner:
             )
         return {LOSS: loss * batch.weight}, results
 
-    def _inputs(self, batch: MicroBatch, function: StageFunction) -> dict[str, Tensor]:
-        """The model's inputs that the stage reads, on its device."""
-        return {name: batch.inputs[name].to(self.device, non_blocking=True) for name in function.inputs}
+    def _loss(
+        self, layers: StageLayers, batch: MicroBatch, values: Mapping[str, Tensor], function: StageFunction
+    ) -> Tensor:
+        with function.autocasting():
+            return loss_of(model_output(layers.sequence, values), self._target(batch), self._loss_fn)
+
+    def _inputs(self, batch: MicroBatch, part: Part) -> dict[str, Tensor]:
+        """The model's inputs that the part reads, on its device."""
+        return {name: self._here(batch.inputs[name]) for name in part.function.inputs}
 
     def _target(self, batch: MicroBatch) -> Any:
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch.target)
+        return pytree.tree_map_only(Tensor, self._here, batch.target)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def _seed_layer(self, micro_batch: int, layer: int) -> None:
-        generator_of(self.device).manual_seed(key(self._seed, self._state.number, micro_batch, layer))
+        self._generator.manual_seed(key(self._seed, self._state.number, micro_batch, layer))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from planner.schedule import Action
+from planner.schedule import Action, ActionKind
+
+_COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,47 +33,53 @@ class TimedAction:
 
 
 class Stopwatch:
-    """Times the actions of one step: by the clock on CPU, by events on CUDA (read after the step)."""
+    """Times the actions of one step: by the clock on CPU, by events on CUDA (read after the step).
+
+    A process does one action after the other, so one mark behind each is enough.
+
+    Attributes:
+        began_s: when the step began, by `time.perf_counter`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._actions: list[Action] = []
-        self._marks: list[tuple[float, float]] = []
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._zero = 0.0
-        self._zero_event: torch.cuda.Event | None = None
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self.began_s = 0.0
 
     def start(self) -> None:
         """Begin a step."""
         self._actions.clear()
         self._marks.clear()
         self._events.clear()
-        self._zero = time.perf_counter()
+        self.began_s = time.perf_counter()
         if self._cuda:
-            self._zero_event = _recorded()
+            self._events.append(_recorded())
 
-    @contextmanager
-    def timing(self, action: Action) -> Iterator[None]:
-        """Time the body of a `with` statement as that action."""
+    def mark(self, action: Action) -> None:
+        """The action has just been carried out."""
         self._actions.append(action)
         if self._cuda:
-            begin = _recorded()
-            yield
-            self._events.append((begin, _recorded()))
+            self._events.append(_recorded())
         else:
-            begun = time.perf_counter()
-            yield
-            self._marks.append((begun, time.perf_counter()))
+            self._marks.append(time.perf_counter())
+
+    def read_all(self) -> tuple[TimedAction, ...]:
+        """All actions of the last step in order; waits for the device on CUDA."""
+        if self._cuda and self._events:
+            torch.cuda.synchronize()
+            marks = [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        else:
+            marks = [0.0, *(mark - self.began_s for mark in self._marks)]
+        return tuple(
+            TimedAction(action, begun, ended)
+            for action, begun, ended in zip(self._actions, marks, marks[1:], strict=False)
+        )
 
     def read(self) -> tuple[TimedAction, ...]:
-        """The actions of the last step in order; waits for the device on CUDA."""
-        if self._cuda and self._zero_event is not None:
-            torch.cuda.synchronize()
-            zero = self._zero_event
-            marks = [(zero.elapsed_time(a) / 1e3, zero.elapsed_time(b) / 1e3) for a, b in self._events]
-        else:
-            marks = [(a - self._zero, b - self._zero) for a, b in self._marks]
-        return tuple(TimedAction(action, *mark) for action, mark in zip(self._actions, marks, strict=True))
+        """The actions of the last step that computed."""
+        return tuple(timed for timed in self.read_all() if timed.action.kind in _COMPUTED)
 
 
 def _recorded() -> torch.cuda.Event:

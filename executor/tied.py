@@ -3,18 +3,25 @@
 A parameter that several layers read (an embedding and the output head) would otherwise add up its gradients in an
 order that depends on the cut: per micro-batch where its users share a stage, per stage where they do not. With one
 accumulator per layer the sum is always ((g of its 1st layer + g of its 2nd layer) + ...), each summed over
-micro-batches before. Where its users lie on several ranks, the partial sum travels along them and the total back.
+micro-batches before. Where its users lie in several processes, the partial sum travels along them and the total back:
+
+    process 0   layer 0 -----> + layer 9 -----+----> total
+    process 1          + layer 5 ----^        +----> total
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from profiler.channel import finish, start_receive, start_send
+
+_FIRST_TAG = 1023 * 2**21  # behind all tags of messages between stages, see executor.transport
+_TAGS_PER_PARAMETER = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +30,18 @@ class TiedParameter:
 
     Attributes:
         name: original name.
+        number: among all tied parameters of the model.
         copies: this process's tensors that hold the parameter, one per device.
         accumulators: what this process's layers read, in layer order; they share memory with a copy and collect the
             gradient.
-        ranks: ranks with a using layer, ascending, which is layer order too.
+        users: the process of each using layer, in layer order.
     """
 
     name: str
+    number: int
     copies: tuple[torch.nn.Parameter, ...]
     accumulators: tuple[Tensor, ...]
-    ranks: tuple[int, ...]
+    users: tuple[int, ...]
 
 
 def accumulator_of(parameter: torch.nn.Parameter) -> Tensor:
@@ -40,10 +49,10 @@ def accumulator_of(parameter: torch.nn.Parameter) -> Tensor:
     return parameter.detach().requires_grad_(parameter.requires_grad)
 
 
-def sum_gradients(tied: Sequence[TiedParameter], rank: int) -> None:
+def sum_gradients(tied: Sequence[TiedParameter], process: int) -> None:
     """Add each tied parameter's gradient of this step to `.grad` of its copies, and empty the accumulators."""
-    for position, parameter in enumerate(tied):
-        total = _total(parameter, rank, tag=position)
+    for parameter in tied:
+        total = _total(parameter, process)
         for copy in parameter.copies:
             if copy.requires_grad and total is not None:
                 share = total.to(copy.device)
@@ -52,39 +61,49 @@ def sum_gradients(tied: Sequence[TiedParameter], rank: int) -> None:
             accumulator.grad = None
 
 
-def _total(parameter: TiedParameter, rank: int, tag: int) -> Tensor | None:
-    """The sum over all using layers, on every rank that has one."""
-    gradients = [accumulator.grad for accumulator in parameter.accumulators if accumulator.grad is not None]
-    if len(parameter.ranks) == 1:
+def _total(parameter: TiedParameter, process: int) -> Tensor | None:
+    """The sum over all using layers, in every process that has one."""
+    processes = set(parameter.users)
+    gradients = [accumulator.grad for accumulator in parameter.accumulators]
+    if len(processes) == 1:
         return _fold(None, gradients)
     like = parameter.accumulators[0]
     if not like.requires_grad:
         return None
-    place = parameter.ranks.index(rank)
-    partial = None
-    if place > 0:
-        partial = torch.empty_like(like, requires_grad=False)
-        finish(start_receive([partial], source=parameter.ranks[place - 1], tag=tag))
-    total = _fold(partial, gradients)
-    if total is None:
-        total = torch.zeros_like(like, requires_grad=False)
-    if rank != parameter.ranks[-1]:
-        finish(start_send([total], to=parameter.ranks[place + 1], tag=tag))
-        total = torch.empty_like(total)
-        finish(start_receive([total], source=parameter.ranks[-1], tag=tag))
-    else:
-        for other in parameter.ranks[:-1]:
+    tag = _FIRST_TAG + parameter.number * _TAGS_PER_PARAMETER
+    chain = [(user, len(list(layers))) for user, layers in groupby(parameter.users)]
+    total: Tensor | None = None
+    own = 0
+    for link, (user, layers) in enumerate(chain):
+        if user == process:
+            if link > 0:
+                total = torch.empty_like(like, requires_grad=False)
+                finish(start_receive([total], source=chain[link - 1][0], tag=tag + link))
+            total = _fold(total, gradients[own : own + layers])
+            own += layers
+            if total is None:
+                total = torch.zeros_like(like, requires_grad=False)
+            if link + 1 < len(chain):
+                finish(start_send([total], to=chain[link + 1][0], tag=tag + link + 1))
+    last = chain[-1][0]
+    if process == last:
+        assert total is not None, "the last link has summed up"
+        for other in sorted(processes - {last}):
             finish(start_send([total], to=other, tag=tag))
+    else:
+        total = torch.empty_like(like, requires_grad=False)
+        finish(start_receive([total], source=last, tag=tag))
     return total
 
 
-def _fold(first: Tensor | None, gradients: Sequence[Tensor]) -> Tensor | None:
+def _fold(first: Tensor | None, gradients: Sequence[Tensor | None]) -> Tensor | None:
     total = first
     for gradient in gradients:
-        total = gradient if total is None else total + gradient.to(total.device)
+        if gradient is not None:
+            total = gradient if total is None else total + gradient.to(total.device)
     return total
 
 
-def ranks_of(layers: Sequence[int], rank_of_layer: Mapping[int, int]) -> tuple[int, ...]:
-    """Ranks of the given layers, ascending, each once."""
-    return tuple(sorted({rank_of_layer[layer] for layer in layers}))
+def users_of(layers: Sequence[int], process_of_layer: Mapping[int, int]) -> tuple[int, ...]:
+    """Processes of the given layers, in layer order."""
+    return tuple(process_of_layer[layer] for layer in sorted(layers))

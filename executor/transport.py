@@ -1,13 +1,13 @@
-"""How values travel between stages: within one process, or between ranks over `torch.distributed`.
+"""How values travel between stages: within one process, or between processes over `torch.distributed`.
 
-Both walk the same action lists. SEND hands a message over and returns at once; RECV waits for a receive that was
-posted ahead.
+SEND hands a message over and returns at once; RECV waits for a receive that was posted ahead. What was sent is let go
+as soon as its way is known to be free: two messages later on the same way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,56 +15,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from executor.layout import Layout
+from executor.message import MessageForm
+from executor.rank_order import RECEIVES_AHEAD, SENDS_AHEAD
 from planner.schedule import Action, ActionKind
 from profiler.channel import Pending, finish, start_receive, start_send
 
-# Gradients are received this many micro-batches ahead; the planner counts the buffers.
-GRADIENTS_AHEAD = 2
 
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor under way: it travels in its own memory order and arrives in it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """One SEND or RECV action with all that is known before it happens.
 
     Attributes:
-        shape: of the tensor.
-        dim_order: its dimensions from the outermost to the innermost in memory.
-        dtype: of its elements.
+        action: the SEND or RECV.
+        form: of the message.
+        device: where the receiving stage wants the tensors.
+        ahead: of the receives of this kind and stage, how many are posted before they are waited for.
     """
 
-    shape: tuple[int, ...]
-    dim_order: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Contiguous memory for it, with the dimensions in memory order."""
-        return torch.empty([self.shape[dim] for dim in self.dim_order], dtype=self.dtype, device=device)
-
-    def unpacked(self, memory: Tensor) -> Tensor:
-        """The tensor in that memory."""
-        return memory.permute([self.dim_order.index(dim) for dim in range(len(self.shape))])
-
-    def packed(self, tensor: Tensor) -> Tensor:
-        """Contiguous memory with the tensor's elements in memory order; a copy only where its layout is another."""
-        return tensor.permute(self.dim_order).contiguous()
-
-
-MessageSpec = Callable[[Action], Sequence[TensorSpec]]  # what a SEND action sends or a RECV action receives
+    action: Action
+    form: MessageForm
+    device: torch.device
+    ahead: int = RECEIVES_AHEAD
 
 
 class Transport(Protocol):
     """Moves lists of tensors from a SEND action to the RECV action at its other end."""
 
-    def begin(self, actions: Iterable[Action], spec: MessageSpec) -> None:
-        """Get ready for the receives among `actions`, in their order."""
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """Process groups of its own, in which a process may wait."""
 
-    def ready(self, action: Action) -> bool:
-        """Whether a RECV action can be carried out now, or will complete when waited for."""
+    def begin(self, receives: Sequence[Transfer]) -> None:
+        """Get ready for these receives, in their order."""
 
-    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+    def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors."""
 
-    def receive(self, action: Action) -> list[Tensor]:
+    def receive(self, transfer: Transfer) -> list[Tensor]:
         """Wait for the tensors of a RECV action."""
 
     def end(self) -> None:
@@ -72,33 +60,26 @@ class Transport(Protocol):
 
 
 class InProcess:
-    """All stages in one process: a message is a list of references, moved to the receiver's device.
+    """Between stages of one process: a message is a list of references, moved to the receiver's device."""
 
-    Args:
-        devices: by stage.
-    """
+    groups: Sequence[dist.ProcessGroup] = ()
 
-    def __init__(self, devices: Mapping[int, torch.device]) -> None:
-        self._devices = devices
+    def __init__(self) -> None:
         self._messages: dict[Action, list[Tensor]] = {}
 
-    def begin(self, actions: Iterable[Action], spec: MessageSpec) -> None:
+    def begin(self, receives: Sequence[Transfer]) -> None:
         """Drop what an aborted step left."""
         self._messages.clear()
 
-    def ready(self, action: Action) -> bool:
-        """Whether the message was sent."""
-        return action in self._messages
-
-    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+    def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Move the message to the receiver's device."""
-        target = action.other_end
-        device = self._devices[target.stage]
-        self._messages[target] = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        device = transfer.device
+        moved = [tensor if tensor.device == device else tensor.to(device, non_blocking=True) for tensor in tensors]
+        self._messages[transfer.action.other_end] = moved
 
-    def receive(self, action: Action) -> list[Tensor]:
+    def receive(self, transfer: Transfer) -> list[Tensor]:
         """The message, which leaves the mailbox."""
-        return self._messages.pop(action)
+        return self._messages.pop(transfer.action)
 
     def end(self) -> None:
         """Nothing is under way in one process."""
@@ -106,103 +87,114 @@ class InProcess:
 
 
 @dataclass(slots=True)
-class _Posted:
-    buffers: list[Tensor]
-    pending: Pending
-
-
-@dataclass(slots=True)
 class _Inbox:
-    """Receives of one direction: `ahead` of them are posted at any time."""
+    """Receives of one kind and stage: `ahead` of them are posted at any time."""
 
     ahead: int
-    expected: deque[Action] = field(default_factory=deque)
-    posted: dict[Action, _Posted] = field(default_factory=dict)
+    expected: deque[Transfer] = field(default_factory=deque)
+    posted: dict[Action, tuple[list[Tensor], Pending]] = field(default_factory=dict)
+
+
+Way = tuple[ActionKind, int]  # messages of one kind to or from one stage
 
 
 class Distributed:
-    """One stage per rank; messages are point-to-point calls of `torch.distributed`.
+    """Between processes: messages are point-to-point calls of `torch.distributed`.
 
     Args:
-        stage: of this rank, equal to its rank.
-        device: where receive buffers live.
+        layout: where the stages run.
+        on_cuda: whether NCCL carries the messages.
     """
 
-    def __init__(self, stage: int, device: torch.device) -> None:
-        self._stage = stage
-        self._device = device
-        self._groups = _groups_by_direction() if device.type == "cuda" else {}
-        self._spec: MessageSpec = lambda _: ()
-        self._inboxes: dict[ActionKind, _Inbox] = {}
-        self._sent: deque[tuple[Pending, Sequence[Tensor]]] = deque()
+    def __init__(self, layout: Layout, *, on_cuda: bool) -> None:
+        self._layout = layout
+        self._groups = _groups_by_way(layout) if on_cuda else {}
+        self._inboxes: dict[Way, _Inbox] = {}
+        self._sent: dict[Way, deque[tuple[Pending, Sequence[Tensor]]]] = {}
 
-    def begin(self, actions: Iterable[Action], spec: MessageSpec) -> None:
-        """Post the first receives of each direction."""
-        self._spec = spec
-        self._inboxes = {
-            # Stage inputs are kept until the backward pass anyway, so all their buffers may exist from the start.
-            ActionKind.RECV_F: _Inbox(ahead=2**31),
-            ActionKind.RECV_B: _Inbox(ahead=GRADIENTS_AHEAD),
-        }
-        for action in actions:
-            if action.kind in self._inboxes:
-                self._inboxes[action.kind].expected.append(action)
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """One for each way where NCCL carries the messages."""
+        return list(self._groups.values())
+
+    def begin(self, receives: Sequence[Transfer]) -> None:
+        """Post the first receives of each way."""
+        self._inboxes = {}
+        self._sent = {}
+        for transfer in receives:
+            way = (transfer.action.kind, transfer.action.stage)
+            self._inboxes.setdefault(way, _Inbox(transfer.ahead)).expected.append(transfer)
         for inbox in self._inboxes.values():
             self._post(inbox)
 
     def _post(self, inbox: _Inbox) -> None:
         while inbox.expected and len(inbox.posted) < inbox.ahead:
-            action = inbox.expected.popleft()
-            buffers = [spec.empty(self._device) for spec in self._spec(action)]
-            source = action.other_end.stage
+            transfer = inbox.expected.popleft()
+            action = transfer.action
+            buffers = transfer.form.buffers()
+            other = action.other_end.stage
             pending = start_receive(
-                buffers, source=source, tag=_tag(action), group=self._groups.get((source, self._stage))
+                buffers,
+                source=self._layout.process_of[other],
+                tag=_tag(action),
+                group=self._groups.get((other, action.stage)),
             )
-            inbox.posted[action] = _Posted(buffers, pending)
+            inbox.posted[action] = (buffers, pending)
 
-    def ready(self, action: Action) -> bool:
-        """Always: waiting is how a rank gets on."""
-        return True
-
-    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        """Start to send; what earlier messages held is let go once they are through."""
-        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
-            finish(self._sent.popleft()[0])
+    def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
+        """Start to send; before, wait for the message before the last on this way, which is mostly through."""
+        action = transfer.action
+        sent = self._sent.setdefault((action.kind, action.stage), deque())
+        while len(sent) >= SENDS_AHEAD:
+            finish(sent.popleft()[0])
         target = action.other_end
-        packed = [spec.packed(tensor) for spec, tensor in zip(self._spec(action), tensors, strict=True)]
+        pieces = transfer.form.pack(tensors)
         pending = start_send(
-            packed, to=target.stage, tag=_tag(target), group=self._groups.get((self._stage, target.stage))
+            pieces,
+            to=self._layout.process_of[target.stage],
+            tag=_tag(target),
+            group=self._groups.get((action.stage, target.stage)),
         )
-        self._sent.append((pending, packed))
+        sent.append((pending, pieces))
 
-    def receive(self, action: Action) -> list[Tensor]:
+    def receive(self, transfer: Transfer) -> list[Tensor]:
         """Wait for the message, and post the next receive before."""
-        inbox = self._inboxes[action.kind]
-        posted = inbox.posted.pop(action)
+        action = transfer.action
+        inbox = self._inboxes[action.kind, action.stage]
+        buffers, pending = inbox.posted.pop(action)
         self._post(inbox)
-        finish(posted.pending)
-        specs = self._spec(action)
-        return [spec.unpacked(memory) for spec, memory in zip(specs, posted.buffers, strict=True)]
+        finish(pending)
+        return transfer.form.unpack(buffers)
 
     def end(self) -> None:
         """Wait until all messages are through."""
-        while self._sent:
-            finish(self._sent.popleft()[0])
+        for sent in self._sent.values():
+            while sent:
+                finish(sent.popleft()[0])
 
 
-VALUES_PER_MESSAGE = 1024  # tags of a message's tensors count up from the message's own
+PIECES_PER_MESSAGE = 1024  # tags of a message's pieces count up from the message's own
+_STAGES = 1024  # tags tell as many stages apart
+_MICRO_BATCHES = 1024
 
 
 def _tag(receive: Action) -> int:
-    """Tag of a message's first tensor, unique within a step between two ranks."""
+    """Tag of a message's first piece, unique among those under way between two processes."""
     direction = int(receive.kind is ActionKind.RECV_B)
-    return (2 * receive.micro_batch + direction) * VALUES_PER_MESSAGE
+    place = (receive.micro_batch % _MICRO_BATCHES) * 2 + direction
+    return (receive.stage % _STAGES * 2 * _MICRO_BATCHES + place) * PIECES_PER_MESSAGE % 2**31
 
 
-def _groups_by_direction() -> dict[tuple[int, int], dist.ProcessGroup]:
-    """For NCCL, one communicator per pair and direction: a posted receive must not hold up sends."""
+def _groups_by_way(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """For NCCL, one communicator per pair of stages and direction: a posted receive must not hold up sends."""
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-    for rank in range(dist.get_world_size() - 1):
-        for pair in ((rank, rank + 1), (rank + 1, rank)):
-            groups[pair] = dist.new_group(sorted(pair))
+    stages = range(len(layout.process_of))
+    for replica in range(layout.replicas):
+        process_of = [layout.peers_of(process)[replica] for process in layout.process_of]
+        for pair in [(k, k + 1) for k in stages[:-1]] + [(k + 1, k) for k in stages[:-1]]:
+            ends = sorted({process_of[stage] for stage in pair})
+            if len(ends) == 2:
+                group = dist.new_group(ends)
+                if layout.process in ends:
+                    groups[pair] = group
     return groups

@@ -2,15 +2,17 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from planner.plan import Plan, Prediction, Segment, Stage, StageMemory, StageTimes
+from planner.plan import Plan, Prediction, ScheduleName, Segment, Stage, StageMemory, StageTimes
 from profiler.device import Device
 from profiler.sequence import LayerSequence
 
 PlanFor = Callable[..., Plan]
+Segments = Sequence[Sequence[tuple[int, int]]]  # for each stage the recomputed segments
 CPU = Device(name="cpu", kind="cpu", memory_bytes=2**30, threads=1)
 NO_MEMORY = StageMemory(
     parameters=0, gradients=0, optimizer=0, activations=0, transient=0, receive_buffers=0, reserve=0
@@ -25,7 +27,10 @@ def one_thread() -> None:
 
 @pytest.fixture
 def plan_for() -> PlanFor:
-    """Builds a plan from cuts: `plan_for(sequence, [3, 5], batch_size=10, micro_batches=4, recompute=True)`."""
+    """Builds a plan from cuts: `plan_for(sequence, [3, 5], batch_size=10, micro_batches=4, recompute=True)`.
+
+    `recompute` is one flag, one flag a stage, or for each stage its segments; `batch_size` is that of all replicas.
+    """
     return _plan
 
 
@@ -35,12 +40,20 @@ def _plan(
     *,
     batch_size: int,
     micro_batches: int,
-    recompute: bool | Sequence[bool] = False,
+    recompute: bool | Sequence[bool] | Segments = False,
+    schedule: ScheduleName = "gpipe",
+    ranks: Sequence[int] | None = None,
+    replicas: int = 1,
 ) -> Plan:
     bounds = [0, *cuts, len(sequence)]
-    smaller, larger = divmod(batch_size, micro_batches)
+    smaller, larger = divmod(batch_size // replicas, micro_batches)
     sizes = (smaller + 1,) * larger + (smaller,) * (micro_batches - larger)
-    again = [recompute] * (len(bounds) - 1) if isinstance(recompute, bool) else recompute
+    stages_bounds = list(itertools.pairwise(bounds))
+    each: Any = [recompute] * len(stages_bounds) if isinstance(recompute, bool) else recompute
+    segments = [
+        (([both] if again else []) if isinstance(again, bool) else again)
+        for both, again in zip(stages_bounds, each, strict=True)
+    ]
     times = tuple(
         StageTimes(
             micro_batch_size=size,
@@ -57,16 +70,16 @@ def _plan(
             first_layer=first,
             stop_layer=stop,
             module_paths=(sequence.layers[first].name, sequence.layers[stop - 1].name),
-            devices=(CPU,),
-            rank=index,
+            devices=(CPU,) * replicas,
+            rank=index if ranks is None else ranks[index],
             parameters=(),
             parameter_count=0,
-            recompute=(Segment(first=first, stop=stop),) if again[index] else (),
+            recompute=tuple(Segment(first=begin, stop=end) for begin, end in segments[index]),
             times=times,
             optimizer_s=0.0,
             memory=NO_MEMORY,
         )
-        for index, (first, stop) in enumerate(itertools.pairwise(bounds))
+        for index, (first, stop) in enumerate(stages_bounds)
     )
     return Plan(
         model_fingerprint=sequence.fingerprint,
@@ -74,6 +87,8 @@ def _plan(
         sample=sequence.sample,
         batch_size=batch_size,
         micro_batch_sizes=sizes,
+        schedule=schedule,
+        replicas=replicas,
         optimizer="AdamW",
         stages=stages,
         prediction=Prediction(

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor.message import SMALL_BYTES, MessageForm, TensorSpec
 from executor.micro_batch import sizes_for, split_target
 from executor.randomness import generator_of, key, preserved
 from executor.tied import TiedParameter, accumulator_of, sum_gradients
-from executor.transport import InProcess
+from executor.transport import InProcess, Transfer
 from planner.schedule import Action
 from profiler import ArgumentError
+
+CPU = torch.device("cpu")
 
 
 @given(batch_size=st.integers(1, 200), planned=st.lists(st.integers(1, 9), min_size=1, max_size=12))
@@ -62,17 +65,53 @@ def test_tied_gradients_are_added_in_layer_order() -> None:
         for accumulator, value in zip(accumulators, values, strict=True):
             accumulator.grad = torch.tensor([value])
         parameter.grad = None
-        sum_gradients([TiedParameter("w", (parameter,), accumulators, (0,))], rank=0)
+        sum_gradients([TiedParameter("w", 0, (parameter,), accumulators, (0, 0, 0))], process=0)
         assert parameter.grad is not None
         assert parameter.grad.item() == expected
         assert all(accumulator.grad is None for accumulator in accumulators)
 
 
 def test_a_message_in_one_process_reaches_its_other_end_once() -> None:
-    transport = InProcess({0: torch.device("cpu"), 1: torch.device("cpu")})
-    receive = Action.parse("1RECV_F3")
-    assert not transport.ready(receive)
-    transport.send(Action.parse("0SEND_F3"), [torch.ones(2)])
-    assert transport.ready(receive)
+    transport = InProcess()
+    form = MessageForm([TensorSpec((2,), (0,), torch.float32)], CPU)
+    send, receive = (Transfer(Action.parse(text), form, CPU) for text in ("0SEND_F3", "1RECV_F3"))
+    transport.send(send, [torch.ones(2)])
     assert transport.receive(receive)[0].tolist() == [1.0, 1.0]
-    assert not transport.ready(receive)
+    with pytest.raises(KeyError):
+        transport.receive(receive)
+
+
+@st.composite
+def tensor_specs(draw: st.DrawFn) -> TensorSpec:
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
+    large = draw(st.booleans())
+    dtype = draw(st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.float64]))
+    shape = (*shape, SMALL_BYTES) if large else shape
+    return TensorSpec(shape, tuple(draw(st.permutations(range(len(shape))))), dtype)
+
+
+@settings(max_examples=40)
+@given(st.lists(tensor_specs(), max_size=5))
+def test_messages_arrive_as_they_left(specs: list[TensorSpec]) -> None:
+    """In every type, layout and size; small tensors in one piece, large ones without a copy."""
+    form = MessageForm(specs, CPU)
+    sent = [(torch.rand(spec.in_memory) * 9).to(spec.dtype) for spec in specs]
+    tensors = [
+        memory.permute([spec.dim_order.index(dim) for dim in range(len(spec.shape))])
+        for memory, spec in zip(sent, specs, strict=True)
+    ]
+    pieces = form.pack(tensors)
+    small = [spec for spec in specs if spec.size_bytes <= SMALL_BYTES]
+    assert len(pieces) == len(specs) - (len(small) - 1 if len(small) > 1 else 0)
+    kept = {piece.data_ptr() for piece in pieces}
+    for memory, spec in zip(sent, specs, strict=True):
+        assert spec.size_bytes <= SMALL_BYTES or memory.data_ptr() in kept
+    buffers = form.buffers()
+    for piece, buffer in zip(pieces, buffers, strict=True):
+        assert (piece.shape, piece.dtype) == (buffer.shape, buffer.dtype)
+        assert piece.is_contiguous()
+        buffer.copy_(piece)
+    for tensor, arrived, spec in zip(tensors, form.unpack(buffers), specs, strict=True):
+        assert torch.equal(tensor, arrived)
+        assert arrived.shape == spec.shape
+        assert arrived.permute(spec.dim_order).is_contiguous()

@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -148,36 +149,141 @@ def assert_same(part: Trained, whole: Trained) -> None:
         assert torch.equal(value, whole.state[name]), name
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_cut_trains_the_same_in_one_process(name: str, plan_for: Callable[..., Plan]) -> None:
+def test_every_cut_trains_the_same_in_one_process(name: str, schedule: str, plan_for: Callable[..., Plan]) -> None:
     current = case(name)
     sequence = trace(current.make(), current.inputs)
-    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M), current)
+    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
     chance = random.Random(0)
     for stages in (1, 2, 3, 4):
         cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
         for recompute in (True, False):
-            plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute)
+            plan = plan_for(
+                sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute, schedule=schedule
+            )
             again = train(plan, current)
             assert_same(again, whole)
             assert again.state.keys() == whole.state.keys()
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [("gpt", 2), ("gpt", 3), ("cnn", 2), ("cnn", 3), ("shared", 3), ("layouts", 3)]
+    ("name", "stages", "schedule"),
+    [
+        ("gpt", 2, "1f1b"),
+        ("gpt", 3, "gpipe"),
+        ("cnn", 2, "gpipe"),
+        ("cnn", 3, "1f1b"),
+        ("shared", 3, "gpipe"),
+        ("shared", 4, "1f1b"),
+        ("layouts", 3, "1f1b"),
+    ],
 )
-def test_processes_train_as_one(name: str, stages: int, plan_for: Callable[..., Plan]) -> None:
+def test_processes_train_as_one(name: str, stages: int, schedule: str, plan_for: Callable[..., Plan]) -> None:
     current = case(name)
     sequence = trace(current.make(), current.inputs)
-    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M), current)
+    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
     cuts = sorted(random.Random(stages).sample(range(1, len(sequence)), stages - 1))
     recompute = [index % 2 == 0 for index in range(stages)]
-    plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute)
+    plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute, schedule=schedule)
     parts: list[Trained] = launch(train, plan, (current,))
     for part in parts:
         assert_same(part, whole)
     assert set().union(*(part.state for part in parts)) == set(whole.state)
     assert set().union(*(part.gradients for part in parts)) == set(whole.gradients)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", CASES)
+def test_recompute_by_segments_changes_nothing(name: str, schedule: str, plan_for: Callable[..., Plan]) -> None:
+    """Segments at the start, in the middle and at the end of a stage, with kept layers between them."""
+    current = case(name)
+    sequence = trace(current.make(), current.inputs)
+    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
+    chance = random.Random(1)
+    for stages in (1, 2, 3):
+        cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
+        plan = plan_for(
+            sequence,
+            cuts,
+            batch_size=BATCH_SIZE,
+            micro_batches=M,
+            schedule=schedule,
+            recompute=[random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])],
+        )
+        assert_same(train(plan, current), whole)
+
+
+def random_segments(chance: random.Random, first: int, stop: int) -> list[tuple[int, int]]:
+    """Disjoint runs of layers of a stage, some with layers between them, some without."""
+    borders = sorted(chance.sample(range(first, stop + 1), min(stop + 1 - first, chance.randint(2, 5))))
+    return [bounds for bounds in pairwise(borders) if chance.random() < 0.7]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "schedule"),
+    [("gpt", [0, 1, 0, 1], "1f1b"), ("shared", [0, 1, 1, 0], "gpipe"), ("cnn", [1, 0, 1], "1f1b")],
+)
+def test_a_process_may_run_several_stages(
+    name: str, ranks: list[int], schedule: str, plan_for: Callable[..., Plan]
+) -> None:
+    current = case(name)
+    sequence = trace(current.make(), current.inputs)
+    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
+    chance = random.Random(2)
+    cuts = sorted(chance.sample(range(1, len(sequence)), len(ranks) - 1))
+    segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])]
+    plan = plan_for(
+        sequence,
+        cuts,
+        batch_size=BATCH_SIZE,
+        micro_batches=M,
+        schedule=schedule,
+        ranks=ranks,
+        recompute=segments,
+    )
+    parts: list[Trained] = launch(train, plan, (current,))
+    assert len(parts) == 2
+    for part in parts:
+        assert_same(part, whole)
+    assert set().union(*(part.state for part in parts)) == set(whole.state)
+
+
+@pytest.mark.parametrize(("name", "replicas", "schedule"), [("cnn", 2, "gpipe"), ("shared", 2, "1f1b")])
+def test_replicas_train_as_one_process(name: str, replicas: int, schedule: str, plan_for: Callable[..., Plan]) -> None:
+    """Gradients over two steps without zero_grad, too: what was there before counts once."""
+    current = case(name)
+    sequence = trace(current.make(), current.inputs)
+    settings = {"batch_size": BATCH_SIZE, "micro_batches": 2, "replicas": replicas, "schedule": schedule}
+    whole = train(plan_for(sequence, **settings), current)
+    parts: list[Trained] = launch(train, plan_for(sequence, [len(sequence) // 2], **settings), (current,))
+    assert len(parts) == 2 * replicas
+    for part in parts:
+        assert_same(part, whole)
+    assert set().union(*(part.state for part in parts)) == set(whole.state)
+
+
+def test_replicas_see_the_batch_as_one_pipeline_does(plan_for: Callable[..., Plan]) -> None:
+    """Three replicas of 2 micro-batches: same masks and statistics as 6 micro-batches, gradients but for rounding."""
+    current = case("cnn")
+    sequence = trace(current.make(), current.inputs)
+    inputs, target = current.inputs[0].repeat(2, 1, 1, 1)[:18], current.target.repeat(2)[:18]
+    found = []
+    for replicas in (1, 3):
+        torch.manual_seed(0)
+        model = current.make()
+        plan = plan_for(sequence, [4], batch_size=18, micro_batches=6 // replicas, replicas=replicas)
+        pipe = Pipeline(model, plan, loss_fn=current.loss_fn)
+        losses = [pipe.step(inputs, target=target).item() for _ in range(2)]
+        last = pipe.step(inputs[:8], target=target[:8]).item()  # samples 3, 3 and 2
+        found.append((model, losses, last))
+    (one, losses, _), (three, others, _) = found
+    assert others == pytest.approx(losses, rel=1e-6)
+    for (name, ours), theirs in zip(three.named_buffers(), one.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2, msg=name)
+    for ours, theirs in zip(three.parameters(), one.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,80 @@
+"""Which process of the world runs which stages of which replica.
+
+With 2 replicas of 2 ranks each, where rank 0 runs stages 0 and 2:
+
+    process      0          1          2          3
+    replica      0          0          1          1
+    stages      0 2         1         0 2         1
+
+A process that is alone runs all stages of all replicas, one replica after the other: the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One process's place in the world.
+
+    Attributes:
+        process: number of this process.
+        processes: of the world.
+        replicas: R.
+        replica: the one that this process belongs to; 0 where it runs alone.
+        stages: that this process runs, ascending.
+        process_of: by stage: the process that runs it in this process's replica.
+    """
+
+    process: int
+    processes: int
+    replicas: int
+    replica: int
+    stages: tuple[int, ...]
+    process_of: tuple[int, ...]
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process runs everything."""
+        return self.processes == 1
+
+    @property
+    def own_replicas(self) -> tuple[int, ...]:
+        """Replicas whose micro-batches this process runs."""
+        return tuple(range(self.replicas)) if self.alone else (self.replica,)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Processes that run the same stages, by replica; only this one where it is alone."""
+        if self.alone:
+            return (self.process,)
+        ranks = self.processes // self.replicas
+        return tuple(replica * ranks + self.process % ranks for replica in range(self.replicas))
+
+    def peers_of(self, process: int) -> tuple[int, ...]:
+        """Processes that run the same stages as another one."""
+        ranks = self.processes // self.replicas
+        return tuple(replica * ranks + process % ranks for replica in range(self.replicas))
+
+    @property
+    def last_processes(self) -> tuple[int, ...]:
+        """By replica the process that runs the last stage."""
+        return self.peers_of(self.process_of[-1])
+
+
+def layout_of(plan: Plan, process: int, processes: int) -> Layout:
+    """The layout of a plan as one process sees it; `processes` is what the plan needs, or 1."""
+    if processes == 1:
+        return Layout(process, 1, plan.replicas, 0, tuple(range(plan.K)), (0,) * plan.K)
+    replica, rank = divmod(process, plan.ranks)
+    return Layout(
+        process=process,
+        processes=processes,
+        replicas=plan.replicas,
+        replica=replica,
+        stages=tuple(index for index, stage in enumerate(plan.stages) if stage.rank == rank),
+        process_of=tuple(replica * plan.ranks + stage.rank for stage in plan.stages),
+    )

@@ -1,0 +1,139 @@
+"""Replicas: pipelines side by side, whose gradients are summed at the end of a step.
+
+The loss of a micro-batch is weighted by its share of the whole mini-batch, so the sum over replicas is the mean over
+all samples. It is taken in the order of the replicas, whatever their number: then a process that runs all of them one
+after the other, the reference, gets the same bits. `all_reduce` adds in an order of its own; here each process sums
+its share of the elements over all replicas, and the shares are gathered. That moves as many bytes as a ring.
+
+    replica 0   a0 b0 c0          a = a0 + a1 + a2 -----> a b c
+    replica 1   a1 b1 c1   ---->  b = b0 + b1 + b2 -----> a b c
+    replica 2   a2 b2 c2          c = c0 + c1 + c2 -----> a b c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from executor.layout import Layout
+from profiler.errors import ExecutionError
+
+BUCKET_BYTES = 32 * 2**20  # summed at a time: enough to hide the latency of two collectives, little beside a model
+
+
+class GradientSum:
+    """Sums the gradients of a step over the replicas.
+
+    Args:
+        parameters: of this process.
+        layout: of this process.
+        group: what `group_of_peers` made.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: dist.ProcessGroup | None) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._layout = layout
+        self._group = group
+        self._earlier: list[Tensor | None] = []
+        self._totals: list[Tensor | None] = []
+
+    def begin(self) -> None:
+        """Set aside what earlier steps left in `.grad`, which must not be summed again."""
+        if self._layout.replicas > 1:
+            self._earlier = [parameter.grad for parameter in self._parameters]
+            self._totals = [None] * len(self._parameters)
+            self._clear()
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def add_replica(self) -> None:
+        """A process that runs all replicas has done one more."""
+        if self._layout.replicas > 1 and self._layout.alone:
+            self._totals = [
+                parameter.grad if total is None or parameter.grad is None else total + parameter.grad
+                for total, parameter in zip(self._totals, self._parameters, strict=True)
+            ]
+            self._clear()
+
+    def end(self) -> None:
+        """Leave the sum over all replicas, and what earlier steps left, in `.grad`."""
+        if self._layout.replicas == 1:
+            return
+        if not self._layout.alone:
+            self._totals = [parameter.grad for parameter in self._parameters]
+            self._check_alike()
+            for bucket in _buckets([total for total in self._totals if total is not None]):
+                self._sum(bucket)
+        for parameter, earlier, total in zip(self._parameters, self._earlier, self._totals, strict=True):
+            parameter.grad = total if earlier is None or total is None else earlier + total
+        self._earlier, self._totals = [], []
+
+    def _check_alike(self) -> None:
+        """Replicas must have gradients for the same parameters; `loss_fn` could differ by the data."""
+        if not self._parameters:
+            return
+        exists = torch.tensor([total is not None for total in self._totals], dtype=torch.int32)
+        counts = exists.clone().to(self._parameters[0].device)
+        dist.all_reduce(counts, group=self._group)
+        if not torch.equal(counts.cpu(), exists * self._layout.replicas):
+            raise ExecutionError(
+                "a parameter got a gradient in some replicas only; let loss_fn use the same outputs for every batch, "
+                "with weight 0 where need be"
+            )
+
+    def _sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum the tensors over the replicas, in place."""
+        replicas = self._layout.replicas
+        elements = sum(tensor.numel() for tensor in tensors)
+        share = -(-elements // replicas)
+        flat = torch.zeros(share * replicas, dtype=tensors[0].dtype, device=tensors[0].device)
+        for place, tensor in zip(_places(flat, tensors), tensors, strict=True):
+            place.copy_(tensor)
+        shares = torch.empty_like(flat)
+        dist.all_to_all_single(shares, flat, group=self._group)
+        total = shares[:share]
+        for replica in range(1, replicas):
+            total = total + shares[replica * share : (replica + 1) * share]
+        dist.all_gather_into_tensor(flat, total, group=self._group)
+        for place, tensor in zip(_places(flat, tensors), tensors, strict=True):
+            tensor.copy_(place)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type and device, together of about `BUCKET_BYTES`."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and (held >= BUCKET_BYTES or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.numel() * tensor.element_size()
+    if bucket:
+        yield bucket
+
+
+def _places(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Where each tensor lies in the flat one."""
+    begin = 0
+    for tensor in tensors:
+        yield flat[begin : begin + tensor.numel()].view(tensor.shape)
+        begin += tensor.numel()
+
+
+def group_of_peers(layout: Layout) -> dist.ProcessGroup | None:
+    """The processes that run the same stages; every process makes the groups of all."""
+    if layout.alone or layout.replicas == 1:
+        return None
+    own = None
+    for first in range(layout.processes // layout.replicas):
+        peers = layout.peers_of(first)
+        group = dist.new_group(list(peers))
+        if layout.process in peers:
+            own = group
+    return own

@@ -59,7 +59,7 @@ class BufferMover:
         padded = torch.zeros(max(counts), packed.shape[1], dtype=packed.dtype, device=device)
         padded[: len(rows)] = packed
         gathered = torch.empty(len(counts), *padded.shape, dtype=padded.dtype, device=device)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), padded, group=self._group)
+        dist.all_gather(list(gathered), padded, group=self._group)
         return [_unpacked(line, like) for block, count in zip(gathered, counts, strict=True) for line in block[:count]]
 
 

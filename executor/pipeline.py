@@ -16,18 +16,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.clocks import clock_offset_s
 from executor.gradient_norm import global_norm
 from executor.layout import layout_of
+from executor.measured import Recorded, measured_frame, real_timelines
 from executor.micro_batch import samples_of_replicas, shapes_of, sizes_for, split_inputs, split_target
 from executor.moving import BufferMover
+from executor.peak_memory import Peak, peak_of
 from executor.placement import Placement, place
 from executor.position import Phase
 from executor.program import Program, compiled
@@ -41,11 +46,15 @@ from executor.transport import Distributed, InProcess
 from executor.watch import Given, Watch
 from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
+from planner.timeline import save_timeline_json
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
 from profiler.loss import LossFunction
 from profiler.sample import batch_extent, tensor_leaves
 from profiler.sequence import LayerSequence
 from profiler.tracing import trace, trace_evaluation
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class Pipeline:
@@ -118,6 +127,7 @@ class Pipeline:
         self._versions: dict[bool, Version] = {}
         self._programs: dict[tuple[bool, tuple[int, ...]], Program] = {}
         self._steps = 0
+        self._peak = Peak()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this process trains.
@@ -220,6 +230,49 @@ class Pipeline:
     def last_step_actions(self) -> tuple[TimedAction, ...]:
         """How long each forward, recompute and backward pass of this process took in the last step."""
         return self._runtime.stopwatch.read()
+
+    def measured(self) -> pandas.DataFrame:
+        """Times and peak memory of each stage over the last steps, beside the plan's prediction.
+
+        Every process calls this, and each gets the whole table: see `executor.measured.measured_frame`. Of several
+        replicas it is about the first.
+        """
+        return measured_frame(self.plan, self._recorded())
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the last step as Chrome Trace Event JSON, with the tracks of the plan's `save_timeline_json`.
+
+        Every process calls this; the first one writes. Of several replicas it is about the first.
+        """
+        timelines = real_timelines(self.plan, self._recorded())
+        if not timelines:
+            raise ArgumentError("there is no step to show yet; call step before save_trace")
+        if self.rank == 0:
+            save_timeline_json(self.plan, path, timelines[-1])
+
+    @contextmanager
+    def watch_memory(self) -> Iterator[None]:
+        """Measure the peak memory of the steps inside, for `measured`; on CPU this slows them down."""
+        held = [*self._placement.parameters.values(), *(p.grad for p in self.parameters() if p.grad is not None)]
+        held += [buffer for buffers in self._placement.buffers.values() for buffer in buffers.values()]
+        with peak_of(held, self._devices[self._layout.stages[0]]) as self._peak:
+            yield
+
+    def _recorded(self) -> list[Recorded]:
+        """What the first replica's processes know of their last steps."""
+        layout = self._layout
+        with self.watch.call(Phase.PREPARATION, {"the call": "measured"}):
+            own = Recorded(
+                steps=self._runtime.stopwatch.steps(),
+                offset_s=clock_offset_s(layout, self._devices[layout.stages[0]]),
+                peak_bytes=self._peak.peak_bytes,
+                stages=layout.stages,
+            )
+            if layout.alone:
+                return [own]
+            everyone: list[Any] = [None] * layout.processes
+            dist.all_gather_object(everyone, own)
+            return everyone[: layout.processes // layout.replicas]
 
     def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Given:
         """What the ranks must have in common before they exchange a message of a call, or its size would be wrong."""

@@ -99,7 +99,7 @@ class GradientSum:
         total = shares[:share]
         for replica in range(1, replicas):
             total = total + shares[replica * share : (replica + 1) * share]
-        dist.all_gather_into_tensor(flat, total, group=self._group)
+        dist.all_gather(list(flat.chunk(replicas)), total, group=self._group)
         for place, tensor in zip(_places(flat, tensors), tensors, strict=True):
             tensor.copy_(place)
 

@@ -40,12 +40,17 @@ class Runtime:
         """Carry out a program on the micro-batches of one replica; the logbook says of any failure where it was."""
         work = _Work(self._runners, self._local, self._remote, program, batches)
         note, mark = self._log.action, self.stopwatch.mark
+        profiled = torch.autograd.profiler._is_profiler_enabled  # naming ranges costs time even if nobody looks
         self.stopwatch.start()
         self._local.begin(())
         self._remote.begin(program.remote)
         for instruction in program.instructions:
             note(instruction.action)
-            work.carry_out(instruction)
+            if profiled:
+                with torch.profiler.record_function(str(instruction.action)):
+                    work.carry_out(instruction)
+            else:
+                work.carry_out(instruction)
             mark(instruction.action)
             if self._check_finite and instruction.action.kind is ActionKind.F and instruction.layers.is_last:
                 self._refuse_infinite(

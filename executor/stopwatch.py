@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from planner.schedule import Action, ActionKind
 
+STEPS_KEPT = 20  # of the last ones
 _COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """One action of the last step.
+    """One action of a step.
 
     Attributes:
         action: what was done.
@@ -32,54 +35,81 @@ class TimedAction:
         return self.end_s - self.start_s
 
 
-class Stopwatch:
-    """Times the actions of one step: by the clock on CPU, by events on CUDA (read after the step).
-
-    A process does one action after the other, so one mark behind each is enough.
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """The actions of one step of one process.
 
     Attributes:
-        began_s: when the step began, by `time.perf_counter`.
+        number: counts the steps of this process.
+        began_s: by `time.perf_counter` of this process.
+        actions: in order.
     """
+
+    number: int
+    began_s: float
+    actions: tuple[TimedAction, ...]
+
+
+@dataclass(slots=True)
+class _Marks:
+    """One mark behind each action, since a process does one after the other."""
+
+    number: int
+    began_s: float
+    actions: list[Action] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+
+class Stopwatch:
+    """Times the actions of the last steps: by the clock on CPU, by events on CUDA (read after the step)."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._actions: list[Action] = []
-        self._marks: list[float] = []
-        self._events: list[torch.cuda.Event] = []
-        self.began_s = 0.0
+        self._steps: deque[_Marks] = deque(maxlen=STEPS_KEPT)
+        self._current = _Marks(-1, 0.0)
+        self._count = 0
 
     def start(self) -> None:
         """Begin a step."""
-        self._actions.clear()
-        self._marks.clear()
-        self._events.clear()
-        self.began_s = time.perf_counter()
+        self._current = _Marks(self._count, time.perf_counter())
+        self._steps.append(self._current)
+        self._count += 1
         if self._cuda:
-            self._events.append(_recorded())
+            self._current.events.append(_recorded())
 
     def mark(self, action: Action) -> None:
         """The action has just been carried out."""
-        self._actions.append(action)
+        self._current.actions.append(action)
         if self._cuda:
-            self._events.append(_recorded())
+            self._current.events.append(_recorded())
         else:
-            self._marks.append(time.perf_counter())
+            self._current.times.append(time.perf_counter())
 
-    def read_all(self) -> tuple[TimedAction, ...]:
-        """All actions of the last step in order; waits for the device on CUDA."""
-        if self._cuda and self._events:
+    def steps(self) -> tuple[TimedStep, ...]:
+        """The last steps, oldest first; waits for the device on CUDA."""
+        if self._cuda:
             torch.cuda.synchronize()
-            marks = [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
-        else:
-            marks = [0.0, *(mark - self.began_s for mark in self._marks)]
         return tuple(
-            TimedAction(action, begun, ended)
-            for action, begun, ended in zip(self._actions, marks, marks[1:], strict=False)
+            TimedStep(step.number, step.began_s, _timed(step.actions, self._seconds(step))) for step in self._steps
         )
 
     def read(self) -> tuple[TimedAction, ...]:
         """The actions of the last step that computed."""
-        return tuple(timed for timed in self.read_all() if timed.action.kind in _COMPUTED)
+        if self._cuda:
+            torch.cuda.synchronize()
+        actions = _timed(self._current.actions, self._seconds(self._current))
+        return tuple(timed for timed in actions if timed.action.kind in _COMPUTED)
+
+    def _seconds(self, step: _Marks) -> list[float]:
+        if self._cuda:
+            return [step.events[0].elapsed_time(event) / 1e3 for event in step.events]
+        return [0.0, *(mark - step.began_s for mark in step.times)]
+
+
+def _timed(actions: Sequence[Action], marks: Sequence[float]) -> tuple[TimedAction, ...]:
+    """Actions with the marks before and behind them; an aborted step has fewer marks."""
+    return tuple(TimedAction(*each) for each in zip(actions, marks, marks[1:], strict=False))
 
 
 def _recorded() -> torch.cuda.Event:

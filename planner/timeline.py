@@ -115,12 +115,17 @@ def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
     return axes
 
 
-def save_timeline_json(plan: Plan, path: str | Path) -> None:
+def save_timeline_json(plan: Plan, path: str | Path, timeline: Timeline | None = None) -> None:
     """Write one step as Chrome Trace Event JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     One thread for each stage and link; arrows lead from the computation through the transfer to what waits for it.
+
+    Args:
+        plan: the plan.
+        path: of the file.
+        timeline: of a step that was measured; by default the one that the plan predicts.
     """
-    timeline = simulate_plan(plan)
+    timeline = simulate_plan(plan) if timeline is None else timeline
     threads = {lane: number for number, lane in enumerate(_lanes_by_place(timeline))}
     records: list[dict[str, Any]] = [_metadata("process_name", 0, f"{plan.schedule}, K = {plan.K}, M = {plan.M}")]
     for lane, thread in threads.items():

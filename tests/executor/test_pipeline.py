@@ -1,12 +1,15 @@
 """The same training for every cut: bitwise between cuts, close to the plain model."""
 
 import copy
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from gpt import GPT, Config, next_token_loss
@@ -15,6 +18,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan
+from planner.timeline import save_timeline_json
 from profiler import ArgumentError, ForeignPlanError, trace
 
 BATCH_SIZE = 10  # with M = 4: micro-batches of 3, 3, 2, 2
@@ -421,3 +425,50 @@ def test_a_plan_for_another_model_is_refused(plan_for: Callable[..., Plan]) -> N
     other.head = nn.Linear(8, 11)
     with pytest.raises(ForeignPlanError, match=f"fingerprint {plan.model_fingerprint}, this model has"):
         Pipeline(other, plan, loss_fn=current.loss_fn)
+
+
+def report(plan: Plan, case: Case, folder: Path) -> tuple[pandas.DataFrame, list[str]]:
+    """What a process knows of its steps afterwards, and the ranges that a profiler saw."""
+    pipe = Pipeline(case.make(), plan, loss_fn=case.loss_fn)
+    for _ in range(2):
+        pipe.step(*case.inputs, target=case.target)
+    with pipe.watch_memory():
+        pipe.step(*case.inputs, target=case.target)
+    with torch.profiler.profile() as watched:
+        pipe.step(*case.inputs, target=case.target)
+    pipe.save_trace(folder / "real.json")
+    return pipe.measured(), [event.name for event in watched.events() or ()]
+
+
+def test_steps_are_measured_beside_the_prediction(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    """One table on every rank, a trace with the predicted one's tracks, and ranges named by action."""
+    current = case("gpt")
+    sequence = trace(current.make(), current.inputs)
+    plan = plan_for(sequence, [len(sequence) // 2], batch_size=BATCH_SIZE, micro_batches=M, recompute=[True, False])
+    first, second = launch(report, plan, (current, tmp_path))
+    pandas.testing.assert_frame_equal(first[0], second[0])
+    measured = first[0].set_index(["stage", "what"])["measured"]
+    for stage in (0, 1):
+        assert measured[stage, "forward_s"] > 0
+        assert measured[stage, "backward_s"] > 0
+        assert (measured[stage, "recompute_s"] > 0) == (stage == 0)
+        assert 0 <= measured[stage, "idle_s"] < measured[-1, "makespan_s"]
+        held = sum(parameter.nbytes for parameter in sequence.parameters.values()) / 4
+        assert measured[stage, "peak_bytes"] > held
+    assert measured[0, "send_forward_s"] >= 0
+    assert {"0F0", "0R2", "0SEND_F2", "0RECV_B1", "0B0"} <= set(first[1])
+    assert "1B3" in second[1]
+    save_timeline_json(plan, tmp_path / "predicted.json")
+    real, predicted = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("real", "predicted"))
+    assert tracks(real) == tracks(predicted)
+
+
+def tracks(written: dict[str, Any]) -> dict[str, set[str]]:
+    """Name of each track -> names of the slices on it."""
+    events = written["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found: dict[str, set[str]] = {name: set() for name in names.values()}
+    for event in events:
+        if event["ph"] == "X":
+            found[names[event["tid"]]].add(event["name"])
+    return found

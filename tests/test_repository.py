@@ -27,6 +27,7 @@ FAST_MODULES = (
     "planner.plan",
     "planner.schedule",
     "planner.simulator",
+    "planner.timeline",
     "planner.report",
     "planner.units",
 )

@@ -13,8 +13,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("profiler", "planner", "executor")  # the lowest floor first
 
-# What the executor needs of the planner: values and how to show them, never how they were found.
-PLAN_MODULES = {"planner.plan", "planner.schedule", "planner.report", "planner.timeline", "planner.units"}
+# What the executor needs of the planner: values, what they predict and how to show them, never how they were found.
+PLAN_MODULES = {
+    "planner.plan",
+    "planner.schedule",
+    "planner.simulator",
+    "planner.report",
+    "planner.timeline",
+    "planner.units",
+}
 
 # `autoplan show`, and whoever reads a plan or a profile, waits for none of these.
 SLOW = ("torch", "scipy", "pandas", "networkx", "matplotlib")
@@ -27,7 +34,6 @@ FAST_MODULES = (
     "planner.plan",
     "planner.schedule",
     "planner.simulator",
-    "planner.timeline",
     "planner.report",
     "planner.units",
 )

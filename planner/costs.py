@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.stage_bytes import StageBytes, pair_sums
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, OptimizerCost, Profile
 
@@ -34,6 +35,7 @@ class LayerArrays:
     Attributes:
         forward_s: as `LayerCost.forward_s`; so the other fields. Bytes are rounded up to whole ones; everything is
             float64, which holds whole numbers up to 2**53 exactly.
+        in_stage: bytes that stages hold, more exactly than `kept_bytes` and `transient_bytes` say.
     """
 
     forward_s: Floats
@@ -43,6 +45,7 @@ class LayerArrays:
     transient_bytes: Floats
     output_bytes: Floats
     output_gradient_bytes: Floats
+    in_stage: StageBytes
 
 
 class CostModel:
@@ -122,7 +125,8 @@ def _measured_arrays(profile: Profile) -> dict[str, dict[int, LayerArrays]]:
     for (kind, size), costs in rows.items():
         costs.sort(key=lambda cost: cost.layer)
         arrays.setdefault(kind, {})[size] = LayerArrays(
-            **{name: np.array([getattr(cost, name) for cost in costs], dtype=np.float64) for name in _TIMES + _SIZES}
+            **{name: np.array([getattr(cost, name) for cost in costs], dtype=np.float64) for name in _TIMES + _SIZES},
+            in_stage=StageBytes.of(costs),
         )
     return arrays
 
@@ -137,6 +141,7 @@ def _between(below: LayerArrays, above: LayerArrays, share: float) -> LayerArray
     return LayerArrays(
         **{name: line(name) for name in _TIMES},
         **{name: np.ceil(line(name) - 1e-6) for name in _SIZES},
+        in_stage=below.in_stage.between(above.in_stage, share),
     )
 
 
@@ -149,14 +154,6 @@ def range_sums(values: Floats) -> Floats:
     """Sum of `values[i:j]` at [i, j], shape (L + 1, L + 1); 0 where j <= i."""
     sums = prefix_sums(values)
     return np.maximum(sums[None, :] - sums[:, None], 0.0)
-
-
-def range_maxima(values: Floats) -> Floats:
-    """Maximum of `values[i:j]` at [i, j], for values >= 0, shape (L + 1, L + 1); 0 where j <= i."""
-    layers = len(values)
-    maxima = np.zeros((layers + 1, layers + 1))
-    maxima[:layers, 1:] = np.maximum.accumulate(np.triu(np.broadcast_to(values, (layers, layers))), axis=1)
-    return maxima
 
 
 class ParameterRanges:
@@ -199,9 +196,8 @@ def _unique_sums(layers: int, readers: dict[str, list[int]], sizes: dict[str, in
     A parameter read by layers u and v, and by none between them, is repeated at v in every range with i <= u and
     v < j; so the repeats are a two-dimensional prefix sum over the pairs (u, v).
     """
-    repeats = np.zeros((layers + 1, layers + 1))
+    repeats = np.zeros((layers, layers))
     for name, users in readers.items():
         for before, after in pairwise(users):
-            repeats[before, after + 1] += sizes[name]
-    within = np.cumsum(np.cumsum(repeats[::-1], axis=0)[::-1], axis=1)
-    return range_sums(_read_bytes(layers, readers, sizes)) - within
+            repeats[before, after] += sizes[name]
+    return range_sums(_read_bytes(layers, readers, sizes)) - pair_sums(repeats)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from planner.costs import CostModel, Floats, LayerArrays, ParameterRanges, range_maxima, range_sums
+from planner.costs import CostModel, Floats, LayerArrays, ParameterRanges, range_sums
 from planner.micro_batches import MicroBatches
 from planner.plan import StageMemory
 from profiler.device import Device
@@ -70,17 +70,19 @@ def memory_table(
     number_small = micro_batches.count - number_large
 
     inputs = _behind_boundary(number_large * large.output_bytes + number_small * small.output_bytes)
-    kept_by_all = number_large * range_sums(large.kept_bytes) + number_small * range_sums(small.kept_bytes)
-    kept_by_one = np.maximum(range_sums(large.kept_bytes), range_sums(small.kept_bytes))
-    temporary = range_maxima(np.maximum(large.transient_bytes, small.transient_bytes))
+    kept_large, kept_small = large.in_stage.kept(), small.in_stage.kept()
+    kept_by_all = number_large * kept_large + number_small * kept_small
+    most_large, most_small = large.in_stage.most(kept_large), small.in_stage.most(kept_small)
+    temporary = np.maximum(most_large - kept_large, most_small - kept_small)
+    held_by_all = range_sums(number_large * large.in_stage.held_bytes + number_small * small.in_stage.held_bytes)
     held_throughout = inputs[:, None] + micro_batches.batch_size * profile.input_bytes
     shape = parameters.unique.shape
     return MemoryTable(
         parameters=parameters.unique + parameters.buffers,
         gradients=parameters.gradients,
         optimizer=np.ceil(optimizer.state_bytes_per_byte * parameters.trainable),
-        activations=np.broadcast_to(held_throughout, shape) if recompute else held_throughout + kept_by_all,
-        transient=kept_by_one + temporary if recompute else temporary,
+        activations=held_throughout + (held_by_all if recompute else kept_by_all),
+        transient=np.maximum(most_large, most_small) if recompute else temporary,
         receive_buffers=_receive_buffers(large, small),
         reserve=np.full(shape, float(profile.reserve_bytes)),
     )

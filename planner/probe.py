@@ -97,7 +97,9 @@ def _reach_of(problem: Problem, device: Device, split: MicroBatches) -> _Reach:
         device=device,
         kept=prefix_sums(kept),
         again=prefix_sums(kept + steady_mean(split, large.recompute_s, small.recompute_s)),
-        held_bytes=prefix_sums(split.number_largest * large.kept_bytes + number_small * small.kept_bytes),
+        held_bytes=prefix_sums(
+            split.number_largest * large.in_stage.least_kept() + number_small * small.in_stage.least_kept()
+        ),
         state_bytes_per_byte=problem.costs.optimizer(device.kind, problem.optimizer).state_bytes_per_byte,
     )
 

@@ -248,6 +248,7 @@ def _costs(
                     spread=timing.spread,
                     kept_bytes=memory[size][index].kept_bytes,
                     transient_bytes=memory[size][index].transient_bytes,
+                    in_stage=memory[size][index].in_stage,
                     output_bytes=sum(value.size_bytes(size) for value in behind),
                     output_gradient_bytes=sum(value.size_bytes(size) for value in behind if value.requires_grad),
                 )

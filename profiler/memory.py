@@ -1,100 +1,34 @@
-"""Bytes that layers keep and bytes that they need in passing, exactly, without running anything.
+"""Bytes that layers keep and bytes that they need in passing, as part of any stage, without running anything.
 
-Two passes over the layers on fake tensors, which have shapes, storages and autograd history but no data:
-
-1. Uncut: all layers in one autograd graph. Every storage that autograd saves is charged once, to the layer that
-   created it, or to the last one that wrote it in place. Parameters, buffers and inputs are charged to none; a
-   prelude value, which every stage computes for itself, to every layer that saves it.
-2. One layer at a time, forward and backward, watching what is alive beside the charged storages. At the start of its
-   backward pass a layer here still has what leaves it, the caller holds the gradients of that throughout, and entering
-   values are leaves as at the start of a stage, so this is never less than what a stage needs. What kernels allocate
-   inside themselves is added from a table.
+`lone_layer` sees what each layer needs by itself; here it is put together. A storage is charged to the layer that
+creates it or, where that is written in place, to the last one that writes it; it is kept from the first layer on that
+saves it for its backward pass. Of a stage of layers [i, j) each micro-batch keeps the storages that a layer of the
+stage creates and a layer of the stage saves; what enters the stage is counted as its input. Values of the prelude,
+which a stage computes once for all its layers, are kept once by every stage in which a layer saves them.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.layer_runner import Entered, LayerRunner, backward, keep
-from profiler.sequence import LayerSequence
-from profiler.workspace import workspace_bytes
-
-PRELUDE = -1  # marks what was created before the first layer
+from profiler.layer_runner import LayerRunner
+from profiler.lone_layer import BackwardLook, ForwardLook, look_backward, look_forward
+from profiler.record import InStage, LayerBytes
+from profiler.sequence import BoundaryValue, LayerSequence
+from profiler.storage_watch import Peaks, StorageWatch, storage_of
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Memory of one layer for one micro-batch.
-
-    Attributes:
-        kept_bytes: created by the layer and kept until the backward pass, by autograd or, for statistics and new
-            values of buffers, by who runs the layer.
-        transient_bytes: the largest sum of bytes that exist beside the kept ones during forward or backward.
-    """
+    """Memory of one layer for one micro-batch; see the fields of `profiler.record.LayerCost`."""
 
     kept_bytes: int
     transient_bytes: int
-
-
-class StorageWatch(TorchDispatchMode):
-    """Counts the bytes of storages that operations create, for as long as they live.
-
-    Attributes:
-        live_bytes: of the storages alive now.
-        peak_bytes: largest sum of `live_bytes` and a kernel's workspace since it was last set.
-        mark: given to storages created from now on.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.mark = PRELUDE
-        self._known: dict[int, tuple[int, int]] = {}  # storage -> (mark, bytes)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        arguments = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        storages = {_storage(item) for item in arguments}
-        out = func(*args, **(kwargs or {}))
-        results = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
-        for item in results:
-            if _storage(item) not in self._known and _storage(item) not in storages:
-                self._add(item.untyped_storage())
-        workspace = workspace_bytes(func._schema.name, (*arguments, *results))
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace)
-        return out
-
-    def follow(self, tensor: Tensor) -> None:
-        """Count a tensor that no operation made, such as `torch.tensor(1)`."""
-        if _storage(tensor) not in self._known:
-            self._add(tensor.untyped_storage())
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        identity, size = storage._cdata, storage.nbytes()
-        self._known[identity] = (self.mark, size)
-        weakref.finalize(storage, self._forget, identity)
-        self.live_bytes += size
-
-    def _forget(self, identity: int) -> None:
-        self.live_bytes -= self._known.pop(identity)[1]
-
-    def mark_and_bytes(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Mark and bytes of the storage behind a tensor; None if no operation under this watch created it."""
-        return self._known.get(_storage(tensor))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    in_stage: InStage
 
 
 def layer_memory(sequence: LayerSequence, runner: LayerRunner) -> list[LayerMemory]:
@@ -105,100 +39,218 @@ def layer_memory(sequence: LayerSequence, runner: LayerRunner) -> list[LayerMemo
         runner: with a micro-batch of the wanted size; on fake tensors, inside their mode, or on real ones. Parameters
             that are trained have a `.grad`, as they do from the second micro-batch on.
     """
-    kept, charged = _kept(sequence, runner)
-    transient = _transient(sequence, runner, charged, kept)
-    return [LayerMemory(*pair) for pair in zip(kept, transient, strict=True)]
-
-
-class _Saved:
-    """What autograd saves while layers run under `StorageWatch`."""
-
-    def __init__(self, watch: StorageWatch) -> None:
-        self.tensors: dict[int, Tensor] = {}  # storage -> a tensor on it, which keeps it alive
-        self.of_prelude: dict[tuple[int, int], int] = {}  # (storage, mark of the layer that saves it) -> bytes
-        self._watch = watch
-
-    def add(self, tensor: Tensor) -> Tensor:
-        found = self._watch.mark_and_bytes(tensor)
-        if found is not None and found[0] == PRELUDE:
-            self.of_prelude[_storage(tensor), self._watch.mark] = found[1]
-        elif found is not None:
-            self.tensors[_storage(tensor)] = tensor
-        return tensor
-
-
-def _kept(sequence: LayerSequence, runner: LayerRunner) -> tuple[list[int], list[frozenset[str]]]:
-    """Per layer the bytes charged to it, and the entering values whose storage is charged to an earlier layer."""
-    writer: dict[int, int] = {}
-    entering: list[dict[str, int]] = []
-    with StorageWatch() as watch, torch.enable_grad():
-        saved = _Saved(watch)
-        runner.run_prelude()
-        sources, alive = runner.sources, dict[str, Tensor]()
+    watch = StorageWatch()
+    with torch.enable_grad():
+        prelude = _prelude(runner)
+        values: list[dict[str, Tensor]] = [{}]
+        looks = []
         for layer in sequence.layers:
-            watch.mark = layer.index
-            entering.append({name: _storage(value) for name, value in alive.items()})
-            sources.update({name: sources[name].clone() for name in layer.in_place & sources.keys()})
-            entered = Entered({**sources, **alive}, {})
-            writer.update({_storage(entered.values[name]): layer.index for name in layer.in_place})
-            with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
-                computed = runner.forward(layer.index, entered)
-            alive = runner.leaving(layer.index, entered, computed)
-            for tensor in runner.by_products(layer.index, computed):
-                watch.follow(tensor)
-                saved.add(tensor)
-        owners = _owners(saved.tensors, writer, watch)
-    kept = [0] * len(sequence)
-    for owner, size in owners.values():
-        kept[owner] += size
-    for (_, mark), size in saved.of_prelude.items():
-        kept[mark] += size
-    charged = [
-        frozenset(name for name, storage in names.items() if storage in owners and owners[storage][0] < index)
-        for index, names in enumerate(entering)
-    ]
-    return kept, charged
+            look, behind = look_forward(sequence, runner, layer, values[-1], watch)
+            looks.append(look)
+            values.append(behind)
+        gradients: dict[str, Tensor] = {}
+        backward = []
+        for layer in reversed(sequence.layers):
+            values.pop()
+            backward.append(look_backward(sequence, runner, layer, values[-1], gradients, watch))
+    return _Together(sequence, looks, backward[::-1], prelude).memory()
 
 
-def _owners(saved: Mapping[int, Tensor], writer: Mapping[int, int], watch: StorageWatch) -> dict[int, tuple[int, int]]:
-    """Saved storage -> the layer that it is charged to, and its bytes."""
-    owners = {}
-    for storage, tensor in saved.items():
-        found = watch.mark_and_bytes(tensor)
-        assert found is not None, "only storages under watch are saved"
-        owners[storage] = (max(found[0], writer.get(storage, 0)), found[1])
-    return owners
+@dataclass(frozen=True, slots=True)
+class _Prelude:
+    """What the prelude's values occupy.
+
+    Attributes:
+        storages: name -> number of its storage.
+        sizes_bytes: by number.
+        peaks: largest bytes alive while it is computed.
+    """
+
+    storages: Mapping[str, int]
+    sizes_bytes: Mapping[int, int]
+    peaks: Peaks
 
 
-def _transient(
-    sequence: LayerSequence, runner: LayerRunner, charged: Sequence[frozenset[str]], kept: Sequence[int]
-) -> list[int]:
-    """Per layer the largest bytes beside what is charged, its own forward and backward pass run alone."""
-    transient = []
-    with StorageWatch() as watch, torch.enable_grad():
+def _prelude(runner: LayerRunner) -> _Prelude:
+    with StorageWatch() as watch:
         runner.run_prelude()
-        values: dict[str, Tensor] = {}
+        storages, sizes = {}, {}
+        for name, value in runner.sources.items():
+            size = watch.bytes_of(value) if isinstance(value, Tensor) else None
+            if size is not None:
+                storages[name] = storage_of(value)
+                sizes[storages[name]] = size
+        return _Prelude(storages, sizes, watch.peaks_above(0))
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A storage that crosses boundaries.
+
+    Attributes:
+        layer: that creates it, or writes it last.
+        size_bytes: its size.
+        is_counted: whether `ForwardLook.own_bytes` of that layer holds it.
+        saved_by: the first layer that saves it.
+    """
+
+    layer: int
+    size_bytes: int
+    is_counted: bool
+    saved_by: int | None
+
+    def waits_at(self, index: int) -> bool:
+        """Whether it is there when that layer runs forward, but kept by neither that layer nor an earlier one."""
+        return self.saved_by is None or self.saved_by > index
+
+
+class _Together:
+    """All layers' looks, put together."""
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        looks: Sequence[ForwardLook],
+        backward: Sequence[BackwardLook],
+        prelude: _Prelude,
+    ) -> None:
+        self._sequence = sequence
+        self._looks = looks
+        self._backward = backward
+        self._prelude = prelude
+        self._on = _storages(sequence, looks)
+        self._readers: dict[str, list[int]] = {}
         for layer in sequence.layers:
-            elsewhere = {_storage(values[name]): values[name] for name in charged[layer.index]}
-            before = sum((watch.mark_and_bytes(value) or (0, 0))[1] for value in elsewhere.values())
-            del elsewhere
-            watch.peak_bytes = watch.live_bytes
-            values = _pass(layer.index, runner, values, watch)
-            transient.append(max(0, watch.peak_bytes - before - kept[layer.index]))
-    return transient
+            for name in layer.values:
+                self._readers.setdefault(name, []).append(layer.index)
+
+    def memory(self) -> list[LayerMemory]:
+        """The memory of every layer as part of any stage."""
+        carried: list[dict[int, int]] = [{} for _ in self._looks]
+        uncounted = [0] * len(self._looks)
+        for storage in {id(found): found for found in self._on.values()}.values():
+            if storage.saved_by is not None and not storage.is_counted:
+                if storage.saved_by > storage.layer:
+                    _add(carried[storage.layer], storage.saved_by, storage.size_bytes)
+                uncounted[storage.layer] += storage.size_bytes
+        of_prelude, repeated = self._prelude_bytes()
+        return [
+            self._layer(index, uncounted[index] + of_prelude[index], carried[index], repeated[index])
+            for index in range(len(self._looks))
+        ]
+
+    def _prelude_bytes(self) -> tuple[list[int], list[dict[int, int]]]:
+        """Per layer the bytes of prelude values that it saves, and the part that an earlier layer saves too."""
+        sizes = [0] * len(self._looks)
+        repeated: list[dict[int, int]] = [{} for _ in self._looks]
+        last: dict[int, int] = {}
+        for index, look in enumerate(self._looks):
+            for storage in {self._prelude.storages[name] for name in look.saved if name in self._prelude.storages}:
+                sizes[index] += self._prelude.sizes_bytes[storage]
+                if storage in last:
+                    _add(repeated[index], last[storage], self._prelude.sizes_bytes[storage])
+                last[storage] = index
+        return sizes, repeated
+
+    def _layer(self, index: int, uncounted: int, carried: dict[int, int], repeated: dict[int, int]) -> LayerMemory:
+        look, backward_look = self._looks[index], self._backward[index]
+        waiting, copied = self._waiting(index), self._copied(index)
+        own, prelude = look.own_bytes, self._waiting_prelude(index)
+        reads_prelude = any(name in self._prelude.storages for name in self._sequence.layers[index].values)
+        tensors, with_workspace = (
+            tuple(max(0, peak - own) for peak in peaks)
+            for peaks in zip(look.peaks, backward_look.inner, backward_look.last, strict=True)
+        )
+        return LayerMemory(
+            kept_bytes=own + uncounted,
+            transient_bytes=max(
+                with_workspace[0] + sum(waiting.values()) + sum(prelude.values()),
+                self._prelude.peaks[1] if reads_prelude else 0,
+                with_workspace[1] + sum(copied.values()),
+                with_workspace[2] + sum(copied.values()),
+            ),
+            in_stage=InStage(
+                carried_bytes=_pairs(carried),
+                repeated_bytes=_pairs(repeated),
+                held_bytes=look.held_bytes,
+                forward_bytes=tensors[0],
+                waiting_bytes=_pairs(waiting),
+                prelude_bytes=_pairs(prelude),
+                prelude_peak_bytes=self._prelude.peaks[1] if reads_prelude else 0,
+                backward_bytes=tensors[1],
+                last_backward_bytes=tensors[2],
+                returning_bytes=_pairs(self._by_next_reader(index, dict(backward_look.returning))),
+                uncovered_bytes=_pairs(self._by_next_reader(index, dict(backward_look.uncovered))),
+                copied_bytes=_pairs(copied),
+                workspace_bytes=max(most - alone for alone, most in zip(tensors, with_workspace, strict=True)),
+            ),
+        )
+
+    def _waiting(self, index: int) -> dict[int, int]:
+        """Bytes of earlier layers' values that are there while the layer runs forward but not kept; by creator."""
+        storages = {id(self._on[value.name]): self._on[value.name] for value in self._crossing(index)}
+        waiting: dict[int, int] = {}
+        for storage in storages.values():
+            if storage.waits_at(index):
+                _add(waiting, storage.layer, storage.size_bytes)
+        return waiting
+
+    def _by_next_reader(self, index: int, sizes: Mapping[str, int]) -> dict[int, int]:
+        """Bytes that belong to values alive behind the layer, by the next layer that reads the value."""
+        sums: dict[int, int] = {}
+        for value in self._sequence.boundaries[index + 1]:
+            if value.name in sizes:
+                _add(sums, next(reader for reader in value.consumers if reader > index), sizes[value.name])
+        return sums
+
+    def _copied(self, index: int) -> dict[int, int]:
+        """Bytes of gradients that are copied where their values enter a stage, by the layer that creates the value."""
+        sizes = dict(self._backward[index].copied)
+        copied: dict[int, int] = {}
+        for value in self._sequence.boundaries[index]:
+            if value.name in sizes:
+                _add(copied, value.producer, sizes[value.name])
+        return copied
+
+    def _crossing(self, boundary: int) -> list[BoundaryValue]:
+        return [value for value in self._sequence.boundaries[boundary] if value.name in self._on]
+
+    def _waiting_prelude(self, index: int) -> dict[int, int]:
+        """Bytes of the prelude's values that wait for this layer or a later one, by that layer.
+
+        A value that this layer keeps does not wait.
+        """
+        kept = {self._prelude.storages[name] for name in self._looks[index].saved if name in self._prelude.storages}
+        readers: dict[int, int] = {}
+        for name, storage in self._prelude.storages.items():
+            later = [reader for reader in self._readers.get(name, ()) if reader >= index]
+            if later and storage not in kept:
+                readers[storage] = min(later[0], readers.get(storage, later[0]))
+        waiting: dict[int, int] = {}
+        for storage, reader in readers.items():
+            _add(waiting, reader, self._prelude.sizes_bytes[storage])
+        return waiting
 
 
-def _pass(index: int, runner: LayerRunner, values: Mapping[str, Tensor], watch: StorageWatch) -> dict[str, Tensor]:
-    """Forward and backward pass of one layer; returns what leaves it, detached."""
-    entered = runner.enter(index, values, gated=False)
-    computed = runner.forward(index, entered)
-    leaving = runner.leaving(index, entered, computed)
-    held = runner.by_products(index, computed)
-    for tensor in held:
-        watch.follow(tensor)
-    kept = keep(entered, leaving)
-    del entered, computed
-    gradients = {name: torch.ones_like(leaving[name]) for name in kept.roots}
-    leaving = {name: value.detach() for name, value in leaving.items()}
-    backward(kept, gradients)()
-    return leaving
+def _storages(sequence: LayerSequence, looks: Sequence[ForwardLook]) -> dict[str, _Storage]:
+    """The storage of every value that crosses a boundary."""
+    on: dict[str, _Storage] = {}
+    for index, (layer, look) in enumerate(zip(sequence.layers, looks, strict=True)):
+        for name in layer.in_place & on.keys():
+            on[name].layer = index
+        for name in look.saved:
+            if name in on and on[name].saved_by is None:
+                on[name].saved_by = index
+        for created in look.created:
+            storage = _Storage(index, created.size_bytes, created.is_saved, index if created.is_saved else None)
+            on.update(dict.fromkeys(created.names, storage))
+        on.update({name: on[source] for name, source in look.aliases if source in on})
+    return on
+
+
+def _add(sums: dict[int, int], key: int, size_bytes: int) -> None:
+    sums[key] = sums.get(key, 0) + size_bytes
+
+
+def _pairs(sums: Mapping[int, int]) -> LayerBytes:
+    return tuple(sorted(sums.items()))

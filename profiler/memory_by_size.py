@@ -2,10 +2,17 @@
 
 Fake tensors may take another path than real ones (recurrent layers do, on CPU, where oneDNN keeps a workspace), or
 none (a loss that selects by a mask). So the smallest size is run for real as well, and if the two do not agree every
-size is.
+size is. They agree if they keep the same; in passing fake tensors may need more, never less: autograd adds up two
+gradients in place where they are real, and makes a third where they are fake.
+
+Bytes are nearly always linear in the number of samples. Where a size in the middle lies on the line between the
+smallest and the largest, byte by byte, the sizes between are taken from the line; otherwise each one is run.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -15,10 +22,14 @@ from torch._subclasses.fake_tensor import (
 )
 
 from profiler.memory import LayerMemory, layer_memory
+from profiler.record import InStage
 from profiler.stand_ins import fake_runner, parameter_aliases, real_runner
 from profiler.task import Task
 
 NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+KEPT = ("carried_bytes", "repeated_bytes", "held_bytes")
+PASSING = ("forward_bytes", "backward_bytes", "last_backward_bytes")
 
 
 def memory_by_size(task: Task, place: torch.device) -> dict[int, list[LayerMemory]]:
@@ -28,14 +39,65 @@ def memory_by_size(task: Task, place: torch.device) -> dict[int, list[LayerMemor
         task: what is measured.
         place: the device.
     """
-    smallest, *larger = task.sizes
-    memory = {smallest: _real(task, smallest, place)}
-    faithful = _fake(task, smallest, place) == memory[smallest]
+    smallest = task.sizes[0]
+    real, fake = _real(task, smallest, place), _fake(task, smallest, place)
+    faithful = fake is not None and agree(fake, real)
+    memory = {smallest: fake if fake is not None and faithful else real}
     task.bar.update()
-    for size in larger:
-        memory[size] = (_fake(task, size, place) if faithful else None) or _real(task, size, place)
+    ends_first = dict.fromkeys((task.sizes[-1], task.sizes[len(task.sizes) // 2], *task.sizes))
+    for size in ends_first:
+        if size in memory:
+            continue
+        line = _line(task.sizes, memory, size)
+        memory[size] = line or (_fake(task, size, place) if faithful else None) or _real(task, size, place)
         task.bar.update()
-    return memory
+    return dict(sorted(memory.items()))
+
+
+def agree(fake: Sequence[LayerMemory], real: Sequence[LayerMemory]) -> bool:
+    """Whether both keep the same and the fake one needs no less in passing."""
+    return all(
+        one.kept_bytes == other.kept_bytes
+        and all(getattr(one.in_stage, name) == getattr(other.in_stage, name) for name in KEPT)
+        and all(getattr(one.in_stage, name) >= getattr(other.in_stage, name) for name in PASSING)
+        for one, other in zip(fake, real, strict=True)
+    )
+
+
+def _line(sizes: Sequence[int], memory: dict[int, list[LayerMemory]], wanted: int) -> list[LayerMemory] | None:
+    """The memory at that size, if that of three sizes lies on a line."""
+    if len(memory) < 3:
+        return None
+    first, last = sizes[0], sizes[-1]
+    for size in (sizes[len(sizes) // 2], wanted):
+        share = (size - first) / (last - first)
+        found = [_between(pair, share) for pair in zip(memory[first], memory[last], strict=True)]
+        if size in memory and memory[size] != found:
+            return None
+    return [entry for entry in found if entry is not None] if None not in found else None
+
+
+def _between(pair: tuple[LayerMemory, LayerMemory], share: float) -> LayerMemory | None:
+    """The line through the memory of a layer at two sizes; None where their entries are not of the same kind."""
+    low, high = pair
+    stages = {
+        name: _mixed(getattr(low.in_stage, name), getattr(high.in_stage, name), share) for name in InStage.model_fields
+    }
+    if None in stages.values():
+        return None
+    return LayerMemory(
+        kept_bytes=_mixed(low.kept_bytes, high.kept_bytes, share),
+        transient_bytes=_mixed(low.transient_bytes, high.transient_bytes, share),
+        in_stage=InStage(**stages),
+    )
+
+
+def _mixed(low: Any, high: Any, share: float) -> Any:
+    if isinstance(low, int):
+        return round(low + share * (high - low))
+    if [layer for layer, _ in low] != [layer for layer, _ in high]:
+        return None
+    return tuple((layer, _mixed(a, b, share)) for (layer, a), (_, b) in zip(low, high, strict=True))
 
 
 def _fake(task: Task, size: int, place: torch.device) -> list[LayerMemory] | None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import pandas
 
 
+LayerBytes = tuple[tuple[int, int], ...]
+"""Pairs (index of a layer, bytes)."""
+
+
 class ParameterInfo(Value):
     """One parameter of the model.
 
@@ -55,6 +59,48 @@ class LayerInfo(Value):
     module_paths: tuple[str, ...]
 
 
+class InStage(Value):
+    """What a layer needs of memory as one of the layers of a stage; `planner.costs` adds it up.
+
+    Attributes:
+        carried_bytes: (later layer, bytes): the part of the layer's `kept_bytes` that nothing keeps before that later
+            layer. A stage that ends before it does not keep them.
+        repeated_bytes: (earlier layer, bytes): the part of `kept_bytes` that the earlier layer is charged with too. A
+            stage that holds both keeps them once.
+        held_bytes: the part of `kept_bytes` that stays until the end of the step, such as batch statistics.
+        forward_bytes: while the layer runs forward, the largest bytes beside what it and earlier layers keep;
+            what later layers keep is not there yet.
+        waiting_bytes: (earlier layer, bytes): on top of that, values of the earlier layer that are there but not kept;
+            inputs of the stage are counted as such.
+        prelude_bytes: (this or a later layer, bytes): on top of that, values that a stage computes before its first
+            layer if it holds the layer that they wait for.
+        prelude_peak_bytes: the largest bytes while they are computed.
+        backward_bytes: while the layer runs backward, the largest bytes beside what it and earlier layers keep, all
+            gradients of what is alive behind it included; what later layers kept is gone.
+        last_backward_bytes: the same without these gradients: those of the last layer of a stage are received.
+        returning_bytes: (later layer, bytes): gradients of what is alive behind the layer and that later layer reads
+            next. In a stage that ends before that layer they are received.
+        uncovered_bytes: (later layer, bytes): the rest of the storages that these gradients lie on.
+        copied_bytes: (earlier layer, bytes): while the layer runs backward, copies of gradients of the earlier layer's
+            values in stages that these enter.
+        workspace_bytes: what kernels may allocate inside themselves on top of all that.
+    """
+
+    carried_bytes: LayerBytes = ()
+    repeated_bytes: LayerBytes = ()
+    held_bytes: int = Field(default=0, ge=0)
+    forward_bytes: int = Field(ge=0)
+    waiting_bytes: LayerBytes = ()
+    prelude_bytes: LayerBytes = ()
+    prelude_peak_bytes: int = Field(default=0, ge=0)
+    backward_bytes: int = Field(ge=0)
+    last_backward_bytes: int = Field(ge=0)
+    returning_bytes: LayerBytes = ()
+    uncovered_bytes: LayerBytes = ()
+    copied_bytes: LayerBytes = ()
+    workspace_bytes: int = Field(default=0, ge=0)
+
+
 class LayerCost(Value):
     """One layer at one micro-batch size on one kind of device.
 
@@ -67,9 +113,12 @@ class LayerCost(Value):
         recompute_s: median seconds of running that forward again in the backward phase.
         backward_s: median seconds of the backward pass.
         spread: relative spread of the timings, (third quartile - first quartile) / median of forward + backward.
-        kept_bytes: bytes created by this layer that autograd keeps until the backward pass (distinct storages;
-            parameters and the layer's inputs not counted).
-        transient_bytes: the largest bytes that exist beside the kept ones during the layer's forward or backward.
+        kept_bytes: bytes created by this layer that are kept until the backward pass, in distinct storages; parameters
+            and what enters the layer are not counted. Stages keep at most the sum of their layers'.
+        transient_bytes: the largest bytes that tensors occupy beside the kept ones during the layer's forward or
+            backward.
+        in_stage: what a stage that holds the layer needs more exactly than these two say. None: their sum and their
+            maximum.
         output_bytes: bytes of all values that cross the boundary behind this layer, those that only pass by
             included; 0 behind the last layer.
         output_gradient_bytes: the part of `output_bytes` that a gradient comes back for.
@@ -84,6 +133,7 @@ class LayerCost(Value):
     spread: float = Field(ge=0)
     kept_bytes: int = Field(ge=0)
     transient_bytes: int = Field(ge=0)
+    in_stage: InStage | None = None
     output_bytes: int = Field(ge=0)
     output_gradient_bytes: int = Field(ge=0)
 

@@ -138,10 +138,8 @@ class StageFunction:
         values.update(leaves)
         for name in self._copied & values.keys():
             values[name] = values[name].clone()
-        computed = self.prelude.function(
-            *(current[name] for name in self.prelude.buffers), *(values[name] for name in self.prelude.inputs)
-        )
-        values.update(zip(self.prelude.names, computed, strict=True))
+        sources = [current[name] for name in self.prelude.buffers] + [values[name] for name in self.prelude.inputs]
+        values.update(zip(self.prelude.names, self.prelude.function(*sources), strict=True))
         statistics = []
         written: dict[str, Tensor] = {}
         for step in self._steps:
@@ -156,7 +154,7 @@ class StageFunction:
             values.update(zip(layer.outputs, outputs, strict=True))
             for output in outputs:
                 if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(_layout_of(output))
+                    output.register_hook(layout_hook(output))
             for buffer, name in layer.written_buffers:
                 current[buffer] = written[buffer] = values.pop(name).detach()
             for entry in layer.statistics:
@@ -167,7 +165,7 @@ class StageFunction:
         return Results({name: values[name] for name in self.leaving}, written, statistics)
 
 
-def _layout_of(value: Tensor) -> Callable[[Tensor], Tensor | None]:
+def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
     """A hook that brings the value's gradient into the value's memory layout."""
     shape, strides = value.shape, value.stride()
 

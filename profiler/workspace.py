@@ -24,7 +24,7 @@ WORKSPACE_SHARES: Mapping[str, float] = {  # [measured, torch 2.13]; the largest
     "aten::_scaled_dot_product_flash_attention_for_cpu": 0.1,  # 0.08
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 0.1,  # 0.05
 }
-SMALL_BYTES = 4096  # wrapped numbers, partial sums
+SMALL_BYTES = 8192  # wrapped numbers, partial sums, tiles
 
 
 def workspace_bytes(operation: str, touched: Iterable[Tensor]) -> int:

@@ -187,7 +187,14 @@ class Oracle:
             if p.trainable
         )
         kept = {s: sum(self.cost(kind, layer, s, "kept_bytes") for layer in range(first, stop)) for s in sizes}
-        temporary = max(self.cost(kind, layer, s, "transient_bytes") for layer in range(first, stop) for s in sizes)
+        most = {
+            s: max(
+                sum(self.cost(kind, before, s, "kept_bytes") for before in range(first, layer + 1))
+                + self.cost(kind, layer, s, "transient_bytes")
+                for layer in range(first, stop)
+            )
+            for s in sizes
+        }
         inputs = sum(self.cost(kind, first - 1, s, "output_bytes") for s in sizes) if first else 0
         ends = [(stop - 1, "output_gradient_bytes"), (stop - 1, "output_bytes"), (first - 1, "output_gradient_bytes")]
         buffers = sum(
@@ -203,8 +210,7 @@ class Oracle:
             + inputs
             + (0 if recompute else sum(kept[s] for s in sizes))
             + self.batch_size * self.profile.input_bytes
-            + (max(kept.values()) if recompute else 0)
-            + temporary
+            + max(most[s] - (0 if recompute else kept[s]) for s in sizes)
             + buffers
             + self.profile.reserve_bytes
         )

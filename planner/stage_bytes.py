@@ -1,0 +1,161 @@
+"""What a stage of layers [i, j) holds of one micro-batch, for all i and j at once, from `profiler.record.InStage`.
+
+A micro-batch keeps what layers of the stage create and layers of the stage save. While layer l runs, forward or
+backward, what layers i to l keep is there and what layers behind l keep is not, so the most that is held is
+
+    max over l in [i, j) of   kept(i, l + 1) + beside(l)
+
+with `beside` the larger of what is there in the layer's forward and in its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiler.record import InStage, LayerCost
+
+_VECTORS = (
+    "held_bytes",
+    "forward_bytes",
+    "backward_bytes",
+    "last_backward_bytes",
+    "workspace_bytes",
+    "prelude_peak_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageBytes:
+    """The fields of `InStage` for all L layers.
+
+    Attributes:
+        own_bytes: what each layer keeps itself, nothing of it carried, shape (L,).
+        held_bytes: shape (L,); so `forward_bytes`, `backward_bytes`, `last_backward_bytes`, `workspace_bytes` and
+            `prelude_peak_bytes`.
+        pairs: bytes that a stage keeps if it holds both layers u < v, at [u, v]; negative where both are charged with
+            the same; shape (L, L), and so the next two.
+        waiting_bytes: values of layer u that are there while layer v runs, at [u, v].
+        prelude_bytes: prelude values that are there while layer u runs and wait for layer v >= u, at [u, v].
+        copied_bytes: copies of gradients of layer u's values in layer v's backward pass, at [u, v].
+        returning_bytes: gradients of values behind layer u that layer v reads next, at [u, v]; one more column for what
+            only the model's output reads.
+        uncovered_bytes: the rest of the storages that these lie on, likewise.
+    """
+
+    own_bytes: NDArray[np.float64]
+    held_bytes: NDArray[np.float64]
+    forward_bytes: NDArray[np.float64]
+    backward_bytes: NDArray[np.float64]
+    last_backward_bytes: NDArray[np.float64]
+    workspace_bytes: NDArray[np.float64]
+    prelude_peak_bytes: NDArray[np.float64]
+    pairs: NDArray[np.float64]
+    waiting_bytes: NDArray[np.float64]
+    prelude_bytes: NDArray[np.float64]
+    copied_bytes: NDArray[np.float64]
+    returning_bytes: NDArray[np.float64]
+    uncovered_bytes: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, costs: Sequence[LayerCost]) -> Self:
+        """From the costs of all layers in their order; a layer without `in_stage` needs its transients all along."""
+        layers = len(costs)
+        entries = [cost.in_stage or _alone(cost.transient_bytes) for cost in costs]
+        own = np.array([cost.kept_bytes for cost in costs], dtype=np.float64)
+        pairs, waiting, prelude, copied = np.zeros((4, layers, layers))
+        returning, uncovered = np.zeros((2, layers, layers + 1))
+        for index, entry in enumerate(entries):
+            for later, size_bytes in entry.carried_bytes:
+                own[index] -= size_bytes
+                pairs[index, later] += size_bytes
+            for earlier, size_bytes in entry.repeated_bytes:
+                pairs[earlier, index] -= size_bytes
+            for earlier, size_bytes in entry.waiting_bytes:
+                waiting[earlier, index] += size_bytes
+            for later, size_bytes in entry.prelude_bytes:
+                prelude[index, later] += size_bytes
+            for earlier, size_bytes in entry.copied_bytes:
+                copied[earlier, index] += size_bytes
+            for later, size_bytes in entry.returning_bytes:
+                returning[index, later] += size_bytes
+            for later, size_bytes in entry.uncovered_bytes:
+                uncovered[index, later] += size_bytes
+        vectors = {name: np.array([getattr(entry, name) for entry in entries], dtype=np.float64) for name in _VECTORS}
+        return cls(
+            own,
+            **vectors,
+            pairs=pairs,
+            waiting_bytes=waiting,
+            prelude_bytes=prelude,
+            copied_bytes=copied,
+            returning_bytes=returning,
+            uncovered_bytes=uncovered,
+        )
+
+    def between(self, other: Self, share: float) -> Self:
+        """The line from here (`share` 0) to there (1), rounded up to whole bytes."""
+        mixed = [(1 - share) * getattr(self, f.name) + share * getattr(other, f.name) for f in fields(self)]
+        return type(self)(*(np.ceil(line - 1e-6) for line in mixed))
+
+    def least_kept(self) -> NDArray[np.float64]:
+        """What each layer adds to every stage that holds it, at least; shape (L,)."""
+        least: NDArray[np.float64] = np.maximum(self.own_bytes + np.minimum(self.pairs, 0.0).sum(axis=0), 0.0)
+        return least
+
+    def kept(self) -> NDArray[np.float64]:
+        """Bytes that one micro-batch keeps until its backward pass, at [i, j] for a stage of layers [i, j)."""
+        kept: NDArray[np.float64] = _triangle(self.own_bytes) + pair_sums(self.pairs)
+        return kept
+
+    def most(self, kept: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The most bytes at any moment, inputs and received gradients not counted, at [i, j].
+
+        Args:
+            kept: of `kept()`.
+        """
+        layers = len(self.own_bytes)
+        held = np.concatenate(([0.0], np.cumsum(self.held_bytes)))
+        waiting, copied = np.zeros((2, layers + 1, layers))
+        waiting[:layers] = np.cumsum(self.waiting_bytes[::-1], axis=0)[::-1]  # of layers from i on
+        copied[1:] = np.cumsum(self.copied_bytes, axis=0)  # of layers before i
+        prelude, returning, uncovered = (  # for layers before j
+            np.concatenate((np.zeros((layers, 1)), np.cumsum(by_reader, axis=1)), axis=1)
+            for by_reader in (self.prelude_bytes, self.returning_bytes, self.uncovered_bytes)
+        )
+        there = np.triu(np.ones((layers + 1, layers), dtype=bool))
+        kept_then = np.where(there, kept[:, 1:] - held[1:] + self.workspace_bytes, -np.inf)
+        while_forward, while_backward = kept_then + self.forward_bytes + waiting, kept_then + copied
+        most = np.zeros((layers + 1, layers + 1))
+        for stop in range(1, layers + 1):
+            made_inside = returning[:stop, stop] + uncovered[:stop, stop]
+            beside = np.minimum(self.backward_bytes[:stop], self.last_backward_bytes[:stop] + made_inside)
+            backward = (while_backward[:stop, :stop] + beside).max(axis=1)
+            backward[1:] += returning[: stop - 1, -1] - returning[: stop - 1, stop]  # of what passes the stage by
+            forward = (while_forward[:stop, :stop] + prelude[:stop, stop]).max(axis=1)
+            computed = np.maximum.accumulate(self.prelude_peak_bytes[:stop][::-1])[::-1]
+            most[:stop, stop] = np.maximum(np.maximum(forward, backward) + held[stop], computed)
+        return most
+
+
+def _alone(transient_bytes: int) -> InStage:
+    return InStage(forward_bytes=transient_bytes, backward_bytes=transient_bytes, last_backward_bytes=transient_bytes)
+
+
+def _triangle(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum of `values[i:j]` at [i, j]; 0 where j <= i."""
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    within_bytes: NDArray[np.float64] = np.maximum(sums[None, :] - sums[:, None], 0.0)
+    return within_bytes
+
+
+def pair_sums(pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum of `pairs[u, v]` over all u >= i and v < j at [i, j], for pairs with u < v, shape (L + 1, L + 1)."""
+    layers = len(pairs)
+    within = np.zeros((layers + 1, layers + 1))
+    within[:layers, 1:] = np.cumsum(np.cumsum(pairs[::-1], axis=0)[::-1], axis=1)
+    return within

@@ -1,0 +1,311 @@
+"""What one layer needs, seen by running it by itself on fake tensors, which have shapes and history but no data.
+
+A watch counts what the layer creates; what comes from outside is the business of who created it:
+
+    entering value ---> gate ---> layer ---> leaving value
+                         |                      |
+    caught gradient <----+---- backward pass <--+--- spring
+
+Backward passes go from the last layer to the first. The spring gives the gradients that later gates have caught into
+the backward pass and lets go of them, so that they live as long as in a stage; even storages that two gradients share
+are shared. As the last layer of a stage, a layer gets gradients from its caller, who keeps them: so the backward pass
+runs once in each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from profiler.layer_runner import Entered, LayerRunner, gate
+from profiler.sequence import Layer, LayerSequence
+from profiler.stage_function import layout_hook
+from profiler.storage_watch import Peaks, StorageWatch, storage_of
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """A storage that a layer creates and that leaves it.
+
+    Attributes:
+        names: of the leaving values on it.
+        size_bytes: of the whole storage.
+        is_saved: whether the layer saves it.
+    """
+
+    names: tuple[str, ...]
+    size_bytes: int
+    is_saved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardLook:
+    """What a layer's forward pass shows; bytes are those of storages that it creates.
+
+    Attributes:
+        own_bytes: kept until the backward pass, `held_bytes` included.
+        held_bytes: kept until the end of the step.
+        created: storages of leaving values.
+        aliases: leaving values that lie on the storage of a value from outside: (leaving, from outside).
+        saved: names of the values from outside whose storages it saves.
+        peaks: largest bytes alive.
+    """
+
+    own_bytes: int
+    held_bytes: int
+    created: tuple[Created, ...]
+    aliases: tuple[tuple[str, str], ...]
+    saved: tuple[str, ...]
+    peaks: Peaks
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardLook:
+    """What a layer's backward pass shows; `ForwardLook.own_bytes` are alive when it begins and counted.
+
+    Attributes:
+        inner: largest bytes alive together with all gradients of what is alive behind the layer.
+        last: the same where these gradients are the caller's, and not counted.
+        returning: (value, bytes): what is alive behind the layer, and bytes of its gradient.
+        uncovered: (value, bytes): and those of the storage that it lies on and no gradient covers.
+        copied: (value, bytes): values whose gradient is copied where they enter a stage, and is there twice while
+            the layer runs: autograd copies what comes to a leaf if it is shared or has another memory layout.
+    """
+
+    inner: Peaks
+    last: Peaks
+    returning: tuple[tuple[str, int], ...]
+    uncovered: tuple[tuple[str, int], ...]
+    copied: tuple[tuple[str, int], ...]
+
+
+def look_forward(
+    sequence: LayerSequence, runner: LayerRunner, layer: Layer, values: Mapping[str, Tensor], watch: StorageWatch
+) -> tuple[ForwardLook, dict[str, Tensor]]:
+    """Run one layer forward.
+
+    Args:
+        sequence: the layers.
+        runner: with a micro-batch.
+        layer: to be run.
+        values: alive at the boundary before it, on storages that `watch` does not know.
+        watch: knows nothing.
+
+    Returns:
+        What there was to see, and what is alive behind the layer, likewise.
+    """
+    run = _Run(sequence, runner, layer, values, watch)
+    return run.look(), run.following(values)
+
+
+def look_backward(
+    sequence: LayerSequence,
+    runner: LayerRunner,
+    layer: Layer,
+    values: Mapping[str, Tensor],
+    gradients: dict[str, Tensor],
+    watch: StorageWatch,
+) -> BackwardLook:
+    """Run one layer forward and backward, as inner and as last layer of a stage.
+
+    Args:
+        sequence: the layers.
+        runner: with a micro-batch.
+        layer: to be run.
+        values: as for `look_forward`.
+        gradients: of what is alive behind the layer, by name, on storages that `watch` knows; turned into those of what
+            is alive before it.
+        watch: knows nothing but `gradients`.
+    """
+    returning = tuple((name, gradient.nbytes) for name, gradient in gradients.items())
+    uncovered = _uncovered(gradients)
+    copied = _doubled(layer, gradients)
+    last, caught = _Run(sequence, runner, layer, values, watch).backward_as_last()
+    copied.update(_copied(caught, values, watch))
+    del caught
+    inner, caught = _Run(sequence, runner, layer, values, watch).backward_as_inner(gradients)
+    copied.update(_copied(caught, values, watch))
+    gradients.update(caught)
+    return BackwardLook(inner, last, returning, uncovered, tuple(sorted(copied.items())))
+
+
+class _Run:
+    """A forward pass of one layer under watch, to be followed by at most one backward pass."""
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        runner: LayerRunner,
+        layer: Layer,
+        values: Mapping[str, Tensor],
+        watch: StorageWatch,
+    ) -> None:
+        self._watch = watch
+        self._before = watch.live_bytes
+        self._behind = {value.name for value in sequence.boundaries[layer.index + 1]}
+        entered = _enter(sequence, runner, layer, values)
+        self._caught = entered.caught
+        self._outside = _storages_outside(sequence, layer, entered)
+        self._saved: dict[int, Tensor] = {}
+        with watch:
+            watch.restart()
+            with torch.autograd.graph.saved_tensors_hooks(partial(_note, self._saved), lambda tensor: tensor):
+                computed = runner.forward(layer.index, entered)
+            leaving = runner.leaving(layer.index, entered, computed)
+            self._leaving = {name: value for name, value in leaving.items() if name in computed or name in layer.values}
+            self._held = runner.by_products(layer.index, computed)
+            for tensor in self._held:
+                watch.follow(tensor)
+            self._peaks = watch.peaks_above(self._before)
+        for value in self._leaving.values():
+            if value.requires_grad:
+                value.register_hook(layout_hook(value))
+
+    def look(self) -> ForwardLook:
+        """What the forward pass showed."""
+        own = [tensor for key, tensor in self._saved.items() if key not in self._outside]
+        saved, held = self._sizes(own), self._sizes(self._held)
+        names: dict[int, list[str]] = {}
+        aliases = []
+        for name, value in self._leaving.items():
+            if storage_of(value) in self._outside:
+                aliases.append((name, self._outside[storage_of(value)]))
+            else:
+                names.setdefault(storage_of(value), []).append(name)
+        sizes = self._sizes(self._leaving.values())
+        return ForwardLook(
+            own_bytes=sum({**saved, **held}.values()),
+            held_bytes=sum(held.values()),
+            created=tuple(Created(tuple(on), sizes[key], key in saved) for key, on in names.items() if key in sizes),
+            aliases=tuple(aliases),
+            saved=tuple(self._outside[key] for key in self._saved if key in self._outside),
+            peaks=self._peaks,
+        )
+
+    def _sizes(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Storage -> bytes of those that the watch knows."""
+        return {storage_of(tensor): size for tensor in tensors if (size := self._watch.bytes_of(tensor)) is not None}
+
+    def following(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of what is alive behind the layer, unwatched; of the model's output none."""
+        behind = dict(values)
+        behind.update({name: value.detach().clone() for name, value in self._leaving.items() if name not in behind})
+        return {name: value for name, value in behind.items() if name in self._behind}
+
+    def backward_as_inner(self, gradients: dict[str, Tensor]) -> tuple[Peaks, dict[str, Tensor]]:
+        """The largest bytes and the gradients caught; `gradients` of leaving values are taken out and used up."""
+        trained = {name: value for name, value in self._leaving.items() if value.requires_grad}
+        if self._behind:
+            trained = {name: value for name, value in trained.items() if name in gradients}
+            given = [gradients.pop(name) for name in trained]
+        else:
+            given = [torch.ones_like(value) for value in trained.values()]
+        if not trained:
+            return self._backward([], [], before=0)
+        start = _Spring.apply(given, *trained.values())  # type: ignore[no-untyped-call]
+        root, one = get_gradient_edge(start), torch.ones_like(start)
+        del trained, given, start
+        return self._backward([root], [one], before=0)
+
+    def backward_as_last(self) -> tuple[Peaks, dict[str, Tensor]]:
+        """The largest bytes and the gradients caught, with gradients of leaving values that the caller keeps."""
+        trained = [value for value in self._leaving.values() if value.requires_grad]
+        gradients = [torch.ones_like(value) for value in trained]
+        roots = [get_gradient_edge(value) for value in trained]
+        del trained
+        return self._backward(roots, gradients, before=self._before)
+
+    def _backward(
+        self, roots: Sequence[Any], gradients: Sequence[Tensor], *, before: int
+    ) -> tuple[Peaks, dict[str, Tensor]]:
+        self._saved.clear()
+        self._leaving.clear()
+        with self._watch:
+            self._watch.restart()
+            if roots:
+                torch.autograd.backward(roots, gradients)
+            peaks = self._watch.peaks_above(before)
+        self._held.clear()
+        return peaks, self._caught
+
+
+def _note(saved: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    """Note what autograd saves. It is detached: an output that holds its own history is never let go of."""
+    detached = tensor.detach()
+    saved[storage_of(detached)] = detached
+    return detached
+
+
+class _Spring(torch.autograd.Function):
+    """A number; its backward pass hands out the gradients that it was given, and keeps none."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *values: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return values[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        gradients, ctx.gradients = [*ctx.gradients], None
+        return (None, *gradients)
+
+
+def _enter(sequence: LayerSequence, runner: LayerRunner, layer: Layer, values: Mapping[str, Tensor]) -> Entered:
+    """What the layer reads, behind gates; a stage writes in place what it created itself, so copies do not count."""
+    caught: dict[str, Tensor] = {}
+    entered = runner.sources
+    for value in sequence.boundaries[layer.index]:
+        detached = values[value.name].detach()
+        entered[value.name] = gate(detached.requires_grad_(), caught, value.name) if value.requires_grad else detached
+    for name in layer.in_place:
+        entered[name] = entered[name].clone()
+    return Entered(entered, caught)
+
+
+def _storages_outside(sequence: LayerSequence, layer: Layer, entered: Entered) -> dict[int, str]:
+    """Storage -> name of a value on it, for what there is of earlier layers and what is read of the prelude."""
+    outside: dict[int, str] = {}
+    for name in (*(value.name for value in sequence.boundaries[layer.index]), *layer.values):
+        value = entered.values[name]
+        if isinstance(value, Tensor) and name not in sequence.inputs:
+            outside.setdefault(storage_of(value), name)
+    return outside
+
+
+def _copied(caught: Mapping[str, Tensor], values: Mapping[str, Tensor], watch: StorageWatch) -> dict[str, int]:
+    """Value -> bytes of the copy that autograd makes of a gradient when it comes to a leaf."""
+    storages = [storage_of(gradient) for gradient in caught.values()]
+    return {
+        name: values[name].nbytes
+        for name, gradient in caught.items()
+        if gradient.stride() != values[name].stride()
+        or storages.count(storage_of(gradient)) > 1
+        or watch.bytes_of(gradient) is None
+    }
+
+
+def _uncovered(gradients: Mapping[str, Tensor]) -> tuple[tuple[str, int], ...]:
+    """For the first gradient on each storage the bytes that no gradient covers (a part of a concatenation's)."""
+    first: dict[int, tuple[str, int]] = {}
+    for name, gradient in gradients.items():
+        key = storage_of(gradient)
+        owner, rest = first.get(key, (name, gradient.untyped_storage().nbytes()))
+        first[key] = owner, rest - gradient.nbytes
+    return tuple((name, rest) for name, rest in first.values() if rest > 0)
+
+
+def _doubled(layer: Layer, gradients: Mapping[str, Tensor]) -> dict[str, int]:
+    """Value that passes the layer by -> bytes of its gradient, where it lies on a storage that the layer uses too."""
+    touched = {*layer.values, *layer.outputs}
+    used = {storage_of(gradient) for name, gradient in gradients.items() if name in touched}
+    return {
+        name: gradient.nbytes
+        for name, gradient in gradients.items()
+        if name not in touched and storage_of(gradient) in used
+    }

@@ -1,0 +1,76 @@
+"""A watch on the bytes of the tensors that operations create, on real and on fake tensors alike."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.workspace import workspace_bytes
+
+Peaks = tuple[int, int]  # bytes without and with what kernels may allocate inside themselves
+
+
+class StorageWatch(TorchDispatchMode):
+    """Counts the bytes of storages that operations create, for as long as they live.
+
+    Attributes:
+        live_bytes: of the storages alive now.
+        peak_bytes: largest `live_bytes` since it was last set.
+        peak_bytes_with_workspace: the same with what the kernel of the moment may allocate inside itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.peak_bytes_with_workspace = 0
+        self._known: dict[int, int] = {}  # storage -> bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        arguments = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        storages = {storage_of(item) for item in arguments}
+        out = func(*args, **(kwargs or {}))
+        results = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
+        for item in results:
+            if storage_of(item) not in storages:
+                self.follow(item)
+        workspace = workspace_bytes(func._schema.name, (*arguments, *results))
+        self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes + workspace)
+        return out
+
+    def restart(self) -> None:
+        """Forget the peaks so far."""
+        self.peak_bytes = self.peak_bytes_with_workspace = self.live_bytes
+
+    def peaks_above(self, live_bytes: int) -> Peaks:
+        """The peaks, less what was alive before."""
+        return self.peak_bytes - live_bytes, self.peak_bytes_with_workspace - live_bytes
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor; also one that no operation made, such as `torch.tensor(1)`."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._forget, storage._cdata)
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes)
+
+    def _forget(self, identity: int) -> None:
+        self.live_bytes -= self._known.pop(identity)
+
+    def bytes_of(self, tensor: Tensor) -> int | None:
+        """Bytes of the storage behind a tensor; None if no operation under this watch created it."""
+        return self._known.get(storage_of(tensor))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tensors on the same memory have in common, for as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)

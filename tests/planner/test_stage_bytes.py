@@ -1,0 +1,191 @@
+"""Bytes of stages from bytes of layers: against loops that say what is meant, and against real runs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.nn import functional
+
+from planner.stage_bytes import StageBytes
+from profiler import trace
+from profiler.loss import LossFunction
+from profiler.memory import layer_memory
+from profiler.record import InStage, LayerCost
+from profiler.stand_ins import fake_runner, micro_batch
+from tests.models.densenet import DenseNet
+from tests.models.tracked import CPU, run_stages, stage_bytes
+from tests.models.transformer import Translator
+from tests.models.unet import UNet
+
+LAYERS = 4
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> list[LayerCost]:
+    """Layers with every kind of entry."""
+    number = st.integers(0, 9)
+
+    def towards(layers: range) -> tuple[tuple[int, int], ...]:
+        return tuple((layer, draw(number)) for layer in layers if draw(st.booleans()))
+
+    found = []
+    for layer in range(LAYERS):
+        carried, repeated = towards(range(layer + 1, LAYERS)), towards(range(layer))
+        held = draw(number)
+        own = held + draw(number) + sum(b for _, b in repeated)
+        in_stage = InStage(
+            carried_bytes=carried,
+            repeated_bytes=repeated,
+            held_bytes=held,
+            forward_bytes=draw(number),
+            waiting_bytes=towards(range(layer)),
+            prelude_bytes=towards(range(layer, LAYERS)),
+            prelude_peak_bytes=draw(number),
+            backward_bytes=draw(number),
+            last_backward_bytes=draw(number),
+            returning_bytes=towards(range(layer + 1, LAYERS + 1)),
+            uncovered_bytes=towards(range(layer + 1, LAYERS + 1)),
+            copied_bytes=towards(range(layer)),
+            workspace_bytes=draw(number),
+        )
+        found.append(
+            LayerCost(
+                layer=layer,
+                micro_batch_size=1,
+                device_kind="a",
+                forward_s=0.0,
+                recompute_s=0.0,
+                backward_s=0.0,
+                spread=0.0,
+                kept_bytes=own + sum(b for _, b in carried),
+                transient_bytes=0,
+                in_stage=in_stage,
+                output_bytes=0,
+                output_gradient_bytes=0,
+            )
+        )
+    return found
+
+
+def _entry(cost: LayerCost) -> InStage:
+    assert cost.in_stage is not None
+    return cost.in_stage
+
+
+def _kept(layers: list[LayerCost], first: int, stop: int) -> int:
+    total = 0
+    for layer in range(first, stop):
+        entry = _entry(layers[layer])
+        total += layers[layer].kept_bytes - sum(b for later, b in entry.carried_bytes if later >= stop)
+        total -= sum(b for earlier, b in entry.repeated_bytes if earlier >= first)
+    return total
+
+
+def _most(layers: list[LayerCost], first: int, stop: int) -> int:
+    held = sum(_entry(layers[layer]).held_bytes for layer in range(first, stop))
+    passing = sum(b for reader, b in _entry(layers[first - 1]).returning_bytes if reader >= stop) if first else 0
+    most = 0
+    for layer in range(first, stop):
+        entry = _entry(layers[layer])
+        there = _kept(layers, first, layer + 1) + entry.workspace_bytes
+        there += held - sum(_entry(layers[before]).held_bytes for before in range(first, layer + 1))
+        forward = entry.forward_bytes + sum(b for creator, b in entry.waiting_bytes if creator >= first)
+        forward += sum(b for reader, b in entry.prelude_bytes if reader < stop)
+        received = entry.last_backward_bytes + sum(
+            b for reader, b in (*entry.returning_bytes, *entry.uncovered_bytes) if reader < stop
+        )
+        backward = min(entry.backward_bytes, received) + passing
+        backward += sum(b for creator, b in entry.copied_bytes if creator < first)
+        most = max(most, there + max(forward, backward), entry.prelude_peak_bytes)
+    return most
+
+
+@given(costs())
+@settings(max_examples=40)
+def test_ranges_are_what_loops_say(layers: list[LayerCost]) -> None:
+    found = StageBytes.of(layers)
+    kept = found.kept()
+    most = found.most(kept)
+    least = found.least_kept()
+    for first in range(LAYERS):
+        for stop in range(first + 1, LAYERS + 1):
+            assert kept[first, stop] == _kept(layers, first, stop)
+            assert most[first, stop] == _most(layers, first, stop)
+            assert least[first:stop].sum() <= kept[first, stop]
+
+
+def test_without_more_detail_layers_add_up() -> None:
+    layers = [
+        LayerCost(
+            layer=index,
+            micro_batch_size=1,
+            device_kind="a",
+            forward_s=0.0,
+            recompute_s=0.0,
+            backward_s=0.0,
+            spread=0.0,
+            kept_bytes=kept,
+            transient_bytes=transient,
+            output_bytes=0,
+            output_gradient_bytes=0,
+        )
+        for index, (kept, transient) in enumerate([(5, 9), (7, 1)])
+    ]
+    found = StageBytes.of(layers)
+    assert found.kept()[0].tolist() == [0, 5, 12]
+    assert found.most(found.kept())[0].tolist() == [0, 14, 14]
+    assert np.array_equal(found.between(found, 0.3).kept(), found.kept())
+
+
+def _translator() -> tuple[nn.Module, Any, LossFunction, Any]:
+    tokens = torch.randint(3, 32, (3, 10))
+    model = Translator(32, width=16, heads=2, layers=1, dropout=0.1, longest=16)
+    return (
+        model,
+        (tokens, tokens),
+        lambda logits, target: functional.cross_entropy(logits.flatten(0, 1), target),
+        (tokens.flatten()),
+    )
+
+
+def _images(model: nn.Module, target: Any) -> tuple[nn.Module, Any, LossFunction, Any]:
+    return model, torch.randn(3, 3, 16, 16), functional.cross_entropy, target
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _translator,
+        lambda: _images(UNet(depth=2, channels=4), torch.randint(2, (3, 16, 16))),
+        lambda: _images(DenseNet(growth=4, blocks=(2, 2), num_classes=5), torch.randint(5, (3,))),
+    ],
+    ids=["translator", "U-Net", "DenseNet"],
+)
+def test_no_stage_holds_more_than_predicted(make: Callable[[], tuple[nn.Module, Any, LossFunction, Any]]) -> None:
+    """Exactly what is kept; and at most what is predicted, for stages of every length."""
+    torch.manual_seed(0)
+    model, sample, loss_fn, target = make()
+    sequence = trace(model, sample)
+    inputs = micro_batch(sequence, sample, 3, CPU)
+    with fake_runner(sequence, inputs, loss_fn=loss_fn, target=target, has_loss=True, device=CPU) as runner:
+        predicted = stage_bytes(layer_memory(sequence, runner))
+    predicted = replace(predicted, workspace_bytes=0 * predicted.workspace_bytes)
+    kept = predicted.kept()
+    most = predicted.most(kept)
+    layers = len(sequence)
+    over = []
+    for step in (1, 2, 3, 5, layers):
+        bounds = [*range(0, layers, step), layers]
+        found = run_stages(sequence, bounds, inputs, loss_fn, target, has_loss=True)
+        for first, stop, (kept_bytes, most_bytes) in zip(bounds[:-1], bounds[1:], found, strict=True):
+            unseen = 16 * (stop - first)  # batch counters: no operation makes them
+            assert 0 <= kept[first, stop] - kept_bytes <= unseen, (first, stop)
+            assert most[first, stop] >= most_bytes, (first, stop)
+            over.append((most[first, stop] - most_bytes) / max(most_bytes, 1))
+    assert np.median(over) < 0.02

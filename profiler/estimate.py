@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from math import ceil
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +21,7 @@ from profiler.datasheets import DATA_SHEETS
 from profiler.device import Cluster
 from profiler.errors import ArgumentError
 from profiler.memory import LayerMemory, layer_memory
+from profiler.memory_by_size import memory_between
 from profiler.record import Estimate, OptimizerCost
 from profiler.stand_ins import fake_runner
 from profiler.sweeps import LayerTiming
@@ -61,7 +60,7 @@ def estimated(
     Returns:
         Memory of the layers by size; by kind of device their times by size; by kind optimizer and estimate.
     """
-    memory = _at_sizes(task, _memory, _memory_between)
+    memory = _at_sizes(task, _memory, memory_between)
     work = _at_sizes(task, _work, work_between)
     timings, optimizers, estimates = {}, [], []
     for kind in dict.fromkeys(device.kind for device in cluster.devices):
@@ -113,12 +112,6 @@ def _memory(task: Task, size: int) -> list[LayerMemory]:
     task.bar.update()
     with fake_runner(task.sequence, inputs, **about) as runner:
         return layer_memory(task.sequence, runner)
-
-
-def _memory_between(below: LayerMemory, above: LayerMemory, share: float) -> LayerMemory:
-    return LayerMemory(
-        *(ceil((1 - share) * getattr(below, f.name) + share * getattr(above, f.name)) for f in fields(LayerMemory))
-    )
 
 
 def _timings(work: Sequence[LayerWork], rates: Rates) -> list[LayerTiming]:

@@ -12,6 +12,7 @@ smallest and the largest, byte by byte, the sizes between are taken from the lin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import torch
@@ -71,15 +72,14 @@ def _line(sizes: Sequence[int], memory: dict[int, list[LayerMemory]], wanted: in
     first, last = sizes[0], sizes[-1]
     for size in (sizes[len(sizes) // 2], wanted):
         share = (size - first) / (last - first)
-        found = [_between(pair, share) for pair in zip(memory[first], memory[last], strict=True)]
+        found = [memory_between(low, high, share) for low, high in zip(memory[first], memory[last], strict=True)]
         if size in memory and memory[size] != found:
             return None
     return [entry for entry in found if entry is not None] if None not in found else None
 
 
-def _between(pair: tuple[LayerMemory, LayerMemory], share: float) -> LayerMemory | None:
-    """The line through the memory of a layer at two sizes; None where their entries are not of the same kind."""
-    low, high = pair
+def memory_between(low: LayerMemory, high: LayerMemory, share: float) -> LayerMemory | None:
+    """The line through the memory of a layer at two sizes, rounded up; None where other layers share it."""
     stages = {
         name: _mixed(getattr(low.in_stage, name), getattr(high.in_stage, name), share) for name in InStage.model_fields
     }
@@ -94,7 +94,7 @@ def _between(pair: tuple[LayerMemory, LayerMemory], share: float) -> LayerMemory
 
 def _mixed(low: Any, high: Any, share: float) -> Any:
     if isinstance(low, int):
-        return round(low + share * (high - low))
+        return ceil(low + share * (high - low) - 1e-6)
     if [layer for layer, _ in low] != [layer for layer, _ in high]:
         return None
     return tuple((layer, _mixed(a, b, share)) for (layer, a), (_, b) in zip(low, high, strict=True))

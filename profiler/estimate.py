@@ -111,7 +111,7 @@ def _memory(task: Task, size: int) -> list[LayerMemory]:
     inputs, about = task.micro_batch(size, PLACE)
     task.bar.update()
     with fake_runner(task.sequence, inputs, **about) as runner:
-        return layer_memory(task.sequence, runner)
+        return layer_memory(task.sequence, runner, share=True)
 
 
 def _timings(work: Sequence[LayerWork], rates: Rates) -> list[LayerTiming]:

@@ -123,16 +123,15 @@ def look_backward(
             is alive before it.
         watch: knows nothing but `gradients`.
     """
-    returning = tuple((name, gradient.nbytes) for name, gradient in gradients.items())
-    uncovered = _uncovered(gradients)
-    copied = _doubled(layer, gradients)
+    coming_back = returning(gradients)
+    copied = doubled(layer, gradients)
     last, caught = _Run(sequence, runner, layer, values, watch).backward_as_last()
     copied.update(_copied(caught, values, watch))
     del caught
     inner, caught = _Run(sequence, runner, layer, values, watch).backward_as_inner(gradients)
     copied.update(_copied(caught, values, watch))
     gradients.update(caught)
-    return BackwardLook(inner, last, returning, uncovered, tuple(sorted(copied.items())))
+    return BackwardLook(inner, last, **coming_back, copied=tuple(sorted(copied.items())))
 
 
 class _Run:
@@ -269,9 +268,9 @@ def _enter(sequence: LayerSequence, runner: LayerRunner, layer: Layer, values: M
 
 
 def _storages_outside(sequence: LayerSequence, layer: Layer, entered: Entered) -> dict[int, str]:
-    """Storage -> name of a value on it, for what there is of earlier layers and what is read of the prelude."""
+    """Storage -> name of a value on it, for what the layer reads of earlier layers and of the prelude."""
     outside: dict[int, str] = {}
-    for name in (*(value.name for value in sequence.boundaries[layer.index]), *layer.values):
+    for name in layer.values:
         value = entered.values[name]
         if isinstance(value, Tensor) and name not in sequence.inputs:
             outside.setdefault(storage_of(value), name)
@@ -290,6 +289,14 @@ def _copied(caught: Mapping[str, Tensor], values: Mapping[str, Tensor], watch: S
     }
 
 
+def returning(gradients: Mapping[str, Tensor]) -> dict[str, tuple[tuple[str, int], ...]]:
+    """The fields of `BackwardLook` that follow from the gradients of what is alive behind the layer."""
+    return {
+        "returning": tuple((name, gradient.nbytes) for name, gradient in gradients.items()),
+        "uncovered": _uncovered(gradients),
+    }
+
+
 def _uncovered(gradients: Mapping[str, Tensor]) -> tuple[tuple[str, int], ...]:
     """For the first gradient on each storage the bytes that no gradient covers (a part of a concatenation's)."""
     first: dict[int, tuple[str, int]] = {}
@@ -300,7 +307,7 @@ def _uncovered(gradients: Mapping[str, Tensor]) -> tuple[tuple[str, int], ...]:
     return tuple((name, rest) for name, rest in first.values() if rest > 0)
 
 
-def _doubled(layer: Layer, gradients: Mapping[str, Tensor]) -> dict[str, int]:
+def doubled(layer: Layer, gradients: Mapping[str, Tensor]) -> dict[str, int]:
     """Value that passes the layer by -> bytes of its gradient, where it lies on a storage that the layer uses too."""
     touched = {*layer.values, *layer.outputs}
     used = {storage_of(gradient) for name, gradient in gradients.items() if name in touched}

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from profiler.equal_layers import Looks
 from profiler.layer_runner import LayerRunner
-from profiler.lone_layer import BackwardLook, ForwardLook, look_backward, look_forward
+from profiler.lone_layer import BackwardLook, ForwardLook
 from profiler.record import InStage, LayerBytes
 from profiler.sequence import BoundaryValue, LayerSequence
 from profiler.storage_watch import Peaks, StorageWatch, storage_of
@@ -31,28 +32,29 @@ class LayerMemory:
     in_stage: InStage
 
 
-def layer_memory(sequence: LayerSequence, runner: LayerRunner) -> list[LayerMemory]:
+def layer_memory(sequence: LayerSequence, runner: LayerRunner, *, share: bool = False) -> list[LayerMemory]:
     """The memory of every layer.
 
     Args:
         sequence: the layers.
         runner: with a micro-batch of the wanted size; on fake tensors, inside their mode, or on real ones. Parameters
             that are trained have a `.grad`, as they do from the second micro-batch on.
+        share: run equal layers once; on fake tensors.
     """
-    watch = StorageWatch()
     with torch.enable_grad():
         prelude = _prelude(runner)
+        looker = Looks(sequence, runner, share=share)
         values: list[dict[str, Tensor]] = [{}]
         looks = []
         for layer in sequence.layers:
-            look, behind = look_forward(sequence, runner, layer, values[-1], watch)
+            look, behind = looker.forward(layer, values[-1])
             looks.append(look)
             values.append(behind)
         gradients: dict[str, Tensor] = {}
         backward = []
         for layer in reversed(sequence.layers):
             values.pop()
-            backward.append(look_backward(sequence, runner, layer, values[-1], gradients, watch))
+            backward.append(looker.backward(layer, values[-1], gradients))
     return _Together(sequence, looks, backward[::-1], prelude).memory()
 
 

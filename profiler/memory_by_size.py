@@ -105,7 +105,7 @@ def _fake(task: Task, size: int, place: torch.device) -> list[LayerMemory] | Non
     inputs, about = task.micro_batch(size, place)
     try:
         with fake_runner(task.sequence, inputs, **about) as runner:
-            return layer_memory(task.sequence, runner)
+            return layer_memory(task.sequence, runner, share=True)
     except NOT_FAKEABLE:
         return None
 

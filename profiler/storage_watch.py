@@ -29,7 +29,8 @@ class StorageWatch(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_bytes_with_workspace = 0
-        self._known: dict[int, int] = {}  # storage -> bytes
+        self._known: dict[int, tuple[int, int]] = {}  # storage -> bytes, number
+        self._number = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,18 +58,25 @@ class StorageWatch(TorchDispatchMode):
         """Count a tensor; also one that no operation made, such as `torch.tensor(1)`."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
-            self._known[storage._cdata] = storage.nbytes()
+            self._number += 1
+            self._known[storage._cdata] = storage.nbytes(), self._number
             weakref.finalize(storage, self._forget, storage._cdata)
             self.live_bytes += storage.nbytes()
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes)
 
     def _forget(self, identity: int) -> None:
-        self.live_bytes -= self._known.pop(identity)
+        self.live_bytes -= self._known.pop(identity)[0]
 
     def bytes_of(self, tensor: Tensor) -> int | None:
         """Bytes of the storage behind a tensor; None if no operation under this watch created it."""
-        return self._known.get(storage_of(tensor))
+        found = self._known.get(storage_of(tensor))
+        return None if found is None else found[0]
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """A number that no other storage under this watch has or had; None where `bytes_of` is."""
+        found = self._known.get(storage_of(tensor))
+        return None if found is None else found[1]
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -1,0 +1,45 @@
+"""Equal layers are run once, and all shows as if each had been run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from profiler import equal_layers, trace
+from profiler.lone_layer import look_forward
+from profiler.memory import layer_memory
+from profiler.stand_ins import fake_runner, micro_batch
+from tests.models.transformer import Translator
+from tests.models.unet import UNet
+
+
+def _translator() -> tuple[nn.Module, Any]:
+    tokens = torch.randint(3, 32, (3, 10))
+    return Translator(32, width=16, heads=2, layers=3, dropout=0.1, longest=16), (tokens, tokens)
+
+
+def _net() -> tuple[nn.Module, Any]:
+    return UNet(depth=2, channels=4), torch.randn(3, 3, 16, 16)
+
+
+@pytest.mark.parametrize("make", [_translator, _net])
+def test_sharing_changes_nothing(make: Callable[[], tuple[nn.Module, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sample = make()
+    sequence = trace(model, sample)
+    inputs = micro_batch(sequence, sample, 3, torch.device("cpu"))
+    settings: dict[str, Any] = {"loss_fn": None, "target": None, "has_loss": False, "device": torch.device("cpu")}
+    runs: list[object] = []
+
+    def counted(*args: Any) -> Any:
+        runs.append(args)
+        return look_forward(*args)
+
+    monkeypatch.setattr(equal_layers, "look_forward", counted)
+    with fake_runner(sequence, inputs, **settings) as runner:
+        expected = layer_memory(sequence, runner)
+        assert len(runs) == len(sequence)
+        runs.clear()
+        assert layer_memory(sequence, runner, share=True) == expected
+        assert len(runs) < len(sequence) or len({layer.signature for layer in sequence.layers}) == len(sequence)

@@ -7,6 +7,7 @@ from typing import Any
 
 from executor.position import describe
 from executor.watch import timeout_for
+from executor.world import PROCESS_GROUP_TIMEOUT_S, TIMEOUT_VARIABLE
 from planner.plan import Plan
 from profiler.errors import ArgumentError
 from profiler.workers import run_workers
@@ -50,7 +51,8 @@ def launch(
         fn,
         [(plan, *args)] * (plan.ranks * plan.replicas),
         threads=max(threads, 1),
-        timeout_s=limit_s,
+        timeout_s=max(PROCESS_GROUP_TIMEOUT_S, 2 * limit_s),
+        environment={TIMEOUT_VARIABLE: str(limit_s)},
         own_cores=on_cpu,
         describe=describe,
     )

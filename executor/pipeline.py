@@ -96,7 +96,7 @@ class Pipeline:
         self.plan = plan
         self._model = model
         limit_s = wait_limit(plan, timeout_s)
-        self.rank, world_size = join(timeout_s=limit_s)
+        self.rank, world_size = join()
         self.watch = Watch(self.rank, world_size, timeout_s=limit_s)
         with self.watch.call(Phase.CONSTRUCTION, {"the plan": _digest(plan.to_json()), "the seed": str(seed)}):
             check_world_size(plan, world_size)
@@ -127,6 +127,7 @@ class Pipeline:
         self._versions: dict[bool, Version] = {}
         self._programs: dict[tuple[bool, tuple[int, ...]], Program] = {}
         self._steps = 0
+        self._seed = seed
         self._peak = Peak()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -226,6 +227,27 @@ class Pipeline:
             used = {alias for name in read for alias in self._sequence.aliases.get(name, ())}
             named.update({name: value.detach() for name, value in whole.items() if name not in used})
         return named
+
+    def state_names(self) -> list[str]:
+        """Original names of all parameters and buffers of the model that a checkpoint holds, sorted."""
+        return sorted(self._model.state_dict(keep_vars=True))
+
+    @property
+    def steps(self) -> int:
+        """Training steps done, those of the checkpoint that was loaded included."""
+        return self._steps
+
+    @property
+    def seed(self) -> int:
+        """Of all random numbers that the model draws; with step, micro-batch and layer it is their key."""
+        return self._seed
+
+    def resume(self, steps: int, seed: int) -> None:
+        """Go on as after `steps` steps with that seed; `executor.checkpoint.load_checkpoint` calls this."""
+        self._steps = self.watch.log.step = steps
+        self._seed = seed
+        for runner in self._runners.values():
+            runner.seed = seed
 
     def last_step_actions(self) -> tuple[TimedAction, ...]:
         """How long each forward, recompute and backward pass of this process took in the last step."""

@@ -119,7 +119,7 @@ class StageRunner:
         self.device = device
         self.buffers = buffers
         self._loss_fn = loss_fn
-        self._seed = seed
+        self.seed = seed
         self._generator = generator_of(device)
         self._state = _StepState(0)
 
@@ -274,4 +274,4 @@ class StageRunner:
         return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def _seed_layer(self, micro_batch: int, layer: int) -> None:
-        self._generator.manual_seed(key(self._seed, self._state.number, micro_batch, layer))
+        self._generator.manual_seed(key(self.seed, self._state.number, micro_batch, layer))

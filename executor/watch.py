@@ -46,6 +46,8 @@ LONGEST_TIMEOUT_S = 60.0
 FEWEST_STEPS = 3.0  # steps may be so long that the longest time-out would cut into them
 BLAME_AFTER = 0.8  # of the time-out; the rest is for the error to reach all
 _NEVER = 2**30  # tag of a message that nobody sends
+# Tracing and disks take what they take; ranks that do different things are told apart before they wait.
+_AT_LEISURE = (Phase.CONSTRUCTION, Phase.PREPARATION, Phase.SAVE, Phase.LOAD)
 
 Given = Mapping[str, str]  # what a rank was given, by what it is; to be equal on all ranks
 
@@ -295,8 +297,8 @@ class Watch:
                 )
         behind = min(peer.position.calls for peer in self._peers.values())
         for other, peer in self._peers.items():
-            if peer.position.phase in (Phase.CONSTRUCTION, Phase.PREPARATION):
-                return None  # tracing takes what it takes
+            if peer.position.phase in _AT_LEISURE:
+                return None
             idle = now - peer.changed_s
             if not peer.position.waiting and peer.position.calls == behind and idle > self._timeout_s / 2:
                 does = f"it has been at {peer.position} for {idle:.0f} s, after {peer.position.calls} calls"

@@ -12,7 +12,11 @@ from executor.watch import timeout_for
 from planner.plan import Plan
 from profiler.channel import default_backend
 from profiler.errors import ExecutionError, ForeignPlanError
-from profiler.workers import TIMEOUT_VARIABLE, process_group_timeout
+
+TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # how `launch` tells its workers how long to wait for each other
+# Torch's own time-out: longer than it takes to write any checkpoint, since who watches over the ranks knows better
+# which wait has become too long, and why.
+PROCESS_GROUP_TIMEOUT_S = 600.0
 
 
 def wait_limit(plan: Plan, timeout_s: float | None) -> float:
@@ -23,7 +27,7 @@ def wait_limit(plan: Plan, timeout_s: float | None) -> float:
     return timeout_s
 
 
-def join(*, timeout_s: float) -> tuple[int, int]:
+def join() -> tuple[int, int]:
     """Rank and world size of this process; joins the world that torchrun announces in the environment.
 
     A process on its own is rank 0 of 1 and runs all stages.
@@ -34,7 +38,7 @@ def join(*, timeout_s: float) -> tuple[int, int]:
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not dist.is_initialized():
         try:
-            _initialize(world_size, process_group_timeout(timeout_s))
+            _initialize(world_size, timedelta(seconds=PROCESS_GROUP_TIMEOUT_S))
         except (RuntimeError, KeyError, ValueError) as problem:
             raise ExecutionError(
                 f"{world_size} processes are announced, but they do not meet: {type(problem).__name__}: {problem}; "

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import cloudpickle
@@ -18,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from profiler.channel import default_backend
 from profiler.errors import ExecutionError, PlanError
 from profiler.journal import announce
-from profiler.workers import Failure, Task, process_group_timeout
+from profiler.workers import Failure, Task
 
 # What a rank sees when another rank is gone: gloo's words for a closed socket or a message that never came.
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out")
@@ -52,7 +53,7 @@ def _run(task: Task) -> bytes | Failure:
     if task.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, task.cores)  # before the threads that compute and wait for messages begin
     torch.set_num_threads(task.threads)
-    timeout = process_group_timeout(task.timeout_s)
+    timeout = timedelta(seconds=task.timeout_s)
     try:
         store = TCPStore(
             "127.0.0.1",

@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 * 2**30),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
-TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # tells a worker how long to wait for another
 SECONDS_FOR_OTHER_REPORTS = 0.4  # after the first failure, so that its cause is known and not only its echo
 
 
@@ -51,6 +49,7 @@ class Task:
         threads: threads that torch computes with.
         timeout_s: seconds after which a message between workers counts as lost.
         cores: that the worker may run on; None for all.
+        environment: further variables of its environment.
         payload: `(function, args)`, pickled by value.
     """
 
@@ -61,6 +60,7 @@ class Task:
     threads: int
     timeout_s: float
     cores: frozenset[int] | None
+    environment: Mapping[str, str]
     payload: bytes
 
 
@@ -90,6 +90,7 @@ def run_workers(
     threads: int = 1,
     timeout_s: float = 60.0,
     own_cores: bool = True,
+    environment: Mapping[str, str] | None = None,
     describe: Callable[[Entry], str] = lambda _: "",
 ) -> list[Any]:
     """Call `function(*args_of_rank[rank])` in one process per rank, inside one `torch.distributed` world.
@@ -101,6 +102,7 @@ def run_workers(
         timeout_s: how long a rank waits for a message of another.
         own_cores: give each worker cores of its own where together they occupy exactly those of this machine; see
             `cores_of_workers`.
+        environment: further variables of the workers' environment.
         describe: says in words what a worker's journal holds; "" for nothing. Of a worker that dies it is the last
             that is known.
 
@@ -118,16 +120,12 @@ def run_workers(
             payload = cloudpickle.dumps((function, args))
             listener = store.fileno() if rank == 0 else None
             port = store.getsockname()[1]
-            workers.append(_start(Task(rank, world_size, port, listener, threads, timeout_s, cores[rank], payload)))
+            workers.append(
+                _start(
+                    Task(rank, world_size, port, listener, threads, timeout_s, cores[rank], environment or {}, payload)
+                )
+            )
         return _gather(workers, describe)
-
-
-def process_group_timeout(timeout_s: float) -> timedelta:
-    """Time-out of torch's own for workers that wait `timeout_s` for each other.
-
-    It is longer: who watches over the workers knows more of the cause than a message that does not come.
-    """
-    return timedelta(seconds=1.25 * timeout_s + 5)
 
 
 def cores_of_workers(count: int, threads: int) -> Sequence[frozenset[int] | None]:
@@ -188,7 +186,7 @@ def _start(task: Task) -> _Worker:
             "WORLD_SIZE": str(task.world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(task.port),
-            TIMEOUT_VARIABLE: str(task.timeout_s),
+            **task.environment,
         }
         inherited = [theirs.fileno(), page.fileno()]
         process = subprocess.Popen(

@@ -107,7 +107,7 @@ def main(out: Path, steps: int) -> None:
     measured = [outcome.steps[WARM_UP_STEPS:] for outcome in outcomes]
     print("\npredicted and measured, medians over the steps:")
     print(compare(plan, measured).to_string(index=False, float_format="{:.4g}".format))
-    check_checkpoint(out / "checkpoint", first.loss_after)
+    check_checkpoint(out / "checkpoint" / "latest", first.loss_after)
     if not bits(first.loss_before) >= BITS_BEFORE_AT_LEAST or not bits(first.loss_after) <= BITS_AFTER_AT_MOST:
         raise SystemExit(
             f"the validation loss went from {bits(first.loss_before):.2f} to {bits(first.loss_after):.2f} bits/byte; "

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from executor import Pipeline, launch
 from executor.stage_runner import StageRunner
+from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from profiler import trace
 
@@ -237,7 +238,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     fault = Fault(**json.loads((folder / "fault.json").read_text()))
     end = folder / f"{Path(fault.mark).name}-end-{os.environ['RANK']}"
-    os.environ["GPIPE_AUTOPLAN_TIMEOUT_S"] = str(TIMEOUT_S)
+    os.environ[TIMEOUT_VARIABLE] = str(TIMEOUT_S)
     try:
         train(Plan.load(folder / "plan.json"), fault)
     except ExecutionError as problem:

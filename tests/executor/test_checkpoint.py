@@ -1,9 +1,13 @@
-"""Checkpoints know nothing of stages."""
+"""Checkpoints know nothing of stages, and there is always a whole one."""
 
-import copy
+import functools
+import json
+import random
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,90 +17,212 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
-from planner import ExecutionError, Plan
-from profiler import trace
+from planner import ArgumentError, ExecutionError, Plan
+from profiler import LayerSequence, trace
 
 X = torch.linspace(-1, 1, 40).reshape(10, 4)
 Y = torch.arange(10) % 4
 
 
-class Tied(nn.Module):
-    """One weight in two places, batch normalization between."""
+class Rich(nn.Module):
+    """One weight in two places, batch normalization, dropout, a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.last = nn.Linear(4, 4, bias=False)
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
+        hidden = self.frozen(functional.dropout(torch.tanh(self.norm(self.first(x))), 0.3, self.training))
+        return self.last(hidden)
 
 
-def make_pipe(plan: Plan) -> tuple[Pipeline, torch.optim.Optimizer, nn.Module]:
-    torch.manual_seed(3)
-    model = Tied()
-    pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
-    return pipe, torch.optim.AdamW(pipe.parameters(), lr=0.05), model
+class Training:
+    """A pipeline with everything that a checkpoint holds."""
 
+    def __init__(self, plan: Plan, *, seed: int = 0) -> None:
+        torch.manual_seed(3)
+        self.model = Rich()
+        self.pipe = Pipeline(self.model, plan, loss_fn=functional.cross_entropy, seed=seed)
+        self.choose(torch.optim.AdamW)
 
-def steps(pipe: Pipeline, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        optimizer.zero_grad()
-        losses.append(pipe.step(X, target=Y).item())
-        optimizer.step()
-    return losses
+    def choose(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        named = list(self.pipe.named_parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [parameter for name, parameter in named if "norm" in name], "lr": 0.01},
+            {"params": [parameter for name, parameter in named if "norm" not in name]},
+        ]
+        self.optimizer = optimizer(groups, lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            losses.append(self.pipe.step(X, target=Y).item())
+            self.optimizer.step()
+            self.scheduler.step()
+        return losses
+
+    def save(self, folder: Path) -> None:
+        save_checkpoint(folder, self.pipe, self.optimizer, also={"scheduler": self.scheduler})
+
+    def load(self, folder: Path) -> int:
+        return load_checkpoint(folder, self.pipe, self.optimizer, also={"scheduler": self.scheduler})
 
 
 def save_after_two(plan: Plan, path: Path) -> list[float]:
-    pipe, optimizer, _ = make_pipe(plan)
-    steps(pipe, optimizer, 2)
-    save_checkpoint(path, pipe, optimizer)
-    return steps(pipe, optimizer, 2)
+    training = Training(plan, seed=5)
+    training.steps(2)
+    training.save(path)
+    return training.steps(3)
 
 
 def load_and_go_on(plan: Plan, path: Path) -> list[float]:
-    pipe, optimizer, _ = make_pipe(plan)
-    load_checkpoint(path, pipe, optimizer)
-    return steps(pipe, optimizer, 2)
+    training = Training(plan, seed=9)  # the checkpoint's seed counts
+    assert training.load(path) == training.pipe.steps == 2
+    return training.steps(3)
 
 
-def test_saved_with_two_stages_goes_on_with_any_number(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    sequence = trace(Tied(), X)
-    plans = [
-        plan_for(sequence, cuts, batch_size=10, micro_batches=4)
-        for cuts in ([], [len(sequence) // 2], list(range(1, len(sequence))))
-    ]
-    expected = save_after_two(plans[0], tmp_path / "one")
-    assert launch(save_after_two, plans[1], (tmp_path / "two",)) == [expected, expected]
-    for path in ("one", "two"):
-        for plan in plans:
-            assert load_and_go_on(plan, tmp_path / path) == expected
-    assert launch(load_and_go_on, plans[1], (tmp_path / "one",)) == [expected, expected]
+@functools.cache
+def sequence() -> LayerSequence:
+    return trace(Rich(), X)
+
+
+def plans_of(plan_for: Callable[..., Plan], **settings: Any) -> dict[int, Plan]:
+    """Plans of 1 to 4 stages."""
+    layers = len(sequence())
+    cuts = {stages: [round(layers * cut / stages) for cut in range(1, stages)] for stages in range(1, 5)}
+    return {
+        stages: plan_for(sequence(), cut, batch_size=10, micro_batches=4, **settings) for stages, cut in cuts.items()
+    }
+
+
+def test_saved_with_three_stages_goes_on_with_any_number(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    plans, others = plans_of(plan_for), plans_of(plan_for, recompute=True)
+    expected = save_after_two(plans[1], tmp_path / "1")
+    assert launch(save_after_two, plans[3], (tmp_path / "3",)) == [expected] * 3
+    for path in ("1", "3"):
+        for stages in (1, 2, 4):
+            assert load_and_go_on(plans[stages], tmp_path / path) == expected
+        assert load_and_go_on(others[2], tmp_path / path) == expected
+    for stages in (2, 4):
+        assert launch(load_and_go_on, plans[stages], (tmp_path / "3",)) == [expected] * stages
+
+
+OPTIMIZERS = {
+    "SGD": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
+    "Adam": lambda groups, lr: torch.optim.Adam(groups, lr=torch.tensor(lr), amsgrad=True),
+    **{
+        name: getattr(torch.optim, name)
+        for name in ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+    },
+}
+
+
+def test_any_optimizer_goes_on(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    plans = plans_of(plan_for)
+    begun, continued = Training(plans[1]), Training(plans[2])
+    for name, optimizer in OPTIMIZERS.items():
+        begun.choose(optimizer)
+        begun.steps(2)
+        begun.save(tmp_path / name)
+        continued.choose(optimizer)
+        continued.load(tmp_path / name)
+        assert continued.steps(2) == begun.steps(2), name
+        pairs = zip(begun.pipe.named_parameters(), continued.pipe.named_parameters(), strict=True)
+        assert all(torch.equal(first, second) for (_, first), (_, second) in pairs), name
 
 
 def test_the_plain_model_loads_it_under_all_its_names(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    plan = plan_for(trace(Tied(), X), [1], batch_size=10, micro_batches=4)
-    pipe, optimizer, model = make_pipe(plan)
-    steps(pipe, optimizer, 1)
-    save_checkpoint(tmp_path / "c", pipe, optimizer)
-    save_checkpoint(tmp_path / "c", pipe, optimizer)  # an older one is replaced
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    plain = Tied()
-    state = {"model": copy.deepcopy(plain.state_dict())}
+    training = Training(plans_of(plan_for)[2])
+    training.steps(1)
+    training.save(tmp_path)
+    plain = Rich()
+    state = {"model": plain.state_dict()}
     with warnings.catch_warnings(action="ignore"):  # torch warns of how it uses itself
-        dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)  # type: ignore[attr-defined]
+        dcp.load(state, checkpoint_id=tmp_path / "latest", no_dist=True)  # type: ignore[attr-defined]
     plain.load_state_dict(state["model"])
-    for name, value in model.state_dict().items():
+    for name, value in training.model.state_dict().items():
         assert torch.equal(plain.state_dict()[name], value), name
 
 
-def test_a_missing_or_cut_off_checkpoint_is_refused(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    pipe, optimizer, _ = make_pipe(plan_for(trace(Tied(), X), batch_size=10, micro_batches=4))
+def test_the_newest_are_kept(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    training = Training(plans_of(plan_for)[1])
+    (tmp_path / ".draft-step-00000009").mkdir()  # of a process that was killed
+    paths = []
+    for _ in range(3):
+        paths.append(save_checkpoint(tmp_path, training.pipe, keep=2))
+        training.steps(1)
+    paths.append(save_checkpoint(tmp_path, training.pipe, keep=2))
+    paths.append(save_checkpoint(tmp_path, training.pipe, keep=2))  # of the same step
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000003.1"]
+    assert (tmp_path / "latest").resolve() == paths[-1] == tmp_path / "step-00000003.1"
+    assert load_checkpoint(paths[-2], training.pipe) == 3
+    with pytest.raises(ArgumentError, match="keep is 0"):
+        save_checkpoint(tmp_path, training.pipe, keep=0)
+
+
+def test_what_does_not_belong_is_refused(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    training = Training(plans_of(plan_for)[1])
     with pytest.raises(ExecutionError, match="holds no complete checkpoint"):
-        load_checkpoint(tmp_path / "none", pipe, optimizer)
-    save_checkpoint(tmp_path / "c", pipe)
-    with pytest.raises(ExecutionError, match="cannot load"):
-        load_checkpoint(tmp_path / "c", pipe, optimizer)  # it holds no optimizer state
+        training.load(tmp_path / "none")
+    save_checkpoint(tmp_path / "bare", training.pipe)
+    with pytest.raises(ExecutionError, match="holds no optimizer state"):
+        load_checkpoint(tmp_path / "bare", training.pipe, training.optimizer)
+    training.save(tmp_path / "whole")
+    with pytest.raises(ExecutionError, match=r"holds the states of \['scheduler'\], but \[\] are to be loaded"):
+        load_checkpoint(tmp_path / "whole", training.pipe, training.optimizer)
+    training.choose(torch.optim.SGD)
+    with pytest.raises(ExecutionError, match="holds the state of AdamW, which means nothing to SGD"):
+        training.load(tmp_path / "whole")
+    small = nn.Sequential(nn.Linear(4, 4))
+    pipe = Pipeline(small, plan_for(trace(small, X), batch_size=10, micro_batches=4), loss_fn=functional.cross_entropy)
+    with pytest.raises(
+        ExecutionError, match=r"belongs to another model: it holds 10 parameters .* not 2 of the model's"
+    ):
+        load_checkpoint(tmp_path / "whole", pipe)
+
+
+def test_a_damaged_file_is_an_error_of_ours_and_never_a_wrong_value(
+    plan_for: Callable[..., Plan], tmp_path: Path
+) -> None:
+    training = Training(plans_of(plan_for)[1])
+    training.steps(1)
+    training.save(tmp_path / "sound")
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    files = sorted(path.name for path in (tmp_path / "sound" / "latest").iterdir())
+    numbers = random.Random(0)
+    for trial in range(60):
+        damaged = tmp_path / str(trial)
+        shutil.copytree(tmp_path / "sound" / "latest", damaged)
+        victim = damaged / files[trial % len(files)]
+        data = bytearray(victim.read_bytes())
+        how = ("cut off", "gone", "changed")[trial // len(files) % 3]
+        if how == "cut off":
+            victim.write_bytes(data[: numbers.randrange(len(data))])
+        elif how == "gone":
+            victim.unlink()
+        else:
+            data[numbers.randrange(len(data))] ^= 1 << numbers.randrange(8)
+            victim.write_bytes(data)
+        try:
+            training.load(damaged)
+        except ExecutionError:
+            continue
+        assert how == "changed", f"{victim.name} was {how}, which was not noticed"
+        for name, value in training.model.state_dict().items():
+            assert torch.equal(value, before[name]), f"{victim.name} was changed and {name} is wrong"
+
+
+def test_its_contents_are_readable_without_trust(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    training = Training(plans_of(plan_for)[1])
+    training.steps(1)
+    training.save(tmp_path)
+    kept = torch.load(tmp_path / "latest" / "training.pt", weights_only=True)
+    assert (kept["step"], kept["seed"]) == (1, 0)
+    assert json.dumps(kept["names"])
+    assert kept["optimizer"]["first.weight"]["options"]["lr"] == pytest.approx(0.045)

@@ -1,0 +1,261 @@
+"""What the executor costs beside the work, next to torch's own schedules and torchgpipe, in turns in the same processes.
+
+    make bench                                             # or, for this file alone:
+    pytest tests/benchmarks/test_executor_speed.py -m benchmark -s
+
+K = 2 stages in two processes of one thread each, over gloo. The speed of a shared machine drifts by 15 % within a
+minute, so whatever is compared takes turns of a few steps, and the medians over the turns count. The two processes
+also run the plain model at the same time, each on its own core: that is the work, under the same load. With t seconds
+of work per micro-batch and stage and a step of T seconds
+
+    share of the bound = (M + K - 1) t / T          overhead per micro-batch and stage of a tiny model = T / (K M)
+
+torchgpipe (from PyPI, if installed) runs both stages in threads of one process, which may use both cores.
+"""
+
+import copy
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pandas
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils.checkpoint import checkpoint
+
+from executor import Pipeline, launch
+from planner import Plan
+from profiler import LayerSequence, trace
+from profiler.allocator import keep_freed_memory
+from tests.executor.conftest import _plan as plan_for
+
+K = 2
+ROWS = 64  # samples of a micro-batch
+OVERHEAD_AT_MOST_US = 90.0
+SHARES = {0.002: 0.90, 0.010: 0.95, 0.050: 0.97}  # seconds of a stage's forward and backward pass -> share of the bound
+WIDTHS = {0.002: 256, 0.010: 512, 0.050: 1024}
+IN_PROCESS_AT_MOST = 1.03
+SECONDS_PER_TURN = 0.4
+TURNS = 7
+
+Step = Callable[[], object]
+
+
+def stage(width: int, layers: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
+
+
+def layers_for(seconds: float, width: int) -> int:
+    """How many layers a stage needs for its forward and backward pass to last that long here."""
+    probe, x = stage(width, 2), torch.randn(ROWS, width, requires_grad=True)
+    times = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        probe(x).sum().backward()
+        times.append((time.perf_counter() - begun) / 2)
+    return max(1, round(seconds / median(times)))
+
+
+def turn(step: Step, seconds: float) -> float:
+    """Median seconds of a step, of as many as fit in a turn; the first does not count."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    rounds = torch.zeros(1)
+    while not times or len(times) < 3 or not rounds.item():
+        begun = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begun)
+        rounds.fill_(float(time.perf_counter() > end))
+        if dist.is_initialized() and len(times) >= 3:
+            dist.broadcast(rounds, src=0)  # all take as many steps
+    return median(times[1:])
+
+
+def in_turns(steps: dict[str, Step], turns: int = TURNS) -> dict[str, float]:
+    """Median over the turns of each one's step time."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(turns):
+        for name, step in steps.items():
+            if dist.is_initialized():
+                dist.barrier()
+            found[name].append(turn(step, SECONDS_PER_TURN))
+    return {name: median(times) for name, times in found.items()}
+
+
+def contenders(plans: dict[str, Plan], width: int, layers: int, samples: int, chunks: int) -> dict[str, float]:
+    """Runs in both processes: seconds of a step of each executor, and of the plain model with the same micro-batches."""
+    torch.manual_seed(0)
+    stages = [stage(width, layers) for _ in range(K)]
+    model = nn.Sequential(*stages)
+    x, y = torch.randn(samples, width), torch.randn(samples, width)
+    rank = dist.get_rank()
+    steps: dict[str, Step] = {"work": plain_step(copy.deepcopy(model), x, y, chunks)}
+    for name, plan in plans.items():
+        pipe = Pipeline(copy.deepcopy(model), plan, loss_fn=nn.functional.mse_loss)
+        steps[f"ours {name}"] = lambda pipe=pipe: pipe.step(x, target=y)  # type: ignore[misc]
+    for name, kind in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
+        steps[f"torch {name}"] = torch_step(copy.deepcopy(stages[rank]), kind, rank, x, y, chunks)
+    return in_turns(steps)
+
+
+def plain_step(model: nn.Module, x: Tensor, y: Tensor, chunks: int) -> Step:
+    def step() -> None:
+        for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+            (nn.functional.mse_loss(model(part), target) / chunks).backward()
+
+    return step
+
+
+def torch_step(own: nn.Module, kind: Any, rank: int, x: Tensor, y: Tensor, chunks: int) -> Step:
+    example = x.chunk(chunks)[0]
+    part = PipelineStage(own, rank, K, torch.device("cpu"), input_args=(example,), output_args=(example,))
+    schedule = kind(part, chunks, loss_fn=nn.functional.mse_loss)
+    return (lambda: schedule.step(x)) if rank == 0 else (lambda: schedule.step(target=y, losses=[]))
+
+
+def cut_of(sequence: LayerSequence) -> int:
+    """Index of the first layer of the second stage: the first that reads a parameter of it."""
+    return next(layer.index for layer in sequence.layers if any(name.startswith("1.") for name in layer.parameters))
+
+
+def one_process_plan(model: nn.Module, x: Tensor, chunks: int, *, cut: bool, recompute: bool = False) -> Plan:
+    sequence = trace(model, x)
+    cuts = [cut_of(sequence)] if cut else []
+    return plan_for(sequence, cuts, batch_size=len(x), micro_batches=chunks, recompute=recompute)
+
+
+def measured(width: int, layers: int, rows: int, chunks: int) -> pandas.Series:
+    model, x = nn.Sequential(*(stage(width, layers) for _ in range(K))), torch.randn(rows * chunks, width)
+    sequence = trace(model, x)
+    middle = cut_of(sequence)
+    plans = {
+        name: plan_for(sequence, [middle], batch_size=len(x), micro_batches=chunks, schedule=name)
+        for name in ("gpipe", "1f1b")
+    }
+    found: list[dict[str, float]] = launch(worker, plans["gpipe"], (plans, width, layers, len(x), chunks))[:K]
+    return pandas.DataFrame(found).max()
+
+
+def worker(_: Plan, *arguments: Any) -> dict[str, float]:
+    keep_freed_memory()
+    return contenders(*arguments)
+
+
+def torchgpipe_us(chunks: int) -> float:
+    """Microseconds per micro-batch and stage of torchgpipe, both stages in threads of this process."""
+    if importlib.util.find_spec("torchgpipe") is None:
+        return float("nan")
+    from torchgpipe import GPipe
+
+    x, y = torch.randn(chunks, 8), torch.randn(chunks, 8)
+    model = GPipe(stage_pair(), balance=[1, 1], devices=["cpu", "cpu"], chunks=chunks, checkpoint="never")
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    times = in_turns({"torchgpipe": lambda: nn.functional.mse_loss(model(x), y).backward()})
+    return times["torchgpipe"] / (K * chunks) * 1e6
+
+
+def stage_pair() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+@pytest.mark.benchmark
+def test_overhead_of_a_tiny_model() -> None:
+    rows = []
+    for chunks in (4, 16, 64):
+        times = measured(width=8, layers=1, rows=1, chunks=chunks)
+        row = {"M": chunks, **(times / (K * chunks) * 1e6).drop("work"), "torchgpipe": torchgpipe_us(chunks)}
+        rows.append(row)
+    table = pandas.DataFrame(rows).set_index("M")
+    print(f"\nmicroseconds per micro-batch and stage, K = {K}, linear layers of width 8")
+    print(table.to_string(float_format="{:.0f}".format))
+    assert table.loc[16:, ["ours gpipe", "ours 1f1b"]].max().max() <= OVERHEAD_AT_MOST_US
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("seconds", list(SHARES))
+def test_share_of_the_bound(seconds: float) -> None:
+    rows = []
+    layers = layers_for(seconds, WIDTHS[seconds])
+    for chunks in (8, 32):
+        times = measured(width=WIDTHS[seconds], layers=layers, rows=ROWS, chunks=chunks)
+        work = times.pop("work") / (K * chunks)
+        rows.append({"M": chunks, "stage ms": work * 1e3, **((chunks + K - 1) * work / times)})
+    table = pandas.DataFrame(rows).set_index("M")
+    print(f"\nshare of the bound, K = {K}, stages of about {seconds * 1e3:.0f} ms")
+    print(table.to_string(float_format="{:.3f}".format))
+    best_of_torch = table[["torch gpipe", "torch 1f1b"]].max(axis=1)
+    best_of_ours = table[["ours gpipe", "ours 1f1b"]].max(axis=1)
+    assert (best_of_ours >= SHARES[seconds]).all()
+    assert (best_of_ours >= best_of_torch).all()
+
+
+@pytest.mark.benchmark
+def test_one_process_beside_the_plain_model() -> None:
+    keep_freed_memory()
+    chunks, width = 8, WIDTHS[0.010]
+    layers = layers_for(0.010, width)
+    model = nn.Sequential(*(stage(width, layers) for _ in range(K)))
+    x, y = torch.randn(ROWS * chunks, width), torch.randn(ROWS * chunks, width)
+    plan = one_process_plan(model, x, chunks, cut=True)
+    pipe = Pipeline(copy.deepcopy(model), plan, loss_fn=nn.functional.mse_loss)
+    times = in_turns(
+        {"plain": plain_step(model, x, y, chunks), "ours": lambda: pipe.step(x, target=y)}, turns=2 * TURNS
+    )
+    ratio = times["ours"] / times["plain"]
+    print(f"\none process, stages of 10 ms, M = {chunks}: {ratio:.3f} times the plain model")
+    assert ratio <= IN_PROCESS_AT_MOST
+
+
+@pytest.mark.benchmark
+def test_recompute_beside_torch() -> None:
+    """A recomputed stage must run its forward pass once more; anything beyond is overhead."""
+    keep_freed_memory()
+    chunks, width = 8, WIDTHS[0.010]
+    layers = layers_for(0.010, width)
+    model = stage(width, layers)
+    x, y = torch.randn(ROWS * chunks, width), torch.randn(ROWS * chunks, width)
+    steps: dict[str, Step] = {"plain": plain_step(model, x, y, chunks)}
+    for again in (False, True):
+        plan = one_process_plan(model, x, chunks, cut=False, recompute=again)
+        pipe = Pipeline(copy.deepcopy(model), plan, loss_fn=nn.functional.mse_loss)
+        steps[f"ours {again}"] = lambda pipe=pipe: pipe.step(x, target=y)  # type: ignore[misc]
+    for reentrant in (False, True):
+        steps[f"torch reentrant={reentrant}"] = checkpointed(copy.deepcopy(model), x, y, chunks, reentrant)
+    steps["forward"] = forward_step(model, x, chunks)
+    times = in_turns(steps)
+    extra = (chunks - 1) / chunks * times["forward"]  # the last micro-batch is not run again
+    print("\none stage of 10 ms, times of a step by that without recompute")
+    for name, base in (
+        ("ours True", "ours False"),
+        ("torch reentrant=False", "plain"),
+        ("torch reentrant=True", "plain"),
+    ):
+        print(
+            f"{name}: {times[name] / times[base]:.3f} (a forward pass more: {1 + times['forward'] / times[base]:.3f})"
+        )
+    assert times["ours True"] <= times["ours False"] + times["forward"] * 1.05
+    assert times["ours True"] >= times["ours False"] + extra * 0.8, "recompute did not run"
+
+
+def checkpointed(model: nn.Sequential, x: Tensor, y: Tensor, chunks: int, reentrant: bool) -> Step:
+    def step() -> None:
+        for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+            entering = part.detach().requires_grad_()
+            output = checkpoint(model, entering, use_reentrant=reentrant)
+            (nn.functional.mse_loss(output, target) / chunks).backward()
+
+    return step
+
+
+def forward_step(model: nn.Module, x: Tensor, chunks: int) -> Step:
+    def step() -> None:
+        for part in x.chunk(chunks):
+            model(part)
+
+    return step

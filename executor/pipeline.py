@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from executor.clocks import clock_offset_s
 from executor.gradient_norm import global_norm
 from executor.layout import layout_of
+from executor.materialize import Initializer, materialized
 from executor.measured import Recorded, measured_frame, real_timelines
 from executor.micro_batch import samples_of_replicas, shapes_of, sizes_for, split_inputs, split_target
 from executor.moving import BufferMover
@@ -47,11 +49,12 @@ from executor.watch import Given, Watch
 from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
 from planner.timeline import save_timeline_json
-from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
+from profiler.errors import ArgumentError, ForeignPlanError, NotTraceableError, PlanError, PlanFileError
 from profiler.loss import LossFunction
-from profiler.sample import batch_extent, tensor_leaves
+from profiler.sample import batch_extent, of_other_shapes, tensor_leaves
+from profiler.sample_spec import SampleSpec
 from profiler.sequence import LayerSequence
-from profiler.tracing import trace, trace_evaluation
+from profiler.tracing import trace, trace_again
 
 if TYPE_CHECKING:
     import pandas
@@ -67,6 +70,8 @@ class Pipeline:
         seed: of all random numbers that the model draws.
         check_finite: end the step with an error that names step and micro-batch when a loss is not finite; this waits
             for each loss to be computed, which on CUDA costs time.
+        initialize: of a model on the meta device, whose tensors come to life only where they are used: fills those of
+            the module that it is called with, in place of the module's own initializer; see `executor.materialize`.
         timeout_s: how long a process waits for another before all end; as `launch` says, or follows from the plan, if
             None (see `executor.watch`).
 
@@ -89,6 +94,7 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         seed: int = 0,
         check_finite: bool = False,
+        initialize: Initializer | None = None,
         timeout_s: float | None = None,
     ) -> None:
         if not isinstance(plan, Plan):
@@ -103,16 +109,24 @@ class Pipeline:
             self._layout = layout_of(plan, self.rank, world_size)
             self._sequence = _traced(model, plan)
             _check_model(self._sequence, plan)
-            self._build(loss_fn, seed, check_finite)
+            self._build(loss_fn, seed, check_finite, initialize)
 
-    def _build(self, loss_fn: LossFunction | None, seed: int, check_finite: bool) -> None:
+    def _build(
+        self, loss_fn: LossFunction | None, seed: int, check_finite: bool, initialize: Initializer | None
+    ) -> None:
         """What carries out the stages of this process."""
         plan, layout = self.plan, self._layout
         self._devices = devices = {stage: _device(plan, stage, layout.replica) for stage in layout.stages}
         on_cuda = not layout.alone and devices[layout.stages[0]].type == "cuda"
         if on_cuda:
             torch.cuda.set_device(devices[layout.stages[0]])  # NCCL works on the current device
-        self._placement: Placement = place(self._sequence, plan, layout, devices)
+        self._placement: Placement = place(
+            self._sequence,
+            plan,
+            layout,
+            devices,
+            partial(materialized, self._model, initialize=initialize, seed=seed),
+        )
         self._runners = {
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
@@ -124,8 +138,8 @@ class Pipeline:
                 self.watch.add_group(watched)
         self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
         self._mover = BufferMover(layout, group)
-        self._versions: dict[bool, Version] = {}
-        self._programs: dict[tuple[bool, tuple[int, ...]], Program] = {}
+        self._versions: dict[tuple[SampleSpec, bool], Version] = {}
+        self._programs: dict[tuple[SampleSpec, bool, tuple[int, ...]], Program] = {}
         self._steps = 0
         self._seed = seed
         self._peak = Peak()
@@ -143,12 +157,14 @@ class Pipeline:
         named = self._placement.named_parameters().items()
         return ((self._sequence.aliases.get(name, (name,))[0], parameter) for name, parameter in named)
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Tensor:
         """One training step: gradients of the mini-batch's mean loss are added to the parameters' `.grad`.
 
         Args:
             args: what the model is called with, the whole mini-batch, in every process.
             target: passed to `loss_fn`; tensors have the batch as dimension 0.
+            scaler: scales the gradients, where half precision would lose small ones; call its `step` and `update` as
+                usual. Of several processes each needs torch's `ShardedGradScaler`, which lets all skip a step alike.
             kwargs: what the model is called with.
 
         Returns:
@@ -159,12 +175,12 @@ class Pipeline:
             ExecutionError: an action failed; the message names stage, micro-batch and cause.
         """
         with self.watch.call(Phase.PREPARATION, self._given("step", args, kwargs, target)):
-            own, counts = self._micro_batches(args, kwargs, target)
-            self._begin()
+            spec, own, counts = self._micro_batches(args, kwargs, target, training=True)
+            self._begin(scaler)
             self._gradients.begin()
             with torch.enable_grad(), preserved([generator_of(device) for device in set(self._devices.values())]):
                 for batches in own:
-                    self._runtime.run(self._program(batches, training=True), batches)
+                    self._runtime.run(self._program(spec, batches, training=True), batches)
                     sum_gradients(self._placement.tied, self._layout.process)
                     self._gradients.add_replica()
             self._gradients.end()
@@ -184,10 +200,10 @@ class Pipeline:
             NotTraceableError: in evaluation mode the model does other operations than in training.
         """
         with self.watch.call(Phase.PREPARATION, self._given("evaluate", args, kwargs, target)):
-            own, _ = self._micro_batches(args, kwargs, target)
-            self._begin()
+            spec, own, _ = self._micro_batches(args, kwargs, target, training=False)
+            self._begin(None)
             for batches in own:
-                self._runtime.run(self._program(batches, training=False), batches)
+                self._runtime.run(self._program(spec, batches, training=False), batches)
             return self._shared_loss(own)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -225,7 +241,7 @@ class Pipeline:
         if 0 in self._runners:  # what no layer reads belongs to the first stage
             read = {*self._sequence.parameters, *self._sequence.buffers}
             used = {alias for name in read for alias in self._sequence.aliases.get(name, ())}
-            named.update({name: value.detach() for name, value in whole.items() if name not in used})
+            named.update({n: value.detach() for n, value in whole.items() if n not in used and not value.is_meta})
         return named
 
     def state_names(self) -> list[str]:
@@ -303,13 +319,13 @@ class Pipeline:
         return {"the call": call, "the batch": shapes_of([args, kwargs]), "the target": shapes_of(target)}
 
     def _micro_batches(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[list[list[MicroBatch]], list[int]]:
-        """The arguments, checked and cut: micro-batches of each own replica, and how many each replica has."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool
+    ) -> tuple[SampleSpec, list[list[MicroBatch]], list[int]]:
+        """The arguments, checked and cut: their shapes, micro-batches of each own replica, and how many each has."""
         if args and kwargs:
             raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
-        spec = self._sequence.sample
-        tensors = tensor_leaves(kwargs if kwargs else args, spec)
+        sample = kwargs if kwargs else args
+        spec, tensors = self._understood(sample, training=training)
         batch_size = batch_extent(tensors, spec)
         sizes = [
             sizes_for(samples, self.plan.micro_batch_sizes)
@@ -326,11 +342,37 @@ class Pipeline:
         ]
         counts = [len(own) for own in sizes]
         bounds = list(accumulate(counts, initial=0))
-        return [batches[bounds[r] : bounds[r + 1]] for r in self._layout.own_replicas], counts
+        return spec, [batches[bounds[r] : bounds[r + 1]] for r in self._layout.own_replicas], counts
 
-    def _begin(self) -> None:
+    def _understood(self, sample: Any, *, training: bool) -> tuple[SampleSpec, list[Tensor]]:
+        """The tensors of a call, and what it is called with: as planned, or of other shapes that the model takes."""
+        planned = self._sequence.sample
+        try:
+            return planned, tensor_leaves(sample, planned)
+        except ArgumentError as problem:
+            other = of_other_shapes(sample, planned)
+            if other is None:
+                raise
+            tensors = tensor_leaves(sample, other)
+            try:
+                self._version(other, training=training)
+            except NotTraceableError as reason:
+                raise ArgumentError(f"{problem}; with these shapes: {reason}") from reason
+            return other, tensors
+
+    def _begin(self, scaler: torch.amp.GradScaler | None) -> None:
+        scale = None
+        if scaler is not None:
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            if not self._layout.alone and not isinstance(scaler, ShardedGradScaler):
+                raise ArgumentError(
+                    f"the scaler is a {type(scaler).__name__}, which sees this process's gradients only; pass "
+                    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler in each of several processes"
+                )
+            scale = scaler.scale(torch.ones((), device=self._devices[self._layout.stages[0]]))
         for runner in self._runners.values():
-            runner.begin(self._steps)
+            runner.begin(self._steps, scale)
 
     def _shared_loss(self, own: Sequence[Sequence[MicroBatch]]) -> Tensor:
         """The loss in every process: the sum of the replicas' in their order, each from its last stage."""
@@ -349,21 +391,22 @@ class Pipeline:
             total = total + losses[replica]
         return total
 
-    def _program(self, batches: Sequence[MicroBatch], *, training: bool) -> Program:
+    def _program(self, spec: SampleSpec, batches: Sequence[MicroBatch], *, training: bool) -> Program:
         """What this process does with micro-batches of these sizes; compiled when first needed."""
         sizes = tuple(batch.size for batch in batches)
-        known = self._programs.get((training, sizes))
+        known = self._programs.get((spec, training, sizes))
         if known is None:
-            version = self._version(training=training)
-            known = self._programs[training, sizes] = compiled(
+            version = self._version(spec, training=training)
+            known = self._programs[spec, training, sizes] = compiled(
                 self.plan, self._layout, version.sequence, version.layers, self._devices, sizes, training=training
             )
         return known
 
-    def _version(self, *, training: bool) -> Version:
-        """This process's layers as they train or evaluate; traced when first needed."""
-        if training not in self._versions:
-            sequence = self._sequence if training else trace_evaluation(self._model, self._sequence)
+    def _version(self, spec: SampleSpec, *, training: bool) -> Version:
+        """This process's layers as they train or evaluate on inputs of these shapes; traced when first needed."""
+        if (spec, training) not in self._versions:
+            planned = training and spec == self._sequence.sample
+            sequence = self._sequence if planned else trace_again(self._model, self._sequence, spec, training=training)
             layers = {
                 index: StageLayers(
                     sequence.on(self._devices[index]),
@@ -374,8 +417,8 @@ class Pipeline:
                 )
                 for index in self._layout.stages
             }
-            self._versions[training] = Version(sequence, layers)
-        return self._versions[training]
+            self._versions[spec, training] = Version(sequence, layers)
+        return self._versions[spec, training]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,16 @@ class Placement:
         return named
 
 
-def place(sequence: LayerSequence, plan: Plan, layout: Layout, devices: Mapping[int, torch.device]) -> Placement:
+Materialize = Callable[[Mapping[str, Collection[torch.device]]], Mapping[tuple[str, torch.device], Tensor]]
+
+
+def place(
+    sequence: LayerSequence,
+    plan: Plan,
+    layout: Layout,
+    devices: Mapping[int, torch.device],
+    materialize: Materialize,
+) -> Placement:
     """Place a process's stages of a plan.
 
     Args:
@@ -46,6 +55,7 @@ def place(sequence: LayerSequence, plan: Plan, layout: Layout, devices: Mapping[
         plan: the plan.
         layout: says which stages this process runs.
         devices: of each of these stages.
+        materialize: makes tensors on devices for names of tensors that lie on the meta device.
     """
     stages = layout.stages
     layers_of = {stage: range(plan.stages[stage].first_layer, plan.stages[stage].stop_layer) for stage in stages}
@@ -56,7 +66,20 @@ def place(sequence: LayerSequence, plan: Plan, layout: Layout, devices: Mapping[
         for name in sequence.layers[layer].parameters
     }
     ordered = [(name, device) for name in sequence.parameters for device in devices.values() if (name, device) in used]
-    parameters = {key: _on_device(sequence.parameters[key[0]], key[1]) for key in dict.fromkeys(ordered)}
+    buffer_names = {stage: _buffer_names(sequence, layers_of[stage]) for stage in stages}
+    bare: dict[str, set[torch.device]] = {}
+    for name, device in ordered:
+        if sequence.parameters[name].is_meta:
+            bare.setdefault(name, set()).add(device)
+    for stage in stages:
+        for name in buffer_names[stage]:
+            if sequence.buffers[name].is_meta:
+                bare.setdefault(name, set()).add(devices[stage])
+    made = materialize(bare) if bare else {}
+    parameters = {
+        (name, device): _parameter(sequence.parameters[name], device, made.get((name, device)))
+        for name, device in dict.fromkeys(ordered)
+    }
     read_by: dict[int, dict[tuple[int, str], Tensor]] = {}
     for stage in stages:
         read_by[stage] = {}
@@ -66,19 +89,28 @@ def place(sequence: LayerSequence, plan: Plan, layout: Layout, devices: Mapping[
                 read_by[stage][layer, name] = accumulator_of(parameter) if name in sequence.tied else parameter
     return Placement(
         parameters=parameters,
-        buffers={stage: _buffers(sequence, layers_of[stage], devices[stage]) for stage in stages},
+        buffers={
+            stage: {
+                name: made[name, devices[stage]] if (name, devices[stage]) in made else buffer.to(devices[stage])
+                for name, buffer in sequence.buffers.items()
+                if name in buffer_names[stage]
+            }
+            for stage in stages
+        },
         read_by=read_by,
         tied=_tied(sequence, plan, layout, parameters, read_by),
     )
 
 
-def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | None) -> nn.Parameter:
+    """The parameter on a device: the model's own if it lies there, `made` if it lies nowhere, else a copy."""
     if parameter.device == device:
         return parameter
-    return nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    value = parameter.detach().to(device) if made is None else made
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
-def _buffers(sequence: LayerSequence, layers: range, device: torch.device) -> dict[str, Tensor]:
+def _buffer_names(sequence: LayerSequence, layers: range) -> set[str]:
     """All buffers that the layers, their statistics or a prelude may read."""
     names = {name for layer in layers for name in sequence.layers[layer].buffers}
     for layer in layers:
@@ -86,7 +118,7 @@ def _buffers(sequence: LayerSequence, layers: range, device: torch.device) -> di
             names |= {entry.running_mean, entry.running_var}
             names |= {entry.num_batches_tracked} if entry.num_batches_tracked else set()
     names.update(sequence.prelude_of(sorted(sequence.prelude_names)).buffers)
-    return {name: buffer.to(device) for name, buffer in sequence.buffers.items() if name in names}
+    return names & sequence.buffers.keys()
 
 
 def _tied(

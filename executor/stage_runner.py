@@ -95,7 +95,7 @@ class _StepState:
     """What a stage holds during one step, by micro-batch index; of parts by (micro-batch, part)."""
 
     number: int
-    loss_scale: float = 1.0
+    loss_scale: Tensor | None = None
     entering: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     kept: dict[tuple[int, int], Pass] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -123,8 +123,8 @@ class StageRunner:
         self._generator = generator_of(device)
         self._state = _StepState(0)
 
-    def begin(self, step: int, loss_scale: float = 1.0) -> None:
-        """Forget the step before; `step` keys the random numbers."""
+    def begin(self, step: int, loss_scale: Tensor | None = None) -> None:
+        """Forget the step before; `step` keys the random numbers, gradients are `loss_scale` times as large."""
         self._state = _StepState(step, loss_scale)
 
     def forward(
@@ -193,7 +193,8 @@ class StageRunner:
         state = self._state
         if layers.is_last:
             loss = state.losses[batch.index]
-            gradients = {LOSS: torch.full_like(loss, state.loss_scale)}
+            scale = torch.ones_like(loss) if state.loss_scale is None else state.loss_scale.to(loss)
+            gradients = {LOSS: scale}
         for position in reversed(range(len(layers.parts))):
             place = (batch.index, position)
             if place not in state.kept:
@@ -268,6 +269,8 @@ class StageRunner:
         return {name: self._here(batch.inputs[name]) for name in part.function.inputs}
 
     def _target(self, batch: MicroBatch) -> Any:
+        if isinstance(batch.target, Tensor):
+            return self._here(batch.target)
         return pytree.tree_map_only(Tensor, self._here, batch.target)
 
     def _here(self, tensor: Tensor) -> Tensor:

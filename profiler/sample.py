@@ -152,6 +152,26 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
     return tensors
 
 
+def of_other_shapes(sample: Any, spec: SampleSpec) -> SampleSpec | None:
+    """The spec of a sample that differs in extents alone (a longer sequence, say); None if it differs in more."""
+    leaves, tree = pytree.tree_flatten(call_arguments(sample))
+    if pytree.treespec_dumps(tree) != spec.tree:
+        return None
+    found: list[TensorLeaf | ConstantLeaf] = []
+    for leaf, expected in zip(leaves, spec.leaves, strict=True):
+        if isinstance(expected, ConstantLeaf):
+            found.append(expected)
+            continue
+        if not isinstance(leaf, Tensor) or leaf.dim() != len(expected.shape) or 0 in leaf.shape:
+            return None
+        shape = [
+            want if dim == expected.batch_dim else have
+            for dim, (have, want) in enumerate(zip(leaf.shape, expected.shape, strict=True))
+        ]
+        found.append(expected.model_copy(update={"shape": tuple(shape)}))
+    return spec.model_copy(update={"leaves": tuple(found)})
+
+
 def _check_tensor(leaf: Any, expected: TensorLeaf, position: int) -> None:
     if not isinstance(leaf, Tensor):
         raise ArgumentError(f"argument {position} is a {type(leaf).__name__}; the model was traced with a tensor")

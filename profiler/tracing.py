@@ -110,20 +110,41 @@ def trace_evaluation(model: nn.Module, sequence: LayerSequence) -> LayerSequence
     Raises:
         NotTraceableError: in evaluation mode the model does other operations than in training.
     """
-    traced = export_graph(model, sequence.sample, training=False)
+    return trace_again(model, sequence, sequence.sample, training=False)
+
+
+def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec, *, training: bool) -> LayerSequence:
+    """The same layers for inputs of other shapes (another sequence length), or as they evaluate.
+
+    Args:
+        model: the model that `sequence` was traced from.
+        sequence: its layers; the result has the same, operation for operation.
+        sample: what the model is called with.
+        training: trace it as it trains, else as `model.eval()` leaves it.
+
+    Raises:
+        NotTraceableError: the model does other operations then.
+    """
+    traced = export_graph(model, sample, training=training)
+    counters = take_out_counters(traced.module.graph) if training else set()
     nodes = _operations(traced)
-    trained, evaluated = sequence.operations, tuple(operation_name(node) for node in nodes)
-    if trained != evaluated:
-        same = next((i for i, (a, b) in enumerate(zip(trained, evaluated, strict=False)) if a != b), len(trained))
+    trained, again = sequence.operations, tuple(operation_name(node) for node in nodes)
+    if trained != again:
+        same = next((i for i, (a, b) in enumerate(zip(trained, again, strict=False)) if a != b), len(trained))
         place = source_line(nodes[min(same, len(nodes) - 1)])
-        raise NotTraceableError(
-            f"the model computes something else in evaluation mode: {len(evaluated)} operations, {len(trained)} in "
-            f"training, from {place or 'the end'} on; load the state into the plain model to evaluate it"
+        when, cure = (
+            ("for inputs of these shapes", "pad the batch to the planned shape, or plan for this one")
+            if training
+            else ("in evaluation mode", "load the state into the plain model to evaluate it")
         )
-    facts = analyse(traced, sequence.sample)
+        raise NotTraceableError(
+            f"the model computes something else {when}: {len(again)} operations, {len(trained)} in training as "
+            f"planned, from {place or 'the end'} on; {cure}"
+        )
+    facts = analyse(traced, sample)
     body = Body.of(traced.module.graph, {nodes[position] for position in sequence.prelude_positions}, facts)
     starts = list(accumulate((len(layer.operations) for layer in sequence.layers[:-1]), initial=0))
-    return _assemble(model, sequence.sample, traced, body, starts, set())
+    return _assemble(model, sample, traced, body, starts, counters)
 
 
 def _operations(traced: TracedGraph) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""What the executor costs beside the work, next to torch's own schedules and torchgpipe, in turns in the same processes.
+"""What the executor costs beside the work, beside torch's own schedules and torchgpipe, in turns.
 
     make bench                                             # or, for this file alone:
     pytest tests/benchmarks/test_executor_speed.py -m benchmark -s
@@ -89,7 +89,7 @@ def in_turns(steps: dict[str, Step], turns: int = TURNS) -> dict[str, float]:
 
 
 def contenders(plans: dict[str, Plan], width: int, layers: int, samples: int, chunks: int) -> dict[str, float]:
-    """Runs in both processes: seconds of a step of each executor, and of the plain model with the same micro-batches."""
+    """Runs in both processes: seconds of a step of each executor, and of the plain model."""
     torch.manual_seed(0)
     stages = [stage(width, layers) for _ in range(K)]
     model = nn.Sequential(*stages)

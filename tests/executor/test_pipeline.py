@@ -366,7 +366,7 @@ class LossInside(nn.Module):
 def test_keyword_sample_and_loss_inside(plan_for: Callable[..., Plan]) -> None:
     model = LossInside()
     expected = copy.deepcopy(model)
-    sample = {"x": torch.randn(BATCH_SIZE, 4), "labels": torch.randint(3, (BATCH_SIZE,)), "scale": 2.0}
+    sample: dict[str, Any] = {"x": torch.randn(BATCH_SIZE, 4), "labels": torch.randint(3, (BATCH_SIZE,)), "scale": 2.0}
     sequence = trace(model, sample)
     pipe = Pipeline(model, plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M))
     loss = pipe.step(**sample)

@@ -57,6 +57,19 @@ class _Devices(click.ParamType):  # type: ignore[type-arg]
         return [name.strip() for name in str(value).split(",")]
 
 
+class _Replicas(click.ParamType):  # type: ignore[type-arg]
+    """A count, or `auto`."""
+
+    name = "replicas"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto":
+            return "auto"
+        if not re.fullmatch(r"\d+", str(value)):
+            self.fail(f"{value!r} is neither a number of pipelines nor auto", param, ctx)
+        return int(value)
+
+
 class _Picture(click.Path):
     """A file whose ending says which kind of picture it is; refused before minutes of measuring, not after."""
 
@@ -112,6 +125,19 @@ def main() -> None:
 @click.option("--batch-size", type=int, help="Samples in a mini-batch.  [default: as in the sample]")
 @click.option("--stages", type=int, metavar="K", help="Number of stages.  [default: the best]")
 @click.option("--micro-batches", type=int, metavar="M", help="Number of micro-batches.  [default: the best]")
+@click.option("--max-stages", type=int, metavar="K", help="Largest number of stages.")
+@click.option("--micro-batches-per-stage", type=int, help="M is at least this times K.  [default: 4]")
+@click.option(
+    "--schedule",
+    type=click.Choice(["gpipe", "1f1b", "auto"]),
+    default="gpipe",
+    show_default=True,
+    help="Order of forward and backward passes; auto takes the faster that fits.",
+)
+@click.option("--replicas", type=_Replicas(), default=1, show_default=True, help="Pipelines side by side, or auto.")
+@click.option("--keep-together", multiple=True, metavar="MODULE", help="Module that no cut may part; repeatable.")
+@click.option("--cut-at", multiple=True, metavar="MODULE", help="Module before which there must be a cut; repeatable.")
+@click.option("--time-limit", "time_limit_s", type=float, metavar="SECONDS", help="Seconds that the search may take.")
 @click.option("--memory-limit", type=_Size(), help="Memory that a stage may fill, such as 8GiB.")
 @click.option(
     "--recompute",

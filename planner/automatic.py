@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from planner.from_profile import check_settings, plan_from_profile
+from planner.from_profile import plan_from_profile
 from planner.plan import Plan
+from planner.settings import SettingKeywords, Settings
 from profiler.local import Devices, local_devices
 from profiler.loss import LossFunction
 from profiler.measure import profile
 from profiler.sample import BatchDims
 from profiler.tracing import trace
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 def autoplan(
@@ -26,19 +29,12 @@ def autoplan(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     optimizer: str = "AdamW",
-    memory_limit: int | None = None,
-    schedule: Literal["gpipe"] = "gpipe",
-    recompute: Literal["auto", "always", "never"] = "auto",
-    stages: int | None = None,
-    max_stages: int | None = None,
-    micro_batches: int | None = None,
-    micro_batches_per_stage: int = 4,
     batch_dims: BatchDims | None = None,
     autocast: torch.dtype | None = None,
-    keep_together: Sequence[str] = (),
     threads: int = 1,
     time_budget_s: float = 60.0,
     progress: bool = True,
+    **settings: Unpack[SettingKeywords],
 ) -> Plan:
     """Plan pipeline-parallel training of a model on the devices at hand.
 
@@ -55,19 +51,13 @@ def autoplan(
         loss_fn: `loss_fn(output, target)`, measured with the last layer; None if the model returns its loss.
         target: what `loss_fn` compares the sample's output with.
         optimizer: name of a class in `torch.optim` whose time and memory count.
-        memory_limit: bytes that a stage may fill, at most what its device has.
-        schedule: order of forward and backward passes.
-        recompute: recompute a stage where it would not fit otherwise ("auto"), everywhere, or nowhere.
-        stages: K, if it is to be fixed.
-        max_stages: upper limit of K.
-        micro_batches: M, if it is to be fixed.
-        micro_batches_per_stage: M is at least this times K; below 4 the bubble is no longer small (GPipe, section 2.3).
         batch_dims: where the batch dimension is not the first, see `profiler.trace`.
         autocast: dtype of an autocast region around the model and its loss, such as `torch.bfloat16`.
-        keep_together: paths of modules that no cut may part.
         threads: torch threads of a CPU worker.
         time_budget_s: seconds that measuring may take; with fewer the figures are noisier.
         progress: show a progress bar while measuring.
+        settings: what is asked of the plan, see `planner.settings.SettingKeywords`; checked before anything is
+        measured.
 
     Raises:
         ArgumentError: an argument is out of range.
@@ -75,19 +65,13 @@ def autoplan(
         InfeasibleError: no plan satisfies batch size and memory; the message says what would help.
     """
     cluster = local_devices(devices, threads=threads)
-    sequence = trace(model, sample, batch_dims=batch_dims, autocast=autocast, keep_together=keep_together)
-    samples = sequence.sample.batch_size if batch_size is None else batch_size
-    check_settings(
-        len(cluster.devices),
-        batch_size=samples,
-        stages=stages,
-        max_stages=max_stages,
-        micro_batches=micro_batches,
-        micro_batches_per_stage=micro_batches_per_stage,
-        memory_limit=memory_limit,
-        recompute=recompute,
-        schedule=schedule,
+    if batch_size is not None:
+        Settings.of(cluster.devices, batch_size, settings)
+    sequence = trace(
+        model, sample, batch_dims=batch_dims, autocast=autocast, keep_together=settings.get("keep_together") or ()
     )
+    samples = sequence.sample.batch_size if batch_size is None else batch_size
+    Settings.of(cluster.devices, samples, settings)
     measured = profile(
         sequence,
         cluster,
@@ -100,15 +84,4 @@ def autoplan(
         threads=threads,
         progress=progress,
     )
-    return plan_from_profile(
-        measured,
-        cluster,
-        batch_size=samples,
-        memory_limit=memory_limit,
-        schedule=schedule,
-        recompute=recompute,
-        stages=stages,
-        max_stages=max_stages,
-        micro_batches=micro_batches,
-        micro_batches_per_stage=micro_batches_per_stage,
-    )
+    return plan_from_profile(measured, cluster, batch_size=samples, **settings)

@@ -1,36 +1,81 @@
-"""The balancer: K, cuts, M and recompute with the smallest step time, and how far from optimal that may be.
+"""The balancer: the plan with the smallest step time, and how far from the optimum that may be.
 
-Every M that the batch allows is a candidate. For each, `planner.partition` finds the best cuts for every K at once.
-Candidates are taken in the order of a cheap bound, and most end there:
+A candidate is a schedule, R and M. Candidates are taken in the order of a cheap bound, most end there, and for each
+that does not:
 
-1. sums: no plan is faster than the model's work spread evenly over the devices;
-2. a probe: is there any partition whose bottleneck leaves room below the best plan so far? (greedy, one pass);
-3. the exact bounds and search of `planner.partition`.
-
-For an M that divides the batch the objective is the step time. For the others it is a lower bound, and
-`gpipe_makespan_s` says what the cuts take; that difference, and nothing else, is where a gap comes from.
+1. `planner.arcs` lists the stages that fit, and bounds what any plan of them costs;
+2. `planner.search` finds the plan with the smallest objective. For GPipe with equal micro-batches that is the step
+time;
+3. otherwise it is a lower bound. The plans whose objective lies below the best step time so far are evaluated one by
+one;
+   where there are too many, the smallest objective left stays as the lower bound, and that is where a gap comes from.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from planner.bounds import Choices, quick_bound_s
+from planner.arcs import Arcs, Tables, before_bounds, least_recompute_s, make_arcs
 from planner.costs import Floats
-from planner.micro_batches import MicroBatches
-from planner.objective import StageTerms, gpipe_makespan_s
-from planner.partition import TIE, Partition, best_partition
-from planner.path_terms import boundary_s, mixed_terms, staying_terms, turning_terms
-from planner.probe import cannot_win, work_bound_s
-from planner.problem import Problem
-from planner.stage_options import StageOptions, options_for_devices
+from planner.memory import behind_boundary
+from planner.objective import makespan_s
+from planner.plan import Segment
+from planner.problem import Candidate, Problem
+from planner.recompute import Ways
+from planner.search import Ends, search
+from planner.tables import make_tables, prices, steady_mean
+from planner.transfers import all_reduce_s, boundary_s
 
-MIXED_SHARES = (0.5,)
-"""Weights of the staying paths in the lower bounds that are tried for unequal micro-batches [fitted]."""
+TIE = 1e-12
+"""Relative difference of two step times that counts as none: rounding of sums in another order."""
+BEAM_LABELS = 4
+"""Labels kept at each place by the first search, which makes the incumbent."""
+MOST_LABELS = 1000
+"""Labels kept at each place by the search that proves it."""
+LISTED_LABELS = 64
+"""Labels kept at each place when plans are listed to be evaluated one by one."""
+LISTED_PLANS = 256
+"""Plans that are evaluated at once."""
+GUESSES = (1.02, 1.1, 1.5, np.inf)
+"""Factors on the lower bound within which the first search looks for a plan [fitted]."""
+SEGMENT_WORK = 4_000_000
+"""Labels that a whole balance may spend on solving segments exactly [fitted: 0.1 s]."""
+MOST_ROUNDS = 5
+"""Searches that may ask for more stages to be looked at."""
+PATIENCE = 12
+"""Large problems with recompute that are tried in vain before the search ends."""
+MOST_PLANS = 12
+"""Plans of one candidate whose stages are looked at."""
+WIDER_LABELS = 64
+"""Labels kept at each place by the search that bounds a large problem with recompute."""
+FEW_STAGES = 4000
+"""With up to that many possible stages that recompute, each that a search comes by is looked at; with more, only those
+of the best plans."""
+CLOSE_ENOUGH = 1e-3
+"""Relative distance from the lower bound at which a large problem with recompute ends [chosen]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """One stage of a plan.
+
+    Attributes:
+        first: of its layers.
+        stop: behind its layers.
+        device_class: position in `Problem.classes`.
+        segments: what is recomputed.
+    """
+
+    first: int
+    stop: int
+    device_class: int
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +83,24 @@ class Balance:
     """The balancer's answer.
 
     Attributes:
-        split: how the mini-batch is cut.
-        cuts: the K + 1 layer positions 0, ..., L.
-        recomputed: for each stage whether it recomputes.
-        step_s: seconds of the step, the optimizer included.
+        candidate: schedule, R and M.
+        stages: in pipeline order.
+        step_s: seconds of the step, all-reduce and optimizer included.
         lower_bound_s: no plan for the same problem is faster.
     """
 
-    split: MicroBatches
-    cuts: tuple[int, ...]
-    recomputed: tuple[bool, ...]
+    candidate: Candidate
+    stages: tuple[StageChoice, ...]
     step_s: float
     lower_bound_s: float
 
     @property
-    def _order(self) -> tuple[int, int, tuple[int, ...]]:
-        return len(self.cuts), self.split.count, self.cuts
+    def _order(self) -> tuple[int, int, int, tuple[int, ...]]:
+        replicas, count = self.candidate.replicas, self.candidate.split.count
+        return len(self.stages) * replicas, replicas, count, tuple(stage.stop for stage in self.stages)
 
     def better_than(self, other: Balance | None) -> bool:
-        """Whether it is faster; on a tie whether it has fewer stages, then fewer micro-batches, then earlier cuts."""
+        """Whether it is faster; on a tie whether it has fewer devices, then fewer micro-batches, then earlier cuts."""
         if other is None or self.step_s < other.step_s * (1 - TIE):
             return True
         return self.step_s <= other.step_s * (1 + TIE) and self._order < other._order
@@ -71,104 +115,272 @@ def balance(problem: Problem) -> Balance | None:
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
+    limit_s = problem.settings.time_limit_s
+    stop_at = np.inf if limit_s is None else time.monotonic() + limit_s
     best: Balance | None = None
-    lower_bound_s = np.inf
-    for bound_s, split in _by_bound(problem):
-        if best is not None and (bound_s > best.step_s * (1 + TIE) or cannot_win(problem, split, best.step_s)):
-            continue
-        found = _balance_for(problem, split, best)
-        if found is None:
-            continue
-        lower_bound_s = min(lower_bound_s, found.lower_bound_s)
-        if found.better_than(best):
-            best = found
+    lower_bound_s, work, in_vain = np.inf, SEGMENT_WORK, 0
+    for bound_s, candidate in _by_bound(problem):
+        if best is not None and bound_s > best.step_s * (1 + TIE):
+            break
+        if best is not None and (time.monotonic() >= stop_at or in_vain >= PATIENCE):
+            lower_bound_s = min(lower_bound_s, bound_s)
+            break
+        result = _Search(problem, candidate, work).run(best, bound_s)
+        work -= result.work
+        lower_bound_s = min(lower_bound_s, result.lower_bound_s)
+        in_vain += result.large
+        if result.best is not None and result.best.better_than(best):
+            best, in_vain = result.best, 0
     if best is None:
         return None
-    return Balance(best.split, best.cuts, best.recomputed, best.step_s, min(lower_bound_s, best.step_s))
+    return replace(best, lower_bound_s=min(lower_bound_s, best.step_s))
 
 
-def _by_bound(problem: Problem) -> list[tuple[float, MicroBatches]]:
-    """Every candidate with a cheap lower bound of its step time, the most promising first."""
-    bounds = [(work_bound_s(problem, split), split) for split in problem.candidates()]
-    return sorted(bounds, key=lambda pair: (pair[0], pair[1].count))
+def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
+    """Some plan with that schedule, R and M that fits, and not the best; None when none was found."""
+    return _Search(problem, candidate, SEGMENT_WORK).first(work_bound_s(problem, candidate))
 
 
-def _balance_for(problem: Problem, split: MicroBatches, best: Balance | None) -> Balance | None:
-    """The best plan with that M, or None when nothing fits or comes near the best plan so far."""
-    options = options_for_devices(problem, split, problem.stage_numbers(split.count)[-1])
-    below_s = np.inf if best is None else best.step_s * (1 + 2 * TIE)
-    exact_stages = problem.stages is not None
-    promising: tuple[float, list[Choices], int] | None = None
-    for choices, steady in _objectives(problem, split, options):
-        bound_s = quick_bound_s(choices, steady, exact_stages=exact_stages)
-        if bound_s >= below_s:
-            return None
-        if promising is None or bound_s > promising[0]:
-            promising = (bound_s, choices, steady)
-    assert promising is not None
-    partition = best_partition(*promising[1:], exact_stages=exact_stages, below_s=below_s)
-    if partition is None:
+class _Result(NamedTuple):
+    """The best plan so far, what no plan of this candidate is below, the work it took, and whether that was too much.
+
+    `large` says that not all stages were looked at that could make a plan better.
+    """
+
+    best: Balance | None
+    lower_bound_s: float
+    work: int
+    large: bool = False
+
+
+class _Search:
+    """The search for one candidate: the tables, and what was found out about stages so far."""
+
+    def __init__(self, problem: Problem, candidate: Candidate, work: int) -> None:
+        self.problem = problem
+        self.candidate = candidate
+        self.work = work
+        self.spent = 0
+        self.tables: Tables = make_tables(problem, candidate)
+        self.exact = candidate.schedule == "gpipe" and candidate.split.equal
+
+    def run(self, incumbent: Balance | None, bound_s: float) -> _Result:
+        """The best plan below the incumbent's step time; no plan is below `bound_s`."""
+        if incumbent is None:
+            incumbent = self.first(bound_s)
+            if incumbent is None:
+                return _Result(None, np.inf, self.spent)
+        limit_s = incumbent.step_s * (1 + 2 * TIE)
+        arcs, before, root_s = self._bounded(limit_s)
+        if root_s >= limit_s:
+            return _Result(incumbent, limit_s, self.spent)
+        ways = Ways(self.tables, arcs)
+        if ways.needed > FEW_STAGES:
+            if root_s >= limit_s * (1 - CLOSE_ENOUGH):
+                return _Result(incumbent, root_s, self.spent)
+            return self._by_plans(arcs, before, ways, incumbent, limit_s)
+        best = self._best_of(self._searched(arcs, before, ways, limit_s, BEAM_LABELS), arcs, ways, incumbent)
+        limit_s = best.step_s * (1 + 2 * TIE)
+        wide = self._searched(arcs, before, ways, limit_s, MOST_LABELS)
+        best = self._best_of(wide, arcs, ways, best)
+        lower_s = min([wide.dropped_s, limit_s, *wide.objective_s])
+        if not self.exact and len(wide.objective_s):
+            best, lower_s = self._listed(arcs, before, ways, best, lower_s)
+        return _Result(best, lower_s, self.spent + ways.work)
+
+    def _by_plans(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance | None, limit_s: float) -> _Result:
+        """The best plan, looking at no stages but those of the best plans so far.
+
+        Stages that were not looked at count with what they need at least, so the objective is a lower bound until the
+        best plan has none of them.
+        """
+        lower_s = np.inf
+        for turn in range(MOST_PLANS):
+            width = WIDER_LABELS if turn == 0 else BEAM_LABELS
+            found = search(arcs, before, ways.choices(), limit_s, width, 1, True)
+            if turn == 0:
+                lower_s = min([limit_s, found.dropped_s, *found.objective_s])
+            if not len(found.objective_s):
+                break
+            news = ways.look_at(self._places(found, arcs), limit_s, self.work - self.spent)
+            plan = self._balance(found, ways, self._places(found, arcs))
+            if plan is not None and plan.better_than(best):
+                best = plan
+                limit_s = min(limit_s, best.step_s * (1 + 2 * TIE))
+            if not news or (best is not None and best.step_s <= lower_s * (1 + CLOSE_ENOUGH)):
+                break
+        return _Result(best, lower_s, self.spent + ways.work, True)
+
+    def _listed(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance, lower_s: float) -> tuple[Balance, float]:
+        """The best of all plans whose objective lies below the best step time, each evaluated, and a lower bound."""
+        plans = self._searched(arcs, before, ways, best.step_s, LISTED_LABELS, LISTED_PLANS)
+        for index, objective_s in enumerate(plans.objective_s):
+            if objective_s >= best.step_s:
+                break
+            best = self._best_of(plans, arcs, ways, best, index)
+        return best, max(lower_s, min(best.step_s, plans.dropped_s))
+
+    def first(self, bound_s: float) -> Balance | None:
+        """A first plan, looked for just above the lower bound, then higher."""
+        for factor in GUESSES:
+            limit_s = bound_s * factor
+            arcs, before, root_s = self._bounded(limit_s)
+            if not root_s < limit_s:
+                if factor == GUESSES[0] and not np.isfinite(self._bounded(np.inf)[2]):
+                    return None
+                continue
+            ways = Ways(self.tables, arcs)
+            if ways.needed > FEW_STAGES:
+                best = self._by_plans(arcs, before, ways, None, limit_s).best
+                self.spent += ways.work
+                if best is not None:
+                    return best
+            for width in (BEAM_LABELS, MOST_LABELS) if factor == np.inf else (BEAM_LABELS,):
+                found = self._searched(arcs, before, ways, limit_s, width)
+                best = self._balance(found, ways, self._places(found, arcs)) if len(found.objective_s) else None
+                if best is not None:
+                    self.spent += ways.work
+                    return best
         return None
-    return _balance_of(problem, split, options, partition)
+
+    def _bounded(self, limit_s: float) -> tuple[Arcs, Floats, float]:
+        """Stages worth looking at, what is before them, and what no plan is below."""
+        arcs = make_arcs(self.tables, limit_s)
+        before = before_bounds(arcs)
+        through, forward, backward, both, optimizer = before[0, -1]
+        return arcs, before, float(through + max(forward + backward, both) + optimizer)
+
+    def _searched(
+        self, arcs: Arcs, before: Floats, ways: Ways, limit_s: float, width: int, most_plans: int = 1
+    ) -> Ends:
+        """The best plan or plans; stages that a search asks for are looked at, and it is run again."""
+        for turn in range(MOST_ROUNDS):
+            found = search(arcs, before, ways.choices(), limit_s, width, most_plans, turn == 0 and ways.needed > 0)
+            if not ways.look_at_wanted(limit_s, self.work - self.spent) and turn:
+                break
+            if not ways.needed:
+                break
+        return found
+
+    def _best_of(self, ends: Ends, arcs: Arcs, ways: Ways, best: Balance, index: int = 0) -> Balance:
+        """The better of `best` and one of the plans found."""
+        if index >= len(ends.objective_s):
+            return best
+        found = self._balance(ends, ways, self._places(ends, arcs, index), index)
+        return found if found is not None and found.better_than(best) else best
+
+    def _places(self, ends: Ends, arcs: Arcs, index: int = 0) -> list[int]:
+        """The arcs of a plan's stages."""
+        count = int(ends.stages[index])
+        places = []
+        for stage in range(count):
+            first, stop = (int(cut) for cut in ends.cuts[index, stage : stage + 2])
+            variant = count - 1 - stage if arcs.one_f_one_b else 0
+            places.append(int(arcs.offset[variant, ends.classes[index, stage], stop]) + stop - 1 - first)
+        return places
+
+    def _balance(self, ends: Ends, ways: Ways, places: list[int], index: int = 0) -> Balance | None:
+        """A plan that a search found; None when one of its stages turned out not to fit."""
+        cuts = [int(cut) for cut in ends.cuts[index, : len(places) + 1]]
+        stages = []
+        for stage, (first, stop) in enumerate(pairwise(cuts)):
+            segments = ways.segments(places[stage], int(ends.ways[index, stage]), first)
+            if segments is None:
+                return None
+            stages.append(StageChoice(first, stop, int(ends.classes[index, stage]), segments))
+        return Balance(self.candidate, tuple(stages), evaluate_s(self.problem, self.candidate, tuple(stages)), 0.0)
 
 
-def _objectives(
-    problem: Problem, split: MicroBatches, options: list[StageOptions]
-) -> Iterator[tuple[list[Choices], int]]:
-    """The objective for equal micro-batches; several lower bounds of it, with their steady counts, for unequal ones."""
-    distinct = {id(option): option for option in options}
-    staying = {key: staying_terms(problem, split, option) for key, option in distinct.items()}
-    yield _choices(options, staying), split.count - 1
-    if split.equal:
-        return
-    turning = {key: turning_terms(problem, split, option) for key, option in distinct.items()}
-    for share in MIXED_SHARES:
-        yield _choices(options, {key: mixed_terms(staying[key], turning[key], split, share) for key in distinct}), 1
+def _by_bound(problem: Problem) -> Iterator[tuple[float, Candidate]]:
+    """Every candidate with a cheap lower bound of its step time, the most promising first."""
+    bounds = [(work_bound_s(problem, candidate), candidate) for candidate in problem.candidates()]
+    yield from sorted(bounds, key=lambda pair: (pair[0], pair[1].split.count))
 
 
-def _choices(options: list[StageOptions], terms: dict[int, StageTerms]) -> list[Choices]:
-    shared = {id(option): Choices(option.fits, terms[id(option)]) for option in options}
-    return [shared[id(option)] for option in options]
+def work_bound_s(problem: Problem, candidate: Candidate) -> float:
+    """A step time that no plan is below: even shares of the least work, and the largest layer.
+
+    Devices are at least ratio times as slow as the first class on every layer, so their shares weigh by 1 / ratio.
+    """
+    split, classes = candidate.split, problem.classes
+    most = problem.most_stages(candidate.replicas, split.count)
+    passing, work = [], []
+    for group in classes:
+        large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
+        passing.append(np.minimum(large.forward_s, small.forward_s) + np.minimum(large.backward_s, small.backward_s))
+        work.append(steady_mean(split, large.forward_s + large.backward_s, small.forward_s + small.backward_s))
+    largest = float(np.min(work, axis=0).max())
+    counted = work[0] > 0
+    shares: list[float] = []
+    for group, seconds in zip(classes, work, strict=True):
+        ratio = float(np.min(seconds[counted] / work[0][counted], initial=np.inf))
+        shares += [1 / ratio if ratio else np.inf] * group.capacity(candidate.replicas)
+    even = float(work[0].sum() / sum(sorted(shares, reverse=True)[:most]))
+    if len(classes) == 1 and candidate.schedule == "gpipe" and problem.settings.recompute == "auto":
+        even += _pooled_recompute_s(problem, candidate, most) / most
+    bottleneck = max(largest, even)
+    through = float(np.min(passing, axis=0).sum()) if candidate.schedule == "gpipe" else 0.0
+    return through + (split.count - 1) * bottleneck
 
 
-def _balance_of(problem: Problem, split: MicroBatches, options: list[StageOptions], partition: Partition) -> Balance:
-    cuts = partition.cuts
-    step_s = exact_step_s(problem, split, cuts, options)
-    recomputed = tuple(
-        bool(option.recomputed[first, stop]) for option, (first, stop) in zip(options, pairwise(cuts), strict=False)
+def _pooled_recompute_s(problem: Problem, candidate: Candidate, stages: int) -> float:
+    """Recompute of a steady micro-batch on all stages, at least: what it would be if the stages shared their memory."""
+    split, group = candidate.split, problem.classes[0]
+    large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
+    many, few = split.in_flight("gpipe", 1)
+    optimizer = problem.costs.optimizer(group.device.kind, problem.optimizer)
+    always_bytes = problem.costs.profile.reserve_bytes + split.batch_size * problem.costs.profile.input_bytes
+    held = many * large.kept_bytes + few * small.kept_bytes
+    held = held - many * large.held_bytes - few * small.held_bytes
+    room = (
+        stages * (group.device.memory_bytes - always_bytes)
+        - problem.parameters.fixed[0, -1]
+        - optimizer.state_bytes_per_byte * problem.parameters.trainable[0, -1]
     )
-    return Balance(split, cuts, recomputed, step_s, min(partition.bound_s, step_s))
+    if held.sum() <= room:
+        return 0.0
+    again = steady_mean(split, large.recompute_s, small.recompute_s)
+    entering = behind_boundary(many * large.output_bytes + few * small.output_bytes)
+    return least_recompute_s(held, entering, again, prices(held, again), float(room))
 
 
-def exact_step_s(problem: Problem, split: MicroBatches, cuts: tuple[int, ...], options: list[StageOptions]) -> float:
-    """Seconds of the step for these cuts."""
-    large, small = (_stage_seconds(problem, size, cuts, options) for size in (split.largest, split.smallest))
+def evaluate_s(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> float:
+    """Seconds of the step of a plan: the simulator's number."""
+    split = candidate.split
+    large, small = (stage_seconds(problem, size, stages) for size in (split.largest, split.smallest))
     number = split.number_largest
     seconds = np.concatenate(
         (np.repeat(large[..., None], number, axis=2), np.repeat(small[..., None], split.count - number, axis=2)), axis=2
     )
-    optimizer_s = max(
-        problem.costs.optimizer(option.device.kind, problem.optimizer).seconds_per_byte
-        * problem.parameters.trainable[first, stop]
-        for option, (first, stop) in zip(options, pairwise(cuts), strict=False)
+    ends = [end_seconds(problem, candidate, stage) for stage in stages]
+    return makespan_s(candidate.schedule, seconds) + max(sum(end) for end in ends)
+
+
+def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> tuple[float, float]:
+    """Seconds of a stage's all-reduce and of its optimizer step."""
+    device = problem.classes[stage.device_class].device
+    trainable = float(problem.parameters.trainable[stage.first, stage.stop])
+    fixed_s, byte_s = all_reduce_s(problem.link, candidate.replicas)
+    return (
+        fixed_s + byte_s * trainable if trainable else 0.0,
+        problem.costs.optimizer(device.kind, problem.optimizer).seconds_per_byte * trainable,
     )
-    return gpipe_makespan_s(*seconds) + float(optimizer_s)
 
 
-def _stage_seconds(problem: Problem, size: int, cuts: tuple[int, ...], options: list[StageOptions]) -> Floats:
-    """Forward, recompute, backward, send forward and send backward of every stage, shape (5, K)."""
+def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) -> Floats:
+    """Seconds of F, R, B, SEND_F and SEND_B of every stage for a micro-batch of that size, shape (5, K)."""
     outputs, gradients = boundary_s(problem, size)
     rows = []
-    for stage, (first, stop) in enumerate(pairwise(cuts)):
-        costs = problem.costs.layers(problem.devices[stage].kind, size)
-        again = costs.recompute_s[first:stop].sum() if options[stage].recomputed[first, stop] else 0.0
+    for stage in stages:
+        costs = problem.costs.layers(problem.classes[stage.device_class].device.kind, size)
+        again = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
         rows.append(
             (
-                costs.forward_s[first:stop].sum(),
-                again,
-                costs.backward_s[first:stop].sum(),
-                outputs[stop],
-                gradients[first],
+                costs.forward_s[stage.first : stage.stop].sum(),
+                again[-1] if again else 0.0,
+                costs.backward_s[stage.first : stage.stop].sum() + sum(again[:-1]),
+                outputs[stage.stop],
+                gradients[stage.first],
             )
         )
-    return np.array(rows).T
+    return np.array(rows, dtype=np.float64).T

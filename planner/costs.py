@@ -26,6 +26,7 @@ Indices: TypeAlias = NDArray[np.intp]
 
 _TIMES = ("forward_s", "recompute_s", "backward_s")
 _SIZES = ("kept_bytes", "transient_bytes", "output_bytes", "output_gradient_bytes")
+_IN_STAGE = ("held_bytes", "workspace_bytes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +36,8 @@ class LayerArrays:
     Attributes:
         forward_s: as `LayerCost.forward_s`; so the other fields. Bytes are rounded up to whole ones; everything is
             float64, which holds whole numbers up to 2**53 exactly.
-        in_stage: bytes that stages hold, more exactly than `kept_bytes` and `transient_bytes` say.
+        held_bytes: the part of `kept_bytes` that stays until the end of the step, whether or not it is recomputed.
+        workspace_bytes: what kernels may allocate inside themselves on top of `transient_bytes`.
     """
 
     forward_s: Floats
@@ -45,7 +47,8 @@ class LayerArrays:
     transient_bytes: Floats
     output_bytes: Floats
     output_gradient_bytes: Floats
-    in_stage: StageBytes
+    held_bytes: Floats
+    workspace_bytes: Floats
 
 
 class CostModel:
@@ -53,8 +56,10 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._measured = _measured_arrays(profile)
+        self._rows = _rows(profile)
+        self._measured = _measured_arrays(self._rows)
         self._layers: dict[tuple[str, int], LayerArrays] = {}
+        self._stages: dict[tuple[str, int], tuple[Floats, Floats]] = {}
 
     def measured_sizes(self, device_kind: str) -> tuple[int, ...]:
         """The micro-batch sizes measured on that kind of device, ascending.
@@ -85,6 +90,29 @@ class CostModel:
             self._layers[key] = self._interpolated(device_kind, micro_batch_size)
         return self._layers[key]
 
+    def stages(self, device_kind: str, micro_batch_size: int) -> tuple[Floats, Floats]:
+        """Bytes that a stage of layers [i, j) keeps of one micro-batch, and the most that it holds at any moment.
+
+        The second leaves out the stage's inputs and received gradients. Between measured sizes both are on the line,
+        which for the second, a maximum of lines, is not below.
+
+        Returns:
+            Two arrays of shape (L + 1, L + 1).
+
+        Raises:
+            ProfileError: as for `layers`.
+        """
+        key = (device_kind, micro_batch_size)
+        if key not in self._stages:
+            below, above, share = self._around(device_kind, micro_batch_size)
+            if share == 0:
+                self._stages[key] = _stage_bytes(self._rows[device_kind, below])
+            else:
+                lines = zip(self.stages(device_kind, below), self.stages(device_kind, above), strict=True)
+                kept, most = (np.ceil((1 - share) * low + share * high - 1e-6) for low, high in lines)
+                return kept, most
+        return self._stages[key]
+
     def optimizer(self, device_kind: str, name: str) -> OptimizerCost:
         """What a step of that optimizer costs on that kind of device.
 
@@ -101,6 +129,12 @@ class CostModel:
         )
 
     def _interpolated(self, device_kind: str, micro_batch_size: int) -> LayerArrays:
+        below, above, share = self._around(device_kind, micro_batch_size)
+        measured = self._measured[device_kind]
+        return _between(measured[below], measured[above], share) if share else measured[below]
+
+    def _around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
+        """The measured sizes around one, and where between them it lies; 0 when it was measured itself."""
         sizes = self.measured_sizes(device_kind)
         if not sizes[0] <= micro_batch_size <= sizes[-1]:
             raise ProfileError(
@@ -108,25 +142,44 @@ class CostModel:
                 f"measured on {device_kind!r}, and costs are not extrapolated: profile the model at "
                 f"{micro_batch_size} samples too, or change the number of micro-batches"
             )
-        measured = self._measured[device_kind]
-        if micro_batch_size in measured:
-            return measured[micro_batch_size]
+        if micro_batch_size in sizes:
+            return micro_batch_size, micro_batch_size, 0.0
         below = max(size for size in sizes if size < micro_batch_size)
         above = min(size for size in sizes if size > micro_batch_size)
-        return _between(measured[below], measured[above], (micro_batch_size - below) / (above - below))
+        return below, above, (micro_batch_size - below) / (above - below)
 
 
-def _measured_arrays(profile: Profile) -> dict[str, dict[int, LayerArrays]]:
-    """The profile's rows as arrays, by device kind and micro-batch size."""
+def _rows(profile: Profile) -> dict[tuple[str, int], list[LayerCost]]:
+    """The profile's rows by device kind and micro-batch size, in order of layers."""
     rows: dict[tuple[str, int], list[LayerCost]] = {}
-    for cost in profile.costs:
+    for cost in sorted(profile.costs, key=lambda cost: cost.layer):
         rows.setdefault((cost.device_kind, cost.micro_batch_size), []).append(cost)
+    return rows
+
+
+def _stage_bytes(costs: list[LayerCost]) -> tuple[Floats, Floats]:
+    """`CostModel.stages` at a measured size; where no layer says more, by sums alone, which is fast."""
+    if any(cost.in_stage is not None for cost in costs):
+        entries = StageBytes.of(costs)
+        kept = entries.kept()
+        return kept, entries.most(kept)
+    kept = range_sums(np.array([cost.kept_bytes for cost in costs], dtype=np.float64))
+    then = np.triu(kept[:-1, 1:] + np.array([cost.transient_bytes for cost in costs]))
+    most = np.zeros_like(kept)
+    most[:-1, 1:] = np.maximum.accumulate(then, axis=1)
+    return kept, most
+
+
+def _measured_arrays(rows: dict[tuple[str, int], list[LayerCost]]) -> dict[str, dict[int, LayerArrays]]:
+    """The rows as arrays."""
     arrays: dict[str, dict[int, LayerArrays]] = {}
     for (kind, size), costs in rows.items():
-        costs.sort(key=lambda cost: cost.layer)
         arrays.setdefault(kind, {})[size] = LayerArrays(
             **{name: np.array([getattr(cost, name) for cost in costs], dtype=np.float64) for name in _TIMES + _SIZES},
-            in_stage=StageBytes.of(costs),
+            **{
+                name: np.array([getattr(cost.in_stage, name, 0) for cost in costs], dtype=np.float64)
+                for name in _IN_STAGE
+            },
         )
     return arrays
 
@@ -140,8 +193,7 @@ def _between(below: LayerArrays, above: LayerArrays, share: float) -> LayerArray
 
     return LayerArrays(
         **{name: line(name) for name in _TIMES},
-        **{name: np.ceil(line(name) - 1e-6) for name in _SIZES},
-        in_stage=below.in_stage.between(above.in_stage, share),
+        **{name: np.ceil(line(name) - 1e-6) for name in _SIZES + _IN_STAGE},
     )
 
 
@@ -165,6 +217,7 @@ class ParameterRanges:
         gradients: of trainable parameters; one that several layers of the model read has one accumulator for each
             of these layers, so that gradients do not depend on the cuts.
         buffers: of the layers' buffers.
+        fixed: all that does not depend on the optimizer: unique, gradients and buffers.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -180,6 +233,7 @@ class ParameterRanges:
         self.trainable = _unique_sums(layers, readers, trainable_sizes)
         self.gradients = range_sums(_read_bytes(layers, readers, trainable_sizes))
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
+        self.fixed: Floats = self.unique + self.gradients + self.buffers
 
 
 def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

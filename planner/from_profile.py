@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING
 
-from planner.balancer import Balance, balance
+from planner.balancer import Balance, StageChoice, balance, end_seconds, stage_seconds
 from planner.costs import CostModel, ParameterRanges
-from planner.infeasible import batch_too_small_text, nothing_fits_text
-from planner.path_terms import boundary_s
-from planner.plan import Plan, Prediction, Segment, Stage, StageTimes
-from planner.problem import Problem, RecomputeMode
+from planner.infeasible import nothing_fits_text
+from planner.memory import stage_memory
+from planner.plan import Plan, Prediction, Stage, StageTimes
+from planner.problem import Problem, device_classes
+from planner.rules import rules_of
+from planner.settings import SettingKeywords, Settings
 from planner.simulator import simulate_plan
-from planner.stage_options import memory_of
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
 from profiler.record import Profile
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 ROUNDING = 1e-9
 """Relative difference between two ways to compute a step time that is taken for rounding."""
@@ -31,98 +35,71 @@ def plan_from_profile(
     *,
     batch_size: int,
     optimizer: str | None = None,
-    stages: int | None = None,
-    max_stages: int | None = None,
-    micro_batches: int | None = None,
-    micro_batches_per_stage: int = 4,
-    memory_limit: int | None = None,
-    recompute: RecomputeMode = "auto",
-    schedule: Literal["gpipe"] = "gpipe",
+    **settings: Unpack[SettingKeywords],
 ) -> Plan:
-    """The fastest plan: K, cuts, M and recompute chosen together.
+    """The fastest plan: schedule, replicas, K, cuts, M, devices and recompute chosen together.
+
+        plan = plan_from_profile(profile, cluster, batch_size=64, schedule="auto", memory_limit=24 * 2**30)
 
     Args:
         profile: what the model costs; its measured micro-batch sizes must enclose those that a plan uses, other M are
             left out.
-        devices: in pipeline order, stage k runs on the k-th. A `Cluster` with a link overrides the profile's.
+        devices: what stages may run on; the plan chooses which and in which order. A `Cluster` with a link overrides
+            the profile's.
         batch_size: samples of a mini-batch.
         optimizer: class name of a profiled optimizer; the profile's first by default.
-        stages: fixed K; by default the best K up to `max_stages`.
-        max_stages: largest K to try; by default the number of devices.
-        micro_batches: fixed M; by default the best one.
-        micro_batches_per_stage: M is at least this times K.
-        memory_limit: bytes that a stage may fill on every device, where that is less than the device has.
-        recompute: `"auto"` recomputes the stages that do not fit otherwise, `"always"` every stage, `"never"` none.
-        schedule: order of the actions.
+        settings: see `planner.settings.SettingKeywords`.
 
     Returns:
         The plan; `plan.prediction.gap` says how far from optimal it can be.
 
     Raises:
         ArgumentError: an argument has a value that cannot mean anything.
-        InfeasibleError: the batch is too small, or nothing fits the memory; the message says what would help.
+        InfeasibleError: the batch is too small, rules contradict each other, or nothing fits the memory; the message
+            says what would help.
         ProfileError: the profile lacks a device kind, an optimizer, a link, or the micro-batch sizes.
     """
-    given = _device_tuple(devices)
-    check_settings(
-        len(given),
-        batch_size=batch_size,
-        stages=stages,
-        max_stages=max_stages,
-        micro_batches=micro_batches,
-        micro_batches_per_stage=micro_batches_per_stage,
-        memory_limit=memory_limit,
-        recompute=recompute,
-        schedule=schedule,
-    )
-    link = devices.link if isinstance(devices, Cluster) and devices.link is not None else None
-    problem = Problem(
-        costs=CostModel(profile),
-        parameters=ParameterRanges(profile),
-        devices=tuple(_limited(device, memory_limit) for device in given),
-        link=link or next(iter(profile.links), None),
-        batch_size=batch_size,
-        optimizer=optimizer if optimizer is not None else profile.optimizers[0].name,
-        recompute=recompute,
-        stages=stages,
-        max_stages=min(len(given), len(profile.layers), max_stages or len(given)),
-        micro_batches=micro_batches,
-        micro_batches_per_stage=micro_batches_per_stage,
-    )
-    _check_stages(problem, max_stages)
-    _check_micro_batches(problem)
-    _check_profile(problem)
+    problem = make_problem(profile, devices, batch_size=batch_size, optimizer=optimizer, settings=settings)
     found = balance(problem)
     if found is None:
         raise InfeasibleError(nothing_fits_text(problem))
-    return _plan(problem, found, schedule)
+    return make_plan(problem, found)
 
 
-def check_settings(
-    devices: int,
+def make_problem(
+    profile: Profile,
+    devices: Cluster | Sequence[Device],
     *,
     batch_size: int,
-    stages: int | None,
-    max_stages: int | None,
-    micro_batches: int | None,
-    micro_batches_per_stage: int,
-    memory_limit: int | None,
-    recompute: str,
-    schedule: str,
-) -> None:
-    """Refuse settings that no profile can make sense of, before anything is measured.
-
-    Raises:
-        ArgumentError: a setting has a value that cannot mean anything.
-    """
-    _check_counts(batch_size=batch_size, micro_batches_per_stage=micro_batches_per_stage)
-    _check_counts(stages=stages, max_stages=max_stages, micro_batches=micro_batches, memory_limit=memory_limit)
-    _check_choice("recompute", recompute, ("auto", "always", "never"))
-    _check_choice("schedule", schedule, ("gpipe",))
-    if not devices:
-        raise ArgumentError("got 0 devices; give at least 1")
-    if stages is not None and stages > devices:
-        raise ArgumentError(f"stages is {stages}, but there are {devices} devices; each stage needs its own")
+    optimizer: str | None,
+    settings: SettingKeywords,
+) -> Problem:
+    """What the balancer is asked; see `plan_from_profile`."""
+    given = _device_tuple(devices)
+    asked = Settings.of(given, batch_size, settings)
+    if asked.stages is not None and asked.stages > len(profile.layers):
+        raise ArgumentError(
+            f"stages is {asked.stages}, but the model has {len(profile.layers)} layers; a stage holds at least 1"
+        )
+    link = devices.link if isinstance(devices, Cluster) and devices.link is not None else None
+    limited = tuple(
+        device if limit == device.memory_bytes else device.model_copy(update={"memory_bytes": limit})
+        for device, limit in zip(given, asked.memory_limits, strict=True)
+    )
+    most = min(asked.max_stages, len(profile.layers), batch_size // asked.micro_batches_per_stage)
+    rules = rules_of(profile, asked, most)
+    problem = Problem(
+        costs=CostModel(profile),
+        parameters=ParameterRanges(profile),
+        devices=limited,
+        classes=device_classes(limited, rules),
+        link=link or next(iter(profile.links), None),
+        optimizer=optimizer if optimizer is not None else profile.optimizers[0].name,
+        settings=asked,
+        rules=rules,
+    )
+    _check_profile(problem, most)
+    return problem
 
 
 def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:
@@ -136,95 +113,56 @@ def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:
     return tuple(devices)
 
 
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        if count is None:
-            continue
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise ArgumentError(f"{name} is {count!r}; give a whole number of at least 1")
-        if count < 1:
-            raise ArgumentError(f"{name} is {count}; give at least 1")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ArgumentError(f"{name} is {value!r}; choose one of {', '.join(repr(choice) for choice in choices)}")
-
-
-def _limited(device: Device, memory_limit: int | None) -> Device:
-    if memory_limit is None or memory_limit >= device.memory_bytes:
-        return device
-    return device.model_copy(update={"memory_bytes": memory_limit})
-
-
-def _check_stages(problem: Problem, max_stages: int | None) -> None:
-    stages = problem.stages
-    if stages is None:
-        return
-    if stages > problem.layers:
-        raise ArgumentError(f"stages is {stages}, but the model has {problem.layers} layers; a stage holds at least 1")
-    if max_stages is not None and stages > max_stages:
-        raise ArgumentError(f"stages is {stages} and max_stages is {max_stages}; leave one of them out")
-
-
-def _check_micro_batches(problem: Problem) -> None:
-    """M is possible for the batch and, with at least `micro_batches_per_stage` for each stage, for K."""
-    batch, count = problem.batch_size, problem.micro_batches
-    least_stages = problem.stages or 1
-    needed = problem.micro_batches_per_stage * least_stages
-    if count is not None and count > batch:
-        raise ArgumentError(f"micro_batches is {count}, but the batch has {batch} samples; each needs at least 1")
-    if count is not None and count < needed:
-        raise ArgumentError(
-            f"micro_batches is {count}, but {least_stages} stages with micro_batches_per_stage = "
-            f"{problem.micro_batches_per_stage} need at least {needed}; give more micro-batches, fewer stages, or a "
-            "smaller micro_batches_per_stage"
-        )
-    if batch < needed:
-        raise InfeasibleError(batch_too_small_text(problem, needed))
-
-
-def _check_profile(problem: Problem) -> None:
+def _check_profile(problem: Problem, most: int) -> None:
     """The profile knows the devices, the optimizer, a link where one is needed, and micro-batches of some M."""
-    most = problem.stage_numbers(problem.micro_batches or problem.batch_size)[-1]
-    for device in problem.devices[:most]:
+    settings = problem.settings
+    for device in problem.devices:
         problem.costs.measured_sizes(device.kind)
         problem.costs.optimizer(device.kind, problem.optimizer)
-    if most > 1 and problem.link is None:
+    if (most > 1 or (settings.replicas or 2) > 1) and settings.stages != 1 and problem.link is None:
         raise ProfileError(
             f"up to {most} stages need a link between the devices, and 0 were measured; give a Cluster with a link, "
             "profile on the target devices, or set stages=1"
         )
-    if not problem.candidates():
-        measured = {device.kind: problem.costs.measured_sizes(device.kind) for device in problem.devices[:most]}
+    if next(problem.candidates(), None) is None:
+        measured = {device.kind: problem.costs.measured_sizes(device.kind) for device in problem.devices}
         ranges = ", ".join(f"{sizes[0]} to {sizes[-1]} on {kind!r}" for kind, sizes in measured.items())
-        largest = problem.batch_size // (problem.micro_batches or problem.micro_batches_per_stage)
-        smallest = 1 if problem.micro_batches is None else largest
+        share = settings.batch_size // (settings.replicas or 1)
+        largest = share // (settings.micro_batches or settings.micro_batches_per_stage)
+        smallest = 1 if settings.micro_batches is None else largest
+        if settings.micro_batch_sizes is not None:
+            raise InfeasibleError(
+                f"micro_batch_sizes allows {sorted(settings.micro_batch_sizes)} samples, and no M of a batch "
+                f"of {share} "
+                f"that the other settings allow has these sizes alone; the profile covers {ranges}"
+            )
         raise ProfileError(
-            f"a batch of {problem.batch_size} needs micro-batches of {smallest} to {largest} samples, and the profile "
+            f"a batch of {settings.batch_size} needs micro-batches of {smallest} to {largest} samples, and the profile "
             f"covers {ranges}; costs are not extrapolated: profile the model at those sizes too"
         )
     if not any(cost.forward_s + cost.backward_s for cost in problem.costs.profile.costs):
         raise ProfileError("all layers of the profile take 0 seconds; profile the model again")
 
 
-def _plan(problem: Problem, found: Balance, schedule: Literal["gpipe"]) -> Plan:
+def make_plan(problem: Problem, found: Balance) -> Plan:
+    """The plan that a balance means."""
     profile = problem.costs.profile
-    stages = tuple(_stage(problem, found, index) for index in range(len(found.cuts) - 1))
+    candidate = found.candidate
     draft = Plan(
         model_fingerprint=profile.fingerprint,
         profile_fingerprint=hashlib.sha256(profile.to_json().encode()).hexdigest(),
         sample=profile.sample,
-        batch_size=problem.batch_size,
-        micro_batch_sizes=found.split.sizes,
-        schedule=schedule,
+        batch_size=problem.settings.batch_size,
+        micro_batch_sizes=candidate.split.sizes,
+        schedule=candidate.schedule,
+        replicas=candidate.replicas,
         optimizer=problem.optimizer,
-        stages=stages,
+        stages=_stages(problem, found),
         prediction=Prediction(
             step_s=found.step_s,
             optimizer_s=0.0,
             bubble=0.0,
-            samples_per_s=problem.batch_size / found.step_s,
+            samples_per_s=problem.settings.batch_size / found.step_s,
             lower_bound_s=found.lower_bound_s,
             gap=0.0,
             one_device_s=_one_device_s(problem, found),
@@ -243,32 +181,77 @@ def _prediction(problem: Problem, found: Balance, draft: Plan) -> Prediction:
         step_s=timeline.step_s,
         optimizer_s=timeline.optimizer_s,
         bubble=min(1.0, timeline.bubble),
-        samples_per_s=problem.batch_size / timeline.step_s,
+        samples_per_s=problem.settings.batch_size / timeline.step_s,
         lower_bound_s=lower_bound_s,
         gap=timeline.step_s / lower_bound_s - 1,
         one_device_s=_one_device_s(problem, found),
     )
 
 
-def _stage(problem: Problem, found: Balance, index: int) -> Stage:
+def _stages(problem: Problem, found: Balance) -> tuple[Stage, ...]:
+    """The plan's stages; equal devices are taken in the order in which they were given."""
+    sizes = sorted({*found.candidate.split.sizes}, reverse=True)
+    seconds = {size: stage_seconds(problem, size, found.stages) for size in sizes}
+    left = [list(group.members) for group in problem.classes]
+    stages = []
+    for index, choice in enumerate(found.stages):
+        members = [left[choice.device_class].pop(0) for _ in range(found.candidate.replicas)]
+        times = tuple(
+            StageTimes(
+                micro_batch_size=size,
+                **dict(
+                    zip(
+                        ("forward_s", "recompute_s", "backward_s", "send_forward_s", "send_backward_s"),
+                        (float(value) for value in seconds[size][:, index]),
+                        strict=True,
+                    )
+                ),
+            )
+            for size in sizes
+        )
+        stages.append(
+            _stage(problem, found, index, choice, tuple(problem.devices[member] for member in members), times)
+        )
+    return tuple(stages)
+
+
+def _stage(
+    problem: Problem,
+    found: Balance,
+    index: int,
+    choice: StageChoice,
+    devices: tuple[Device, ...],
+    times: tuple[StageTimes, ...],
+) -> Stage:
     profile = problem.costs.profile
-    first, stop = found.cuts[index], found.cuts[index + 1]
-    device, recomputed = problem.devices[index], found.recomputed[index]
+    first, stop = choice.first, choice.stop
     names = dict.fromkeys(name for layer in profile.layers[first:stop] for name in layer.parameters)
     elements = {parameter.name: parameter.elements for parameter in profile.parameters}
-    seconds_per_byte = problem.costs.optimizer(device.kind, problem.optimizer).seconds_per_byte
+    all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice)
     return Stage(
         first_layer=first,
         stop_layer=stop,
         module_paths=_end_paths(profile, first, stop),
-        devices=(device,),
+        devices=devices,
         rank=index,
         parameters=tuple(names),
         parameter_count=sum(elements[name] for name in names),
-        recompute=(Segment(first=first, stop=stop),) if recomputed else (),
-        times=tuple(_stage_times(problem, found, index, size) for size in sorted({*found.split.sizes}, reverse=True)),
-        optimizer_s=float(seconds_per_byte * problem.parameters.trainable[first, stop]),
-        memory=memory_of(problem, device, found.split, recompute=recomputed).stage(first, stop),
+        recompute=choice.segments,
+        times=times,
+        all_reduce_s=all_reduce_s,
+        optimizer_s=optimizer_s,
+        memory=stage_memory(
+            problem.costs,
+            problem.parameters,
+            devices[0],
+            found.candidate.schedule,
+            found.candidate.split,
+            problem.costs.optimizer(devices[0].kind, problem.optimizer),
+            number=len(found.stages) - index,
+            first=first,
+            stop=stop,
+            segments=choice.segments,
+        ),
     )
 
 
@@ -278,26 +261,13 @@ def _end_paths(profile: Profile, first: int, stop: int) -> tuple[str, str]:
     return paths[0], paths[-1]
 
 
-def _stage_times(problem: Problem, found: Balance, index: int, size: int) -> StageTimes:
-    first, stop = found.cuts[index], found.cuts[index + 1]
-    costs = problem.costs.layers(problem.devices[index].kind, size)
-    outputs_s, gradients_s = boundary_s(problem, size)
-    return StageTimes(
-        micro_batch_size=size,
-        forward_s=float(costs.forward_s[first:stop].sum()),
-        recompute_s=float(costs.recompute_s[first:stop].sum()) if found.recomputed[index] else 0.0,
-        backward_s=float(costs.backward_s[first:stop].sum()),
-        send_forward_s=float(outputs_s[stop]),
-        send_backward_s=float(gradients_s[first]),
-    )
-
-
 def _one_device_s(problem: Problem, found: Balance) -> float:
     """Seconds of the same batch on the first device alone, memory disregarded."""
     kind = problem.devices[0].kind
-    seconds = {size: problem.costs.layers(kind, size) for size in {*found.split.sizes}}
+    sizes = found.candidate.split.sizes
+    seconds = {size: problem.costs.layers(kind, size) for size in {*sizes}}
     work = {size: float(costs.forward_s.sum() + costs.backward_s.sum()) for size, costs in seconds.items()}
     optimizer_s = (
         problem.costs.optimizer(kind, problem.optimizer).seconds_per_byte * problem.parameters.trainable[0, -1]
     )
-    return sum(work[size] for size in found.split.sizes) + float(optimizer_s)
+    return found.candidate.replicas * sum(work[size] for size in sizes) + float(optimizer_s)

@@ -1,101 +1,118 @@
-"""Memory of a stage under GPipe, for every stage [i, j) at once.
+"""Memory of one stage, by class.
 
-All micro-batches are in flight when the forward phase ends, so a stage keeps for each of them its inputs and, unless
-it recomputes, what its layers save for the backward pass. A stage that recomputes holds the saved values of one
-micro-batch at a time.
+When most micro-batches are under way (all of them with GPipe, as many as there are stages from this one on with
+1F1B), a stage keeps for each of them its inputs, what its kept layers save for the backward pass, and what crosses
+each boundary next to a recomputed segment. Beside that it holds the values of one segment at a time.
+
+A stage that keeps everything, or is one segment, is counted exactly (`planner.stage_bytes`). With other segments layers
+count one by one, which is never less: what each keeps, and the largest of their temporaries.
+
+What a segment hands to a kept layer counts, too: a layer's `kept_bytes` leave out its inputs, because they belong to
+the layer that created them, and where that one is recomputed nobody has counted them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 
 import numpy as np
 
-from planner.costs import CostModel, Floats, LayerArrays, ParameterRanges, range_sums
+from planner.costs import CostModel, Floats, LayerArrays, ParameterRanges
 from planner.micro_batches import MicroBatches
-from planner.plan import StageMemory
+from planner.plan import ScheduleName, Segment, StageMemory
 from profiler.device import Device
 from profiler.record import OptimizerCost
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MemoryTable:
-    """Bytes by class of a stage of layers [i, j), at [i, j] of matrices of shape (L + 1, L + 1).
-
-    The fields are those of `StageMemory`; entries with j <= i mean nothing.
-    """
-
-    parameters: Floats
-    gradients: Floats
-    optimizer: Floats
-    activations: Floats
-    transient: Floats
-    receive_buffers: Floats
-    reserve: Floats
-
-    @property
-    def total(self) -> Floats:
-        """Sum of all classes."""
-        total: Floats = sum(getattr(self, field.name) for field in fields(self))
-        return total
-
-    def stage(self, first: int, stop: int) -> StageMemory:
-        """The bytes of one stage."""
-        return StageMemory(**{field.name: int(getattr(self, field.name)[first, stop]) for field in fields(self)})
-
-
-def memory_table(
+def stage_memory(
     costs: CostModel,
     parameters: ParameterRanges,
     device: Device,
+    schedule: ScheduleName,
     micro_batches: MicroBatches,
     optimizer: OptimizerCost,
     *,
-    recompute: bool,
-) -> MemoryTable:
-    """Bytes of every possible stage on a device.
+    number: int,
+    first: int,
+    stop: int,
+    segments: Sequence[Segment],
+) -> StageMemory:
+    """Peak bytes of the stage of layers [first, stop).
 
     Args:
         costs: costs of the layers.
         parameters: bytes of the parameters of every range.
         device: its kind selects the costs.
-        micro_batches: how the mini-batch is cut.
+        schedule: says how many micro-batches are under way.
+        micro_batches: how a replica's samples are cut.
         optimizer: what the optimizer keeps.
-        recompute: whether the whole stage is recomputed.
+        number: of the stage from the end, 1 for the last.
+        first: of its layers.
+        stop: behind its layers.
+        segments: what is recomputed.
     """
     profile = costs.profile
-    large = costs.layers(device.kind, micro_batches.largest)
-    small = costs.layers(device.kind, micro_batches.smallest)
-    number_large = micro_batches.number_largest
-    number_small = micro_batches.count - number_large
-
-    inputs = _behind_boundary(number_large * large.output_bytes + number_small * small.output_bytes)
-    kept_large, kept_small = large.in_stage.kept(), small.in_stage.kept()
-    kept_by_all = number_large * kept_large + number_small * kept_small
-    most_large, most_small = large.in_stage.most(kept_large), small.in_stage.most(kept_small)
-    temporary = np.maximum(most_large - kept_large, most_small - kept_small)
-    held_by_all = range_sums(number_large * large.in_stage.held_bytes + number_small * small.in_stage.held_bytes)
-    held_throughout = inputs[:, None] + micro_batches.batch_size * profile.input_bytes
-    shape = parameters.unique.shape
-    return MemoryTable(
-        parameters=parameters.unique + parameters.buffers,
-        gradients=parameters.gradients,
-        optimizer=np.ceil(optimizer.state_bytes_per_byte * parameters.trainable),
-        activations=held_throughout + (held_by_all if recompute else kept_by_all),
-        transient=np.maximum(most_large, most_small) if recompute else temporary,
-        receive_buffers=_receive_buffers(large, small),
-        reserve=np.full(shape, float(profile.reserve_bytes)),
+    large, small = (costs.layers(device.kind, size) for size in (micro_batches.largest, micro_batches.smallest))
+    many_large, many_small = micro_batches.in_flight(schedule, number)
+    entering = behind_boundary(many_large * large.output_bytes + many_small * small.output_bytes)
+    remaining = (many_large * large.held_bytes + many_small * small.held_bytes)[first:stop].sum()
+    if not segments or (segments[0].first, segments[0].stop) == (first, stop):
+        (kept_large, most_large), (kept_small, most_small) = (
+            [matrix[first, stop] for matrix in costs.stages(device.kind, size)]
+            for size in (micro_batches.largest, micro_batches.smallest)
+        )
+        if segments:
+            held, peak = remaining, max(most_large, most_small)
+        else:
+            held = many_large * kept_large + many_small * kept_small
+            peak = max(most_large - kept_large, most_small - kept_small)
+    else:
+        kept = many_large * large.kept_bytes + many_small * small.kept_bytes
+        recomputed = np.zeros(len(kept), dtype=np.bool_)
+        for segment in segments:
+            recomputed[segment.first : segment.stop] = True
+        again = recomputed[first:stop]
+        held_again = many_large * large.held_bytes + many_small * small.held_bytes
+        edges = {edge for segment in segments for edge in (segment.first, segment.stop) if first < edge < stop}
+        held = kept[first:stop][~again].sum() + held_again[first:stop][again].sum() + sum(entering[e] for e in edges)
+        one = np.maximum(large.kept_bytes, small.kept_bytes)
+        temporary = temporary_bytes(large, small)
+        peak = float(temporary[first:stop].max())
+        for segment in segments:
+            behind = stop if segment is segments[-1] else segment.stop
+            peak = max(peak, one[segment.first : segment.stop].sum() + temporary[segment.first : behind].max())
+    receive_in, receive_out = receive_bytes(costs, device.kind, micro_batches)
+    return StageMemory(
+        parameters=int(parameters.unique[first, stop] + parameters.buffers[first, stop]),
+        gradients=int(parameters.gradients[first, stop]),
+        optimizer=int(np.ceil(optimizer.state_bytes_per_byte * parameters.trainable[first, stop])),
+        activations=int(entering[first] + micro_batches.batch_size * profile.input_bytes + held),
+        transient=int(peak),
+        receive_buffers=int(receive_in[first] + receive_out[stop]),
+        reserve=profile.reserve_bytes,
     )
 
 
-def _receive_buffers(large: LayerArrays, small: LayerArrays) -> Floats:
-    """Two messages in each direction: outputs and their gradients behind the stage, gradients of its inputs before."""
-    outputs = _behind_boundary(np.maximum(large.output_bytes, small.output_bytes))
-    gradients = _behind_boundary(np.maximum(large.output_gradient_bytes, small.output_gradient_bytes))
-    return 2 * (gradients + outputs)[None, :] + 2 * gradients[:, None]
+def temporary_bytes(large: LayerArrays, small: LayerArrays) -> Floats:
+    """What each layer needs beside what is kept, at most, shape (L,)."""
+    most: Floats = np.maximum(
+        large.transient_bytes + large.workspace_bytes, small.transient_bytes + small.workspace_bytes
+    )
+    return most
 
 
-def _behind_boundary(layer_bytes: Floats) -> Floats:
+def receive_bytes(costs: CostModel, kind: str, micro_batches: MicroBatches) -> tuple[Floats, Floats]:
+    """Buffers for two messages in each direction at a stage's first and last boundary, two arrays of shape (L + 1,).
+
+    Outputs and their gradients behind the stage, gradients of its inputs before it.
+    """
+    large, small = (costs.layers(kind, size) for size in (micro_batches.largest, micro_batches.smallest))
+    outputs = behind_boundary(np.maximum(large.output_bytes, small.output_bytes))
+    gradients = behind_boundary(np.maximum(large.output_gradient_bytes, small.output_gradient_bytes))
+    return 2 * gradients, 2 * (gradients + outputs)
+
+
+def behind_boundary(layer_bytes: Floats) -> Floats:
     """Bytes at boundary i, between layers i - 1 and i, shape (L + 1,); 0 at both ends of the model."""
     at_boundary = np.zeros(len(layer_bytes) + 1)
     at_boundary[1:-1] = layer_bytes[:-1]

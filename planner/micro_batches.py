@@ -1,17 +1,19 @@
-"""How a mini-batch is cut into M micro-batches: nearly equal, the larger ones first, as `torch.tensor_split` does."""
+"""How the samples of one replica are cut into M micro-batches: nearly equal, the larger ones first."""
 
 from dataclasses import dataclass
+
+from planner.plan import ScheduleName
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """M micro-batches whose sizes differ by at most one sample.
+    """M micro-batches whose sizes differ by at most one sample, as `torch.tensor_split` makes them.
 
         >>> MicroBatches(batch_size=10, count=4).sizes
         (3, 3, 2, 2)
 
     Attributes:
-        batch_size: samples of the mini-batch.
+        batch_size: samples of one replica's share of the mini-batch.
         count: M, from 1 to `batch_size`.
     """
 
@@ -43,3 +45,15 @@ class MicroBatches:
     def number_largest(self) -> int:
         """How many micro-batches have the larger size: all of them when the sizes are equal."""
         return self.batch_size % self.count or self.count
+
+    def in_flight(self, schedule: ScheduleName, number: int) -> tuple[int, int]:
+        """Most micro-batches under way at once, as (of the larger size, of the smaller size).
+
+        Args:
+            schedule: GPipe has all of them under way when the forward phase ends, 1F1B one for each stage from this
+                one on, the large ones at the beginning.
+            number: of the stage, 1 for the last.
+        """
+        many = self.count if schedule == "gpipe" else min(number, self.count)
+        large = min(many, self.number_largest)
+        return large, many - large

@@ -1,117 +1,48 @@
-"""The time of a GPipe step, in closed form and exactly.
+"""The time of a step: closed forms that drive the search, and the exact makespans that have the last word.
 
-Stages k = 1..K take f_k forward, r_k recompute and b_k backward for each of M micro-batches; boundary k, between
-stages k and k + 1, takes c_k forward and c'_k backward. With prefix quantities
+Stages k = 1..K take f_k forward and b_k backward for each of M micro-batches, x_k of recompute inside every backward
+pass and e_k = x_k + r_k of recompute for all but the one that turns around; boundary k, between stages k and k + 1,
+takes c_k forward and c'_k backward. For GPipe and equal micro-batches the step takes exactly
 
-    S(k)  = sum of f_i + b_i over i <= k and of c_i + c'_i over i < k
-    mf(k) = max of f_i over i <= k and of c_i over i < k
-    mb(k) = max of b_i + r_i over i <= k and of c'_i over i < k
+    T = sum of f_k + b_k + x_k + c_k + c'_k
+        + (M-1) (max of all f_k, c_k) + (M-1) (max of all b_k + e_k, c'_k) + slowest all-reduce and optimizer step.
 
-the step takes, for equal micro-batches,
+It is the critical path of two flow shops in a row, forward and backward: in each it passes every machine once and stays
+at one of them, the bottleneck, for the other M - 1 micro-batches. Between them it turns around at the last stage; a
+stage before it could hold it up by its own work only, and that the bottleneck covers.
 
-    T = max( S(K) + (M-1) (mf(K) + mb(K)),
-             S(k) + (M-1) (mf(k) + mb(k)) + r_k   for each k < K ) + slowest optimizer step.
-
-The first line is the critical path of two flow shops in a row, forward and backward: it passes every machine once and
-stays at one of them, the bottleneck, for the other M - 1 micro-batches. In the second, the first recompute of stage k
-is longer than the turn-around at the stages behind it, and the critical path turns around at k itself. Everything is
-a prefix quantity, so a partition can be built stage by stage; `extend` adds one.
-
-For unequal micro-batches the larger go first, and the same form with the smallest sizes in S and the mean over the
-first M - 1 micro-batches in mf and mb is a lower bound: it is the length of a path that stays at one machine.
-`gpipe_makespan_s` is exact for any durations.
+For unequal micro-batches, the larger first, the same form with the least seconds in the sum, and the mean of the first
+M - 1 micro-batches in the bottlenecks, is a lower bound: it is the length of a path that stays at one machine. What
+layers before the bottleneck take longer with the first, large micro-batch is added (`heads`). For 1F1B there is no such
+form; `planner.search` builds a lower bound from stage to stage.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from planner.costs import Floats, Indices, Mask
+from planner.compiled import compiled
+from planner.costs import Floats
+from planner.plan import ScheduleName
 
 
-class Prefix(NamedTuple):
-    """The prefix quantities of partial plans, one entry each; all arrays have shape (n,) and hold seconds.
-
-    Attributes:
-        through: S(k).
-        forward: mf(k).
-        backward: mb(k).
-        turned: largest second line of the objective so far.
-        optimizer: slowest optimizer step so far.
-    """
-
-    through: Floats
-    forward: Floats
-    backward: Floats
-    turned: Floats
-    optimizer: Floats
-
-    @classmethod
-    def empty(cls) -> Prefix:
-        """One plan without a stage."""
-        return cls(*(np.zeros(1) for _ in cls._fields))
-
-    def take(self, selection: Indices | Mask) -> Prefix:
-        """The selected entries, by index or by mask."""
-        return Prefix(*(values[selection] for values in self))
-
-
-class StageTerms(NamedTuple):
-    """What a stage, with the boundary before it, adds to the objective; arrays of shape (n,), in seconds.
-
-    Attributes:
-        through: f + b, and c + c' of the boundary.
-        forward: the larger of f and c.
-        backward: the larger of b + r and c'.
-        first_recompute: r of the micro-batch that turns around first.
-        optimizer: the stage's optimizer step.
-    """
-
-    through: Floats
-    forward: Floats
-    backward: Floats
-    first_recompute: Floats
-    optimizer: Floats
-
-
-def extend(prefix: Prefix, stage: StageTerms, steady: int) -> Prefix:
-    """The prefix quantities after one more stage that is not the last.
+def makespan_s(schedule: ScheduleName, seconds: Floats) -> float:
+    """Seconds of forward and backward phase; the simulator's makespan for the same schedule, without its events.
 
     Args:
-        prefix: partial plans.
-        stage: the stage that each of them gets.
-        steady: M - 1.
+        schedule: order of the actions.
+        seconds: of F, R, B, SEND_F and SEND_B of each stage and micro-batch, shape (5, K, M); R is 0 for stages that
+            keep everything, the last row of SEND_F and the first of SEND_B are not used.
     """
-    through = prefix.through + stage.through
-    forward = np.maximum(prefix.forward, stage.forward)
-    backward = np.maximum(prefix.backward, stage.backward)
-    turned = through + steady * (forward + backward) + stage.first_recompute
-    return Prefix(
-        through, forward, backward, np.maximum(prefix.turned, turned), np.maximum(prefix.optimizer, stage.optimizer)
-    )
-
-
-def complete(prefix: Prefix, stage: StageTerms, steady: int) -> Floats:
-    """Step times T, shape (n,), when `stage` is the last one; its first micro-batch is never recomputed."""
-    without_turn = stage._replace(first_recompute=np.zeros_like(stage.first_recompute))
-    whole = extend(prefix, without_turn, steady)
-    return whole.turned + whole.optimizer
+    if schedule == "gpipe":
+        return gpipe_makespan_s(*seconds)
+    return float(_one_f_one_b_makespan_s(np.ascontiguousarray(seconds)))
 
 
 def gpipe_makespan_s(
     forward_s: Floats, recompute_s: Floats, backward_s: Floats, send_forward_s: Floats, send_backward_s: Floats
 ) -> float:
-    """Seconds of forward and backward phase; the same number as the simulator's makespan for `gpipe_schedule`.
-
-    Args:
-        forward_s: shape (K, M), as all others; row k is stage k.
-        recompute_s: 0 for stages that keep everything.
-        backward_s: see `forward_s`.
-        send_forward_s: from stage k to k + 1; the last row is not used.
-        send_backward_s: from stage k to k - 1; the first row is not used.
-    """
+    """`makespan_s` for GPipe; each argument has shape (K, M)."""
     stages, micro_batches = forward_s.shape
     turn_s = []
     arrival_s = np.zeros(micro_batches)
@@ -137,3 +68,51 @@ def _line(arrival_s: Floats, work_s: Floats, setup_s: Floats, free_s: float) -> 
     occupied_s = np.cumsum(setup_s + work_s)
     started_s = np.maximum.accumulate(arrival_s + work_s - occupied_s)
     return occupied_s + np.maximum(started_s, free_s)
+
+
+@compiled
+def _one_f_one_b_makespan_s(seconds: Floats) -> float:
+    """`makespan_s` for 1F1B: every stage walks its passes in turn until it waits for a neighbour."""
+    _, stages, micro_batches = seconds.shape
+    clock, at = np.zeros(stages), np.zeros(stages, dtype=np.int64)
+    forward_link, backward_link = np.zeros(stages), np.zeros(stages)
+    output, gradient = np.full((stages, micro_batches), -1.0), np.full((stages, micro_batches), -1.0)
+    done = 0
+    while done < stages:
+        for stage in range(stages):
+            ahead = min(stages - 1 - stage, micro_batches)
+            while at[stage] < 2 * micro_batches:
+                position = at[stage]
+                # positions 0 .. ahead - 1 are forward, then forward and backward in turns, then backward alone
+                beyond = position - ahead
+                turns = 2 * (micro_batches - ahead)
+                if beyond < 0:
+                    is_forward, batch = True, position
+                elif beyond < turns:
+                    is_forward, batch = beyond % 2 == 0, ahead + beyond // 2
+                    if not is_forward:
+                        batch = beyond // 2
+                else:
+                    is_forward, batch = False, beyond - turns + micro_batches - ahead
+                if is_forward:
+                    if stage > 0:
+                        if output[stage - 1, batch] < 0:
+                            break
+                        clock[stage] = max(clock[stage], output[stage - 1, batch])
+                    clock[stage] += seconds[0, stage, batch]
+                    forward_link[stage] = max(forward_link[stage], clock[stage]) + seconds[3, stage, batch]
+                    output[stage, batch] = forward_link[stage]
+                else:
+                    follows = ahead == 0 or (micro_batches == 1)
+                    start = clock[stage] + (0.0 if follows else seconds[1, stage, batch])
+                    if stage < stages - 1:
+                        if gradient[stage + 1, batch] < 0:
+                            break
+                        start = max(start, gradient[stage + 1, batch])
+                    clock[stage] = start + seconds[2, stage, batch]
+                    backward_link[stage] = max(backward_link[stage], clock[stage]) + seconds[4, stage, batch]
+                    gradient[stage, batch] = backward_link[stage]
+                at[stage] += 1
+                if at[stage] == 2 * micro_batches:
+                    done += 1
+    return float(clock.max())

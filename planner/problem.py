@@ -1,15 +1,50 @@
-"""What the balancer is asked: a profile, devices and settings, checked and in one value."""
+"""What the balancer is asked, a profile, devices and settings in one value; and what it chooses from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from planner.costs import CostModel, ParameterRanges
 from planner.micro_batches import MicroBatches
+from planner.plan import ScheduleName
+from planner.rules import FREE, Rules
+from planner.settings import Settings
 from profiler.device import Device, Link
 
-RecomputeMode: TypeAlias = Literal["auto", "always", "never"]
+
+@dataclass(frozen=True, slots=True)
+class DeviceClass:
+    """Devices that are equal for the planner.
+
+    Attributes:
+        device: one of them, with the memory limit in force.
+        members: positions of all of them among the given devices.
+        pinned: whether a rule pins layers to it; it is then alone in its class.
+    """
+
+    device: Device
+    members: tuple[int, ...]
+    pinned: bool
+
+    def capacity(self, replicas: int) -> int:
+        """How many stages they can run, each on one device in every replica."""
+        return len(self.members) // replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One schedule, R and M.
+
+    Attributes:
+        schedule: order of the actions.
+        replicas: R.
+        split: how a replica's share of the mini-batch is cut.
+    """
+
+    schedule: ScheduleName
+    replicas: int
+    split: MicroBatches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,47 +54,66 @@ class Problem:
     Attributes:
         costs: costs of the layers.
         parameters: bytes of the parameters of every range of layers.
-        devices: in pipeline order; their memory is the limit in force.
+        devices: with the memory limits in force; their order says nothing.
+        classes: equal devices together, in order of their first member.
         link: between neighbours; may be None for one stage alone.
-        batch_size: samples of a mini-batch.
         optimizer: name of the optimizer.
-        recompute: `"auto"`: stages that do not fit otherwise; `"always"`, as GPipe; `"never"`.
-        stages: fixed K, or None.
-        max_stages: largest K to try.
-        micro_batches: fixed M, or None.
-        micro_batches_per_stage: M is at least this times K.
+        settings: what the caller asks.
+        rules: masks over the layers.
     """
 
     costs: CostModel
     parameters: ParameterRanges
     devices: tuple[Device, ...]
+    classes: tuple[DeviceClass, ...]
     link: Link | None
-    batch_size: int
     optimizer: str
-    recompute: RecomputeMode
-    stages: int | None
-    max_stages: int
-    micro_batches: int | None
-    micro_batches_per_stage: int
+    settings: Settings
+    rules: Rules
 
     @property
     def layers(self) -> int:
         """L, number of layers."""
         return len(self.costs.profile.layers)
 
-    def stage_numbers(self, count: int) -> range:
-        """Every K that may be combined with M = `count`."""
-        most = min(self.max_stages, count // self.micro_batches_per_stage)
-        if self.stages is not None:
-            return range(self.stages, self.stages + 1) if self.stages <= most else range(0)
-        return range(1, most + 1)
+    def most_stages(self, replicas: int, count: int) -> int:
+        """The largest K with R replicas and M micro-batches; 0 when there is none."""
+        able = sum(group.capacity(replicas) for group in self.classes)
+        per_stage = count // self.settings.micro_batches_per_stage
+        most = min(self.settings.max_stages, self.layers, able, per_stage)
+        if self.settings.stages is None:
+            return most
+        return self.settings.stages if self.settings.stages <= most else 0
 
-    def candidates(self) -> list[MicroBatches]:
-        """Every M that the batch allows and whose micro-batch sizes the profile covers, ascending."""
-        numbers = range(1, self.batch_size + 1) if self.micro_batches is None else (self.micro_batches,)
-        splits = [MicroBatches(self.batch_size, count) for count in numbers if self.stage_numbers(count)]
-        return [split for split in splits if self._covered(split)]
+    def candidates(self) -> Iterator[Candidate]:
+        """Every schedule, R and M that the settings allow and whose micro-batch sizes the profile covers."""
+        settings = self.settings
+        for replicas in range(1, len(self.devices) + 1) if settings.replicas is None else (settings.replicas,):
+            if settings.batch_size % replicas:
+                continue
+            share = settings.batch_size // replicas
+            counts = range(1, share + 1) if settings.micro_batches is None else (settings.micro_batches,)
+            for count in counts:
+                split = MicroBatches(share, count)
+                if count <= share and self.most_stages(replicas, count) and self._covered(split):
+                    yield from (Candidate(schedule, replicas, split) for schedule in settings.schedules)
 
     def _covered(self, split: MicroBatches) -> bool:
-        kinds = {device.kind for device in self.devices[: self.stage_numbers(split.count)[-1]]}
-        return all(self.costs.covers(kind, size) for kind in kinds for size in {split.smallest, split.largest})
+        sizes = {split.smallest, split.largest}
+        allowed = self.settings.micro_batch_sizes
+        if allowed is not None and not sizes <= allowed:
+            return False
+        return all(self.costs.covers(kind, size) for kind in {device.kind for device in self.devices} for size in sizes)
+
+
+def device_classes(devices: Sequence[Device], rules: Rules) -> tuple[DeviceClass, ...]:
+    """Equal devices together; one that layers are pinned to is alone."""
+    pinned = {int(device) for device in rules.pinned if device != FREE}
+    groups: dict[tuple[str, int, int], list[int]] = {}
+    for position, device in enumerate(devices):
+        groups.setdefault((device.kind, device.memory_bytes, position if position in pinned else FREE), []).append(
+            position
+        )
+    return tuple(
+        DeviceClass(devices[members[0]], tuple(members), alone != FREE) for (_, _, alone), members in groups.items()
+    )

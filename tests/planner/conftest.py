@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 
-from planner.schedule import gpipe_schedule
+from planner.schedule import make_schedule
 from planner.simulator import Durations, simulate
 from profiler.device import Device, Link
 from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
@@ -88,9 +89,12 @@ def build_profile(
 
 
 @st.composite
-def small_profiles(draw: st.DrawFn, *, kinds: Sequence[str] = ("a", "b"), sizes: Sequence[int] = (1, 5, 14)) -> Profile:
-    """Profiles of at most 7 layers with tied parameters, transfers, and costs that grow with the micro-batch."""
-    layers = draw(st.integers(1, 7))
+def small_profiles(
+    draw: st.DrawFn, *, kinds: Sequence[str] = ("a", "b"), sizes: Sequence[int] = (1, 5, 14), most_layers: int = 7
+) -> Profile:
+    """Profiles of at most `most_layers` layers with tied parameters, transfers, and costs that grow with the
+    micro-batch."""
+    layers = draw(st.integers(1, most_layers))
     seconds = st.integers(0, 20).map(lambda number: number / 16)
     size_bytes = st.integers(0, 40)
     rows = {}
@@ -128,37 +132,142 @@ class Oracle:
     batch_size: int
     recompute: str = "auto"
     micro_batches_per_stage: int = 4
+    schedules: tuple[str, ...] = ("gpipe",)
+    replicas: tuple[int, ...] = (1,)
 
     def best_step_s(self, counts: Sequence[int] | None = None) -> float | None:
-        """The smallest simulated step time over all cuts, K and M; None when nothing fits."""
+        """The smallest simulated step time over all schedules, R, M, K, cuts, devices and segments; None if none
+        fits."""
         layers = len(self.profile.layers)
         steps = [
-            self.step_s((0, *inner, layers), count)
-            for count in counts or range(1, self.batch_size + 1)
-            for stages in range(1, min(len(self.devices), layers, count // self.micro_batches_per_stage) + 1)
+            self.step_s((0, *inner, layers), count, order, schedule, replicas)
+            for replicas in self.replicas
+            if self.batch_size % replicas == 0
+            for count in counts or range(1, self.batch_size // replicas + 1)
+            for stages in range(
+                1, min(len(self.devices) // replicas, layers, count // self.micro_batches_per_stage) + 1
+            )
+            for order in self._orders(stages, replicas)
             for inner in itertools.combinations(range(1, layers), stages - 1)
+            for schedule in self.schedules
         ]
         return min((step for step in steps if step is not None), default=None)
 
-    def step_s(self, cuts: tuple[int, ...], count: int) -> float | None:
-        """The step time of these cuts; None when a stage does not fit."""
-        many, extra = divmod(self.batch_size, count)
-        sizes = [many + 1] * extra + [many] * (count - extra)
+    def step_s(
+        self,
+        cuts: tuple[int, ...],
+        count: int,
+        order: Sequence[Device] | None = None,
+        schedule: Any = "gpipe",
+        replicas: int = 1,
+    ) -> float | None:
+        """The step time of these cuts with the best segments; None when a stage does not fit."""
+        order = order or self.devices
+        sizes = self.sizes(count, replicas)
         ranges = list(itertools.pairwise(cuts))
-        recomputed = []
+        choices: list[list[Any]] = []
         for stage, (first, stop) in enumerate(ranges):
-            modes = {"auto": (False, True), "always": (True,), "never": (False,)}[self.recompute]
-            limit = self.devices[stage].memory_bytes
-            fitting = [mode for mode in modes if self.memory(stage, first, stop, sizes, recompute=mode) <= limit]
+            number = len(ranges) - stage
+            held = sizes if schedule == "gpipe" else sizes[:number]
+            limit = order[stage].memory_bytes
+            fitting = [
+                segments
+                for segments in self.patterns(first, stop)
+                if self.memory(order[stage].kind, first, stop, sizes, held, segments) <= limit
+            ]
             if not fitting:
                 return None
-            recomputed.append(fitting[0])
-        timeline = simulate(
-            gpipe_schedule(stages=len(ranges), micro_batches=count, recompute=tuple(recomputed)),
+            kind = order[stage].kind
+            choices.append(self._worth_having(kind, fitting, sizes))
+        rates = {cost.device_kind: cost.seconds_per_byte for cost in self.profile.optimizers}
+        end_s = 0.0
+        for stage, (first, stop) in enumerate(ranges):
+            trainable = self._unique(first, stop, trainable_only=True)
+            reduce_s = 0.0
+            if replicas > 1 and trainable:
+                link = self.profile.links[0]
+                reduce_s = 2 * (replicas - 1) * (link.latency_s + trainable / replicas / link.bytes_per_s)
+            end_s = max(end_s, rates[order[stage].kind] * trainable + reduce_s)
+        kinds = [device.kind for device in order]
+        return end_s + min(
+            self._makespan_s(ranges, sizes, kinds, schedule, chosen) for chosen in itertools.product(*choices)
+        )
+
+    def patterns(self, first: int, stop: int) -> list[tuple[tuple[int, int], ...]]:
+        """Every choice of segments of a stage that the mode allows."""
+        if self.recompute == "always":
+            return [((first, stop),)]
+        if self.recompute == "never":
+            return [()]
+        found: list[tuple[tuple[int, int], ...]] = [()]
+        for marks in itertools.product("kis", repeat=stop - first):  # kept, inside a segment, start of one
+            segments: list[list[int]] = []
+            for layer, mark in enumerate(marks, start=first):
+                if mark == "s":
+                    segments.append([layer, layer + 1])
+                elif mark == "i":
+                    if not segments or segments[-1][1] != layer:
+                        break
+                    segments[-1][1] += 1
+            else:
+                if segments:
+                    found.append(tuple((begin, end) for begin, end in segments))
+        return found
+
+    def _worth_having(self, kind: str, patterns: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+        """Patterns without those that another is no slower than, for each size."""
+
+        def seconds(segments: Any) -> tuple[float, ...]:
+            again = [
+                [sum(self.cost(kind, layer, size, "recompute_s") for layer in range(*segment)) for segment in segments]
+                for size in sorted(set(sizes))
+            ]
+            return tuple(x for row in again for x in (sum(row), sum(row[:-1])))
+
+        best: dict[tuple[float, ...], Any] = {}
+        for segments in patterns:
+            best.setdefault(seconds(segments), segments)
+        return [
+            segments
+            for mine, segments in best.items()
+            if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in best)
+        ]
+
+    def _orders(self, stages: int, replicas: int) -> set[tuple[Device, ...]]:
+        """Every order of devices for the stages, equal ones grouped into replicas."""
+        groups: list[Device] = []
+        for device in dict.fromkeys(self.devices):
+            groups += [device] * (self.devices.count(device) // replicas)
+        return set(itertools.permutations(groups, stages))
+
+    def sizes(self, count: int, replicas: int = 1) -> list[int]:
+        many, extra = divmod(self.batch_size // replicas, count)
+        return [many + 1] * extra + [many] * (count - extra)
+
+    def _makespan_s(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        sizes: Sequence[int],
+        kinds: Sequence[str],
+        schedule: Any,
+        chosen: Sequence[Any],
+    ) -> float:
+        def sums(name: str, spans: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[float, ...], ...]:
+            return tuple(
+                tuple(sum(self.cost(kinds[k], i, s, name) for span in spans[k] for i in range(*span)) for s in sizes)
+                for k in range(len(ranges))
+            )
+
+        whole = [[span] for span in ranges]
+        back, inside = sums("backward_s", whole), sums("recompute_s", [segments[:-1] for segments in chosen])
+        return simulate(
+            make_schedule(
+                schedule, stages=len(ranges), micro_batches=len(sizes), recompute=[bool(one) for one in chosen]
+            ),
             Durations(
-                forward_s=self._sums("forward_s", ranges, sizes),
-                recompute_s=self._sums("recompute_s", ranges, sizes),
-                backward_s=self._sums("backward_s", ranges, sizes),
+                forward_s=sums("forward_s", whole),
+                recompute_s=sums("recompute_s", [segments[-1:] for segments in chosen]),
+                backward_s=tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(back, inside, strict=True)),
                 send_forward_s=tuple(
                     tuple(self._send("output_bytes", stop - 1, s) for s in sizes) for _, stop in ranges
                 ),
@@ -166,16 +275,18 @@ class Oracle:
                     tuple(self._send("output_gradient_bytes", first - 1, s) for s in sizes) for first, _ in ranges
                 ),
             ),
-        )
-        rates = {cost.device_kind: cost.seconds_per_byte for cost in self.profile.optimizers}
-        return timeline.makespan_s + max(
-            rates[self.devices[stage].kind] * self._unique(first, stop, trainable_only=True)
-            for stage, (first, stop) in enumerate(ranges)
-        )
+        ).makespan_s
 
-    def memory(self, stage: int, first: int, stop: int, sizes: Sequence[int], *, recompute: bool) -> float:
-        """Peak bytes of a stage."""
-        kind = self.devices[stage].kind
+    def memory(
+        self,
+        kind: str,
+        first: int,
+        stop: int,
+        sizes: Sequence[int],
+        held: Sequence[int],
+        segments: Sequence[tuple[int, int]],
+    ) -> float:
+        """Peak bytes of a stage; `sizes` are those of all micro-batches, `held` of those in flight at most."""
         users = {
             p.name: [x.index for x in self.profile.layers if p.name in x.parameters] for p in self.profile.parameters
         }
@@ -186,16 +297,31 @@ class Oracle:
             for p in self.profile.parameters
             if p.trainable
         )
-        kept = {s: sum(self.cost(kind, layer, s, "kept_bytes") for layer in range(first, stop)) for s in sizes}
-        most = {
-            s: max(
-                sum(self.cost(kind, before, s, "kept_bytes") for before in range(first, layer + 1))
-                + self.cost(kind, layer, s, "transient_bytes")
+
+        def kept(layers: Any) -> float:
+            return sum(max(self.cost(kind, layer, s, "kept_bytes") for s in sizes) for layer in layers)
+
+        def temporary(layers: Any) -> float:
+            return max(self.cost(kind, layer, s, "transient_bytes") for layer in layers for s in sizes)
+
+        def most(size: int) -> float:
+            return max(
+                sum(self.cost(kind, before, size, "kept_bytes") for before in range(first, layer + 1))
+                + self.cost(kind, layer, size, "transient_bytes")
                 for layer in range(first, stop)
             )
-            for s in sizes
-        }
-        inputs = sum(self.cost(kind, first - 1, s, "output_bytes") for s in sizes) if first else 0
+
+        again = {layer for segment in segments for layer in range(*segment)}
+        edges = {edge for segment in segments for edge in segment if first < edge < stop}
+        peaks = [temporary(range(first, stop))]
+        for segment in segments:
+            behind = stop if segment == segments[-1] else segment[1]
+            peaks.append(kept(range(*segment)) + temporary(range(segment[0], behind)))
+        if not segments:
+            whole = range(first, stop)
+            peaks = [most(s) - sum(self.cost(kind, layer, s, "kept_bytes") for layer in whole) for s in sizes]
+        elif not edges and len(segments) == 1 and len(again) == stop - first:
+            peaks = [most(s) for s in sizes]
         ends = [(stop - 1, "output_gradient_bytes"), (stop - 1, "output_bytes"), (first - 1, "output_gradient_bytes")]
         buffers = sum(
             2 * max(self.cost(kind, layer, s, name) for s in sizes)
@@ -207,33 +333,34 @@ class Oracle:
             + sum(layer.buffers_bytes for layer in inside)
             + gradients
             + state * self._unique(first, stop, trainable_only=True)
-            + inputs
-            + (0 if recompute else sum(kept[s] for s in sizes))
-            + self.batch_size * self.profile.input_bytes
-            + max(most[s] - (0 if recompute else kept[s]) for s in sizes)
+            + sum(self.cost(kind, edge - 1, s, "output_bytes") for s in held for edge in {first, *edges} if edge > 0)
+            + sum(
+                self.cost(kind, layer, s, "kept_bytes")
+                for s in held
+                for layer in range(first, stop)
+                if layer not in again
+            )
+            + sum(sizes) * self.profile.input_bytes
+            + max(peaks)
             + buffers
             + self.profile.reserve_bytes
         )
 
     def cost(self, kind: str, layer: int, size: int, name: str) -> float:
         """One figure of one layer, on the line between the measured sizes around it."""
-        points = {
-            c.micro_batch_size: getattr(c, name)
-            for c in self.profile.costs
-            if (c.device_kind, c.layer) == (kind, layer)
-        }
+        points = self._points[kind, layer, name]
         if size in points:
             return points[size]
         below, above = max(p for p in points if p < size), min(p for p in points if p > size)
         return points[below] + (points[above] - points[below]) * (size - below) / (above - below)
 
-    def _sums(
-        self, name: str, ranges: Sequence[tuple[int, int]], sizes: Sequence[int]
-    ) -> tuple[tuple[float, ...], ...]:
-        return tuple(
-            tuple(sum(self.cost(self.devices[k].kind, layer, s, name) for layer in range(*ranges[k])) for s in sizes)
-            for k in range(len(ranges))
-        )
+    @cached_property
+    def _points(self) -> dict[tuple[str, int, str], dict[int, float]]:
+        points: dict[tuple[str, int, str], dict[int, float]] = {}
+        for row in self.profile.costs:
+            for name in FIELDS:
+                points.setdefault((row.device_kind, row.layer, name), {})[row.micro_batch_size] = getattr(row, name)
+        return points
 
     def _send(self, name: str, layer: int, size: int) -> float:
         if layer < 0 or layer == len(self.profile.layers) - 1:

@@ -4,8 +4,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.costs import CostModel, ParameterRanges, range_sums
-from planner.memory import memory_table
+from planner.memory import stage_memory
 from planner.micro_batches import MicroBatches
+from planner.plan import Segment
 from planner.units import bytes_text, count_text, seconds_text
 from profiler.errors import ProfileError
 
@@ -73,7 +74,22 @@ def test_memory_by_hand(profile_of, device):
     model, ranges = CostModel(profile), ParameterRanges(profile)
     split = MicroBatches(batch_size=8, count=4)
     optimizer = model.optimizer("a", "AdamW")
-    kept = memory_table(model, ranges, device(), split, optimizer, recompute=False).stage(1, 2)
+
+    def memory(first, stop, *segments, schedule="gpipe", number=1):
+        return stage_memory(
+            model,
+            ranges,
+            device(),
+            schedule,
+            split,
+            optimizer,
+            number=number,
+            first=first,
+            stop=stop,
+            segments=[Segment(first=begin, stop=end) for begin, end in segments],
+        )
+
+    kept = memory(1, 2)
     assert kept.model_dump() == {
         "parameters": 107,
         "gradients": 100,
@@ -83,10 +99,19 @@ def test_memory_by_hand(profile_of, device):
         "receive_buffers": 2 * 2 + 2 * 6 + 2 * 4,
         "reserve": 5,
     }
-    again = memory_table(model, ranges, device(), split, optimizer, recompute=True).stage(1, 2)
+    again = memory(1, 2, (1, 2))
     assert (again.activations, again.transient) == (4 * 8 + 8 * 3, 20 + 6)
-    ends = memory_table(model, ranges, device(), split, optimizer, recompute=False).stage(0, 3)
+    ends = memory(0, 3)
     assert (ends.activations, ends.transient, ends.receive_buffers) == (4 * 60 + 24, 1, 0)
+    # what enters a segment and what leaves it for a kept layer stays for every micro-batch
+    middle = memory(0, 3, (1, 2))
+    assert (middle.activations, middle.transient) == (4 * (10 + 30 + 8 + 6) + 24, 20 + 6)
+    # segments follow each other: one boundary; the last one's values are there while what is behind it goes back
+    two = memory(0, 3, (0, 1), (1, 2))
+    assert (two.activations, two.transient) == (4 * (30 + 8 + 6) + 24, 20 + 6)
+    # 1F1B has as many under way as there are stages from this one on
+    assert memory(1, 2, schedule="1f1b", number=3).activations == 3 * (8 + 20) + 24
+    assert memory(1, 2, schedule="1f1b", number=9).activations == 4 * (8 + 20) + 24
 
 
 @given(st.data())
@@ -97,12 +122,24 @@ def test_memory_equals_the_oracle_for_unequal_micro_batches(profiles, oracle, de
     split = MicroBatches(batch_size, data.draw(st.integers(1, batch_size)))
     first = data.draw(st.integers(0, len(profile.layers) - 1))
     stop = data.draw(st.integers(first + 1, len(profile.layers)))
-    recompute = data.draw(st.booleans())
+    schedule, number = data.draw(st.sampled_from(["gpipe", "1f1b"])), data.draw(st.integers(1, 4))
+    judge = oracle(profile, (device(),), batch_size)
+    segments = data.draw(st.sampled_from(judge.patterns(first, stop)))
     model = CostModel(profile)
-    optimizer = model.optimizer("a", "AdamW")
-    table = memory_table(model, ParameterRanges(profile), device(), split, optimizer, recompute=recompute)
-    expected = oracle(profile, (device(),), batch_size).memory(0, first, stop, split.sizes, recompute=recompute)
-    assert table.stage(first, stop).total == table.total[first, stop] == expected
+    memory = stage_memory(
+        model,
+        ParameterRanges(profile),
+        device(),
+        schedule,
+        split,
+        model.optimizer("a", "AdamW"),
+        number=number,
+        first=first,
+        stop=stop,
+        segments=[Segment(first=begin, stop=end) for begin, end in segments],
+    )
+    held = split.sizes if schedule == "gpipe" else split.sizes[:number]
+    assert memory.total == judge.memory("a", first, stop, split.sizes, held, segments)
 
 
 @given(st.integers(1, 200), st.data())

@@ -35,7 +35,19 @@ def profile(profile_of):
         ({"batch_size": 16, "memory_limit": -1}, "memory_limit is -1"),
         ({"batch_size": 16, "micro_batches_per_stage": 0}, "micro_batches_per_stage is 0"),
         ({"batch_size": 16, "recompute": "sometimes"}, "recompute is 'sometimes'; choose one of 'auto'"),
-        ({"batch_size": 16, "schedule": "1f1b"}, "schedule is '1f1b'; choose one of 'gpipe'"),
+        ({"batch_size": 16, "schedule": "zb"}, "schedule is 'zb'; choose one of 'gpipe', '1f1b', 'auto'"),
+        ({"batch_size": 16, "replicas": 3}, "replicas is 3 with 1 stages each, but there are 2 devices"),
+        ({"batch_size": 15, "replicas": 2}, "replicas is 2, which does not divide the batch of 15 samples"),
+        ({"batch_size": 16, "memory_limit": [5]}, "memory_limit has 1 entries for 2 devices"),
+        ({"batch_size": 16, "memory_limit": {"cuda:7": 5}}, "memory_limit names 'cuda:7'; the devices are cpu"),
+        ({"batch_size": 16, "pinned": {"blocks.0": "cpu"}}, "'blocks.0' is pinned to 'cpu', which names 2 of the"),
+        ({"batch_size": 16, "pinned": {"blocks.0": 2}}, "'blocks.0' is pinned to device 2, but there are 2 devices"),
+        ({"batch_size": 16, "pinned": {"blocks.0": 1}, "replicas": 2}, "pinned names .* and replicas is 2"),
+        ({"batch_size": 16, "cut_at": ["blocks.9"]}, "cut_at names 'blocks.9', and no layer .* holds a module"),
+        ({"batch_size": 16, "keep_together": "blocks.1"}, "keep_together is 'blocks.1'; give a list"),
+        ({"batch_size": 16, "micro_batch_sizes": []}, "micro_batch_sizes is empty"),
+        ({"batch_size": 16, "time_limit_s": 0}, "time_limit_s is 0; give more than 0"),
+        ({"batch_size": 16, "stagse": 2}, "there is no setting 'stagse'"),
     ],
 )
 def test_impossible_arguments_are_refused(profile, device, settings, message):
@@ -136,8 +148,8 @@ def test_when_nothing_fits_the_error_says_where_by_how_much_and_what_would_help(
     assert str(caught.value) == (
         "no plan fits the memory. The nearest one has K = 2 stages and M = 16 micro-batches; its stage 1 (layers 2 to "
         "3, layer2 to layer3, not recomputed) needs 980 B and device cpu (a) has 700 B: 280 bytes (280 B) too many. "
-        'Largest: activations 448 B, optimizer 256 B, parameters 128 B. What would help: recompute="auto"; more '
-        "devices (4 fit, with the added ones like the last)"
+        'Largest: activations 448 B, optimizer 256 B, parameters 128 B. What would help: recompute="auto"; '
+        'schedule="1f1b"; more devices (4 fit, with the added ones like the last)'
     )
 
 

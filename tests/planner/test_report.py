@@ -4,7 +4,7 @@ from profiler.device import Link
 GOLDEN = """\
 K = 2 stages, M = 8 micro-batches of 3 x 2 + 5 x 1 samples, batch 11, schedule gpipe, AdamW
 predicted step 18.5 s (optimizer 1.01 s), 0.5941 samples/s, bubble 30.4%
-1.37 x one device (25.4 s), at most 0.01% above the lower bound of 18.5 s
+1.37 x one device (25.4 s), proven optimal for these predictions
 
 stage  device  layers  modules                parameters  forward  recompute  backward     send         memory
     0  cuda:0     0-0  blocks.0....cks.0.out      1.00 k   500 ms         no    750 ms  1.40 ms  1.33 MiB  87%

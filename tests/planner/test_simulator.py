@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.objective import Prefix, StageTerms, complete, extend, gpipe_makespan_s
-from planner.schedule import gpipe_schedule, parse_schedule
+from planner.objective import makespan_s
+from planner.schedule import gpipe_schedule, make_schedule, parse_schedule
 from planner.simulator import Durations, simulate
 from profiler.errors import PlanError
 
@@ -17,21 +17,14 @@ def constant(rows, micro_batches):
 
 
 def closed_form_s(rows, micro_batches):
-    prefix, before = Prefix.empty(), 0.0
-    for index, (forward, recompute, backward, send, send_backward) in enumerate(rows):
-        back = send_backward if index else 0.0
-        numbers = (
-            forward + backward + before + back,
-            max(forward, before),
-            max(backward + recompute, back),
-            0.0,
-            0.0,
-        )
-        terms = StageTerms(*(np.array([number]) for number in numbers))
-        if index == len(rows) - 1:
-            return float(complete(prefix, terms, micro_batches - 1)[0])
-        prefix, before = extend(prefix, terms, micro_batches - 1), send
-    raise AssertionError
+    """T of `planner.objective`."""
+    forward, recompute, backward, send, send_back = (list(column) for column in zip(*rows, strict=True))
+    links = [*zip(send[:-1], send_back[1:], strict=True)]
+    through = sum(forward) + sum(backward) + sum(map(sum, links))
+    steady = max([*forward, *(there for there, _ in links)]) + max(
+        [*map(sum, zip(backward, recompute, strict=True)), *(back for _, back in links)]
+    )
+    return through + (micro_batches - 1) * steady
 
 
 def test_a_small_pipeline_by_hand():
@@ -66,14 +59,14 @@ def test_the_last_micro_batch_forward_is_not_recomputed_anywhere():
     assert closed_form_s(rows, 1) == 4.0
 
 
-@given(st.integers(1, 4), st.integers(1, 7), st.randoms(use_true_random=False))
-def test_vectorized_makespan_equals_the_simulator_for_any_durations(stages, micro_batches, random):
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 5), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_fast_makespan_equals_the_simulator_for_any_durations(name, stages, micro_batches, random):
     recompute = tuple(random.random() < 0.5 for _ in range(stages))
     tables = np.array([[[random.random() for _ in range(micro_batches)] for _ in range(stages)] for _ in range(5)])
     tables[1] *= np.array(recompute)[:, None]
     durations = Durations(*(tuple(map(tuple, table.tolist())) for table in tables))
-    schedule = gpipe_schedule(stages=stages, micro_batches=micro_batches, recompute=recompute)
-    assert gpipe_makespan_s(*tables) == pytest.approx(simulate(schedule, durations).makespan_s, rel=1e-12)
+    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, recompute=recompute)
+    assert makespan_s(name, tables) == pytest.approx(simulate(schedule, durations).makespan_s, rel=1e-12)
 
 
 def test_a_deadlock_names_who_waits_for_what():

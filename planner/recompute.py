@@ -1,0 +1,168 @@
+"""Ways to recompute the stages that a search asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.arcs import ALWAYS, RECOMPUTES, ROOM, Arcs, Tables
+from planner.plan import Segment
+from planner.search import Choices
+from planner.segments import INSIDE, START, Found, StageCosts, exact_segments, pattern_costs, usual_segments
+
+STAGE_WORK = 20_000
+"""Labels that solving the segments of one stage exactly may make [fitted: 0.5 ms]."""
+
+EXACT_LAYERS = 16
+"""Stages with more layers need more labels than that in any case that matters [fitted]."""
+
+
+class Ways:
+    """What is known about recompute in the stages of `arcs`; it grows as stages are looked at.
+
+    Attributes:
+        needed: how many stages need recompute.
+        work: labels made so far, a measure of time.
+    """
+
+    def __init__(self, tables: Tables, arcs: Arcs) -> None:
+        self.tables = tables
+        self.arcs = arcs
+        self.work = 0
+        self.needed = int((arcs.need == RECOMPUTES).sum())
+        count = len(arcs.need)
+        self._first_of = np.full(count, -1, dtype=np.int64)
+        self._number_of = np.zeros(count, dtype=np.int64)
+        self._exact = np.zeros(count, dtype=np.bool_)
+        self._wanted = np.zeros(count, dtype=np.bool_)
+        self._extra: list[float] = []
+        self._turning: list[float] = []
+        self._patterns: list[NDArray[np.uint8]] = []
+
+    def choices(self) -> Choices:
+        """What the search reads; it marks what it would like to know."""
+        return Choices(
+            self._first_of, self._number_of, self._exact, self._wanted, np.array(self._extra), np.array(self._turning)
+        )
+
+    def look_at_wanted(self, limit_s: float, most_work: int) -> int:
+        """Look at the stages that a search asked for, and say how many there were.
+
+        Args:
+            limit_s: only plans with a step time below are of interest.
+            most_work: labels that may be made in all; beyond, stages are no longer solved exactly.
+        """
+        wanted = [int(place) for place in np.flatnonzero(self._wanted)]
+        self._wanted[:] = False
+        return self.look_at(wanted, limit_s, most_work)
+
+    def look_at(self, places: Sequence[int], limit_s: float, most_work: int) -> int:
+        """The same for given stages; those that need no recompute, or are known, do not count."""
+        news = [place for place in places if self.arcs.need[place] == RECOMPUTES and self._first_of[place] < 0]
+        if not news:
+            return 0
+        shape = self.arcs.offset.shape
+        ends = np.flatnonzero(self.arcs.length.ravel())
+        begins = self.arcs.offset.ravel()[ends]
+        for place in news:
+            end = ends[np.searchsorted(begins, place, side="right") - 1]
+            variant, device, stop = (int(index) for index in np.unravel_index(end, shape))
+            first = stop - 1 - (place - int(self.arcs.offset[variant, device, stop]))
+            found = self._found(place, variant, device, first, stop, limit_s, most_work)
+            self._first_of[place] = len(self._extra)
+            self._number_of[place] = len(found.extra)
+            self._exact[place] = found.exact
+            self._extra.extend(found.extra)
+            self._turning.extend(found.turning)
+            self._patterns.extend(found.pattern)
+        return len(news)
+
+    def segments(self, place: int, way: int, first: int) -> tuple[Segment, ...] | None:
+        """What a stage that begins at layer `first` recomputes.
+
+        Args:
+            place: of its arc.
+            way: what the search chose; -1 if it chose nothing, which for a stage that recomputes is the first way.
+            first: of its layers.
+
+        Returns:
+            None when the stage turned out not to fit.
+        """
+        if self.arcs.need[place] != RECOMPUTES:
+            return ()
+        if way < 0:
+            if not self._number_of[place]:
+                return None
+            way = int(self._first_of[place])
+        return segments_of(self._patterns[way], first)
+
+    def _found(
+        self, place: int, variant: int, device: int, first: int, stop: int, limit_s: float, most_work: int
+    ) -> Found:
+        room, fits_whole = float(self.arcs.terms[place, ROOM]), bool(self.arcs.whole[place])
+        tables = self.tables
+        last_free = tables.one_f_one_b and variant == 0
+        costs = stage_costs(tables, device, variant)
+        whole = np.full((1, stop - first), INSIDE, dtype=np.uint8)
+        whole[0, 0] = START
+        _, extra, turning = pattern_costs(costs, first, stop, last_free, whole[0])
+        as_one = Found(np.array([extra]), np.array([turning]), whole, True, 0)
+        if tables.recompute == ALWAYS:
+            return as_one
+        cap = np.inf
+        if tables.steady:
+            steady_s = float(
+                tables.forward[device, stop]
+                - tables.forward[device, first]
+                + tables.backward[device, stop]
+                - tables.backward[device, first]
+            )
+            cap = (limit_s / tables.steady - steady_s) * (1 + 1e-9)
+        if stop - first <= EXACT_LAYERS:
+            found = exact_segments(costs, first, stop, last_free, room, cap, min(STAGE_WORK, most_work - self.work))
+            self.work += found.work
+            if found.exact:
+                return _with(found, as_one) if fits_whole else found
+        found = usual_segments(costs, first, stop, last_free, room, cap)
+        return _with(found, as_one) if fits_whole else found
+
+
+def _with(found: Found, other: Found) -> Found:
+    """The choices of both that are worth having; the other is one that turns around as fast as any."""
+    keep = found.extra < other.extra[0]
+    if (found.turning[keep] <= other.turning[0]).any():
+        return found
+    return Found(
+        np.append(found.extra[keep], other.extra),
+        np.append(found.turning[keep], other.turning),
+        np.concatenate((found.pattern[keep], other.pattern)),
+        found.exact,
+        found.work,
+    )
+
+
+def stage_costs(tables: Tables, device: int, variant: int) -> StageCosts:
+    """The costs of one class of devices with one number of micro-batches in flight."""
+    return StageCosts(
+        tables.held[device, variant],
+        tables.entering[device, variant],
+        tables.kept_one[device],
+        tables.transient[device],
+        tables.again[device],
+        tables.again_passing[device],
+    )
+
+
+def segments_of(pattern: NDArray[np.uint8], first: int) -> tuple[Segment, ...]:
+    """The segments that a pattern marks in a stage that begins at layer `first`."""
+    segments, begun = [], -1
+    for layer, mark in enumerate(pattern, start=first):
+        if mark != INSIDE and begun >= 0:
+            segments.append(Segment(first=begun, stop=layer))
+        if mark != INSIDE:
+            begun = layer if mark == START else -1
+    if begun >= 0:
+        segments.append(Segment(first=begun, stop=first + len(pattern)))
+    return tuple(segments)

@@ -1,0 +1,238 @@
+"""What a caller may ask of a plan, as one frozen value; checked before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
+
+from planner.plan import ScheduleName
+from profiler.device import Device
+from profiler.errors import ArgumentError, InfeasibleError
+
+RecomputeMode: TypeAlias = Literal["auto", "always", "never"]
+MemoryLimit: TypeAlias = int | Sequence[int | None] | Mapping[str, int]
+WhichDevice: TypeAlias = str | int
+
+
+class SettingKeywords(TypedDict, total=False):
+    """Keywords of `autoplan` and `plan_from_profile` that say what is asked of a plan; all may be left out.
+
+    Attributes:
+        schedule: order of forward and backward passes; `"auto"` takes the faster one that fits. `"gpipe"` by default.
+        recompute: `"auto"` (default) recomputes no more than must be for a stage to fit or the step to be fast,
+            `"always"` every stage as a whole, as GPipe does, `"never"` nothing.
+        stages: K, if it is to be fixed.
+        max_stages: largest K.
+        micro_batches: M, if it is to be fixed.
+        micro_batches_per_stage: M is at least this times K; 4 by default, below which the bubble is no longer small
+            (GPipe, section 2.3).
+        micro_batch_sizes: the only sizes that micro-batches may have.
+        replicas: R, pipelines side by side that average their gradients; 1 by default, `"auto"` to have it chosen.
+        memory_limit: bytes that a stage may fill, at most what its device has: one number for all, one for each device
+            (None for no limit), or by device name.
+        keep_together: paths of modules that no cut may part.
+        cut_at: paths of modules before which there must be a cut.
+        pinned: for paths of modules the device that must run them, by name or position in `devices`.
+        time_limit_s: seconds that the search may take; the best plan so far is returned, and its gap says how good it
+            is.
+    """
+
+    schedule: ScheduleName | Literal["auto"]
+    recompute: RecomputeMode
+    stages: int | None
+    max_stages: int | None
+    micro_batches: int | None
+    micro_batches_per_stage: int
+    micro_batch_sizes: Sequence[int] | None
+    replicas: int | Literal["auto"]
+    memory_limit: MemoryLimit | None
+    keep_together: Sequence[str]
+    cut_at: Sequence[str]
+    pinned: Mapping[str, WhichDevice] | None
+    time_limit_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`SettingKeywords` with their defaults, checked against the batch and the devices.
+
+    Attributes:
+        batch_size: samples of a mini-batch, over all replicas.
+        schedules: those to choose from.
+        memory_limits: bytes for each device, the device's own where no limit was given.
+        pinned: module paths and positions of devices.
+    """
+
+    batch_size: int
+    schedules: tuple[ScheduleName, ...] = ("gpipe",)
+    recompute: RecomputeMode = "auto"
+    stages: int | None = None
+    max_stages: int
+    micro_batches: int | None = None
+    micro_batches_per_stage: int = 4
+    micro_batch_sizes: frozenset[int] | None = None
+    replicas: int | None = 1
+    memory_limits: tuple[int, ...]
+    keep_together: tuple[str, ...] = ()
+    cut_at: tuple[str, ...] = ()
+    pinned: tuple[tuple[str, int], ...] = ()
+    time_limit_s: float | None = None
+
+    @classmethod
+    def of(cls, devices: Sequence[Device], batch_size: int, keywords: SettingKeywords) -> Self:
+        """The settings that these keywords mean.
+
+        Raises:
+            ArgumentError: a keyword does not exist, or has a value that cannot mean anything.
+            InfeasibleError: the batch is too small for what is fixed.
+        """
+        unknown = sorted(set(keywords) - set(SettingKeywords.__annotations__))
+        if unknown:
+            raise ArgumentError(
+                f"there is no setting {unknown[0]!r}; there are {', '.join(sorted(SettingKeywords.__annotations__))}"
+            )
+        given: dict[str, Any] = {name: value for name, value in keywords.items() if value is not None}
+        if not devices:
+            raise ArgumentError("got 0 devices; give at least 1")
+        _count("batch_size", batch_size)
+        for name in ("stages", "max_stages", "micro_batches", "micro_batches_per_stage"):
+            if name in given:
+                _count(name, given[name])
+        schedule = _choice("schedule", given.pop("schedule", "gpipe"), (*get_args(ScheduleName), "auto"))
+        _choice("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
+        replicas = given.pop("replicas", 1)
+        if replicas != "auto":
+            _count("replicas", replicas)
+        if "time_limit_s" in given and not given["time_limit_s"] > 0:
+            raise ArgumentError(f"time_limit_s is {given['time_limit_s']}; give more than 0 seconds")
+        sizes = given.pop("micro_batch_sizes", None)
+        for size in () if sizes is None else sizes:
+            _count("micro_batch_sizes", size)
+        if sizes is not None and not len(sizes):
+            raise ArgumentError("micro_batch_sizes is empty; name at least one size, or leave it out")
+        most = min(len(devices), given.pop("max_stages", len(devices)))
+        settings = cls(
+            batch_size=batch_size,
+            schedules=get_args(ScheduleName) if schedule == "auto" else (schedule,),
+            max_stages=most,
+            micro_batch_sizes=None if sizes is None else frozenset(sizes),
+            replicas=None if replicas == "auto" else replicas,
+            memory_limits=_memory_limits(devices, given.pop("memory_limit", None)),
+            keep_together=_paths("keep_together", given.pop("keep_together", ())),
+            cut_at=_paths("cut_at", given.pop("cut_at", ())),
+            pinned=_pinned(devices, given.pop("pinned", {})),
+            **given,
+        )
+        settings._check_numbers(len(devices), keywords.get("max_stages"))
+        return settings
+
+    def _check_numbers(self, devices: int, max_stages: int | None) -> None:
+        """K, M, R and the batch do not contradict each other."""
+        stages, count, replicas = self.stages, self.micro_batches, self.replicas or 1
+        if stages is not None and stages > devices:
+            raise ArgumentError(f"stages is {stages}, but there are {devices} devices; each stage needs its own")
+        if stages is not None and max_stages is not None and stages > max_stages:
+            raise ArgumentError(f"stages is {stages} and max_stages is {max_stages}; leave one of them out")
+        least_stages = stages or 1
+        if replicas * least_stages > devices:
+            raise ArgumentError(
+                f"replicas is {replicas} with {least_stages} stages each, but there are {devices} devices; "
+                f"{replicas * least_stages} are needed"
+            )
+        if self.batch_size % replicas:
+            raise ArgumentError(
+                f"replicas is {replicas}, which does not divide the batch of {self.batch_size} samples; choose a "
+                f"batch of {-(-self.batch_size // replicas) * replicas}"
+            )
+        if self.pinned and self.replicas != 1:
+            raise ArgumentError(
+                f"pinned names devices of one pipeline, and replicas is {self.replicas or 'auto'}; leave one "
+                f"of them out"
+            )
+        batch, needed = self.batch_size // replicas, self.micro_batches_per_stage * least_stages
+        if count is not None and count > batch:
+            raise ArgumentError(f"micro_batches is {count}, but the batch has {batch} samples; each needs at least 1")
+        if count is not None and count < needed:
+            raise ArgumentError(
+                f"micro_batches is {count}, but {least_stages} stages with micro_batches_per_stage = "
+                f"{self.micro_batches_per_stage} need at least {needed}; give more micro-batches, fewer stages, or a "
+                "smaller micro_batches_per_stage"
+            )
+        if batch < needed:
+            raise InfeasibleError(_batch_too_small_text(batch, least_stages, self.micro_batches_per_stage))
+
+
+def _batch_too_small_text(batch: int, stages: int, per_stage: int) -> str:
+    """Why a batch cannot be cut into enough micro-batches."""
+    needed = per_stage * stages
+    cures = [f"use a batch of at least {needed}"]
+    if stages > 1 and batch // per_stage >= 1:
+        cures.append(f"set stages to at most {batch // per_stage}")
+    if batch // stages >= 1:
+        cures.append(f"set micro_batches_per_stage to at most {batch // stages}")
+    return (
+        f"a batch of {batch} samples is too small for K = {stages}: M must be at least {needed} ({per_stage} "
+        f"micro-batches for each stage), and a micro-batch holds at least 1 sample; {', or '.join(cures)}"
+    )
+
+
+def _count(name: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise ArgumentError(f"{name} is {count!r}; give a whole number of at least 1")
+    if count < 1:
+        raise ArgumentError(f"{name} is {count}; give at least 1")
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    if value not in choices:
+        raise ArgumentError(f"{name} is {value!r}; choose one of {', '.join(repr(choice) for choice in choices)}")
+    return value
+
+
+def _paths(name: str, paths: Any) -> tuple[str, ...]:
+    if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
+        raise ArgumentError(f"{name} is {paths!r}; give a list of module paths")
+    return tuple(paths)
+
+
+def _memory_limits(devices: Sequence[Device], limit: Any) -> tuple[int, ...]:
+    names = [device.name for device in devices]
+    if isinstance(limit, Mapping):
+        unknown = sorted(set(limit) - set(names))
+        if unknown:
+            raise ArgumentError(f"memory_limit names {unknown[0]!r}; the devices are {', '.join(dict.fromkeys(names))}")
+        limits = [limit.get(name) for name in names]
+    elif isinstance(limit, Sequence) and not isinstance(limit, str):
+        if len(limit) != len(devices):
+            raise ArgumentError(f"memory_limit has {len(limit)} entries for {len(devices)} devices; give one for each")
+        limits = list(limit)
+    else:
+        limits = [limit] * len(devices)
+    for entry in limits:
+        if entry is not None:
+            _count("memory_limit", entry)
+    return tuple(
+        device.memory_bytes if entry is None else min(entry, device.memory_bytes)
+        for device, entry in zip(devices, limits, strict=True)
+    )
+
+
+def _pinned(devices: Sequence[Device], pinned: Any) -> tuple[tuple[str, int], ...]:
+    if not isinstance(pinned, Mapping):
+        raise ArgumentError(f"pinned is {pinned!r}; give a mapping from module paths to devices")
+    return tuple((path, _position(devices, path, which)) for path, which in pinned.items())
+
+
+def _position(devices: Sequence[Device], path: str, which: object) -> int:
+    names = [device.name for device in devices]
+    if isinstance(which, int) and not isinstance(which, bool):
+        if not 0 <= which < len(devices):
+            raise ArgumentError(f"{path!r} is pinned to device {which}, but there are {len(devices)} devices")
+        return which
+    if names.count(str(which)) != 1:
+        raise ArgumentError(
+            f"{path!r} is pinned to {which!r}, which names {names.count(str(which))} of the devices "
+            f"{', '.join(dict.fromkeys(names))}; give the name of one, or its position"
+        )
+    return names.index(str(which))

@@ -1,0 +1,158 @@
+"""Fills `planner.arcs.Tables`, the arrays that the compiled search reads, from a problem and a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from planner.arcs import ALWAYS, AUTO, NEVER, Tables
+from planner.costs import Floats, LayerArrays, prefix_sums
+from planner.memory import behind_boundary, receive_bytes, temporary_bytes
+from planner.micro_batches import MicroBatches
+from planner.problem import Candidate, Problem
+from planner.rules import FREE
+from planner.transfers import all_reduce_s, boundary_s
+
+PRICES = 24
+"""Prices of memory that are tried to bound recompute from below [fitted]."""
+_MODES = {"auto": AUTO, "always": ALWAYS, "never": NEVER}
+
+
+def make_tables(problem: Problem, candidate: Candidate) -> Tables:
+    """The arrays for one schedule, R and M."""
+    split, settings, profile = candidate.split, problem.settings, problem.costs.profile
+    classes = problem.classes
+    kinds = [group.device.kind for group in classes]
+    large = {kind: problem.costs.layers(kind, split.largest) for kind in kinds}
+    small = {kind: problem.costs.layers(kind, split.smallest) for kind in kinds}
+    most = problem.most_stages(candidate.replicas, split.count)
+    flying = [split.in_flight(candidate.schedule, number) for number in range(1, most + 1)]
+    if candidate.schedule == "gpipe":
+        flying = flying[:1]
+
+    def sums(combine: Callable[[LayerArrays, LayerArrays], Floats]) -> Floats:
+        return np.stack([prefix_sums(combine(large[kind], small[kind])) for kind in kinds])
+
+    def steady(name: str) -> Floats:
+        return sums(lambda more, less: steady_mean(split, getattr(more, name), getattr(less, name)))
+
+    held = {
+        kind: np.stack(
+            [
+                many * (large[kind].kept_bytes - large[kind].held_bytes)
+                + few * (small[kind].kept_bytes - small[kind].held_bytes)
+                for many, few in flying
+            ]
+        )
+        for kind in kinds
+    }
+    remaining = {
+        kind: np.stack([many * large[kind].held_bytes + few * small[kind].held_bytes for many, few in flying])
+        for kind in kinds
+    }
+    whole = [_whole_stages(problem, kind, split) for kind in kinds]
+    entering = {
+        kind: np.stack(
+            [behind_boundary(many * large[kind].output_bytes + few * small[kind].output_bytes) for many, few in flying]
+        )
+        for kind in kinds
+    }
+    again = {kind: steady_mean(split, large[kind].recompute_s, small[kind].recompute_s) for kind in kinds}
+    received = [receive_bytes(problem.costs, kind, split) for kind in kinds]
+    optimizers = [problem.costs.optimizer(kind, problem.optimizer) for kind in kinds]
+    reduce_fixed_s, reduce_byte_s = all_reduce_s(problem.link, candidate.replicas)
+    out_large, back_large = boundary_s(problem, split.largest)
+    out_small, back_small = boundary_s(problem, split.smallest)
+    forward_head, backward_head = _heads(problem, candidate, large, small)
+    always_bytes = profile.reserve_bytes + split.batch_size * profile.input_bytes
+    class_of = {member: number for number, group in enumerate(classes) for member in group.members}
+    return Tables(
+        one_f_one_b=candidate.schedule == "1f1b",
+        steady=split.count - 1,
+        recompute=_MODES[settings.recompute],
+        least_stages=settings.stages or 1,
+        most_stages=most,
+        passing=sums(
+            lambda more, less: np.minimum(more.forward_s, less.forward_s) + np.minimum(more.backward_s, less.backward_s)
+        ),
+        forward=steady("forward_s"),
+        backward=steady("backward_s"),
+        again=np.stack([prefix_sums(again[kind]) for kind in kinds]),
+        again_passing=sums(lambda more, less: np.minimum(more.recompute_s, less.recompute_s)),
+        forward_most=sums(lambda more, less: np.maximum(more.forward_s, less.forward_s)),
+        forward_least=sums(lambda more, less: np.minimum(more.forward_s, less.forward_s)),
+        crossing=np.minimum(out_large, out_small) + np.minimum(back_large, back_small),
+        forward_link=steady_mean(split, out_large, out_small),
+        backward_link=steady_mean(split, back_large, back_small),
+        forward_head=forward_head,
+        backward_head=backward_head,
+        held=np.stack([np.stack([prefix_sums(row) for row in held[kind]]) for kind in kinds]),
+        entering=np.stack([entering[kind] for kind in kinds]),
+        kept_one=sums(lambda more, less: np.maximum(more.kept_bytes, less.kept_bytes)),
+        transient=np.stack([temporary_bytes(large[kind], small[kind]) for kind in kinds]),
+        remaining=np.stack([np.stack([prefix_sums(row) for row in remaining[kind]]) for kind in kinds]),
+        in_flight=np.array(flying, dtype=np.float64),
+        kept_large=np.stack([matrices[0] for matrices in whole]),
+        kept_small=np.stack([matrices[1] for matrices in whole]),
+        beside_kept=np.stack([matrices[2] for matrices in whole]),
+        most=np.stack([matrices[3] for matrices in whole]),
+        prices=np.stack([np.stack([prices(row, again[kind]) for row in held[kind]]) for kind in kinds]),
+        receive_in=np.stack([pair[0] for pair in received]),
+        receive_out=np.stack([pair[1] for pair in received]),
+        fixed_bytes=problem.parameters.fixed,
+        trainable_bytes=problem.parameters.trainable,
+        state_factor=np.array([cost.state_bytes_per_byte for cost in optimizers]),
+        limit=np.array([float(group.device.memory_bytes - always_bytes) for group in classes]),
+        optimizer_rate=np.array([cost.seconds_per_byte + reduce_byte_s for cost in optimizers]),
+        optimizer_fixed=reduce_fixed_s,
+        allowed=problem.rules.allowed,
+        demanded=np.cumsum(problem.rules.demanded),
+        pinned=np.array([FREE if device == FREE else class_of[int(device)] for device in problem.rules.pinned]),
+        capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in classes]),
+    )
+
+
+def _whole_stages(problem: Problem, kind: str, split: MicroBatches) -> tuple[Floats, Floats, Floats, Floats]:
+    """Bytes of stages that keep everything or nothing: kept by large and by small micro-batches, beside that, most."""
+    kept_large, most_large = problem.costs.stages(kind, split.largest)
+    if split.equal:
+        return kept_large, kept_large, most_large - kept_large, most_large
+    kept_small, most_small = problem.costs.stages(kind, split.smallest)
+    beside = np.maximum(most_large - kept_large, most_small - kept_small)
+    return kept_large, kept_small, beside, np.maximum(most_large, most_small)
+
+
+def steady_mean(split: MicroBatches, large: Floats, small: Floats) -> Floats:
+    """Mean over the first M - 1 micro-batches of what takes `large` and `small` for the two sizes."""
+    if split.equal:
+        return large
+    return (split.number_largest * large + (split.count - split.number_largest - 1) * small) / (split.count - 1)
+
+
+def prices(held_bytes: Floats, seconds: Floats) -> Floats:
+    """Seconds per byte of some layers, spread over all, shape (PRICES,)."""
+    per_byte = np.sort(seconds[held_bytes > 0] / held_bytes[held_bytes > 0])
+    if not len(per_byte):
+        return np.zeros(PRICES)
+    some: Floats = per_byte[np.linspace(0, len(per_byte) - 1, PRICES).round().astype(int)]
+    return some * np.linspace(0.9, 1.1, PRICES)
+
+
+def _heads(
+    problem: Problem, candidate: Candidate, large: dict[str, LayerArrays], small: dict[str, LayerArrays]
+) -> tuple[Floats, Floats]:
+    """What layers 0 to i - 1 take longer with a large micro-batch than with a small one, at least, two (L + 1,) arrays.
+
+    Zero for equal micro-batches.
+    """
+    if candidate.split.equal or candidate.schedule != "gpipe":
+        return np.zeros(problem.layers + 1), np.zeros(problem.layers + 1)
+
+    def least(name: str) -> Floats:
+        smallest: Floats = np.min(
+            [np.maximum(getattr(large[kind], name) - getattr(small[kind], name), 0.0) for kind in large], axis=0
+        )
+        return smallest
+
+    return prefix_sums(least("forward_s")), prefix_sums(least("backward_s"))

@@ -1,0 +1,36 @@
+"""What messages between stages and between replicas take."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.costs import Floats
+from planner.problem import Problem
+from profiler.device import Link
+
+
+def boundary_s(problem: Problem, size: int) -> tuple[Floats, Floats]:
+    """Seconds that outputs and their gradients take across boundary i, two arrays of shape (L + 1,).
+
+    What crosses a boundary does not depend on the device; the first device's rows of the profile say it.
+    """
+    costs = problem.costs.layers(problem.devices[0].kind, size)
+    return _transfer_s(problem.link, costs.output_bytes), _transfer_s(problem.link, costs.output_gradient_bytes)
+
+
+def all_reduce_s(link: Link | None, replicas: int) -> tuple[float, float]:
+    """Seconds of averaging gradients over R replicas, as (fixed, for each byte).
+
+    A ring moves 2 (R - 1) / R of the bytes over each link, in 2 (R - 1) messages (Patarasuk and Yuan, JPDC 2009).
+    """
+    if replicas == 1 or link is None:
+        return 0.0, 0.0
+    return 2 * (replicas - 1) * link.latency_s, 2 * (replicas - 1) / replicas / link.bytes_per_s
+
+
+def _transfer_s(link: Link | None, layer_bytes: Floats) -> Floats:
+    seconds = np.zeros(len(layer_bytes) + 1)
+    if link is not None:
+        inner = layer_bytes[:-1]
+        seconds[1:-1] = np.where(inner > 0, link.latency_s + inner / link.bytes_per_s, 0.0)
+    return seconds

@@ -55,10 +55,10 @@ class Tables(NamedTuple):
         transient: bytes beside these at most, shape (C, L).
         remaining: prefix sums of bytes that all micro-batches in flight keep of any layer, shape (C, V, N).
         in_flight: how many micro-batches of the larger and of the smaller size are, shape (V, 2).
-        kept_large: bytes that one large micro-batch keeps of layers [i, j), shape (C, N, N).
-        kept_small: the same for a small one.
-        beside_kept: the most bytes beside these when everything is kept, shape (C, N, N).
-        most: the most bytes of one micro-batch when the whole stage is recomputed, shape (C, N, N).
+        stage_kept: bytes that one micro-batch of a measured size keeps of layers [i, j), shape (sizes, N, N).
+        stage_most: the most bytes that it has at any moment, shape (sizes, N, N).
+        stage_at: the measured sizes around that of the large and of the small micro-batches, shape (C, 2, 2).
+        stage_share: where between them these sizes are, shape (C, 2).
         prices: seconds of recompute per byte held, ascending, some to try, shape (C, V, P).
         receive_in: bytes of buffers for what comes back at the stage's first boundary, shape (C, N).
         receive_out: the same at its last boundary.
@@ -97,10 +97,10 @@ class Tables(NamedTuple):
     transient: Floats
     remaining: Floats
     in_flight: Floats
-    kept_large: Floats
-    kept_small: Floats
-    beside_kept: Floats
-    most: Floats
+    stage_kept: Floats
+    stage_most: Floats
+    stage_at: Indices
+    stage_share: Floats
     prices: Floats
     receive_in: Floats
     receive_out: Floats
@@ -234,11 +234,13 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
                     room -= np.ceil(tables.state_factor[device] * trainable) + tables.entering[device, variant, first]
                     room -= tables.receive_in[device, first] + tables.receive_out[device, stop]
                     large, small = tables.in_flight[variant, 0], tables.in_flight[variant, 1]
-                    kept_bytes = large * tables.kept_large[device, first, stop]
-                    kept_bytes += small * tables.kept_small[device, first, stop]
-                    keeps = tables.recompute != 1 and kept_bytes + tables.beside_kept[device, first, stop] <= room
+                    at, share = tables.stage_at[device], tables.stage_share[device]
+                    kept_large, kept_small, beside, most = whole_stage(
+                        tables.stage_kept, tables.stage_most, at, share, first, stop
+                    )
+                    keeps = tables.recompute != 1 and large * kept_large + small * kept_small + beside <= room
                     room -= tables.remaining[device, variant, stop] - tables.remaining[device, variant, first]
-                    whole[place] = tables.recompute != 2 and tables.most[device, first, stop] <= room
+                    whole[place] = tables.recompute != 2 and most <= room
                     terms[place, 5] = room
                     room -= temporary
                     if not (keeps or whole[place] or (tables.recompute == 0 and room >= 0)):
@@ -305,6 +307,29 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         extra,
         terms,
     )
+
+
+@compiled
+def whole_stage(
+    stage_kept: Floats, stage_most: Floats, at: Indices, share: Floats, first: int, stop: int
+) -> tuple[float, float, float, float]:
+    """Bytes of a stage that keeps everything or nothing; see `Tables` for the arrays of one class.
+
+    Returns:
+        What one large and one small micro-batch keeps, the most beside that, and the most in all.
+    """
+    kept_large = stage_kept[at[0, 0], first, stop]
+    most_large = stage_most[at[0, 0], first, stop]
+    if share[0] > 0:
+        kept_large = np.ceil((1 - share[0]) * kept_large + share[0] * stage_kept[at[0, 1], first, stop] - 1e-6)
+        most_large = np.ceil((1 - share[0]) * most_large + share[0] * stage_most[at[0, 1], first, stop] - 1e-6)
+    kept_small = stage_kept[at[1, 0], first, stop]
+    most_small = stage_most[at[1, 0], first, stop]
+    if share[1] > 0:
+        kept_small = np.ceil((1 - share[1]) * kept_small + share[1] * stage_kept[at[1, 1], first, stop] - 1e-6)
+        most_small = np.ceil((1 - share[1]) * most_small + share[1] * stage_most[at[1, 1], first, stop] - 1e-6)
+    beside = max(most_large - kept_large, most_small - kept_small)
+    return kept_large, kept_small, beside, max(most_large, most_small)
 
 
 @compiled

@@ -10,6 +10,7 @@ Ranges of layers are half open, [i, j), and matrices over them hold the range [i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -51,6 +52,28 @@ class LayerArrays:
     workspace_bytes: Floats
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StageStack:
+    """Bytes of every stage of layers [i, j) at every measured size; arrays of shape (kinds and sizes, L + 1, L + 1).
+
+    Attributes:
+        costs: whose stages these are.
+        position: of each device kind and measured size.
+        kept: bytes that one micro-batch keeps until its backward pass.
+        most: the most bytes that it has at any moment.
+    """
+
+    costs: CostModel
+    position: dict[tuple[str, int], int]
+    kept: Floats
+    most: Floats
+
+    def around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
+        """Positions of the measured sizes around one, and where between them it lies."""
+        below, above, share = self.costs.around(device_kind, micro_batch_size)
+        return self.position[device_kind, below], self.position[device_kind, above], share
+
+
 class CostModel:
     """What a profile says at any micro-batch size; linear between measured sizes and never beyond them."""
 
@@ -59,7 +82,6 @@ class CostModel:
         self._rows = _rows(profile)
         self._measured = _measured_arrays(self._rows)
         self._layers: dict[tuple[str, int], LayerArrays] = {}
-        self._stages: dict[tuple[str, int], tuple[Floats, Floats]] = {}
 
     def measured_sizes(self, device_kind: str) -> tuple[int, ...]:
         """The micro-batch sizes measured on that kind of device, ascending.
@@ -90,28 +112,32 @@ class CostModel:
             self._layers[key] = self._interpolated(device_kind, micro_batch_size)
         return self._layers[key]
 
-    def stages(self, device_kind: str, micro_batch_size: int) -> tuple[Floats, Floats]:
-        """Bytes that a stage of layers [i, j) keeps of one micro-batch, and the most that it holds at any moment.
+    def stage(self, device_kind: str, micro_batch_size: int, first: int, stop: int) -> tuple[float, float]:
+        """Bytes that a stage of layers [first, stop) keeps of one micro-batch, and the most it has at any moment.
 
         The second leaves out the stage's inputs and received gradients. Between measured sizes both are on the line,
         which for the second, a maximum of lines, is not below.
 
-        Returns:
-            Two arrays of shape (L + 1, L + 1).
-
         Raises:
             ProfileError: as for `layers`.
         """
-        key = (device_kind, micro_batch_size)
-        if key not in self._stages:
-            below, above, share = self._around(device_kind, micro_batch_size)
-            if share == 0:
-                self._stages[key] = _stage_bytes(self._rows[device_kind, below])
-            else:
-                lines = zip(self.stages(device_kind, below), self.stages(device_kind, above), strict=True)
-                kept, most = (np.ceil((1 - share) * low + share * high - 1e-6) for low, high in lines)
-                return kept, most
-        return self._stages[key]
+        stack = self.stage_stack
+        low, high, share = stack.around(device_kind, micro_batch_size)
+        kept, most = (
+            float(matrices[low, first, stop])
+            if not share
+            else float(np.ceil((1 - share) * matrices[low, first, stop] + share * matrices[high, first, stop] - 1e-6))
+            for matrices in (stack.kept, stack.most)
+        )
+        return kept, most
+
+    @cached_property
+    def stage_stack(self) -> StageStack:
+        """What `stage` says, for all stages and measured sizes."""
+        pairs = [_stage_bytes(rows) for rows in self._rows.values()]
+        return StageStack(
+            self, {key: position for position, key in enumerate(self._rows)}, *map(np.stack, zip(*pairs, strict=True))
+        )
 
     def optimizer(self, device_kind: str, name: str) -> OptimizerCost:
         """What a step of that optimizer costs on that kind of device.
@@ -129,11 +155,11 @@ class CostModel:
         )
 
     def _interpolated(self, device_kind: str, micro_batch_size: int) -> LayerArrays:
-        below, above, share = self._around(device_kind, micro_batch_size)
+        below, above, share = self.around(device_kind, micro_batch_size)
         measured = self._measured[device_kind]
         return _between(measured[below], measured[above], share) if share else measured[below]
 
-    def _around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
+    def around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
         """The measured sizes around one, and where between them it lies; 0 when it was measured itself."""
         sizes = self.measured_sizes(device_kind)
         if not sizes[0] <= micro_batch_size <= sizes[-1]:
@@ -158,7 +184,7 @@ def _rows(profile: Profile) -> dict[tuple[str, int], list[LayerCost]]:
 
 
 def _stage_bytes(costs: list[LayerCost]) -> tuple[Floats, Floats]:
-    """`CostModel.stages` at a measured size; where no layer says more, by sums alone, which is fast."""
+    """`CostModel.stage` at a measured size, for all stages; where no layer says more, by sums alone, which is fast."""
     if any(cost.in_stage is not None for cost in costs):
         entries = StageBytes.of(costs)
         kept = entries.kept()

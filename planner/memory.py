@@ -58,8 +58,7 @@ def stage_memory(
     remaining = (many_large * large.held_bytes + many_small * small.held_bytes)[first:stop].sum()
     if not segments or (segments[0].first, segments[0].stop) == (first, stop):
         (kept_large, most_large), (kept_small, most_small) = (
-            [matrix[first, stop] for matrix in costs.stages(device.kind, size)]
-            for size in (micro_batches.largest, micro_batches.smallest)
+            costs.stage(device.kind, size, first, stop) for size in (micro_batches.largest, micro_batches.smallest)
         )
         if segments:
             held, peak = remaining, max(most_large, most_small)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arcs import Tables, used_numbers
+from planner.arcs import Tables, used_numbers, whole_stage
 from planner.compiled import compiled
 from planner.costs import Indices
 from planner.segments import StageCosts, pattern_costs
@@ -92,13 +92,16 @@ def least_bad(tables: Tables) -> LeastBad:
                         room -= tables.entering[device, variant, first]
                         room -= tables.receive_in[device, first] + tables.receive_out[device, stop]
                         over, parts = np.inf, 0
+                        at, share = tables.stage_at[device], tables.stage_share[device]
+                        kept_large, kept_small, beside, most = whole_stage(
+                            tables.stage_kept, tables.stage_most, at, share, first, stop
+                        )
                         if tables.recompute != 1:
-                            held = tables.in_flight[variant, 0] * tables.kept_large[device, first, stop]
-                            held += tables.in_flight[variant, 1] * tables.kept_small[device, first, stop]
-                            over = held + tables.beside_kept[device, first, stop] - room
+                            held = tables.in_flight[variant, 0] * kept_large + tables.in_flight[variant, 1] * kept_small
+                            over = held + beside - room
                         room -= tables.remaining[device, variant, stop] - tables.remaining[device, variant, first]
-                        if tables.recompute != 2 and tables.most[device, first, stop] - room < over:
-                            over, parts = tables.most[device, first, stop] - room, 1
+                        if tables.recompute != 2 and most - room < over:
+                            over, parts = most - room, 1
                         number_parts = 2
                         while tables.recompute == 0 and last <= 300 and number_parts <= min(16, stop - first):
                             if temporary - room >= worst[way, first]:

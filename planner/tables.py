@@ -51,7 +51,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         kind: np.stack([many * large[kind].held_bytes + few * small[kind].held_bytes for many, few in flying])
         for kind in kinds
     }
-    whole = [_whole_stages(problem, kind, split) for kind in kinds]
+    stack = problem.costs.stage_stack
     entering = {
         kind: np.stack(
             [behind_boundary(many * large[kind].output_bytes + few * small[kind].output_bytes) for many, few in flying]
@@ -93,10 +93,14 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         transient=np.stack([temporary_bytes(large[kind], small[kind]) for kind in kinds]),
         remaining=np.stack([np.stack([prefix_sums(row) for row in remaining[kind]]) for kind in kinds]),
         in_flight=np.array(flying, dtype=np.float64),
-        kept_large=np.stack([matrices[0] for matrices in whole]),
-        kept_small=np.stack([matrices[1] for matrices in whole]),
-        beside_kept=np.stack([matrices[2] for matrices in whole]),
-        most=np.stack([matrices[3] for matrices in whole]),
+        stage_kept=stack.kept,
+        stage_most=stack.most,
+        stage_at=np.array(
+            [[stack.around(kind, size)[:2] for size in (split.largest, split.smallest)] for kind in kinds]
+        ),
+        stage_share=np.array(
+            [[stack.around(kind, size)[2] for size in (split.largest, split.smallest)] for kind in kinds]
+        ),
         prices=np.stack([np.stack([prices(row, again[kind]) for row in held[kind]]) for kind in kinds]),
         receive_in=np.stack([pair[0] for pair in received]),
         receive_out=np.stack([pair[1] for pair in received]),
@@ -111,16 +115,6 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         pinned=np.array([FREE if device == FREE else class_of[int(device)] for device in problem.rules.pinned]),
         capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in classes]),
     )
-
-
-def _whole_stages(problem: Problem, kind: str, split: MicroBatches) -> tuple[Floats, Floats, Floats, Floats]:
-    """Bytes of stages that keep everything or nothing: kept by large and by small micro-batches, beside that, most."""
-    kept_large, most_large = problem.costs.stages(kind, split.largest)
-    if split.equal:
-        return kept_large, kept_large, most_large - kept_large, most_large
-    kept_small, most_small = problem.costs.stages(kind, split.smallest)
-    beside = np.maximum(most_large - kept_large, most_small - kept_small)
-    return kept_large, kept_small, beside, np.maximum(most_large, most_small)
 
 
 def steady_mean(split: MicroBatches, large: Floats, small: Floats) -> Floats:

@@ -1,0 +1,136 @@
+"""Rules about cuts and devices are kept, and those that clash are named."""
+
+import pytest
+
+from planner.from_profile import plan_from_profile
+from profiler.device import Link
+from profiler.errors import ArgumentError, InfeasibleError
+
+ROW = (0.25, 0.25, 0.5, 10, 4, 8, 8)
+
+
+@pytest.fixture
+def profile(profile_of):
+    return profile_of(
+        {
+            (kind, size): [[value * size * speed for value in ROW[:3]] + [value * size for value in ROW[3:]]] * 6
+            for kind, speed in (("fast", 1.0), ("slow", 2.5))
+            for size in (1, 8)
+        },
+        links=(Link(latency_s=0.0, bytes_per_s=1e6),),
+    )
+
+
+def cuts_of(plan):
+    return [stage.stop_layer for stage in plan.stages[:-1]]
+
+
+def test_modules_stay_together(profile, device):
+    devices = [device("fast")] * 2
+    assert cuts_of(plan_from_profile(profile, devices, batch_size=16)) == [3]
+    plan = plan_from_profile(profile, devices, batch_size=16, keep_together=["blocks.2", "blocks.3"])
+    assert cuts_of(plan) == [3]  # a module of one layer forbids nothing
+    assert cuts_of(plan_from_profile(profile, devices, batch_size=16, keep_together=["blocks"])) == []
+
+
+def test_cuts_are_where_they_must_be(profile, device):
+    plan = plan_from_profile(profile, [device("fast")] * 3, batch_size=16, cut_at=["blocks.1", "blocks.5"])
+    assert cuts_of(plan) == [1, 5]
+
+
+def test_a_module_runs_where_it_is_pinned(profile, device):
+    devices = [device("fast", name="cuda:0"), device("slow", name="cuda:1"), device("fast", name="cuda:2")]
+    plan = plan_from_profile(profile, devices, batch_size=24, pinned={"blocks.0": "cuda:2", "blocks.5": 1})
+    assert plan.stages[0].device.name == "cuda:2"
+    assert plan.stages[-1].device.name == "cuda:1"
+    best_s = min(
+        plan_from_profile(
+            profile, devices, batch_size=24, pinned={"blocks.0": "cuda:2", "blocks.5": 1}, stages=K
+        ).prediction.step_s
+        for K in (2, 3)
+    )
+    assert plan.prediction.step_s == best_s
+
+
+def test_micro_batches_have_allowed_sizes(profile, device):
+    plan = plan_from_profile(profile, [device("fast")] * 2, batch_size=24, micro_batch_sizes=[3])
+    assert set(plan.micro_batch_sizes) == {3}
+    with pytest.raises(InfeasibleError, match=r"micro_batch_sizes allows \[5\] samples, and no M of a batch of 24"):
+        plan_from_profile(profile, [device("fast")] * 2, batch_size=24, micro_batch_sizes=[5])
+
+
+def test_each_device_may_have_its_own_limit(profile, device):
+    plan = plan_from_profile(profile, [device("fast")] * 2, batch_size=16, memory_limit=[1000, None], stages=2)
+    assert sorted(stage.device.memory_bytes for stage in plan.stages) == [1000, 10**9]
+
+
+@pytest.mark.parametrize(
+    ("rules", "named", "unnamed"),
+    [
+        (
+            {"keep_together": ["blocks"], "cut_at": ["blocks.3"]},
+            ["keep_together 'blocks'", "cut_at 'blocks.3'"],
+            "stages",
+        ),
+        (
+            {"cut_at": ["blocks.1", "blocks.3"], "stages": 2},
+            ["cut_at 'blocks.1'", "'blocks.3'", "stages = 2"],
+            "at most",
+        ),
+        (
+            {"cut_at": ["blocks.1", "blocks.2", "blocks.4"], "keep_together": ["blocks.5"]},
+            ["cut_at 'blocks.4'", "at most 3 stages"],
+            "keep_together",
+        ),
+        ({"pinned": {"blocks.0": 0, "blocks.2": 1, "blocks.4": 0}}, ["'blocks.0' to device 0", "'blocks.2'"], "stages"),
+        ({"pinned": {"blocks.0": 0, "blocks.1": 0}, "cut_at": ["blocks.1"]}, ["pinned 'blocks.1'", "cut_at"], "stages"),
+        ({"pinned": {"blocks": 0, "blocks.4": 1}}, ["pinned 'blocks.4' to device 1 and pinned 'blocks' to"], "stages"),
+    ],
+)
+def test_rules_that_clash_are_named(profile, device, rules, named, unnamed):
+    with pytest.raises(InfeasibleError) as caught:
+        plan_from_profile(profile, [device("fast")] * 3, batch_size=32, **rules)
+    assert all(text in str(caught.value) for text in named)
+    assert unnamed not in str(caught.value)
+
+
+def test_a_cut_inside_a_layer_cannot_be_demanded(profile, device):
+    with pytest.raises(ArgumentError, match=r"cut_at names 'blocks.2.out', which begins inside layer 2 .* behind"):
+        plan_from_profile(profile, [device("fast")] * 3, batch_size=32, cut_at=["blocks.2.out"])
+
+
+def test_a_time_limit_ends_the_search_and_says_so(profile, device):
+    devices = [device("fast"), device("slow"), device("slow")]
+    whole = plan_from_profile(profile, devices, batch_size=60)
+    short = plan_from_profile(profile, devices, batch_size=60, time_limit_s=1e-9)
+    assert short.prediction.step_s >= whole.prediction.step_s
+    assert short.prediction.lower_bound_s <= whole.prediction.step_s
+    assert short.prediction.gap > 0 or short.prediction.step_s == whole.prediction.step_s
+
+
+def test_two_fast_and_two_slow_devices_beat_every_plan_that_treats_them_alike(profile_of, device):
+    """The example: times 1 and 2.5, memory 24 and 12 GB; the figure is in the README."""
+    gigabyte = 10**9
+    row = (0.01, 0.01, 0.02, 5 * 10**6, 10**6, 10**6, 10**6)
+    profile = profile_of(
+        {
+            (kind, size): [[value * size * speed for value in row[:3]] + [value * size for value in row[3:]]] * 24
+            for kind, speed in (("fast", 1.0), ("slow", 2.5))
+            for size in (1, 4)
+        },
+        parameters=[(250 * 10**6, True)] * 24,
+        readers=[(index,) for index in range(24)],
+        optimizer=(0.0, 2.0),
+        links=(Link(latency_s=1e-5, bytes_per_s=12e9),),
+    )
+    fast = device("fast", 24 * gigabyte, name="cuda:0")
+    slow = device("slow", 12 * gigabyte, name="cuda:2")
+    ours = plan_from_profile(profile, [slow, fast, slow, fast], batch_size=64)
+    even = ["blocks.6", "blocks.12", "blocks.18"]  # what balances four equal devices
+    assert [f"blocks.{cut}" for cut in cuts_of(plan_from_profile(profile, [slow] * 4, batch_size=64))] == even
+    # even in the best order of the devices and with the best M
+    alike = plan_from_profile(profile, [slow, fast, slow, fast], batch_size=64, cut_at=even, stages=4)
+    assert ours.prediction.gap == 0
+    gain = alike.prediction.step_s / ours.prediction.step_s
+    print(f"\nours {ours.prediction.step_s:.2f} s; alike {alike.prediction.step_s:.2f} s: {gain:.2f} times as fast")
+    assert gain > 1.3

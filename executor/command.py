@@ -147,6 +147,8 @@ def main() -> None:
     help="Whether stages run their forward pass again instead of keeping activations.",
 )
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
+@click.option("--time-budget", "time_budget_s", type=float, default=60.0, show_default=True, help="Seconds of timing.")
+@click.option("--cache", help="Folder of earlier measurements, or off.  [default: in the user's cache folder]")
 @_outputs
 def plan(
     *,

@@ -10,6 +10,7 @@ from torch import nn
 from planner.from_profile import plan_from_profile
 from planner.plan import Plan
 from planner.settings import SettingKeywords, Settings
+from profiler.cache import CacheSetting
 from profiler.local import Devices, local_devices
 from profiler.loss import LossFunction
 from profiler.measure import profile
@@ -34,6 +35,7 @@ def autoplan(
     threads: int = 1,
     time_budget_s: float = 60.0,
     progress: bool = True,
+    cache: CacheSetting = None,
     **settings: Unpack[SettingKeywords],
 ) -> Plan:
     """Plan pipeline-parallel training of a model on the devices at hand.
@@ -56,6 +58,7 @@ def autoplan(
         threads: torch threads of a CPU worker.
         time_budget_s: seconds that measuring may take; with fewer the figures are noisier.
         progress: show a progress bar while measuring.
+        cache: folder of earlier measurements; None for the user's cache folder, False for none. See `profiler.cache`.
         settings: what is asked of the plan, see `planner.settings.SettingKeywords`; checked before anything is
         measured.
 
@@ -83,5 +86,6 @@ def autoplan(
         time_budget_s=time_budget_s,
         threads=threads,
         progress=progress,
+        cache=cache,
     )
     return plan_from_profile(measured, cluster, batch_size=samples, **settings)

@@ -5,35 +5,28 @@ links -> memory of every layer on fake tensors -> times of every layer, beside b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from profiler.allocator import keep_freed_memory
-from profiler.device import Cluster, Device, Link
+from profiler.cache import Cache, CacheSetting
+from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError
 from profiler.estimate import CONTEXT_BYTES, PLACE, estimated, is_listed
 from profiler.links import measure_link
 from profiler.local import Devices, context_bytes, local_devices, torch_device
 from profiler.loss import LossFunction, loss_of
-from profiler.measured_sizes import measured_sizes
-from profiler.memory import LayerMemory
-from profiler.memory_by_size import memory_by_size
-from profiler.neighbours import neighbours
-from profiler.optimizers import check_optimizer, optimizer_cost
-from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
+from profiler.measured_kind import is_cuda, layer_costs, measured_kind
+from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, by_importance, measured_sizes
+from profiler.optimizers import check_optimizer
+from profiler.record import LayerInfo, ParameterInfo, Profile
 from profiler.sequence import LayerSequence
-from profiler.stand_ins import fake_runner, input_bytes, micro_batch, parameter_aliases, real_runner
-from profiler.sweeps import MOST_SWEEPS, LayerTiming, time_layers
+from profiler.stand_ins import fake_runner, input_bytes, micro_batch
+from profiler.sweeps import MOST_SWEEPS
 from profiler.task import Task
-from profiler.timing import computing_with
 from profiler.workers import usable_cores
-
-OPTIMIZER_SHARE = 0.05  # of the time budget
-SWEEP_MEMORY_SHARE = 0.5  # of a device's memory: the rest holds the model, its gradients and what is passed on
 
 
 def profile(
@@ -50,6 +43,7 @@ def profile(
     threads: int = 1,
     progress: bool = True,
     links: bool = True,
+    cache: CacheSetting = None,
 ) -> Profile:
     """Measure every layer of a traced model.
 
@@ -74,6 +68,10 @@ def profile(
         threads: threads of a CPU worker.
         progress: show a progress bar on a terminal.
         links: measure the link between the first two devices, unless the cluster knows it.
+        cache: folder of earlier measurements; None for the user's cache folder, False for none. See `profiler.cache`.
+
+    Interrupted from the keyboard, it keeps what was measured: micro-batch sizes by importance. If that is none, the
+    interrupt goes on.
 
     Raises:
         ArgumentError: an argument means nothing, or the model has no values yet.
@@ -85,15 +83,17 @@ def profile(
     if is_listed(cluster):
         return _from_data_sheets(sequence, cluster, sizes, sample, loss_fn, target, optimizer, progress)
     _check_values(sequence)
+    remembered = Cache.of(cache)
+    sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
     kinds = {device.kind: device for device in reversed(cluster.devices)}
     most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
     bar = tqdm(total=most, desc="profile", unit="measurement", disable=None if progress else True)
-    with bar, torch.random.fork_rng(devices=[torch_device(device) for device in kinds.values() if _is_cuda(device)]):
+    with bar, torch.random.fork_rng(devices=[torch_device(device) for device in kinds.values() if is_cuda(device)]):
         has_loss = loss_fn is not None or _returns_loss(sequence, torch_device(cluster.devices[0]))
         task = Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar)
-        found_links = _links(cluster, links)
+        found_links = _links(cluster, remembered, wanted=links)
         bar.update()
-        measured = [_measured(task, device, _neighbour_count(device, cluster)) for device in kinds.values()]
+        measured = [measured_kind(task, device, cluster, remembered) for device in kinds.values()]
         bar.total = bar.n  # short of time there were fewer sweeps
         bar.refresh()
     return Profile(
@@ -130,7 +130,7 @@ def _from_data_sheets(
         sample=sequence.sample,
         parameters=_parameters(sequence),
         layers=_layers(sequence),
-        costs=tuple(cost for kind in timings for cost in _costs(sequence, kind, memory, timings[kind])),
+        costs=tuple(cost for kind in timings for cost in layer_costs(sequence, kind, memory, timings[kind])),
         optimizers=tuple(optimizers),
         links=() if cluster.link is None else (cluster.link,),
         input_bytes=input_bytes(sequence.sample, target),
@@ -169,91 +169,17 @@ def _returns_loss(sequence: LayerSequence, place: torch.device) -> bool:
     return True
 
 
-def _is_cuda(device: Device) -> bool:
-    return torch_device(device).type == "cuda"
-
-
-def _neighbour_count(device: Device, cluster: Cluster) -> int:
-    """Processes that keep other cores as busy as training does, as far as there are cores."""
-    if _is_cuda(device):
-        return 0
-    workers = sum(not _is_cuda(other) for other in cluster.devices)
-    return max(0, min(workers, len(usable_cores()) // max(1, device.threads)) - 1)
-
-
-def _links(cluster: Cluster, wanted: bool) -> tuple[Link, ...]:
+def _links(cluster: Cluster, remembered: Cache, *, wanted: bool) -> tuple[Link, ...]:
     if cluster.link is not None:
         return (cluster.link,)
-    return (measure_link(cluster),) if wanted and len(cluster.devices) > 1 else ()
-
-
-def _measured(task: Task, device: Device, neighbour_count: int) -> tuple[list[LayerCost], OptimizerCost]:
-    """Everything about one kind of device."""
-    place = torch_device(device)
-    task = replace(task, sequence=task.sequence.on(place))
-    with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
-        with computing_with(device.threads):
-            memory = memory_by_size(task, place)
-        wait_until_busy()
-        keep_freed_memory()
-        with computing_with(device.threads):
-            timings = _timings(task, memory, device)
-            optimizer = optimizer_cost(
-                task.optimizer,
-                task.sequence.parameters.values(),
-                device,
-                budget_s=OPTIMIZER_SHARE * task.time_budget_s,
-            )
-        task.bar.update()
-    return _costs(task.sequence, device.kind, memory, timings), optimizer
-
-
-def _timings(task: Task, memory: Mapping[int, Sequence[LayerMemory]], device: Device) -> dict[int, list[LayerTiming]]:
-    """Times of all layers by micro-batch size."""
-    place = torch_device(device)
-    parameters = parameter_aliases(task.sequence, place)
-    runners = {}
-    for size in task.sizes:
-        inputs, about = task.micro_batch(size, place)
-        runners[size] = real_runner(task.sequence, parameters, inputs, **about)
-    return time_layers(
-        task.sequence,
-        runners,
-        {size: [entry.kept_bytes for entry in layers] for size, layers in memory.items()},
-        place,
-        memory_bytes=int(SWEEP_MEMORY_SHARE * device.memory_bytes),
-        budget_s=(1 - OPTIMIZER_SHARE) * task.time_budget_s,
-        sweep_done=task.bar.update,
-    )
-
-
-def _costs(
-    sequence: LayerSequence,
-    kind: str,
-    memory: Mapping[int, Sequence[LayerMemory]],
-    timings: Mapping[int, Sequence[LayerTiming]],
-) -> list[LayerCost]:
-    costs = []
-    for size, of_layers in timings.items():
-        for index, timing in enumerate(of_layers):
-            behind = sequence.boundaries[index + 1]
-            costs.append(
-                LayerCost(
-                    layer=index,
-                    micro_batch_size=size,
-                    device_kind=kind,
-                    forward_s=timing.forward_s,
-                    recompute_s=timing.forward_s,  # the same calls once more
-                    backward_s=timing.backward_s,
-                    spread=timing.spread,
-                    kept_bytes=memory[size][index].kept_bytes,
-                    transient_bytes=memory[size][index].transient_bytes,
-                    in_stage=memory[size][index].in_stage,
-                    output_bytes=sum(value.size_bytes(size) for value in behind),
-                    output_gradient_bytes=sum(value.size_bytes(size) for value in behind if value.requires_grad),
-                )
-            )
-    return costs
+    if not wanted or len(cluster.devices) < 2:
+        return ()
+    key = {"what": "link", "devices": [device.model_dump() for device in cluster.devices], "cores": len(usable_cores())}
+    link = remembered.get(key, Link)
+    if link is None:
+        link = measure_link(cluster)
+        remembered.put(key, link)
+    return (link,)
 
 
 def _parameters(sequence: LayerSequence) -> tuple[ParameterInfo, ...]:

@@ -55,3 +55,17 @@ def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ..
 def _check_size(name: str, size: int) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ArgumentError(f"{name}: {size!r} is no size; sizes are whole numbers of samples, at least 1")
+
+
+def by_importance(sizes: Sequence[int], batch_size: int, stages: int) -> tuple[int, ...]:
+    """The sizes in the order in which they make a plan good.
+
+    First the size of 4K micro-batches on all K devices, then the two ends, which make every size between them
+    possible, then the sizes nearest to the first.
+
+        >>> by_importance((1, 2, 4, 8, 16), batch_size=64, stages=4)
+        (4, 16, 1, 2, 8)
+    """
+    likely = batch_size / (MICRO_BATCHES_PER_STAGE * stages)
+    nearest = sorted(sizes, key=lambda size: abs(size - likely))
+    return tuple(dict.fromkeys((nearest[0], max(sizes), min(sizes), *nearest)))

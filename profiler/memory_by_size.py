@@ -11,6 +11,7 @@ smallest and the largest, byte by byte, the sizes between are taken from the lin
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from profiler.memory import LayerMemory, layer_memory
 from profiler.record import InStage
 from profiler.stand_ins import fake_runner, parameter_aliases, real_runner
+from profiler.sweeps import is_out_of_memory
 from profiler.task import Task
 
 NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -39,19 +41,25 @@ def memory_by_size(task: Task, place: torch.device) -> dict[int, list[LayerMemor
     Args:
         task: what is measured.
         place: the device.
+
+    Returns:
+        The memory of all layers; a size that the device's memory does not hold is missing.
     """
-    smallest = task.sizes[0]
+    sizes = sorted(task.sizes)
+    smallest = sizes[0]
     real, fake = _real(task, smallest, place), _fake(task, smallest, place)
     faithful = fake is not None and agree(fake, real)
     memory = {smallest: fake if fake is not None and faithful else real}
     task.bar.update()
-    ends_first = dict.fromkeys((task.sizes[-1], task.sizes[len(task.sizes) // 2], *task.sizes))
+    ends_first = dict.fromkeys((sizes[-1], sizes[len(sizes) // 2], *sizes))
     for size in ends_first:
         if size in memory:
             continue
-        line = _line(task.sizes, memory, size)
-        memory[size] = line or (_fake(task, size, place) if faithful else None) or _real(task, size, place)
+        line = _line(sizes, memory, size)
         task.bar.update()
+        found = line or (_fake(task, size, place) if faithful else None) or _real_if_it_fits(task, size, place)
+        if found is not None:
+            memory[size] = found
     return dict(sorted(memory.items()))
 
 
@@ -70,6 +78,8 @@ def _line(sizes: Sequence[int], memory: dict[int, list[LayerMemory]], wanted: in
     if len(memory) < 3:
         return None
     first, last = sizes[0], sizes[-1]
+    if last not in memory:
+        return None
     for size in (sizes[len(sizes) // 2], wanted):
         share = (size - first) / (last - first)
         found = [memory_between(low, high, share) for low, high in zip(memory[first], memory[last], strict=True)]
@@ -107,6 +117,17 @@ def _fake(task: Task, size: int, place: torch.device) -> list[LayerMemory] | Non
         with fake_runner(task.sequence, inputs, **about) as runner:
             return layer_memory(task.sequence, runner, share=True)
     except NOT_FAKEABLE:
+        return None
+
+
+def _real_if_it_fits(task: Task, size: int, place: torch.device) -> list[LayerMemory] | None:
+    """From real tensors; None if the memory does not hold them."""
+    try:
+        return _real(task, size, place)
+    except (MemoryError, RuntimeError) as problem:
+        if not is_out_of_memory(problem):
+            raise
+        warnings.warn(f"no memory for micro-batches of {size} samples; they are left out", stacklevel=2)
         return None
 
 

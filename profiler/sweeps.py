@@ -13,6 +13,8 @@ Where the device cannot hold what all layers keep at once, a sweep goes through 
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from profiler.sequence import LayerSequence
 from profiler.stage_function import Pass, leaves_of, roots_of, run_backward
 from profiler.timing import Stopwatch, Timing, collecting_no_garbage, rounds, stopwatch
 
+FIRST_SIZES = 3  # swept before the others
 FEWEST_SWEEPS = 3
 MOST_SWEEPS = 9
 # A CUDA queue takes 1024 launches before the CPU has to wait; an operation launches up to 3 kernels backward.
@@ -86,21 +89,86 @@ def time_layers(
         memory_bytes: what one sweep may keep.
         budget_s: seconds after which no further sweep starts; at least `FEWEST_SWEEPS` of each size run.
         sweep_done: called after each sweep, at most `1 + MOST_SWEEPS` times for each size.
+
+    Returns:
+        The times by size. A size that the memory does not hold is missing. Interrupted from the keyboard, the sizes
+        that were swept by then: the first `FIRST_SIZES` of `runners` come first.
     """
-    watch = stopwatch(device)
-    sweeps, laps = {}, {}
-    for size, runner in runners.items():
-        runs = _windows_on(device, sequence, kept_bytes[size], memory_bytes)
-        sweeps[size] = _Sweep(sequence, runner, runs)
-        laps[size] = _Laps(defaultdict(list), [[] for _ in runs])
-    with collecting_no_garbage():
-        for number in rounds(at_least=1 + FEWEST_SWEEPS, at_most=1 + MOST_SWEEPS, budget_s=budget_s):
-            for size, sweep in sweeps.items():
-                layers, uncut = sweep.run(watch)
-                if number:  # the first one warms up
-                    _note(sequence, laps[size], layers, uncut)
-                sweep_done()
-    return {size: _summary(sequence, sweeps[size].windows, laps[size]) for size in runners}
+    turns = _Turns(sequence, runners, kept_bytes, device, memory_bytes, sweep_done)
+    sizes = list(runners)
+    start = time.perf_counter()
+    try:
+        with collecting_no_garbage():
+            for group in (sizes[:FIRST_SIZES], sizes[FIRST_SIZES:]):
+                for number in range(1 + FEWEST_SWEEPS):
+                    turns.take(group, counted=number > 0)  # the first one warms up
+            left_s = budget_s - (time.perf_counter() - start)
+            for _ in rounds(at_least=0, at_most=MOST_SWEEPS - FEWEST_SWEEPS, budget_s=left_s):
+                turns.take(sizes, counted=True)
+    except KeyboardInterrupt:
+        if not turns.summaries():
+            raise
+        warnings.warn(
+            f"interrupted: the profile holds micro-batches of {sorted(turns.summaries())} of {sorted(sizes)} samples",
+            stacklevel=2,
+        )
+    return turns.summaries()
+
+
+class _Turns:
+    """Sweeps at several sizes that take turns."""
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        runners: Mapping[int, LayerRunner],
+        kept_bytes: Mapping[int, Sequence[int]],
+        device: torch.device,
+        memory_bytes: int,
+        sweep_done: Callable[[], object],
+    ) -> None:
+        self._sequence = sequence
+        self._watch = stopwatch(device)
+        self._sweep_done = sweep_done
+        self._sweeps = {}
+        self._laps = {}
+        for size, runner in runners.items():
+            runs = _windows_on(device, sequence, kept_bytes[size], memory_bytes)
+            self._sweeps[size] = _Sweep(sequence, runner, runs)
+            self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs])
+
+    def take(self, sizes: Sequence[int], *, counted: bool) -> None:
+        """One sweep at each of these sizes; a size for which the memory is too small is left out from then on."""
+        for size in sizes:
+            if size not in self._sweeps:
+                continue
+            try:
+                layers, uncut = self._sweeps[size].run(self._watch)
+            except (MemoryError, RuntimeError) as problem:
+                if not is_out_of_memory(problem):
+                    raise
+                warnings.warn(f"no memory for micro-batches of {size} samples; they are left out", stacklevel=3)
+                self._sweeps.pop(size)
+                self._watch.take()
+                continue
+            if counted:
+                _note(self._sequence, self._laps[size], layers, uncut)
+            self._sweep_done()
+
+    def summaries(self) -> dict[int, list[LayerTiming]]:
+        """The times of all layers, of each size that was swept at least once."""
+        return {
+            size: _summary(self._sequence, sweep.windows, self._laps[size])
+            for size, sweep in self._sweeps.items()
+            if self._laps[size].layers
+        }
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an exception says that a device has no memory left."""
+    if isinstance(problem, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(problem, RuntimeError) and "not enough memory" in str(problem)  # of torch's CPU allocator
 
 
 def _windows_on(

@@ -142,7 +142,7 @@ def rounds(*, at_least: int, at_most: int, budget_s: float) -> Iterator[int]:
     start = time.perf_counter()
     for number in range(at_most):
         spent = time.perf_counter() - start
-        if number >= at_least and spent + spent / number > budget_s:
+        if number >= at_least and spent + spent / max(1, number) > budget_s:
             return
         yield number
 

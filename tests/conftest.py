@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 os.environ["MPLBACKEND"] = "Agg"  # draw into memory; subprocesses inherit it
+os.environ["GPIPE_AUTOPLAN_CACHE"] = "off"  # tests measure, and leave the user's cache alone
 
 # pytest puts this folder on the path, and numba would take our folder `coverage` for the package of that name.
 sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]

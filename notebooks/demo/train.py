@@ -94,7 +94,7 @@ def main(out: Path, steps: int) -> None:
     """Plan a small GPT, train it by the plan, and check what came out."""
     begun = time.perf_counter()
     x, y = next(batches(train_and_held_out()[0], BATCH_SIZE, CONFIG.context, seed=0))
-    plan = autoplan(make_model(), x, loss_fn=next_token_loss, target=y, optimizer="AdamW", time_budget_s=25)
+    plan = autoplan(make_model(), x, loss_fn=next_token_loss, target=y, time_budget_s=25, cache=False)
     print(plan)
     plan.save(out / "plan.json")
     plot_timeline(plan).figure.savefig(out / "timeline.png", dpi=150, bbox_inches="tight")

@@ -1,0 +1,178 @@
+"""One kind of device: the costs of all layers and of the optimizer, measured or remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from profiler.allocator import keep_freed_memory
+from profiler.cache import Cache, CachedCosts, digest_of
+from profiler.device import Cluster, Device
+from profiler.errors import ProfileError
+from profiler.local import torch_device
+from profiler.memory import LayerMemory
+from profiler.memory_by_size import memory_by_size
+from profiler.neighbours import neighbours
+from profiler.optimizers import optimizer_cost
+from profiler.record import LayerCost, OptimizerCost
+from profiler.sequence import LayerSequence
+from profiler.stand_ins import parameter_aliases, real_runner
+from profiler.sweeps import LayerTiming, time_layers
+from profiler.task import Task
+from profiler.timing import computing_with
+from profiler.workers import usable_cores
+
+OPTIMIZER_SHARE = 0.05  # of the time budget
+SWEEP_MEMORY_SHARE = 0.5  # of a device's memory: the rest holds the model, its gradients and what is passed on
+
+
+def is_cuda(device: Device) -> bool:
+    """Whether a local device is a CUDA device."""
+    return torch_device(device).type == "cuda"
+
+
+def measured_kind(
+    task: Task, device: Device, cluster: Cluster, remembered: Cache
+) -> tuple[list[LayerCost], OptimizerCost]:
+    """Everything about one kind of device.
+
+    Args:
+        task: what is measured.
+        device: one of that kind.
+        cluster: what runs beside it.
+        remembered: earlier measurements.
+
+    Raises:
+        ProfileError: the device's memory holds not even the smallest micro-batch.
+    """
+    neighbour_count = _neighbour_count(device, cluster)
+    keys = {size: _key(task, device, neighbour_count, size) for size in task.sizes}
+    known = {size: remembered.get(key, CachedCosts) for size, key in keys.items()}
+    optimizer_key = _optimizer_key(task, device, neighbour_count)
+    optimizer = remembered.get(optimizer_key, OptimizerCost)
+    costs = [cost for entry in known.values() if entry is not None for cost in entry.costs]
+    missing = tuple(size for size, entry in known.items() if entry is None)
+    if not missing and optimizer is not None:
+        return costs, optimizer
+    place = torch_device(device)
+    task = replace(task, sequence=task.sequence.on(place), sizes=missing)
+    with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
+        with computing_with(device.threads):
+            memory = memory_by_size(task, place) if missing else {}
+        wait_until_busy()
+        keep_freed_memory()
+        with computing_with(device.threads):
+            timings = _timings(task, memory, device) if missing else {}
+            for cost in layer_costs(task.sequence, device.kind, memory, timings):
+                costs.append(cost)
+            for size in timings:
+                found = tuple(cost for cost in costs if cost.micro_batch_size == size)
+                remembered.put(keys[size], CachedCosts(costs=found))
+            if optimizer is None:
+                optimizer = optimizer_cost(
+                    task.optimizer,
+                    task.sequence.parameters.values(),
+                    device,
+                    budget_s=OPTIMIZER_SHARE * task.time_budget_s,
+                )
+                remembered.put(optimizer_key, optimizer)
+        task.bar.update()
+    if not costs:
+        raise ProfileError(
+            f"device {device.name!r} has no memory for micro-batches of {min(keys)} samples; plan with smaller "
+            "micro-batches, or with larger devices"
+        )
+    return costs, optimizer
+
+
+def _key(task: Task, device: Device, neighbour_count: int, size: int) -> dict[str, Any]:
+    """All that the costs of a micro-batch size depend on."""
+    return {
+        "what": "layers",
+        "model": task.sequence.fingerprint,
+        "layers": [layer.signature for layer in task.sequence.layers],
+        "sample": task.sequence.sample.model_dump(mode="json"),
+        "trained": [tensor.requires_grad for tensor in task.sequence.parameters.values()],
+        "loss": digest_of((task.loss_fn, task.target)),
+        "size": size,
+        **_place(device, neighbour_count),
+    }
+
+
+def _optimizer_key(task: Task, device: Device, neighbour_count: int) -> dict[str, Any]:
+    tensors = [tensor for tensor in task.sequence.parameters.values() if tensor.requires_grad]
+    return {
+        "what": "optimizer",
+        "name": task.optimizer,
+        "parameters": [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors],
+        **_place(device, neighbour_count),
+    }
+
+
+def _place(device: Device, neighbour_count: int) -> dict[str, Any]:
+    return {
+        "device": device.kind,
+        "memory": device.memory_bytes,
+        "threads": device.threads,
+        "neighbours": neighbour_count,
+        "cores": len(usable_cores()),
+    }
+
+
+def _neighbour_count(device: Device, cluster: Cluster) -> int:
+    """Processes that keep other cores as busy as training does, as far as there are cores."""
+    if is_cuda(device):
+        return 0
+    workers = sum(not is_cuda(other) for other in cluster.devices)
+    return max(0, min(workers, len(usable_cores()) // max(1, device.threads)) - 1)
+
+
+def _timings(task: Task, memory: Mapping[int, Sequence[LayerMemory]], device: Device) -> dict[int, list[LayerTiming]]:
+    """Times of all layers by micro-batch size."""
+    place = torch_device(device)
+    parameters = parameter_aliases(task.sequence, place)
+    runners = {}
+    for size in task.sizes:
+        if size in memory:
+            inputs, about = task.micro_batch(size, place)
+            runners[size] = real_runner(task.sequence, parameters, inputs, **about)
+    return time_layers(
+        task.sequence,
+        runners,
+        {size: [entry.kept_bytes for entry in layers] for size, layers in memory.items()},
+        place,
+        memory_bytes=int(SWEEP_MEMORY_SHARE * device.memory_bytes),
+        budget_s=(1 - OPTIMIZER_SHARE) * task.time_budget_s,
+        sweep_done=task.bar.update,
+    )
+
+
+def layer_costs(
+    sequence: LayerSequence,
+    kind: str,
+    memory: Mapping[int, Sequence[LayerMemory]],
+    timings: Mapping[int, Sequence[LayerTiming]],
+) -> list[LayerCost]:
+    """The rows of a profile, of every size that was timed."""
+    costs = []
+    for size, of_layers in timings.items():
+        for index, timing in enumerate(of_layers):
+            behind = sequence.boundaries[index + 1]
+            costs.append(
+                LayerCost(
+                    layer=index,
+                    micro_batch_size=size,
+                    device_kind=kind,
+                    forward_s=timing.forward_s,
+                    recompute_s=timing.forward_s,  # the same calls once more
+                    backward_s=timing.backward_s,
+                    spread=timing.spread,
+                    kept_bytes=memory[size][index].kept_bytes,
+                    transient_bytes=memory[size][index].transient_bytes,
+                    in_stage=memory[size][index].in_stage,
+                    output_bytes=sum(value.size_bytes(size) for value in behind),
+                    output_gradient_bytes=sum(value.size_bytes(size) for value in behind if value.requires_grad),
+                )
+            )
+    return costs

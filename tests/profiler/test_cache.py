@@ -1,0 +1,154 @@
+"""Measurements are remembered, and no damage is taken for one."""
+
+import multiprocessing
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from planner import autoplan
+from profiler import ArgumentError, Link, Profile, measured_kind, profile, sweeps, trace
+from profiler.cache import Cache, digest_of
+
+Case = tuple[nn.Module, Any]
+KEY = {"what": "link", "number": 1}
+LINK = Link(latency_s=1.0, bytes_per_s=2.0)
+
+
+def _profile(model: nn.Module, x: Any, folder: Path, **settings: Any) -> Profile:
+    given: dict[str, Any] = {"micro_batch_sizes": [1, 2], "time_budget_s": 0.0, "progress": False, **settings}
+    return profile(trace(model, x), 1, sample=x, cache=folder, **given)
+
+
+def test_a_second_plan_measures_nothing(
+    make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = make_case("dropout")
+    settings: dict[str, Any] = {"batch_size": 8, "time_budget_s": 0.0, "progress": False, "cache": tmp_path}
+    first = autoplan(model, x, 2, **settings)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("measured again")
+
+    for name in ("time_layers", "optimizer_cost", "memory_by_size", "neighbours"):
+        monkeypatch.setattr(measured_kind, name, refuse)
+    monkeypatch.setattr("profiler.measure.measure_link", refuse)
+    assert autoplan(model, x, 2, **settings) == first
+
+
+def test_what_changes_figures_changes_the_entry(make_case: Callable[[str], Case], tmp_path: Path) -> None:
+    model, x = make_case("dropout")
+    counts = []
+    for settings in ({}, {}, {"threads": 2}, {"micro_batch_sizes": [1, 2, 4]}, {"optimizer": "SGD"}):
+        _profile(model, x, tmp_path, **settings)
+        counts.append(len(list(tmp_path.iterdir())))
+    assert counts == [3, 3, 6, 7, 8]  # sizes and the optimizer
+    _profile(model, x, tmp_path, loss_fn=lambda output, _: output.mean(), target=torch.zeros(4))
+    assert len(list(tmp_path.iterdir())) == 10
+
+
+def test_a_damaged_entry_is_measured_again(make_case: Callable[[str], Case], tmp_path: Path) -> None:
+    model, x = make_case("dropout")
+    _profile(model, x, tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_text(path.read_text()[:-30])
+    with pytest.warns(UserWarning, match="is damaged and not used"):
+        _profile(model, x, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _profile(model, x, tmp_path)
+
+
+def _write_often(folder: Path) -> None:
+    for number in range(50):
+        Cache(folder).put(KEY, LINK.model_copy(update={"latency_s": float(number)}))
+
+
+def test_two_writers_do_no_harm(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write_often, args=(tmp_path,)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        found = Cache(tmp_path).get(KEY, Link)
+        assert found is None or found.bytes_per_s == 2.0
+    assert Cache(tmp_path).get(KEY, Link) is not None
+    assert [path.name[:5] for path in tmp_path.iterdir()] == ["link-"]
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Cache.of(tmp_path).folder == tmp_path
+    assert Cache.of(False).folder is None
+    assert Cache.of(None).folder is None  # tests switch it off
+    monkeypatch.setenv("GPIPE_AUTOPLAN_CACHE", str(tmp_path / "named"))
+    assert Cache.of(None).folder == tmp_path / "named"
+    monkeypatch.delenv("GPIPE_AUTOPLAN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Cache.of(True).folder == tmp_path / "gpipe-autoplan"
+    with pytest.raises(ArgumentError, match="cache=3"):
+        Cache.of(3)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="cannot remember measurements"):
+        Cache(tmp_path / "file").put(KEY, LINK)
+
+
+def test_functions_are_told_apart_by_their_code() -> None:
+    assert digest_of(lambda x: x + 1) != digest_of(lambda x: x + 2)
+    assert digest_of({"a": torch.zeros(2)}) == digest_of({"a": torch.ones(2)})
+    assert digest_of({"a": torch.zeros(2)}) != digest_of({"a": torch.zeros(3)})
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = make_case("dropout")
+    sizes = [1, 2, 3, 4]
+    done: list[int] = []
+    run = sweeps._Sweep.run
+
+    def interrupted(*args: Any) -> Any:
+        done.append(1)
+        if len(done) > 3 * (1 + sweeps.FEWEST_SWEEPS):
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(sweeps._Sweep, "run", interrupted)
+    with pytest.warns(UserWarning, match="interrupted: the profile holds"):
+        found = _profile(model, x, tmp_path, micro_batch_sizes=sizes)
+    assert {cost.micro_batch_size for cost in found.costs} == {1, 3, 4}
+    done.clear()
+    monkeypatch.setattr(sweeps._Sweep, "run", run)
+    assert {cost.micro_batch_size for cost in _profile(model, x, tmp_path, micro_batch_sizes=sizes).costs} == {*sizes}
+
+
+def test_an_interrupt_before_anything_was_measured_goes_on(
+    make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweeps._Sweep, "run", interrupted)
+    model, x = make_case("dropout")
+    with pytest.raises(KeyboardInterrupt):
+        _profile(model, x, tmp_path)
+
+
+def test_a_size_without_memory_is_left_out(
+    make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = sweeps._Sweep.run
+
+    def short_of_memory(self: Any, watch: Any) -> Any:
+        if next(iter(self._runner._inputs.values())).shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(self, watch)
+
+    monkeypatch.setattr(sweeps._Sweep, "run", short_of_memory)
+    model, x = make_case("dropout")
+    with pytest.warns(UserWarning, match="no memory for micro-batches of 4 samples"):
+        found = _profile(model, x, tmp_path, micro_batch_sizes=[1, 2, 4])
+    assert {cost.micro_batch_size for cost in found.costs} == {1, 2}

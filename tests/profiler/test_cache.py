@@ -1,6 +1,8 @@
 """Measurements are remembered, and no damage is taken for one."""
 
-import multiprocessing
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -63,19 +65,24 @@ def test_a_damaged_entry_is_measured_again(make_case: Callable[[str], Case], tmp
         _profile(model, x, tmp_path)
 
 
-def _write_often(folder: Path) -> None:
-    for number in range(50):
-        Cache(folder).put(KEY, LINK.model_copy(update={"latency_s": float(number)}))
+WRITER = """
+import sys
+from pathlib import Path
+from profiler import Link
+from profiler.cache import Cache
+for number in range(50):
+    link = Link(latency_s=float(number), bytes_per_s=2.0)
+    Cache(Path(sys.argv[1])).put({"what": "link", "number": 1}, link)
+"""
 
 
 def test_two_writers_do_no_harm(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=_write_often, args=(tmp_path,)) for _ in range(2)]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) for _ in range(2)]
+    while any(writer.poll() is None for writer in writers):
         found = Cache(tmp_path).get(KEY, Link)
         assert found is None or found.bytes_per_s == 2.0
+        time.sleep(0.001)
+    assert [writer.returncode for writer in writers] == [0, 0]
     assert Cache(tmp_path).get(KEY, Link) is not None
     assert [path.name[:5] for path in tmp_path.iterdir()] == ["link-"]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.automatic import autoplan
+    from planner.explain import what_if
     from planner.from_profile import plan_from_profile
     from planner.plan import Plan
     from profiler.device import Cluster, Device, Link
@@ -43,6 +44,7 @@ __all__ = [
     "ProfileError",
     "autoplan",
     "plan_from_profile",
+    "what_if",
 ]
 
 # Public name -> module. No module may have the name of something public: importing it would hide the other.
@@ -61,6 +63,7 @@ _HOME = {
     "ProfileError": "profiler.errors",
     "autoplan": "planner.automatic",
     "plan_from_profile": "planner.from_profile",
+    "what_if": "planner.explain",
 }
 
 

@@ -150,7 +150,7 @@ def make_plan(problem: Problem, found: Balance) -> Plan:
     candidate = found.candidate
     draft = Plan(
         model_fingerprint=profile.fingerprint,
-        profile_fingerprint=hashlib.sha256(profile.to_json().encode()).hexdigest(),
+        profile_fingerprint=fingerprint_of(profile),
         sample=profile.sample,
         batch_size=problem.settings.batch_size,
         micro_batch_sizes=candidate.split.sizes,
@@ -169,6 +169,11 @@ def make_plan(problem: Problem, found: Balance) -> Plan:
         ),
     )
     return draft.model_copy(update={"prediction": _prediction(problem, found, draft)})
+
+
+def fingerprint_of(profile: Profile) -> str:
+    """What a plan says of the profile that it was made from."""
+    return hashlib.sha256(profile.to_json().encode()).hexdigest()
 
 
 def _prediction(problem: Problem, found: Balance, draft: Plan) -> Prediction:

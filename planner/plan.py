@@ -22,6 +22,8 @@ from profiler.value import Value, write_atomically
 if TYPE_CHECKING:
     import pandas
 
+    from profiler.record import Profile
+
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b"]
 PLAN_SCHEMA_VERSION: Final = 2
 
@@ -279,6 +281,27 @@ class Plan(Value):
                 }
             )
         return pandas.DataFrame(rows).rename_axis("stage")
+
+    def explain(self, profile: Profile | None = None) -> pandas.DataFrame:
+        """Why these cuts: busy times, bottlenecks and limits of each stage; with the profile, what others would cost.
+
+        See `planner.explain.explain`.
+        """
+        from planner.explain import explain
+
+        return explain(self, profile)
+
+    def compare(self, other: Plan) -> pandas.DataFrame:
+        """This plan and another side by side, one row a quantity."""
+        from planner.explain import compare
+
+        return compare(self, other)
+
+    def memory_over_time(self) -> pandas.DataFrame:
+        """Predicted bytes of every stage during a step; see `planner.explain.memory_over_time`."""
+        from planner.explain import memory_over_time
+
+        return memory_over_time(self)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically; equal plans give equal bytes."""

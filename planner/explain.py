@@ -1,0 +1,274 @@
+"""Why a plan is as it is, and what others would take: data frames from predictions, without measuring again.
+
+plan.explain(profile)                                           # why these cuts
+plan.compare(other)
+what_if(profile, cluster, {"stages": [2, 4], "link_bytes_per_s": [1e9, 12e9]}, batch_size=64)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pandas
+
+from planner.plan import Plan, Stage
+from planner.schedule import ActionKind
+from planner.simulator import Timeline, simulate_plan
+from profiler.device import Cluster, Device
+from profiler.errors import ArgumentError, ForeignPlanError, InfeasibleError
+from profiler.record import Profile
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from planner.problem import Problem
+    from planner.settings import SettingKeywords
+
+CLOSE = 1e-9
+"""Relative difference below which two times count as equal."""
+
+
+def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
+    """One row a stage: what it is busy with, whether it holds up the others, and what its limits are.
+
+    Args:
+        plan: what to explain.
+        profile: what the plan was made from; with it two columns say what the step would take with the cut behind the
+            stage one layer earlier or later, its best recompute included (missing where that does not fit).
+
+    Returns:
+        Columns: `forward_s`, `backward_s` (recompute included) and the transfers behind the stage for the largest
+        micro-batch; `bottleneck`, whether the stage or its link takes the longest of all in `"forward"`, `"backward"`,
+        `"both"` or `""`; `busy`, the share of the time before the optimizer that it computes; `memory_share` of its
+        device; `recomputed_layers`; `cut_earlier_s` and `cut_later_s`, seconds of the step.
+
+    Raises:
+        ForeignPlanError: the profile is not the plan's.
+    """
+    timeline = simulate_plan(plan)
+    size = max(plan.micro_batch_sizes)
+    rows = [_row(stage, size) for stage in plan.stages]
+    frame = pandas.DataFrame(rows).rename_axis("stage")
+    forward = frame[["forward_s", "send_forward_s"]].max(axis=1)
+    backward = frame["backward_s"].combine(frame["send_backward_s"], max)
+    slow = [
+        (one >= forward.max() * (1 - CLOSE), other >= backward.max() * (1 - CLOSE))
+        for one, other in zip(forward, backward, strict=True)
+    ]
+    names = {(True, True): "both", (True, False): "forward", (False, True): "backward", (False, False): ""}
+    frame.insert(3, "bottleneck", [names[bool(one), bool(other)] for one, other in slow])
+    frame["busy"] = [1 - idle_s / timeline.makespan_s for idle_s in timeline.idle_s]
+    frame["memory_share"] = [stage.memory.total / stage.device.memory_bytes for stage in plan.stages]
+    if profile is not None:
+        problem = _problem_of(plan, profile)
+        cuts = [stage.stop_layer for stage in plan.stages[:-1]]
+        for column, step in (("cut_earlier_s", -1), ("cut_later_s", +1)):
+            moved = [_with_cuts_s(plan, problem, [*cuts[:k], cuts[k] + step, *cuts[k + 1 :]]) for k in range(len(cuts))]
+            frame[column] = [*moved, float("nan")]
+    return frame
+
+
+def _row(stage: Stage, size: int) -> dict[str, Any]:
+    times = stage.times_at(size)
+    return {
+        "first_layer": stage.first_layer,
+        "stop_layer": stage.stop_layer,
+        "device": stage.device.name,
+        "forward_s": times.forward_s,
+        "backward_s": times.backward_s + times.recompute_s,
+        "send_forward_s": times.send_forward_s,
+        "send_backward_s": times.send_backward_s,
+        "recomputed_layers": sum(segment.stop - segment.first for segment in stage.recompute),
+    }
+
+
+def _problem_of(plan: Plan, profile: Profile) -> Problem:
+    """The problem whose only freedom is recompute and cuts."""
+    from planner.from_profile import fingerprint_of, make_problem
+
+    if fingerprint_of(profile) != plan.profile_fingerprint:
+        raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
+    link = next(iter(profile.links), None)
+    devices = tuple(device for replica in range(plan.replicas) for device in _devices(plan, replica))
+    return make_problem(
+        profile,
+        Cluster(devices=devices, link=link),
+        batch_size=plan.batch_size,
+        optimizer=plan.optimizer,
+        settings={
+            "schedule": plan.schedule,
+            "stages": plan.K,
+            "micro_batches": plan.M,
+            "micro_batches_per_stage": 1,
+            "replicas": plan.replicas,
+        },
+    )
+
+
+def _devices(plan: Plan, replica: int) -> list[Device]:
+    return [stage.devices[replica] for stage in plan.stages]
+
+
+def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
+    """Seconds of the step with these cuts on the plan's devices; not a number when they do not fit."""
+    from planner.balancer import balance
+    from planner.problem import device_classes
+
+    positions = [0, *cuts, problem.layers]
+    if any(stop <= first for first, stop in itertools.pairwise(positions)):
+        return float("nan")
+    allowed = problem.rules.allowed & False
+    allowed[positions] = True
+    demanded = problem.rules.demanded & False
+    demanded[list(cuts)] = True
+    pinned = problem.rules.pinned.copy()
+    if plan.replicas == 1:
+        for position, (first, stop) in enumerate(itertools.pairwise(positions)):
+            pinned[first:stop] = position
+    rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
+    found = balance(replace(problem, rules=rules, classes=device_classes(problem.devices, rules)))
+    return float("nan") if found is None else found.step_s
+
+
+def compare(plan: Plan, other: Plan) -> pandas.DataFrame:
+    """Two plans side by side: one row a quantity, with the ratio of the other to this where both are numbers."""
+    columns = [_quantities(one) for one in (plan, other)]
+    frame = pandas.DataFrame({"this": columns[0], "other": columns[1]}, dtype=object)
+    frame["other / this"] = [
+        there / here if not isinstance(here, str) and here else float("nan")
+        for here, there in zip(columns[0].values(), columns[1].values(), strict=True)
+    ]
+    return frame
+
+
+def _quantities(plan: Plan) -> dict[str, Any]:
+    prediction = plan.prediction
+    return {
+        "schedule": plan.schedule,
+        "K": plan.K,
+        "M": plan.M,
+        "R": plan.replicas,
+        "cuts": " ".join(str(stage.stop_layer) for stage in plan.stages[:-1]),
+        "recomputed_layers": sum(segment.stop - segment.first for stage in plan.stages for segment in stage.recompute),
+        "step_s": prediction.step_s,
+        "optimizer_s": prediction.optimizer_s,
+        "samples_per_s": prediction.samples_per_s,
+        "bubble": prediction.bubble,
+        "gap": prediction.gap,
+        "largest_memory_bytes": max(stage.memory.total for stage in plan.stages),
+        "largest_memory_share": max(stage.memory.total / stage.device.memory_bytes for stage in plan.stages),
+    }
+
+
+def what_if(
+    profile: Profile,
+    devices: Cluster | Sequence[Device],
+    variations: Mapping[str, Sequence[Any]],
+    *,
+    batch_size: int,
+    optimizer: str | None = None,
+    **settings: Unpack[SettingKeywords],
+) -> pandas.DataFrame:
+    """Plans for every combination of some settings, without measuring again.
+
+    Args:
+        profile: what the model costs.
+        devices: as for `plan_from_profile`.
+        variations: values to try of any keyword of `plan_from_profile`, of `batch_size`, of `devices`, of
+            `link_bytes_per_s` and of `link_latency_s`.
+        batch_size: where it does not vary.
+        optimizer: as for `plan_from_profile`.
+        settings: those that do not vary.
+
+    Returns:
+        One row a combination: its values, then what `Plan.compare` says, then `reason`, why there is no plan.
+
+    Raises:
+        ArgumentError: a combination means nothing.
+    """
+    from planner.from_profile import plan_from_profile
+
+    rows = []
+    for values in itertools.product(*variations.values()):
+        varied = dict(zip(variations, values, strict=True))
+        asked: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, **settings, **varied}
+        cluster = _cluster(
+            profile,
+            asked.pop("devices", devices),
+            asked.pop("link_bytes_per_s", None),
+            asked.pop("link_latency_s", None),
+        )
+        try:
+            found = {**_quantities(plan_from_profile(profile, cluster, **asked)), "reason": ""}
+        except InfeasibleError as problem:
+            found = {"reason": str(problem)}
+        shown = {name: len(value) if name == "devices" else value for name, value in varied.items()}
+        rows.append({**shown, **{name: value for name, value in found.items() if name not in shown}})
+    return pandas.DataFrame(rows)
+
+
+def _cluster(
+    profile: Profile, devices: Any, bytes_per_s: float | None, latency_s: float | None
+) -> Cluster | Sequence[Device]:
+    """The devices with their link changed."""
+    if bytes_per_s is None and latency_s is None:
+        given: Cluster | Sequence[Device] = devices
+        return given
+    link = (devices.link if isinstance(devices, Cluster) else None) or next(iter(profile.links), None)
+    if link is None:
+        raise ArgumentError("a link cannot vary where none was measured; give a Cluster with a link")
+    update = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
+    changed = link.model_copy(update={name: value for name, value in update.items() if value is not None})
+    return Cluster(devices=devices.devices if isinstance(devices, Cluster) else tuple(devices), link=changed)
+
+
+def memory_over_time(plan: Plan) -> pandas.DataFrame:
+    """Predicted bytes of every stage during a step, as steps: one row where they change.
+
+    What all micro-batches under way keep grows and shrinks with their samples; the transient part is there while the
+    stage computes, and from a recompute to the end of its backward pass. The largest value is the stage's predicted
+    peak.
+
+    Returns:
+        Columns `stage`, `time_s`, `bytes` (from this time on), ordered.
+    """
+    timeline = simulate_plan(plan)
+    rows: list[tuple[int, float, float]] = []
+    for index, stage in enumerate(plan.stages):
+        memory = stage.memory
+        always = memory.total - memory.activations - memory.transient
+        changes = _changes(plan, timeline, index)
+        under_way, most, samples = 0, 0, []
+        for _, more, _ in changes:
+            under_way += more
+            most = max(most, under_way)
+            samples.append(under_way)
+        computing = 0
+        rows.append((index, 0.0, float(always)))
+        for (time_s, _, busier), now in zip(changes, samples, strict=True):
+            computing += busier
+            held = memory.activations * now / most
+            rows.append((index, time_s, always + held + (memory.transient if computing else 0)))
+    frame = pandas.DataFrame(rows, columns=["stage", "time_s", "bytes"])
+    return frame.drop_duplicates(["stage", "time_s"], keep="last", ignore_index=True)
+
+
+def _changes(plan: Plan, timeline: Timeline, stage: int) -> list[tuple[float, int, int]]:
+    """(time, samples that come under way, work that begins), in order of time, ends before beginnings."""
+    changes = []
+    begun: dict[int, float] = {}
+    for event in timeline.events:
+        action = event.action
+        if event.lane != f"stage {stage}":
+            continue
+        size = plan.micro_batch_sizes[action.micro_batch]
+        if action.kind is ActionKind.F:
+            changes += [(event.start_s, size, 1), (event.end_s, 0, -1)]
+        elif action.kind is ActionKind.R:
+            begun[action.micro_batch] = event.start_s
+        else:
+            changes += [(begun.get(action.micro_batch, event.start_s), 0, 1), (event.end_s, -size, -1)]
+    return sorted(changes, key=lambda change: (change[0], change[2]))

@@ -1,0 +1,87 @@
+"""What a plan says of itself and of others, against plans made for the purpose."""
+
+import math
+
+import numpy as np
+import pytest
+
+from planner.explain import what_if
+from planner.from_profile import plan_from_profile
+from profiler.device import Link
+from profiler.errors import ForeignPlanError
+
+
+@pytest.fixture
+def profile(profile_of):
+    row = (0.25, 0.25, 0.5, 10, 4, 8, 8)
+    return profile_of(
+        {("a", size): [[value * size * (1 + layer % 3) for value in row] for layer in range(6)] for size in (1, 8)},
+        parameters=[(64, True)] * 6,
+        readers=[(layer,) for layer in range(6)],
+        optimizer=(0.001, 2.0),
+        links=(Link(latency_s=0.01, bytes_per_s=1e6),),
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_neighbouring_cuts_cost_what_their_plans_cost(profile, device, schedule):
+    plan = plan_from_profile(profile, [device()] * 3, batch_size=24, micro_batches=12, stages=3, schedule=schedule)
+    frame = plan.explain(profile)
+    cuts = [stage.stop_layer for stage in plan.stages[:-1]]
+    assert set(frame["bottleneck"]) - {""}
+    for stage, cut in enumerate(cuts):
+        for column, moved in (("cut_earlier_s", cut - 1), ("cut_later_s", cut + 1)):
+            paths = [f"blocks.{position}" for position in [*cuts[:stage], moved, *cuts[stage + 1 :]]]
+            if len(set(paths)) < len(paths) or moved in (0, 6):
+                assert math.isnan(frame[column][stage])
+                continue
+            other = plan_from_profile(
+                profile, [device()] * 3, batch_size=24, micro_batches=12, stages=3, schedule=schedule, cut_at=paths
+            )
+            assert frame[column][stage] == pytest.approx(other.prediction.step_s)
+            assert frame[column][stage] >= plan.prediction.step_s * (1 - 1e-9)
+
+
+def test_a_foreign_profile_explains_nothing(profile, device):
+    plan = plan_from_profile(profile, [device()] * 2, batch_size=16)
+    assert "cut_later_s" not in plan.explain()
+    with pytest.raises(ForeignPlanError, match="not made from this profile"):
+        plan.explain(profile.model_copy(update={"reserve_bytes": 1}))
+
+
+def test_plans_compare(profile, device):
+    one = plan_from_profile(profile, [device()] * 2, batch_size=16, stages=1)
+    two = plan_from_profile(profile, [device()] * 2, batch_size=16, stages=2)
+    frame = one.compare(two)
+    assert frame["other / this"]["K"] == 2
+    assert frame["other / this"]["step_s"] == two.prediction.step_s / one.prediction.step_s
+
+
+def test_what_if_is_what_planning_says(profile, device):
+    frame = what_if(
+        profile,
+        [device()] * 3,
+        {"stages": [1, 2, 3], "link_bytes_per_s": [1e3, 1e6], "memory_limit": [None, 10]},
+        batch_size=24,
+    )
+    assert len(frame) == 12
+    assert frame[frame["memory_limit"] == 10]["reason"].str.contains("no plan fits").all()
+    fits = frame[frame["memory_limit"] != 10].set_index(["stages", "link_bytes_per_s"])
+    for stages in (1, 2, 3):
+        expected = plan_from_profile(profile, [device()] * 3, batch_size=24, stages=stages).prediction.step_s
+        assert fits["step_s"][stages, 1e6] == pytest.approx(expected)
+    assert fits["step_s"][2, 1e3] > fits["step_s"][2, 1e6]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_memory_over_time_peaks_at_the_predicted_peak(profile, device, schedule, recompute):
+    plan = plan_from_profile(
+        profile, [device()] * 3, batch_size=26, micro_batches=12, stages=3, schedule=schedule, recompute=recompute
+    )
+    frame = plan.memory_over_time()
+    for index, stage in enumerate(plan.stages):
+        rows, memory = frame[frame["stage"] == index], stage.memory
+        assert rows["bytes"].max() == pytest.approx(memory.total)
+        assert rows["bytes"].iloc[-1] == pytest.approx(memory.total - memory.activations - memory.transient)
+        assert np.all(np.diff(rows["time_s"]) > 0)

@@ -85,7 +85,7 @@ class _Work:
         self._batches = batches
         self._incoming: dict[_Place, dict[str, Tensor]] = {}
         self._outgoing: dict[_Place, dict[str, Tensor]] = {}
-        self._existing: dict[tuple[ActionKind, int], list[bool]] = {}
+        self._existing: dict[int, list[bool]] = {}  # by way, of what is sent by its complement
 
     def carry_out(self, instruction: Instruction) -> None:
         """Do what the action says."""
@@ -99,7 +99,7 @@ class _Work:
 
     def _receive(self, action: Action, move: Move) -> None:
         received = (self._remote if move.is_remote else self._local).receive(move.transfer)
-        way = (action.kind, action.stage)
+        way = move.transfer.way
         if move.says_which:
             self._existing[way] = received.pop(0).tolist()
         exists = self._existing.get(way)
@@ -126,7 +126,7 @@ class _Work:
         device = self._runners[action.stage].device
         exists = [value.name in found for value in move.values]
         mask = [torch.tensor(exists, device=device)] if move.says_which else []
-        known = self._existing.setdefault((action.kind, action.stage), exists)
+        known = self._existing.setdefault(~move.transfer.way, exists)
         for value, there, expected in zip(move.values, exists, known, strict=True):
             if there and not expected:
                 raise ExecutionError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from executor.layout import Layout
 from executor.message import MessageForm
-from executor.rank_order import RECEIVES_AHEAD, SENDS_AHEAD
+from executor.rank_order import RECEIVES, RECEIVES_AHEAD, SENDS_AHEAD
 from planner.schedule import Action, ActionKind
 from profiler.channel import Pending, finish, start_receive, start_send
 
@@ -31,12 +31,21 @@ class Transfer:
         form: of the message.
         device: where the receiving stage wants the tensors.
         ahead: of the receives of this kind and stage, how many are posted before they are waited for.
+        tag: of the message, the same at both ends.
+        way: number of the boundary and direction. Numbers are found faster than actions, whose hash Python computes.
     """
 
     action: Action
     form: MessageForm
     device: torch.device
     ahead: int = RECEIVES_AHEAD
+    tag: int = field(init=False)
+    way: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        receive = self.action if self.action.kind in RECEIVES else self.action.other_end
+        object.__setattr__(self, "tag", _tag(receive))
+        object.__setattr__(self, "way", _tag(Action(receive.stage, receive.kind, 0)))
 
 
 class Transport(Protocol):
@@ -65,7 +74,7 @@ class InProcess:
     groups: Sequence[dist.ProcessGroup] = ()
 
     def __init__(self) -> None:
-        self._messages: dict[Action, list[Tensor]] = {}
+        self._messages: dict[int, list[Tensor]] = {}
 
     def begin(self, receives: Sequence[Transfer]) -> None:
         """Drop what an aborted step left."""
@@ -75,11 +84,11 @@ class InProcess:
         """Move the message to the receiver's device."""
         device = transfer.device
         moved = [tensor if tensor.device == device else tensor.to(device, non_blocking=True) for tensor in tensors]
-        self._messages[transfer.action.other_end] = moved
+        self._messages[transfer.tag] = moved
 
     def receive(self, transfer: Transfer) -> list[Tensor]:
         """The message, which leaves the mailbox."""
-        return self._messages.pop(transfer.action)
+        return self._messages.pop(transfer.tag)
 
     def end(self) -> None:
         """Nothing is under way in one process."""
@@ -92,10 +101,7 @@ class _Inbox:
 
     ahead: int
     expected: deque[Transfer] = field(default_factory=deque)
-    posted: dict[Action, tuple[list[Tensor], Pending]] = field(default_factory=dict)
-
-
-Way = tuple[ActionKind, int]  # messages of one kind to or from one stage
+    posted: dict[int, tuple[list[Tensor], Pending]] = field(default_factory=dict)
 
 
 class Distributed:
@@ -109,8 +115,8 @@ class Distributed:
     def __init__(self, layout: Layout, *, on_cuda: bool) -> None:
         self._layout = layout
         self._groups = _groups_by_way(layout) if on_cuda else {}
-        self._inboxes: dict[Way, _Inbox] = {}
-        self._sent: dict[Way, deque[tuple[Pending, Sequence[Tensor]]]] = {}
+        self._inboxes: dict[int, _Inbox] = {}
+        self._sent: dict[int, deque[tuple[Pending, Sequence[Tensor]]]] = {}
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -122,8 +128,7 @@ class Distributed:
         self._inboxes = {}
         self._sent = {}
         for transfer in receives:
-            way = (transfer.action.kind, transfer.action.stage)
-            self._inboxes.setdefault(way, _Inbox(transfer.ahead)).expected.append(transfer)
+            self._inboxes.setdefault(transfer.way, _Inbox(transfer.ahead)).expected.append(transfer)
         for inbox in self._inboxes.values():
             self._post(inbox)
 
@@ -136,32 +141,31 @@ class Distributed:
             pending = start_receive(
                 buffers,
                 source=self._layout.process_of[other],
-                tag=_tag(action),
+                tag=transfer.tag,
                 group=self._groups.get((other, action.stage)),
             )
-            inbox.posted[action] = (buffers, pending)
+            inbox.posted[transfer.tag] = (buffers, pending)
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Start to send; before, wait for the message before the last on this way, which is mostly through."""
         action = transfer.action
-        sent = self._sent.setdefault((action.kind, action.stage), deque())
+        sent = self._sent.setdefault(transfer.way, deque())
         while len(sent) >= SENDS_AHEAD:
             finish(sent.popleft()[0])
-        target = action.other_end
+        target = action.other_end.stage
         pieces = transfer.form.pack(tensors)
         pending = start_send(
             pieces,
-            to=self._layout.process_of[target.stage],
-            tag=_tag(target),
-            group=self._groups.get((action.stage, target.stage)),
+            to=self._layout.process_of[target],
+            tag=transfer.tag,
+            group=self._groups.get((action.stage, target)),
         )
         sent.append((pending, pieces))
 
     def receive(self, transfer: Transfer) -> list[Tensor]:
         """Wait for the message, and post the next receive before."""
-        action = transfer.action
-        inbox = self._inboxes[action.kind, action.stage]
-        buffers, pending = inbox.posted.pop(action)
+        inbox = self._inboxes[transfer.way]
+        buffers, pending = inbox.posted.pop(transfer.tag)
         self._post(inbox)
         finish(pending)
         return transfer.form.unpack(buffers)

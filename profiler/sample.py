@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
         ArgumentError: the structure, a constant, a dtype or a shape differs from the traced sample.
     """
     leaves, tree = pytree.tree_flatten(call_arguments(sample))
-    if pytree.treespec_dumps(tree) != spec.tree:
+    if tree != _structure(spec.tree) and pytree.treespec_dumps(tree) != spec.tree:
         raise ArgumentError(f"the model was traced with another structure of arguments than {tree}")
     tensors: list[Tensor] = []
     for position, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
@@ -150,6 +151,12 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
         _check_tensor(leaf, expected, position)
         tensors.append(leaf)
     return tensors
+
+
+@cache
+def _structure(tree: str) -> pytree.TreeSpec:
+    """The structure that a spec holds as text; reading it takes longer than a small step's other checks."""
+    return pytree.treespec_loads(tree)
 
 
 def of_other_shapes(sample: Any, spec: SampleSpec) -> SampleSpec | None:

@@ -62,9 +62,12 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
+    """One layer: its parameters, what nothing needs after it, and which of its outputs no later layer reads."""
+
     layer: Layer
     arguments: tuple[Tensor, ...]
     forget: tuple[str, ...]
+    ends: tuple[bool, ...]
 
 
 class StageFunction:
@@ -182,14 +185,17 @@ def _steps(
 ) -> tuple[_Step, ...]:
     """Each layer with its parameters, and the values that nothing needs after it."""
     needed = set(leaving)
+    read: set[str] = set()
     steps = []
     for layer in reversed(layers):
         touched = dict.fromkeys((*layer.values, *layer.outputs))
         own = {name for _, name in layer.written_buffers}
         own.update(name for entry in layer.statistics for name in (entry.mean, entry.variance, entry.count))
         forget = tuple(name for name in touched if name not in needed and name not in own)
-        steps.append(_Step(layer, tuple(parameters[layer.index, name] for name in layer.parameters), forget))
+        arguments = tuple(parameters[layer.index, name] for name in layer.parameters)
+        steps.append(_Step(layer, arguments, forget, tuple(name not in read for name in layer.outputs)))
         needed.update(layer.values)
+        read.update(layer.values)
     return tuple(reversed(steps))
 
 

@@ -114,7 +114,9 @@ def plain_step(model: nn.Module, x: Tensor, y: Tensor, chunks: int) -> Step:
 
 def torch_step(own: nn.Module, kind: Any, rank: int, x: Tensor, y: Tensor, chunks: int) -> Step:
     example = x.chunk(chunks)[0]
-    part = PipelineStage(own, rank, K, torch.device("cpu"), input_args=(example,), output_args=(example,))
+    sent = example.clone().requires_grad_()
+    entering = example if rank == 0 else sent
+    part = PipelineStage(own, rank, K, torch.device("cpu"), input_args=(entering,), output_args=(sent,))
     schedule = kind(part, chunks, loss_fn=nn.functional.mse_loss)
     return (lambda: schedule.step(x)) if rank == 0 else (lambda: schedule.step(target=y, losses=[]))
 

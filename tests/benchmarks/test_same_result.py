@@ -1,0 +1,147 @@
+"""The same training for every cut, through the executor: all models of the tracer's list, both schedules, recompute.
+
+    pytest tests/benchmarks/test_same_result.py -m benchmark -s
+
+For each model with dropout: losses, gradients and parameters after three steps, for K = 1, 2, 3, 4 at random cuts, with
+random recomputed segments, bitwise against K = 1 without recompute, within each schedule; for a few models the same in
+K processes, and after 20 steps. With dropout off: the gradients against the plain model's, accumulated over the same
+micro-batches, within 1e-5 of their scale.
+"""
+
+import copy
+import random
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from executor import Pipeline, launch
+from planner import Plan
+from planner.plan import ScheduleName
+from profiler import LayerSequence, trace
+from profiler.loss import loss_of
+from profiler.sample import call_arguments
+from tests.coverage.model_list import BATCH_SIZE, BY_NAME, MODELS, Case, Entry
+from tests.executor.conftest import _plan as plan_for
+
+M = 4
+STEPS = 3
+LONG = 20
+DROPOUT = 0.1
+WITHIN = 1e-5
+SMALLEST_SCALE = 1e-4  # see tests.coverage.fidelity
+IN_PROCESSES = ["gpt2", "t5", "AmoebaNet-D", "GNMT"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training leaves behind."""
+
+    losses: list[float]
+    tensors: dict[str, Tensor]  # gradients of the last step and the state
+
+
+def train(plan: Plan, name: str, steps: int) -> Trained:
+    case = BY_NAME[name].build(dropout=DROPOUT)
+    pipe = Pipeline(case.model, plan, loss_fn=case.loss_fn)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    args, kwargs = call_arguments(case.sample)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(pipe.step(*args, target=case.target, **kwargs).item())
+        optimizer.step()
+    tensors = {f"gradient of {name}": p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    return Trained(losses, {**tensors, **{name: value.clone() for name, value in pipe.state_dict().items()}})
+
+
+def differing(part: Trained, whole: Trained) -> list[str]:
+    """What is not equal in every bit (NaN equals NaN)."""
+    names = [
+        name
+        for name, value in part.tensors.items()
+        if not torch.equal(value.nan_to_num(1234.5), whole.tensors[name].nan_to_num(1234.5))
+    ]
+    return names if part.losses == whole.losses else ["loss", *names]
+
+
+def random_plan(sequence: LayerSequence, chance: random.Random, stages: int, **settings: Any) -> Plan:
+    cuts = sorted(chance.sample(range(1, len(sequence)), min(stages, len(sequence)) - 1))
+    segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])]
+    return plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=segments, **settings)
+
+
+def random_segments(chance: random.Random, first: int, stop: int) -> list[tuple[int, int]]:
+    """The whole stage, or disjoint runs of its layers, or nothing."""
+    borders = sorted({first, stop, *chance.sample(range(first, stop + 1), min(2, stop + 1 - first))})
+    return chance.choice([[(first, stop)], [pair for pair in pairwise(borders) if chance.random() < 0.7], []])
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
+def test_every_cut_trains_the_same(entry: Entry, schedule: ScheduleName) -> None:
+    case = entry.build(dropout=DROPOUT)
+    sequence = trace(case.model, case.sample)
+    chance = random.Random(f"{entry.name} {schedule}")
+    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), entry.name, STEPS)
+    for stages in (1, 2, 3, 4):
+        found = train(random_plan(sequence, chance, stages, schedule=schedule), entry.name, STEPS)
+        assert differing(found, whole) == [], f"K = {stages}"
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_processes_train_the_same_for_twenty_steps(name: str, schedule: ScheduleName) -> None:
+    case = BY_NAME[name].build(dropout=DROPOUT)
+    sequence = trace(case.model, case.sample)
+    chance = random.Random(f"{name} {schedule}")
+    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), name, LONG)
+    for stages in (2, 3, 4):
+        parts = launch(train, random_plan(sequence, chance, stages, schedule=schedule), (name, LONG))
+        for part in parts:
+            assert differing(part, whole) == [], f"K = {stages}"
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
+def test_gradients_are_those_of_plain_accumulation(entry: Entry) -> None:
+    case = entry.build()
+    expected = accumulated(copy.deepcopy(case))
+    sequence = trace(case.model, case.sample)
+    plan = random_plan(sequence, random.Random(entry.name), 3, schedule="gpipe")
+    pipe = Pipeline(case.model, plan, loss_fn=case.loss_fn)
+    args, kwargs = call_arguments(case.sample)
+    pipe.step(*args, target=case.target, **kwargs)
+    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    floor = SMALLEST_SCALE * max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        difference = float((found[name] - gradient).abs().max())
+        assert difference <= WITHIN * max(float(gradient.abs().max()), floor), name
+
+
+def accumulated(case: Case) -> dict[str, Tensor]:
+    """Gradients of the plain model over the micro-batches, in the order of GPipe's backward passes."""
+    size = BATCH_SIZE // M
+    for first in reversed(range(0, BATCH_SIZE, size)):
+        part = slice(first, first + size)
+        sample, target = pytree.tree_map_only(Tensor, partial(_samples, part), (case.sample, case.target))
+        args, kwargs = call_arguments(sample)
+        (loss_of(case.model(*args, **kwargs), target, case.loss_fn) / M).backward()
+    return {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
+
+
+def _samples(part: slice, tensor: Tensor) -> Tensor:
+    return tensor[part]

@@ -6,10 +6,11 @@ kind of device; `Profile.layers` says once per layer what does not depend on eit
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from profiler.device import Link
 from profiler.errors import ProfileError
@@ -238,6 +239,50 @@ class Profile(Value):
         frame.insert(1, "name", names)
         return frame
 
+    def from_frame(self, frame: pandas.DataFrame) -> Self:
+        """This profile with the costs of a frame like `to_frame`'s, which may be changed or have rows left out.
+
+        Raises:
+            ProfileError: a column is missing or unknown, a value means nothing, or not every layer has its row.
+        """
+        rows = frame.drop(columns="name", errors="ignore").to_dict("records")
+        text = json.dumps([{str(key): _plain(value) for key, value in row.items()} for row in rows], allow_nan=True)
+        try:
+            costs = TypeAdapter(tuple[LayerCost, ...]).validate_json(text)
+            return type(self)(**{**_fields(self), "costs": costs})
+        except ValidationError as problem:
+            first = problem.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ProfileError(f"the frame is no profile: {place}: {first['msg']}".replace(": :", ":")) from problem
+
+    def merge(self, *others: Profile) -> Self:
+        """What this and other profiles of the same model say, of other sizes, devices or optimizers.
+
+        Of what several hold, the last one's figures count.
+
+        Raises:
+            ProfileError: a profile is of another model.
+        """
+        profiles = (self, *others)
+        for other in others:
+            if (other.fingerprint, other.layers, other.parameters) != (self.fingerprint, self.layers, self.parameters):
+                raise ProfileError(
+                    f"profiles of different models cannot be merged: {self.fingerprint} and {other.fingerprint}; "
+                    "profile the same trace"
+                )
+        costs = {(c.device_kind, c.micro_batch_size, c.layer): c for p in profiles for c in p.costs}
+        optimizers = {(entry.name, entry.device_kind): entry for p in profiles for entry in p.optimizers}
+        estimates = {entry.device_kind: entry for p in profiles for entry in p.estimates}
+        merged = {
+            "costs": tuple(costs.values()),
+            "optimizers": tuple(optimizers.values()),
+            "estimates": tuple(estimates.values()),
+            "links": next((p.links for p in reversed(profiles) if p.links), ()),
+            "input_bytes": max(p.input_bytes for p in profiles),
+            "reserve_bytes": max(p.reserve_bytes for p in profiles),
+        }
+        return type(self)(**{**_fields(self), **merged})
+
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""
         write_atomically(Path(path), self.to_json())
@@ -254,3 +299,12 @@ class Profile(Value):
         except (OSError, UnicodeDecodeError) as problem:
             raise ProfileError(f"cannot read the profile {path}: {problem}") from problem
         return cls.parse_json(text, source=str(path), error=ProfileError)
+
+
+def _fields(profile: Profile) -> dict[str, Any]:
+    return {name: getattr(profile, name) for name in Profile.model_fields}
+
+
+def _plain(value: Any) -> Any:
+    """A value of a frame as JSON knows it: numpy's numbers are none."""
+    return value.item() if hasattr(value, "item") else value

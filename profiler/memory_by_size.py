@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -31,6 +32,7 @@ from profiler.task import Task
 
 NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
+PAGE_BYTES = 4096  # what oneDNN rounds the workspace of a recurrent layer up to [measured]
 KEPT = ("carried_bytes", "repeated_bytes", "held_bytes")
 PASSING = ("forward_bytes", "backward_bytes", "last_backward_bytes")
 
@@ -49,7 +51,8 @@ def memory_by_size(task: Task, place: torch.device) -> dict[int, list[LayerMemor
     smallest = sizes[0]
     real, fake = _real(task, smallest, place), _fake(task, smallest, place)
     faithful = fake is not None and agree(fake, real)
-    memory = {smallest: fake if fake is not None and faithful else real}
+    unlike = () if fake is None else _unlike(fake, real)
+    memory = {smallest: fake if fake is not None and faithful else _rounded(real, unlike)}
     task.bar.update()
     ends_first = dict.fromkeys((sizes[-1], sizes[len(sizes) // 2], *sizes))
     for size in ends_first:
@@ -59,8 +62,21 @@ def memory_by_size(task: Task, place: torch.device) -> dict[int, list[LayerMemor
         task.bar.update()
         found = line or (_fake(task, size, place) if faithful else None) or _real_if_it_fits(task, size, place)
         if found is not None:
-            memory[size] = found
+            memory[size] = found if faithful else _rounded(found, unlike)
     return dict(sorted(memory.items()))
+
+
+def _unlike(fake: Sequence[LayerMemory], real: Sequence[LayerMemory]) -> tuple[int, ...]:
+    """The layers that keep something that fake tensors do not show: a kernel's workspace."""
+    return tuple(i for i, (one, other) in enumerate(zip(fake, real, strict=True)) if one.kept_bytes != other.kept_bytes)
+
+
+def _rounded(memory: Sequence[LayerMemory], layers: Sequence[int]) -> list[LayerMemory]:
+    """With a page more for each of these layers: a workspace grows by pages, and lies above the line between sizes."""
+    return [
+        replace(entry, kept_bytes=entry.kept_bytes + PAGE_BYTES) if index in layers else entry
+        for index, entry in enumerate(memory)
+    ]
 
 
 def agree(fake: Sequence[LayerMemory], real: Sequence[LayerMemory]) -> bool:

@@ -263,7 +263,7 @@ class Profile(Value):
         Raises:
             ProfileError: a profile is of another model.
         """
-        profiles = (self, *others)
+        profiles: tuple[Profile, ...] = (self, *others)
         for other in others:
             if (other.fingerprint, other.layers, other.parameters) != (self.fingerprint, self.layers, self.parameters):
                 raise ProfileError(

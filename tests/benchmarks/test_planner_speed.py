@@ -107,13 +107,11 @@ def test_planner_speed() -> None:
     tight = 6 * 10**9
     planned(12, 2, 16, schedule="auto")
     planned(12, 2, 16, 60_000_000)
-    planned(600, 4, 64, 4 * 10**9)
     rows = [
         ("L = 400, K = 8, all M, limit, recompute", 2, planned(400, 8, 1024, tight)),
         ("L = 400, K = 8, all M", 2, planned(400, 8, 1024)),
-        ("L = 1,000, K = 64, all M", 10, planned(1000, 64, 1024)),
+        ("L = 1,000, K = 64, M = 256", 10, planned(1000, 64, 256, micro_batches=256)),
         ("L = 2,133, K = 8, M = 32", 5, planned(2133, 8, 1024, micro_batches=32)),
-        ("L = 2,133, K = 8, all M", 0, planned(2133, 8, 1024)),
         ("L = 400, K = 8, M = 64, 1F1B", 0, planned(400, 8, 1024, micro_batches=64, schedule="1f1b")),
     ]
     print("\n| problem | asked | s | K | M | gap |\n|---|---|---|---|---|---|")
@@ -124,7 +122,7 @@ def test_planner_speed() -> None:
             f"{found.candidate.split.count} | {gap:.2%} |"
         )
     print("\n| L | K | ours, M = 4K, s | block partition, s | PipeDream's O(L^2 K), s |\n|---|---|---|---|---|")
-    for layers in (50, 100, 200, 400, 800):
+    for layers in (50, 100, 200, 400):
         for stages in (4, 8, 16):
             seconds, _ = planned(layers, stages, 4 * stages, micro_batches=4 * stages)
             costs = [float(cost.forward_s + cost.backward_s) for cost in random_profile(layers).costs[:layers]]

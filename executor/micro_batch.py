@@ -13,11 +13,26 @@ from profiler.errors import ArgumentError
 from profiler.sample_spec import SampleSpec, TensorLeaf
 
 
-def sizes_for(batch_size: int, planned: Sequence[int]) -> tuple[int, ...]:
+def sizes_for(batch_size: int, planned: Sequence[int], only: int | None = None) -> tuple[int, ...]:
     """Micro-batch sizes for a batch: the planned ones, or for another batch as many nearly equal ones.
 
     A batch smaller than the planned number of micro-batches (the last of an epoch) gets micro-batches of one sample.
+
+    Args:
+        batch_size: samples of the batch.
+        planned: sizes of the plan.
+        only: the one size that the model was traced for, if there is but one.
+
+    Raises:
+        ArgumentError: the batch cannot be cut into micro-batches of that size.
     """
+    if only is not None:
+        if batch_size % only:
+            raise ArgumentError(
+                f"the batch has {batch_size} samples, and the model could only be traced with static shapes, for "
+                f"micro-batches of {only}; pass a multiple of {only} (drop_last=True in a DataLoader)"
+            )
+        return (only,) * (batch_size // only)
     if batch_size == sum(planned):
         return tuple(planned)
     count = min(len(planned), batch_size)

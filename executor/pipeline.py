@@ -328,7 +328,7 @@ class Pipeline:
         spec, tensors = self._understood(sample, training=training)
         batch_size = batch_extent(tensors, spec)
         sizes = [
-            sizes_for(samples, self.plan.micro_batch_sizes)
+            sizes_for(samples, self.plan.micro_batch_sizes, spec.only_micro_batch_size)
             for samples in samples_of_replicas(batch_size, self.plan.replicas)
         ]
         flat = [size for own in sizes for size in own]

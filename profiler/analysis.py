@@ -17,9 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.blame import keep_together_advice
 from profiler.errors import NotTraceableError
 from profiler.flops import FLOP_FORMULAS
 from profiler.frontend import TracedGraph, autocasting, module_stack
+from profiler.opaque import OpaqueCall
+from profiler.opaque_tracing import opaque_calls_of
 from profiler.sample import example_call, tensor_leaves
 from profiler.sample_spec import SampleSpec
 from profiler.writes import moves_statistics, written_arguments
@@ -53,7 +56,7 @@ class NodeFacts:
     writes: frozenset[int]
 
 
-class _Counter(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Counts FLOPs and notices random operations below the level of composite operations."""
 
     def __init__(self) -> None:
@@ -62,6 +65,7 @@ class _Counter(TorchDispatchMode):
         self.draws_random = False
 
     def reset(self) -> None:
+        """Count from 0 again."""
         self.flops = 0
         self.draws_random = False
 
@@ -94,7 +98,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     inputs = dict(zip(traced.inputs, tensor_leaves(sample, spec), strict=True))
     values: dict[fx.Node, Any] = {}
     facts: dict[fx.Node, NodeFacts] = {}
-    counter = _Counter()
+    counter = FlopCounter()
     with autocasting(spec, device), mode, counter, torch.enable_grad():
         for node in traced.module.graph.nodes:
             if node.op == "output":
@@ -103,8 +107,12 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
             try:
                 values[node] = _evaluate(node, values, inputs, traced.module, mode)
             except Exception as problem:
-                raise NotTraceableError(_dynamic_text(node, problem)) from problem
+                raise NotTraceableError(_dynamic_text(node, problem), modules=module_stack(node)) from problem
+            for opaque in opaque_calls_of(node):
+                counter.flops += opaque.cost.flops.at(spec.batch_size)
+                counter.draws_random = True  # whether it does may depend on data
             facts[node] = _facts(node, values, counter)
+    _refuse_shared_writes(traced.module.graph, values, facts)
     # A value that is written in place later can come to carry a gradient then, so ask at the end.
     return {
         node: replace(fact, requires_grad=any(t.requires_grad for t in _tensors(values[node])))
@@ -115,12 +123,41 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
 def _dynamic_text(node: fx.Node, problem: Exception) -> str:
     stack = module_stack(node)
     place = (node.meta.get("stack_trace") or "").strip().splitlines()
-    where = f"in {stack[-1] or 'the model'!r}" if stack else "in the model"
+    where = f"in module {stack[-1]!r}" if stack and stack[-1] else "in the model"
     line = f", {place[-2].strip()} {place[-1].strip()}" if len(place) > 1 else ""
     return (
         f"cannot trace the model: {where}{line}: {node.target} gives a result whose shape or value depends on data "
-        f"({type(problem).__name__}); use operations with fixed shapes, such as torch.where in place of x[mask]"
+        f"({type(problem).__name__}); use operations with fixed shapes, such as torch.where in place of x[mask], or "
+        f"{keep_together_advice(stack)}"
     )
+
+
+def _refuse_shared_writes(graph: fx.Graph, values: Mapping[fx.Node, Any], facts: Mapping[fx.Node, NodeFacts]) -> None:
+    """What a module that is called as it is takes and returns may share memory, depending on data.
+
+    So if one of these is written later, none of the others may be read after that.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    read = [{_storage(t) for source in node.all_input_nodes for t in _tensors(values[source])} for node in nodes]
+    for position, node in enumerate(nodes):
+        if not isinstance(node.target, OpaqueCall):
+            continue
+        shared = {_storage(t) for t in (*_tensors(values[node]), *_taken(node, values))}
+        for later in range(position + 1, len(nodes)):
+            written = facts[nodes[later]].writes & shared
+            if any((shared - written) & storages for storages in (read[later + 1 :] if written else ())):
+                raise NotTraceableError(
+                    f"cannot trace the model: {nodes[later].target} writes in place what module {node.target.path!r} "
+                    "takes or returns, which may be the same memory, for that module is called as it is; use the "
+                    "operation that is not in place"
+                )
+
+
+def _taken(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Tensor]:
+    """The tensors that a module which is called as it is takes, without its own parameters and buffers."""
+    assert isinstance(node.target, OpaqueCall)
+    taken = [values[a] for a in node.args[node.target.own_arguments :] if isinstance(a, fx.Node)]
+    return _tensors(taken)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -146,7 +183,7 @@ def _evaluate(
     return node.target(*args, **kwargs)
 
 
-def _facts(node: fx.Node, values: dict[fx.Node, Any], counter: _Counter) -> NodeFacts:
+def _facts(node: fx.Node, values: dict[fx.Node, Any], counter: FlopCounter) -> NodeFacts:
     value = values[node]
     single = isinstance(value, Tensor)
     arguments = pytree.tree_leaves([values[argument] for argument in node.all_input_nodes])

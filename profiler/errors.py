@@ -32,9 +32,17 @@ class InfeasibleError(PlanError):
 
 
 class NotTraceableError(PlanError):
-    """The model cannot be turned into a graph (its forward branches on data, for instance)."""
+    """The model cannot be turned into a graph (its forward branches on data, for instance).
+
+    Attributes:
+        modules: paths of the modules in which it happens, outermost first, as far as known.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, *, modules: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.modules = modules
 
 
 class PlanFileError(PlanError):

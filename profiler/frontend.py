@@ -9,26 +9,31 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import linecache
 import logging
-import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from profiler.errors import NotTraceableError
+from profiler.attributes import attributes_after_call, attributes_of, changed_names, put_back
+from profiler.batch_branches import BatchQuestions, same_for_one_sample
+from profiler.blame import explanation, place_of
+from profiler.errors import ArgumentError, NotTraceableError
+from profiler.opaque_tracing import OpaqueCalls
 from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call, torch_dtype
 from profiler.sample_spec import SampleSpec, TensorLeaf
-from profiler.silent_losses import refuse_hidden_writes, refused
+from profiler.silent_losses import refuse_hidden_writes, refuse_own_generators, refused
 from profiler.writes import may_write
 
+REHEARSED_SIZES = (2, 3, 5)  # two make a line, the third must lie on it
+LARGEST_COMPARED_CONSTANT = 4096  # elements
 LARGEST_BATCH_SIZE = 2**31  # export gives an extent without upper limit a larger one
 
 
@@ -47,32 +52,131 @@ class TracedGraph:
     out_spec: pytree.TreeSpec
 
 
-def export_graph(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> TracedGraph:
-    """Trace the model with a dynamic batch.
+def export_graph(
+    model: nn.Module,
+    spec: SampleSpec,
+    *,
+    training: bool = True,
+    dynamic: bool = True,
+    called_as_is: Sequence[str] = (),
+) -> TracedGraph:
+    """Trace the model with `torch.export`.
 
     Args:
         model: any module, also on the meta device.
         spec: what it is called with.
         training: trace it as it trains, else as `model.eval()` leaves it.
+        dynamic: with a dynamic batch, else for micro-batches of `spec.batch_size` samples only.
+        called_as_is: paths of modules that become one operation each, see `OpaqueCall`.
 
     Raises:
         NotTraceableError: the forward pass cannot be exported; the message names module path, source line and cause.
     """
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    call = example_call(spec, max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST), device)
-    try:
-        with _mode(model, training), _quiet(), autocasting(spec, device), refused(model):
-            program = torch.export.export(
-                model, call.args, call.kwargs, dynamic_shapes=_dynamic_shapes(model, spec), strict=False
-            )
-            module = program.module()
-    except NotTraceableError:
-        raise
-    except Exception as problem:
-        raise NotTraceableError(_explanation(model, problem)) from problem
-    _refuse_limited_batches(program)
+    before = attributes_of(model)
+    with attributes_after_call(model) as calls:
+        module, program = _exported(model, spec, training, dynamic, called_as_is)
+        between = calls[0] if calls else before  # of a graph, export runs the nodes without calling it
+        changed = changed_names(before, between)
+        if changed:  # harmless if a second call computes the same and leaves the same behind: a cache
+            put_back(between, changed)  # export itself takes some of them back
+            again, _ = _exported(model, spec, training, dynamic, called_as_is)
+    if changed:
+        after = calls[-1]
+        lasting = [name for name in after if name in between and after[name].plain != between[name].plain]
+        same = graph_text(module) == graph_text(again)
+        if lasting or not same:
+            put_back(before, lasting or changed)
+            _refuse_changes((lasting or changed)[0])
+    if dynamic:
+        _refuse_limited_batches(program)
     refuse_hidden_writes(module.graph, module)
+    refuse_own_generators(module)
     return _tidy(module, program, spec)
+
+
+def _exported(
+    model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called_as_is: Sequence[str]
+) -> tuple[Any, ExportedProgram]:
+    """The graph of one call of the model, as a module with the model's own parameters."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST) if dynamic else spec.batch_size
+    call = example_call(spec, size, device)
+    shapes = _dynamic_shapes(model, spec) if dynamic else None
+    with mode_of(model, training):
+        calls = OpaqueCalls(model, called_as_is, REHEARSED_SIZES if dynamic else (size,))
+        questions = BatchQuestions(model)
+        try:
+            with (
+                _quiet(),
+                autocasting(spec, device),
+                refused(model),
+                calls.in_place(),
+                questions.watched(),
+                mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
+            ):
+                program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
+                module = program.module()
+        except NotTraceableError as problem:
+            modules = problem.modules or place_of(model, problem).modules
+            raise NotTraceableError(str(problem), modules=modules) from problem
+        except Exception as problem:
+            if "Constraints violated" in str(problem):
+                raise NotTraceableError(_fixed_text(problem, questions)) from problem
+            place = place_of(model, problem)
+            raise NotTraceableError(explanation(model, problem, place), modules=place.modules) from problem
+        if dynamic and questions.places:
+            one = example_call(spec, 1, device)
+            with _quiet(), autocasting(spec, device), calls.in_place():
+                same = same_for_one_sample(model, module, one.args, one.kwargs)
+            if not same:
+                raise NotTraceableError(
+                    f"cannot trace the model: in {questions.places[0]}: it takes another path for a batch of one "
+                    "sample, and micro-batches may be that small; make the forward pass independent of the batch size"
+                )
+    calls.put_into(module)
+    return module, program
+
+
+def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """What `nn.TransformerEncoder` would find out by looking at a mask's values: a shortcut that it can do without."""
+    return is_causal is True
+
+
+def _fixed_text(problem: Exception, questions: BatchQuestions) -> str:
+    """What fixes the batch extent: a Python number made of it, or a branch that only one extent takes."""
+    details = [line.strip(" -") for line in str(problem).splitlines() if line.strip().startswith("-")]
+    places = [*questions.numbers, *questions.places]
+    return (
+        f"cannot trace the model: in {places[0] if places else 'its call'}: the forward pass fixes the batch extent "
+        f"({details[0] if details else 'as a Python number'}); make it independent of the batch size"
+    )
+
+
+def _refuse_changes(name: str) -> NoReturn:
+    """Refuse a forward pass that computes with an attribute which it changes, or counts in one."""
+    path, _, own_name = name.rpartition(".")
+    raise NotTraceableError(
+        f"cannot trace the model: the forward pass of {f'module {path!r}' if path else 'the model'} changes its Python "
+        f"attribute {own_name!r}, which a graph would hold as a constant; keep it in a buffer "
+        f"(self.register_buffer({own_name!r}, torch.tensor(...))), or change it outside the forward pass",
+        modules=(path,),
+    )
+
+
+def graph_text(root: fx.GraphModule) -> str:
+    """A graph with its regions and constants as text: equal for graphs that compute the same."""
+    regions = [module.code for module in root.modules() if isinstance(module, fx.GraphModule)]
+    held = {id(tensor) for tensor in root.parameters()}
+    constants = [
+        f"{node.target} {value.tolist()}"
+        for node in root.graph.nodes
+        if node.op == "get_attr"
+        and isinstance(value := getattr(root, str(node.target), None), torch.Tensor)
+        and id(value) not in held
+        and not value.is_meta
+        and value.numel() <= LARGEST_COMPARED_CONSTANT
+    ]
+    return "\n".join((*regions, *constants))
 
 
 def autocasting(spec: SampleSpec, device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -86,33 +190,23 @@ def autocasting(spec: SampleSpec, device: torch.device) -> contextlib.AbstractCo
     return torch.autocast(device_type, torch_dtype(spec.autocast), cache_enabled=False)
 
 
-def _layer_drop_setting(trace: TracebackType | None) -> str:
-    """Name of the layer-drop probability near the user's lines in a traceback; "" if there is none."""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch."):
-            lines = (linecache.getline(code.co_filename, trace.tb_lineno + offset) for offset in range(-4, 2))
-            found = re.search(r"\b\w*layer_?drop\w*", " ".join(lines))
-            if found:
-                return found[0]
-        trace = trace.tb_next
-    return ""
-
-
 def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
-    """Every batch dimension dynamic, in the form that export takes: by position, or by name if there are keywords."""
+    """Every batch dimension dynamic, in the form that export takes: by the name of forward's parameter."""
+    batched = [leaf for leaf in spec.leaves if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None]
+    extent = Dim("batch") if len(batched) > 1 else Dim.DYNAMIC  # one name: the extents are one
     shapes = [
-        {leaf.batch_dim: Dim.DYNAMIC} if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None else None
+        {leaf.batch_dim: extent} if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None else None
         for leaf in spec.leaves
     ]
     args, kwargs = pytree.tree_unflatten(shapes, pytree.treespec_loads(spec.tree))
-    if not kwargs:
-        return args
-    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    try:
+        return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    except TypeError as problem:
+        raise ArgumentError(f"the model cannot be called with the sample: {problem}") from problem
 
 
 @contextlib.contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+def mode_of(model: nn.Module, training: bool) -> Iterator[None]:
     """The model in the wanted mode; modules that a training model holds in evaluation mode (frozen) stay so."""
     flags = [(module, module.training) for module in model.modules()]
     if model.training != training:
@@ -141,53 +235,17 @@ def _quiet() -> Iterator[None]:
         logging.disable(previous)
 
 
-def _explanation(model: nn.Module, problem: Exception) -> str:
-    """What cannot be traced, where, and what to do."""
-    first_line = next((line for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
-    if "data-dependent" in str(problem):
-        cause = "the forward pass branches on the values of a tensor"
-        cure = (
-            "make the branch independent of data (torch.where, or a flag set before planning), or move it out of the "
-            "model"
-        )
-        setting = _layer_drop_setting(problem.__traceback__)
-        if setting:
-            cure = f"this is layer drop: set {setting} to 0 in the model or its configuration"
-    else:
-        cause = first_line.strip()
-        cure = "change that line to operations on tensors that torch.export can follow"
-    path, place = _user_frame(model, problem.__traceback__)
-    return f"cannot trace the model: in {path}, {place}: {cause}; {cure}"
-
-
 def _refuse_limited_batches(program: ExportedProgram) -> None:
     """A forward pass that branches on the batch size is right for some micro-batch sizes only."""
     for symbol, extents in program.range_constraints.items():
+        if symbol_is_type(symbol, SymT.UNBACKED_INT):  # an extent that depends on data
+            continue
         lower, upper = extents.lower, extents.upper
         if lower > TRACED_BATCH_SIZE_AT_LEAST or (upper.is_finite and upper < LARGEST_BATCH_SIZE):
             raise NotTraceableError(
                 f"cannot trace the model: it takes another path unless a batch extent ({symbol}) is between {lower} "
                 f"and {upper}, and micro-batches may be smaller; make the forward pass independent of the batch size"
             )
-
-
-def _user_frame(model: nn.Module, trace: TracebackType | None) -> tuple[str, str]:
-    """Path of the innermost module of the model in a traceback, and its source line."""
-    paths = {id(module): name for name, module in model.named_modules()}
-    found = ("the model", "its call")
-    while trace is not None:
-        frame = trace.tb_frame
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        owner = frame.f_locals.get(names[0]) if names else None
-        torch_own = str(frame.f_globals.get("__name__", "")).startswith("torch.")
-        if isinstance(owner, nn.Module) and id(owner) in paths and not torch_own:
-            filename = frame.f_code.co_filename
-            code = linecache.getline(filename, trace.tb_lineno).strip()
-            path = paths[id(owner)]
-            module = f"module {path!r}" if path else f"the model ({type(owner).__name__})"
-            found = (module, f'{filename}:{trace.tb_lineno} "{code}"')
-        trace = trace.tb_next
-    return found
 
 
 def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec) -> TracedGraph:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -20,6 +22,9 @@ from profiler.sequence import Layer
 from profiler.writes import moves_statistics
 
 BATCH = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
+
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 @dataclass
@@ -210,7 +215,8 @@ def module_path(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """`file:line` of the innermost line outside torch that the operation comes from; "" if unknown."""
     places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(places[-1]) if places else ""
+    own = [place for place in places if not place[0].startswith(_TORCH)]
+    return ":".join(own[-1]) if own else ""
 
 
 def _layer_name(nodes: Sequence[fx.Node]) -> str:

@@ -78,7 +78,9 @@ def profile(
     """
     cluster = local_devices(devices, threads=threads)
     check_optimizer(optimizer)
-    sizes = measured_sizes(sequence.sample.batch_size if batch_size is None else batch_size, micro_batch_sizes, cluster)
+    only = sequence.sample.only_micro_batch_size
+    batch = sequence.sample.batch_size if batch_size is None else batch_size
+    sizes = measured_sizes(batch, micro_batch_sizes, cluster, only)
     _check(loss_fn, target, time_budget_s)
     if is_listed(cluster):
         return _from_data_sheets(sequence, cluster, sizes, sample, loss_fn, target, optimizer, progress)
@@ -159,7 +161,8 @@ def _check_values(sequence: LayerSequence) -> None:
 
 def _returns_loss(sequence: LayerSequence, place: torch.device) -> bool:
     """Whether the model's own output is or holds a loss."""
-    inputs = micro_batch(sequence, None, 2, place)  # with one sample, an output per sample looks like a scalar
+    size = sequence.sample.only_micro_batch_size or 2  # with one sample, an output per sample looks like a scalar
+    inputs = micro_batch(sequence, None, size, place)
     with fake_runner(sequence.on(place), inputs, loss_fn=None, target=None, has_loss=False, device=place) as runner:
         output = runner.run_all()
     try:

@@ -10,7 +10,9 @@ from profiler.errors import ArgumentError
 MICRO_BATCHES_PER_STAGE = 4  # M >= 4K (GPipe, section 2.2), so no micro-batch holds more than a quarter of the batch
 
 
-def measured_sizes(batch_size: int, micro_batch_sizes: Sequence[int] | None, cluster: Cluster) -> tuple[int, ...]:
+def measured_sizes(
+    batch_size: int, micro_batch_sizes: Sequence[int] | None, cluster: Cluster, only: int | None = None
+) -> tuple[int, ...]:
     """The sizes to measure, ascending.
 
     By default powers of two up to a quarter of the batch, the quarter itself, and the smallest number of micro-batches
@@ -22,11 +24,14 @@ def measured_sizes(batch_size: int, micro_batch_sizes: Sequence[int] | None, clu
         batch_size: samples of a mini-batch.
         micro_batch_sizes: sizes that the user asks for instead.
         cluster: as many stages as it has devices are possible.
+        only: the one size that the model was traced for, if there is but one.
 
     Raises:
-        ArgumentError: a size is not a positive whole number, or there is none.
+        ArgumentError: a size is not a positive whole number, or there is none, or it is not the only one possible.
     """
     _check_size("batch_size", batch_size)
+    if only is not None:
+        return _only(only, batch_size, micro_batch_sizes)
     if micro_batch_sizes is not None:
         return _checked(batch_size, micro_batch_sizes)
     largest = -(-batch_size // MICRO_BATCHES_PER_STAGE)
@@ -35,6 +40,20 @@ def measured_sizes(batch_size: int, micro_batch_sizes: Sequence[int] | None, clu
     for stages in range(1, len(cluster.devices) + 1):
         sizes.add(max(1, batch_size // (MICRO_BATCHES_PER_STAGE * stages)))
     return tuple(sorted(sizes))
+
+
+def _only(size: int, batch_size: int, micro_batch_sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """The one size of a model that was traced with static shapes."""
+    reason = f"the model could only be traced with static shapes, for micro-batches of {size} samples"
+    if batch_size % size:
+        raise ArgumentError(
+            f"{reason}, and a batch of {batch_size} cannot be cut into those; take a multiple of {size}, or a sample "
+            "with as many samples as a micro-batch is to have"
+        )
+    for other in micro_batch_sizes or ():
+        if other != size:
+            raise ArgumentError(f"{reason}, and micro_batch_sizes holds {other}; trace it with {other} samples")
+    return (size,)
 
 
 def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ...]:

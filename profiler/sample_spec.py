@@ -6,6 +6,9 @@ from pydantic import Field
 
 from profiler.value import Value
 
+FrontEnd = Literal["export", "static export", "symbolic_trace", "children"]
+FRONT_ENDS: tuple[FrontEnd, ...] = ("export", "static export", "symbolic_trace", "children")  # in order, see front_ends
+
 
 class TensorLeaf(Value):
     """A tensor in the sample.
@@ -37,6 +40,8 @@ class SampleSpec(Value):
         leaves: in flattening order.
         autocast: dtype in which autocast lets the model compute, such as `"bfloat16"`; None for none.
         keep_together: paths of modules that no cut may part.
+        front_end: what traced the model; None before it is traced.
+        called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.
     """
 
     batch_size: int = Field(gt=0)
@@ -44,3 +49,10 @@ class SampleSpec(Value):
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
     autocast: str | None = None
     keep_together: tuple[str, ...] = ()
+    front_end: FrontEnd | None = None
+    called_as_is: tuple[str, ...] = ()
+
+    @property
+    def only_micro_batch_size(self) -> int | None:
+        """The one size that micro-batches must have, where the model could only be traced with static shapes."""
+        return self.batch_size if self.front_end == "static export" else None

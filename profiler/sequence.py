@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 
 from profiler.batch_norm import BatchStatistics
 from profiler.retarget import function_on
-from profiler.sample_spec import SampleSpec
+from profiler.sample_spec import FrontEnd, SampleSpec
 
 if TYPE_CHECKING:
+    import networkx
     import pandas
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class LayerSequence:
         layers: in execution order.
         boundaries: `boundaries[i]` are the values alive between layer i - 1 and layer i, in the order in which they
             are computed; the first is empty (inputs are available everywhere) and so is the last.
+        free_values: inputs and prelude values that layers read, which never travel; their producer is -1.
         inputs: names of the model's tensor inputs, in the order of the sample's tensor leaves.
         prelude_of: compiles the prelude for a set of names that layers read.
         prelude_names: all names that a prelude can compute.
@@ -142,12 +145,14 @@ class LayerSequence:
         buffers: original name -> the model's own buffer, or a constant of the graph.
         aliases: name that the graph uses -> all names that the model has for that parameter or buffer.
         tied: parameter read by more than one layer -> indices of those layers, ascending.
-        sample: how to call the model.
+        sample: how to call the model, and what traced it (`sample.front_end`).
+        refusals: front end -> why it did not serve; empty if the first did, or if the sample said which to take.
         fingerprint: equal when graph, layers and shapes are.
     """
 
     layers: tuple[Layer, ...]
     boundaries: tuple[tuple[BoundaryValue, ...], ...]
+    free_values: tuple[BoundaryValue, ...]
     inputs: tuple[str, ...]
     prelude_of: Callable[[Sequence[str]], Prelude] = field(repr=False)
     prelude_names: frozenset[str]
@@ -160,6 +165,7 @@ class LayerSequence:
     aliases: Mapping[str, tuple[str, ...]]
     tied: Mapping[str, tuple[int, ...]]
     sample: SampleSpec
+    refusals: Mapping[FrontEnd, str]
     fingerprint: str
 
     def __len__(self) -> int:
@@ -185,10 +191,17 @@ class LayerSequence:
         return replace(self, layers=layers, prelude_of=prelude_of)
 
     def __repr__(self) -> str:
-        """One line: how many layers, parameters and distinct layers."""
+        """One line: how many layers, parameters and distinct layers, and what traced them."""
         elements = sum(parameter.numel() for parameter in self.parameters.values())
         distinct = len({layer.signature for layer in self.layers})
-        return f"LayerSequence({len(self)} layers, {distinct} distinct, {elements:,} parameters, {self.fingerprint})"
+        size = self.sample.only_micro_batch_size
+        means = f"{self.sample.front_end}" + (f" for micro-batches of {size}" if size else "")
+        if self.sample.called_as_is:
+            means += f", {', '.join(self.sample.called_as_is)} called as is"
+        return (
+            f"LayerSequence({len(self)} layers, {distinct} distinct, {elements:,} parameters, {self.fingerprint}, "
+            f"by {means})"
+        )
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a layer: name, operations, parameter elements, FLOPs, and bytes that cross the boundary behind it."""
@@ -208,3 +221,30 @@ class LayerSequence:
                 "source": [layer.source for layer in self.layers],
             }
         )
+
+    def travel_frame(self) -> pandas.DataFrame:
+        """What travels and why: one row for each boundary and value that is read behind it.
+
+        Columns: the boundary (number of the layer behind it), value, dtype, symbolic shape, bytes at the sample's batch
+        size, name of the layer that computes it, names of the layers that read it, requires_grad, and the reason: it is
+        sent, or each stage computes it or has it as an input.
+        """
+        from profiler.travel import travel_frame
+
+        return travel_frame(self)
+
+    def dataflow(self) -> networkx.MultiDiGraph[int]:
+        """Layers as nodes and the values between them as edges with their bytes."""
+        from profiler.travel import dataflow
+
+        return dataflow(self)
+
+    def plot(self, axes: Axes | None = None) -> Axes:
+        """A picture of the dataflow of a small model.
+
+        Raises:
+            ArgumentError: the model has too many layers for a picture.
+        """
+        from profiler.travel import plot_dataflow
+
+        return plot_dataflow(self, axes)

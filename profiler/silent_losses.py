@@ -7,66 +7,88 @@ of Python or numpy are not among them: the graph would train on, differently.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from profiler.blame import Place, keep_together_advice, place_now
 from profiler.errors import NotTraceableError
+from profiler.random_states import python_and_numpy_states
 from profiler.writes import moves_statistics, written_arguments
+
+_TRACING: ContextVar[bool] = ContextVar("a model is being traced, in this thread", default=False)
 
 
 @contextlib.contextmanager
 def refused(model: nn.Module) -> Iterator[None]:
     """Refuse a model that, inside the block, uses what a graph would lose.
 
+    Modules that are rehearsed meanwhile, in another thread, may use it: they are called as they are. Only the
+    reentrant checkpoint is nothing for them either, whose backward pass calls the module with its own parameters.
+
     Raises:
         NotTraceableError: naming what it is and what to use in its place.
     """
     _refuse_hooks(model)
-    before = _python_and_numpy_states()
+    before = python_and_numpy_states()
     apply = torch.autograd.Function.apply
-    calls: list[tuple[Any, list[Any]]] = []
+    calls: list[tuple[Any, list[Any], Place]] = []
 
     def checked_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function.__name__ == "CheckpointFunction":
-            raise NotTraceableError(_lost_backward(function))
-        if not function.__module__.startswith("torch."):
-            calls.append((function, [_described(argument) for argument in args]))
+            raise NotTraceableError(_REENTRANT)
+        if _TRACING.get() and not function.__module__.startswith("torch."):
+            calls.append((function, [_described(argument) for argument in args], place_now(model)))
         return apply.__func__(function, *args, **kwargs)  # type: ignore[attr-defined]
 
-    def refuse_hook(*_: Any, **__: Any) -> NoReturn:
+    register_hook = Tensor.register_hook
+
+    def refuse_hook(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _TRACING.get():
+            return register_hook(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+        place = place_now(model)
         raise NotTraceableError(
-            "cannot trace the model: its forward pass registers a hook on a tensor's gradient, which a graph would "
-            "lose; express it by operations, or move it to where the optimizer steps"
+            f"cannot trace the model: in {place}: the forward pass registers a hook on a tensor's gradient, which a "
+            f"graph would lose; express it by operations, or {keep_together_advice(place.modules)}",
+            modules=place.modules,
         )
 
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(checked_apply)),
-        mock.patch.object(Tensor, "register_hook", refuse_hook),
-    ):
-        yield
-    for function, arguments in calls:
+    token = _TRACING.set(True)
+    try:
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(checked_apply)),
+            mock.patch.object(Tensor, "register_hook", refuse_hook),
+        ):
+            yield
+    finally:
+        _TRACING.reset(token)
+    for function, arguments, place in calls:
         if not _backward_is_the_forwards(function, arguments):
-            raise NotTraceableError(_lost_backward(function))
-    if before != _python_and_numpy_states():
+            raise NotTraceableError(
+                f"cannot trace the model: in {place}: {function.__module__}.{function.__qualname__} is a "
+                "torch.autograd.Function, whose own backward pass a graph would lose; "
+                f"{keep_together_advice(place.modules)}, or express it by differentiable operations "
+                "(x + (f(x) - x).detach())",
+                modules=place.modules,
+            )
+    if before != python_and_numpy_states():
         raise NotTraceableError(
             "cannot trace the model: its forward pass draws from Python's or numpy's random generator, whose numbers a "
             "graph would freeze; draw with torch, or turn it off (layer drop: set layerdrop to 0)"
         )
 
 
-def _python_and_numpy_states() -> tuple[Any, bytes, int]:
-    """The states of the global generators, which models draw from."""
-    state = np.random.get_state(legacy=False)
-    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"]
+_REENTRANT = (
+    "cannot trace the model: torch.utils.checkpoint with use_reentrant=True would lose its gradients; use "
+    "use_reentrant=False, or none: the plan decides what to recompute"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +153,6 @@ def _forward_of(function: Any) -> Callable[..., Any]:
     return partial(function.forward, _NoContext())
 
 
-def _lost_backward(function: Any) -> str:
-    if function.__name__ == "CheckpointFunction":
-        return (
-            "cannot trace the model: torch.utils.checkpoint with use_reentrant=True would lose its gradients; use "
-            "use_reentrant=False, or none: the plan decides what to recompute"
-        )
-    return (
-        f"cannot trace the model: {function.__module__}.{function.__qualname__} is a torch.autograd.Function, whose "
-        "own backward pass a graph would lose; express it by differentiable operations (x + (f(x) - x).detach())"
-    )
-
-
 def _refuse_hooks(model: nn.Module) -> None:
     owners = [name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
     owners += [name for name, parameter in model.named_parameters() if getattr(parameter, "_backward_hooks", None)]
@@ -171,6 +181,32 @@ def refuse_hidden_writes(graph: fx.Graph, root: fx.GraphModule) -> None:
                     "writes a value from outside, in every micro-batch and again when recomputed; update it outside "
                     "the model's forward pass"
                 )
+
+
+def refuse_own_generators(root: fx.GraphModule) -> None:
+    """Refuse random numbers of a generator of the model's own: a recomputed pass would draw other ones.
+
+    Raises:
+        NotTraceableError: naming the module.
+    """
+    for module in root.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if _given_generator(node):
+                paths = tuple(str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
+                raise NotTraceableError(
+                    f"cannot trace the model: {f'module {paths[-1]!r}' if paths and paths[-1] else 'the model'} draws "
+                    f"random numbers ({node.target}) from a torch.Generator of its own, which a recomputed pass would "
+                    "draw anew; draw from torch's own generator (leave generator out)"
+                )
+
+
+def _given_generator(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if "Generator" in str(argument.type):
+            return (node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)) is not None
+    return False
 
 
 def _written_from_outside(region: fx.GraphModule) -> fx.Node | None:

@@ -1,6 +1,7 @@
 """`trace`: model and sample to a `LayerSequence`.
 
-export_graph -> take_out_counters -> analyse -> prelude_nodes -> layer_starts -> build_layer for each run
+graph_of (front ends, facts of the nodes) -> take_out_counters -> prelude_nodes -> layer_starts -> build_layer for each
+run of nodes
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from profiler.analysis import analyse
 from profiler.batch_norm import take_out_counters
 from profiler.cuts import Body, layer_starts
 from profiler.errors import ArgumentError, NotTraceableError
-from profiler.frontend import TracedGraph, export_graph
+from profiler.front_ends import Served, graph_of
+from profiler.frontend import TracedGraph
 from profiler.layers import (
     attribute,
     build_function,
@@ -59,7 +60,10 @@ def trace(
         batch_dims: where the batch dimension is not the first: argument position or keyword -> dimension, or None for
             tensors that every micro-batch gets whole.
         autocast: dtype of an autocast region around the whole model, such as `torch.bfloat16`.
-        keep_together: paths of modules whose operations shall stay in one layer.
+        keep_together: paths of modules whose operations shall stay in one layer. One of them that cannot be traced is
+            called as it is, as one operation: its forward pass may branch on data, have a backward pass of its own or
+            hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers of
+            torch's and buffers that it writes are kept, and what no layer may do is an error when it happens.
 
     Raises:
         NotTraceableError: the forward pass depends on data, or does what no layer may do.
@@ -69,10 +73,10 @@ def trace(
         raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
     spec = sample if isinstance(sample, SampleSpec) else _spec(sample, batch_dims, autocast, keep_together)
     _check_paths(model, spec.keep_together)
-    traced = export_graph(model, spec)
-    counters = take_out_counters(traced.module.graph)
-    body = _body(traced, spec)
-    return _assemble(model, spec, traced, body, layer_starts(body, spec.keep_together), counters)
+    served = graph_of(model, spec)
+    counters = take_out_counters(served.graph.module.graph)
+    body = _body(served)
+    return _assemble(model, served, body, layer_starts(body, spec.keep_together), counters)
 
 
 def _spec(
@@ -125,9 +129,10 @@ def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec, *
     Raises:
         NotTraceableError: the model does other operations then.
     """
-    traced = export_graph(model, sample, training=training)
-    counters = take_out_counters(traced.module.graph) if training else set()
-    nodes = _operations(traced)
+    means = {"front_end": sequence.sample.front_end, "called_as_is": sequence.sample.called_as_is}
+    served = graph_of(model, sample.model_copy(update=means), training=training)
+    counters = take_out_counters(served.graph.module.graph) if training else set()
+    nodes = _operations(served.graph)
     trained, again = sequence.operations, tuple(operation_name(node) for node in nodes)
     if trained != again:
         same = next((i for i, (a, b) in enumerate(zip(trained, again, strict=False)) if a != b), len(trained))
@@ -141,32 +146,26 @@ def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec, *
             f"the model computes something else {when}: {len(again)} operations, {len(trained)} in training as "
             f"planned, from {place or 'the end'} on; {cure}"
         )
-    facts = analyse(traced, sample)
-    body = Body.of(traced.module.graph, {nodes[position] for position in sequence.prelude_positions}, facts)
+    prelude = {nodes[position] for position in sequence.prelude_positions}
+    body = Body.of(served.graph.module.graph, prelude, served.facts)
     starts = list(accumulate((len(layer.operations) for layer in sequence.layers[:-1]), initial=0))
-    return _assemble(model, sample, traced, body, starts, counters)
+    return _assemble(model, served, body, starts, counters)
 
 
 def _operations(traced: TracedGraph) -> list[fx.Node]:
     return [node for node in traced.module.graph.nodes if node.op == "call_function"]
 
 
-def _body(traced: TracedGraph, spec: SampleSpec) -> Body:
-    facts = analyse(traced, spec)
-    body = Body.of(traced.module.graph, prelude_nodes(traced.module.graph, facts), facts)
+def _body(served: Served) -> Body:
+    graph = served.graph.module.graph
+    body = Body.of(graph, prelude_nodes(graph, served.facts), served.facts)
     if not body.nodes:
         raise NotTraceableError("cannot trace the model: its forward pass computes nothing from its parameters")
     return body
 
 
-def _assemble(
-    model: nn.Module,
-    spec: SampleSpec,
-    traced: TracedGraph,
-    body: Body,
-    starts: Sequence[int],
-    counters: set[str],
-) -> LayerSequence:
+def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int], counters: set[str]) -> LayerSequence:
+    traced = served.graph
     bounds = list(pairwise((*starts, len(body.nodes))))
     layers = []
     for index, (first, stop) in enumerate(bounds):
@@ -181,6 +180,7 @@ def _assemble(
     return LayerSequence(
         layers=tuple(layers),
         boundaries=_boundaries(bounds, body, output),
+        free_values=_free_values(bounds, body, traced.module.graph),
         inputs=tuple(node.name for node in traced.inputs),
         prelude_of=lambda wanted: _prelude([names[name] for name in wanted], traced.module),
         prelude_names=frozenset(
@@ -194,8 +194,9 @@ def _assemble(
         buffers=buffers,
         aliases=_aliases(model, (*parameters, *buffers)),
         tied=_tied(layers),
-        sample=spec,
-        fingerprint=_fingerprint(traced.module, bounds, spec.autocast),
+        sample=served.spec,
+        refusals=served.refusals,
+        fingerprint=_fingerprint(traced.module, bounds, served.spec),
     )
 
 
@@ -205,19 +206,35 @@ def _boundaries(
     owner = {node: index for index, (first, stop) in enumerate(bounds) for node in body.nodes[first:stop]}
     owner[output] = len(bounds)
     known = {
-        node: BoundaryValue(
-            name=node.name,
-            dtype=node.meta["val"].dtype,
-            shape=symbolic_shape(node.meta["val"]),
-            dim_order=body.facts[node].dim_order or tuple(range(node.meta["val"].dim())),
-            requires_grad=body.facts[node].requires_grad,
-            producer=owner[node],
-            consumers=tuple(sorted({owner[user] for user in node.users})),
-        )
+        node: _value(node, body, owner[node], {owner[user] for user in node.users})
         for _, stop in bounds[:-1]
         for node in body.alive[stop]
     }
     return ((), *(tuple(known[node] for node in body.alive[stop]) for _, stop in bounds[:-1]), ())
+
+
+def _value(node: fx.Node, body: Body, producer: int, consumers: set[int]) -> BoundaryValue:
+    return BoundaryValue(
+        name=node.name,
+        dtype=node.meta["val"].dtype,
+        shape=symbolic_shape(node.meta["val"]),
+        dim_order=body.facts[node].dim_order or tuple(range(node.meta["val"].dim())),
+        requires_grad=body.facts[node].requires_grad,
+        producer=producer,
+        consumers=tuple(sorted(consumers)),
+    )
+
+
+def _free_values(bounds: Sequence[tuple[int, int]], body: Body, graph: fx.Graph) -> tuple[BoundaryValue, ...]:
+    """Inputs and values of the prelude that layers read."""
+    owner = {node: index for index, (first, stop) in enumerate(bounds) for node in body.nodes[first:stop]}
+    values = []
+    for node in graph.nodes:
+        readers = {owner[user] for user in node.users if user in owner}
+        free = node.op == "placeholder" or (node.op == "call_function" and node not in owner)
+        if free and readers and isinstance(node.meta.get("val"), Tensor):
+            values.append(_value(node, body, -1, readers))
+    return tuple(values)
 
 
 def _prelude(wanted: Sequence[fx.Node], root: fx.GraphModule) -> Prelude:
@@ -270,8 +287,8 @@ def _tied(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(indices) for name, indices in users.items() if len(indices) > 1}
 
 
-def _fingerprint(root: fx.GraphModule, bounds: Sequence[tuple[int, int]], autocast: str | None) -> str:
-    lines = [str(bounds), str(autocast)]
+def _fingerprint(root: fx.GraphModule, bounds: Sequence[tuple[int, int]], spec: SampleSpec) -> str:
+    lines = [str(bounds), str(spec.autocast), str(spec.only_micro_batch_size)]
     for node in root.graph.nodes:
         if node.op == "get_attr":
             lines.append(f"{node.target} {describe(attribute(root, str(node.target)))}")

@@ -6,9 +6,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from profiler.opaque import OpaqueCall
+
 
 def may_write(node: fx.Node) -> bool:
     """Whether running the node can change a tensor that existed before, as far as its schema tells."""
+    if isinstance(node.target, OpaqueCall):
+        return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable or moves_statistics(node)
     return isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -24,6 +28,8 @@ def moves_statistics(node: fx.Node) -> bool:
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The argument nodes that the node writes in place, by its schema."""
+    if isinstance(node.target, OpaqueCall):
+        return [item for i in node.target.written_positions() if isinstance(item := node.args[i], fx.Node)]
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     written: list[fx.Node] = []

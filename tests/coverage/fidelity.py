@@ -54,6 +54,7 @@ class Fidelity:
     """One row of the table.
 
     Attributes:
+        front_end: what traced it.
         trace_s: time of `trace`.
         layers: number of layers.
         distinct: number of distinct layers.
@@ -65,6 +66,7 @@ class Fidelity:
         difference: from the eager model, relative: the largest of loss and gradients.
     """
 
+    front_end: str
     trace_s: float
     layers: int
     distinct: int
@@ -85,6 +87,7 @@ def measure(case: Case) -> Fidelity:
     crossing = [sum(value.size_bytes(sequence.sample.batch_size) for value in b) for b in sequence.boundaries[1:-1]]
     share, layer = largest_share(sequence)
     return Fidelity(
+        front_end=sequence.sample.front_end or "",
         trace_s=trace_s,
         layers=len(sequence),
         distinct=len({layer.signature for layer in sequence.layers}),

@@ -30,7 +30,7 @@ def row(entry: Entry, found: Fidelity) -> str:
     cells = (
         entry.name,
         entry.family,
-        "export",
+        found.front_end,
         f"{found.trace_s:.1f} s",
         str(found.layers),
         str(found.distinct),

@@ -18,13 +18,23 @@ class Gate(nn.Module):
         return x
 
 
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 def test_a_branch_on_data() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Gate()))
+    model = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Gate())))
     with pytest.raises(NotTraceableError) as caught:
         trace(model, torch.randn(2, 4))
     message = str(caught.value)
     line = Gate.forward.__code__.co_firstlineno + 1
-    assert "module '1.1'" in message
+    assert "module 'inner.1.1'" in message
+    assert "keep_together=['inner.1.1']" in message
     assert f'{__file__}:{line} "if x.sum() > 0:"' in message
     assert "branches on the values of a tensor" in message
     assert "\n" not in message
@@ -59,6 +69,7 @@ def test_layer_drop(layer_drop: NotTraceableError) -> None:
     message = str(layer_drop)
     assert "module 'model.encoder'" in message
     assert re.search(r'modeling_m2m_100\.py:\d+ "if .+:"', message)
+    assert "this is layer drop: set encoder_layerdrop from 0.5 to 0" in message
     assert "\n" not in message
 
 

@@ -227,13 +227,22 @@ class _Inner(nn.Module):
         return x
 
 
+class _Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), _Inner())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
 def test_a_branch_on_data_names_module_and_line() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), _Inner()))
+    model = _Outer()
     with pytest.raises(NotTraceableError) as caught:
         trace(model, torch.randn(2, 4))
     message = str(caught.value)
     line = _Inner.forward.__code__.co_firstlineno + 1
-    assert "module '1.1'" in message
+    assert "module 'last.1'" in message
     assert f"{__file__}:{line}" in message
     assert "if x.sum() > 0:" in message
     assert "torch.where" in message

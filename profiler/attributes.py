@@ -1,0 +1,104 @@
+"""Python attributes of modules: what a forward pass must not change, for a graph holds them as constants."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
+_CONTAINERS = (list, tuple, set, dict)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_COMPARED = (bool, int, float, str, bytes, *_GENERATORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """One attribute at one moment.
+
+    Attributes:
+        owner: the module.
+        value: the object itself.
+        items: a shallow copy, if it is a plain container.
+        key: equal if neither the object nor its items have changed.
+        plain: equal if no number, string or random generator has changed, and no container's length.
+    """
+
+    owner: nn.Module
+    value: Any
+    items: Any
+    key: Any
+    plain: Any
+
+
+def attributes_of(module: nn.Module) -> dict[str, Attribute]:
+    """Dotted name -> attribute, of all that are no parameter, buffer or submodule."""
+    return {
+        f"{path}.{name}" if path else name: _described(part, value)
+        for path, part in module.named_modules()
+        for name, value in part.__dict__.items()
+        if name not in _OF_EVERY_MODULE
+    }
+
+
+@contextlib.contextmanager
+def attributes_after_call(module: nn.Module) -> Iterator[list[dict[str, Attribute]]]:
+    """Within, the attributes at the end of each call of the module are noted."""
+    noted: list[dict[str, Attribute]] = []
+    handle = module.register_forward_hook(lambda *_: noted.append(attributes_of(module)))
+    try:
+        yield noted
+    finally:
+        handle.remove()
+
+
+def _described(owner: nn.Module, value: Any) -> Attribute:
+    if type(value) not in _CONTAINERS:
+        return Attribute(owner, value, None, _key(value), _plain(value))
+    items = value if isinstance(value, tuple) else value.copy()
+    keys = frozenset(map(_key, value)) if isinstance(value, set) else tuple(map(_key, value))
+    held = list(value.values() if isinstance(value, dict) else value)
+    plain = (len(value), *map(_plain, held))
+    return Attribute(owner, value, items, (type(value), keys, tuple(map(_key, held))), plain)
+
+
+def _plain(value: Any) -> Any:
+    return _key(value) if value is None or isinstance(value, _COMPARED) else type(value)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator | np.random.RandomState):
+        return repr(value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state())
+    plain = value is None or isinstance(value, bool | int | float | str | bytes)
+    return (type(value), repr(value)) if plain else id(value)  # of NaN, which differs from itself, the text
+
+
+def changed_names(before: dict[str, Attribute], after: dict[str, Attribute]) -> list[str]:
+    """Names of the attributes that were added, removed or changed."""
+    names = dict.fromkeys((*before, *after))
+    return [n for n in names if n not in before or n not in after or before[n].key != after[n].key]
+
+
+def put_back(before: Mapping[str, Attribute], names: Iterable[str]) -> None:
+    """Make these attributes what they were, the items of plain containers included; new ones stay."""
+    for name in names:
+        if name not in before:
+            continue
+        attribute = before[name]
+        value = attribute.value
+        if isinstance(value, list) and attribute.items is not None:
+            value[:] = attribute.items
+        elif isinstance(value, dict | set) and attribute.items is not None:
+            value.clear()
+            value.update(attribute.items)
+        attribute.owner.__dict__[name.rpartition(".")[2]] = value

@@ -1,0 +1,122 @@
+"""Where a model cannot be traced, why, and what its user can do: from an exception to one line of text."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import nn
+
+_OURS = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a model something happens.
+
+    Attributes:
+        modules: paths of the modules whose code is under way, outermost first; "" for the model itself.
+        line: `file:line "code"` of the innermost line of theirs, or of a function that they call.
+        nearby: that line and the few before it, for what its code is about.
+    """
+
+    modules: tuple[str, ...]
+    line: str
+    nearby: str
+
+    def __str__(self) -> str:
+        """`module 'a.b', file:line "code"`."""
+        path = self.modules[-1] if self.modules else ""
+        return f"{f'module {path!r}' if path else 'the model'}, {self.line}"
+
+
+def place_of(model: nn.Module, problem: BaseException) -> Place:
+    """Where an exception came from."""
+    return _place(model, _frames_of(problem.__traceback__))
+
+
+def place_now(model: nn.Module) -> Place:
+    """Where the model's forward pass is at this moment."""
+    frames: list[tuple[FrameType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _place(model, reversed(frames))
+
+
+def _frames_of(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
+    paths = {id(module): name for name, module in model.named_modules()}
+    modules: dict[str, None] = {}
+    line, nearby = "its call", ""
+    for frame, number in frames:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        owner = frame.f_locals.get(names[0]) if names else None
+        known = isinstance(owner, nn.Module) and id(owner) in paths
+        if known and not _is_of(frame, _OURS):
+            modules.pop(paths[id(owner)], None)
+            modules[paths[id(owner)]] = None
+        if modules and not _is_of(frame, "torch") and not _is_of(frame, _OURS):
+            file = frame.f_code.co_filename
+            line = f'{file}:{number} "{linecache.getline(file, number).strip()}"'
+            nearby = " ".join(linecache.getline(file, each) for each in range(number - 4, number + 2))
+    return Place(tuple(modules), line, nearby)
+
+
+def _is_of(frame: FrameType, package: str) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name == package or name.startswith(f"{package}.")
+
+
+def explanation(model: nn.Module, problem: BaseException, place: Place) -> str:
+    """What cannot be traced, where, and what to do."""
+    words = str(problem)
+    setting = _layer_drop_setting(model, place) if "data-dependent" in words else ""
+    if setting:
+        cause, cure = "the forward pass branches on the values of a tensor", f"this is layer drop: {setting}"
+    elif "data-dependent" in words:
+        cause = "the forward pass branches on the values of a tensor"
+        cure = f"{keep_together_advice(place.modules)}, or make the branch independent of data (torch.where)"
+    else:
+        lines = (line.strip() for line in words.splitlines())
+        cause = next((line for line in lines if line), type(problem).__name__)
+        cure = f"{keep_together_advice(place.modules)}, or change that line to operations that torch.export can follow"
+    return f"cannot trace the model: in {place}: {cause}; {cure}"
+
+
+def keep_together_advice(modules: Sequence[str]) -> str:
+    """The setting that lets the innermost module be called as it is."""
+    path = modules[-1] if modules else ""
+    if not path:
+        return "move that part into a submodule and name it in keep_together, which has it called as it is"
+    return f"have that module called as it is, in one layer: keep_together=[{path!r}]"
+
+
+def _layer_drop_setting(model: nn.Module, place: Place) -> str:
+    """What turns the layer drop off that the lines are about; "" if they are about something else."""
+    found = re.search(r"\b\w*layer_?drop\w*", place.nearby)
+    if not found or not place.modules:
+        return ""
+    module = model.get_submodule(place.modules[-1])
+    value: Any = getattr(module, found[0], None)
+    config = getattr(module, "config", None) or getattr(model, "config", None)
+    names = [
+        name
+        for name, held in vars(config).items()
+        if re.search("layer_?drop", name) and held and (value is None or held == value)
+    ] if config is not None else []  # fmt: skip
+    if not names:
+        return f"set {found[0]} to 0 in the model or its configuration"
+    held = ", ".join(f"{name} from {getattr(config, name)} to 0" for name in names)
+    return f"set {held} in the model's configuration"

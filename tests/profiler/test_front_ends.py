@@ -1,0 +1,240 @@
+"""Which way to a graph serves, why the earlier ones did not, and that each is faithful."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from executor import Pipeline
+from planner import autoplan
+from profiler import ArgumentError, LayerSequence, NotTraceableError, profile, trace
+from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
+from tests.coverage.model_list import Case
+
+CLOSE = 1e-5
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def faithful(sequence: LayerSequence, of: Case) -> bool:
+    found = run(sequence, of)
+    close = difference(found, eager(sequence, of)) <= CLOSE
+    return close and all(same_bits(run(sequence, of, cuts), found) for cuts in some_cuts(sequence))
+
+
+def labelled(model: nn.Module, rows: int = 4) -> Case:
+    torch.manual_seed(0)
+    return Case(model, torch.randn(rows, 8), functional.cross_entropy, torch.randint(3, (rows,)))
+
+
+class BatchSizeInPython(nn.Module):
+    """Its batch extent becomes a Python number, so a graph has it as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(torch.tanh(x) / int(x.shape[0]))
+
+
+def test_static_shapes_serve_for_one_micro_batch_size() -> None:
+    of = labelled(BatchSizeInPython())
+    sequence = trace(of.model, of.sample)
+    assert sequence.sample.front_end == "static export"
+    assert list(sequence.refusals) == ["export"]
+    assert "int(x.shape[0])" in sequence.refusals["export"]
+    assert sequence.sample.only_micro_batch_size == 4
+    assert "static export for micro-batches of 4" in repr(sequence)
+    assert faithful(sequence, of)
+    with pytest.raises(ArgumentError, match=r"batch of 10 cannot .* multiple of 4"):
+        profile(sequence, 1, batch_size=10)
+    with pytest.raises(ArgumentError, match=r"micro-batches of 4 samples, and micro_batch_sizes holds 2"):
+        profile(sequence, 1, batch_size=16, micro_batch_sizes=[2])
+
+
+def test_a_plan_for_static_shapes_uses_that_size() -> None:
+    of = labelled(BatchSizeInPython(), rows=2)
+    plan = autoplan(
+        of.model, of.sample, 1, batch_size=8, loss_fn=of.loss_fn, target=of.target, time_budget_s=0, progress=False
+    )
+    assert plan.micro_batch_sizes == (2, 2, 2, 2)
+    pipe = Pipeline(of.model, plan, loss_fn=of.loss_fn)
+    whole = labelled(of.model, rows=8)
+    parts = [(whole.sample[i : i + 2], whole.target[i : i + 2]) for i in range(0, 8, 2)]  # type: ignore[index]
+    expected = torch.stack([functional.cross_entropy(of.model(x), y) for x, y in parts]).mean()
+    assert torch.allclose(pipe.step(whole.sample, target=whole.target).float(), expected)
+    assert pipe.plan == plan
+    with pytest.raises(ArgumentError, match=r"batch has 5 samples, .* micro-batches of 2; pass a multiple of 2"):
+        pipe.step(whole.sample[:5], target=whole.target[:5])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_branch_on_the_batch_size_is_for_that_size(rows: int) -> None:
+    class BranchOnBatch(BatchSizeInPython):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(x * 2 if x.shape[0] > 2 else x.tanh())
+
+    of = labelled(BranchOnBatch(), rows)
+    sequence = trace(of.model, of.sample)
+    assert sequence.sample.only_micro_batch_size == rows
+    assert "make it independent of the batch size" in sequence.refusals["export"] or rows > 1
+    assert faithful(sequence, of)
+
+
+@fx.wrap
+def halved(x: Tensor) -> Tensor:
+    return x / 2 if x.sum() > 0 else x
+
+
+class Wrapped(nn.Module):
+    """What symbolic_trace does not look into: a wrapped function and a module of torch.nn that branches on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(8, 12, cutoffs=[4])
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        x = self.norm(self.first(x))
+        x = x.view(x.shape[0], 2, -1).flatten(1)
+        return {"loss": self.loss(self.last(halved(x)), y).loss}
+
+
+def test_symbolic_trace_calls_what_it_does_not_look_into() -> None:
+    torch.manual_seed(0)
+    of = Case(Wrapped(), {"x": torch.randn(6, 8), "y": torch.randint(12, (6,))})
+    sequence = trace(of.model, of.sample)
+    assert sequence.sample.front_end == "symbolic_trace"
+    assert list(sequence.refusals) == ["export", "static export"]
+    assert set(sequence.sample.called_as_is) == {"halved", "loss"}
+    assert {"first.weight", "norm.weight", "loss.head.weight"} <= sequence.parameters.keys()
+    assert [entry.running_mean for layer in sequence.layers for entry in layer.statistics] == ["norm.running_mean"]
+    assert faithful(sequence, of)
+    again = trace(of.model, sequence.sample)
+    assert again.fingerprint == sequence.fingerprint
+
+
+class WithoutGradient(Wrapped):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            x = self.first(x)
+        return {"loss": self.loss(halved(x), y).loss}
+
+
+class FrozenNoise(Wrapped):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(halved(self.first(x) + torch.randn(8)), y).loss}
+
+
+class WrittenConstant(Wrapped):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        sums = torch.zeros(8)
+        sums += halved(self.first(x)).mean(0)
+        return {"loss": self.loss(x + sums, y).loss}
+
+
+@pytest.mark.parametrize("kind", [WithoutGradient, FrozenNoise, WrittenConstant])
+def test_what_symbolic_trace_would_lose_is_refused(kind: Callable[[], nn.Module]) -> None:
+    with pytest.raises(NotTraceableError, match="branches on the values of a tensor"):
+        trace(kind(), {"x": torch.randn(6, 8), "y": torch.randint(12, (6,))})
+
+
+def test_children_of_a_sequential_are_called_as_they_are() -> None:
+    of = labelled(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), Gate()), nn.Linear(8, 3)))
+    sequence = trace(of.model, of.sample)
+    assert sequence.sample.front_end == "children"
+    assert sequence.sample.called_as_is == ("1.1",)
+    assert list(sequence.refusals) == ["export", "static export", "symbolic_trace"]
+    assert "control flow" in sequence.refusals["symbolic_trace"]
+    assert faithful(sequence, of)
+
+
+def test_export_serves_where_it_can() -> None:
+    sequence = trace(nn.Linear(8, 3), torch.randn(4, 8))
+    assert (sequence.sample.front_end, dict(sequence.refusals)) == ("export", {})
+
+
+class BranchOnOne(BatchSizeInPython):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x * 2 if x.shape[0] == 1 else x.tanh())
+
+
+class NoBranchInEffect(BatchSizeInPython):
+    """Expands to an extent that one sample has already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(8, device=x.device).unsqueeze(0)
+        if x.shape[0] != places.shape[0]:
+            places = places.expand(x.shape[0], -1)
+        return self.last(self.first(x) + places)
+
+
+def test_a_branch_on_a_single_sample_is_noticed() -> None:
+    """`torch.export` takes for granted that an extent is not 1, and says nothing."""
+    of = labelled(BranchOnOne())
+    sequence = trace(of.model, of.sample)
+    line = BranchOnOne.forward.__code__.co_firstlineno + 2
+    assert f"test_front_ends.py:{line}" in sequence.refusals["export"]
+    assert "another path for a batch of one sample" in sequence.refusals["export"]
+    assert sequence.sample.only_micro_batch_size == 4
+    assert faithful(sequence, of)
+
+
+def test_a_branch_that_changes_nothing_is_none() -> None:
+    of = labelled(NoBranchInEffect())
+    sequence = trace(of.model, of.sample)
+    assert sequence.sample.front_end == "export"
+    one = Case(of.model, of.sample[:1], of.loss_fn, of.target[:1])  # type: ignore[index]
+    assert difference(run(sequence, one), eager(sequence, one)) <= CLOSE
+
+
+class Counts(BatchSizeInPython):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(self.first(x) / self.calls)
+
+
+class CountsOnly(BatchSizeInPython):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {"train": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls["train"] += 1
+        return self.last(self.first(x))
+
+
+class Caches(BatchSizeInPython):
+    """Remembers what every call makes anew and the same."""
+
+    length = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = max(self.length, x.shape[1])
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsOnly])
+def test_a_python_counter_is_refused(kind: Callable[[], nn.Module]) -> None:
+    model = kind()
+    with pytest.raises(NotTraceableError, match=r"Python attribute 'calls'.*register_buffer\('calls'"):
+        trace(model, torch.randn(4, 8))
+    assert model.calls in (0, {"train": 0})
+
+
+def test_a_python_cache_is_harmless() -> None:
+    assert trace(Caches(), torch.randn(4, 8)).sample.front_end == "export"

@@ -1,0 +1,315 @@
+"""Modules that cannot be traced, called as they are."""
+
+import random
+import re
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from executor import Pipeline
+from planner import plan_from_profile
+from profiler import ExecutionError, LayerSequence, NotTraceableError, profile, trace
+from profiler.local import local_devices
+from profiler.memory import layer_memory
+from profiler.opaque import Affine
+from profiler.stand_ins import fake_runner, micro_batch, parameter_aliases, real_runner
+from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
+from tests.coverage.model_list import Case
+
+CLOSE = 1e-5
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 3 * gradients[0]
+
+
+class Gate(nn.Module):
+    """Branches on data, draws random numbers, counts in a buffer, has a backward pass of its own."""
+
+    calls: Tensor
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+        self.calls += 1
+        if x[0, 0] > 0:
+            return x, {"extra": self.dropout(self.linear(x)) * scale}
+        return Straight.apply(x) + self.calls, {"extra": self.linear(x.tanh())}
+
+
+class Gated(nn.Module):
+    """Two calls of one gate, whose weight is used once more."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.gate = Gate(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y, extra = self.gate(x)
+        z, _ = self.gate(y + extra["extra"], scale=2.0)
+        return self.last(functional.linear(z + x, self.gate.linear.weight))
+
+
+def case(dropout: float = 0.0, rows: int = 8) -> Case:
+    torch.manual_seed(0)
+    model = Gated(dropout)
+    return Case(model, torch.randn(rows, 8), functional.cross_entropy, torch.randint(3, (rows,)))
+
+
+def traced(of: Case) -> LayerSequence:
+    return trace(of.model, of.sample, keep_together=["gate"])
+
+
+def test_the_error_says_what_to_do() -> None:
+    with pytest.raises(NotTraceableError) as caught:
+        trace(case().model, case().sample)
+    line = Gate.forward.__code__.co_firstlineno + 2
+    assert str(caught.value).startswith(
+        f"cannot trace the model: in module 'gate', {__file__}:{line} \"if x[0, 0] > 0:"
+    )
+    assert "keep_together=['gate']" in str(caught.value)
+
+
+def test_it_is_one_layer_that_computes_what_the_model_does() -> None:
+    of = case()
+    sequence = traced(of)
+    assert sequence.sample.called_as_is == ("gate",)
+    assert "gate called as is" in repr(sequence)
+    own = [layer for layer in sequence.layers if any("called_as_is" in name for name in layer.operations)]
+    assert len(own) == 1
+    assert own[0].written_buffers == (("gate.calls", "gate.calls.new"),)
+    assert {"gate.linear.weight", "gate.linear.bias"} <= set(own[0].parameters)
+    assert own[0].flops == 2 * 2 * 8 * 8 * 8
+    for sign in (1, -1):
+        of = Case(of.model, sign * of.sample, of.loss_fn, of.target)
+        found = run(sequence, of)
+        assert difference(found, eager(sequence, of)) <= CLOSE
+        assert found.buffers["gate.calls.new" if "gate.calls.new" in found.buffers else "gate.calls"] == 2
+        assert all(same_bits(run(sequence, of, cuts), found) for cuts in some_cuts(sequence))
+    assert of.model.get_buffer("gate.calls") == 0
+
+
+def test_a_plan_trains_it_the_same_for_every_number_of_stages() -> None:
+    """The plan alone says which modules are called as they are."""
+    of = case(dropout=0.3)
+    measured = profile(
+        traced(of),
+        2,
+        sample=of.sample,
+        loss_fn=of.loss_fn,
+        target=of.target,
+        micro_batch_sizes=[1, 2],
+        time_budget_s=0,
+        progress=False,
+    )
+    losses, gradients = [], []
+    cases: list[tuple[int, Literal["never", "always"]]] = [(1, "never"), (2, "never"), (2, "always")]
+    for stages, recompute in cases:
+        model = case(dropout=0.3).model
+        cluster = local_devices(2)
+        plan = plan_from_profile(measured, cluster, batch_size=8, stages=stages, micro_batches=8, recompute=recompute)
+        pipe = Pipeline(model, plan, loss_fn=of.loss_fn, seed=1)
+        losses.append(pipe.step(of.sample, target=of.target))
+        gradients.append({name: p.grad for name, p in pipe.named_parameters() if p.grad is not None})
+        assert model.get_buffer("gate.calls") == 16
+    assert losses[0] == losses[1] == losses[2]
+    assert len(gradients[0]) == 6
+    for other in gradients[1:]:
+        assert all(torch.equal(other[name], gradients[0][name]) for name in gradients[0])
+
+
+def test_memory_is_what_the_module_keeps() -> None:
+    """On tensors without data the call keeps the bytes that it keeps on real ones."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 1e9:
+                return x
+            return self.inner(x).exp().tanh().sum(1, keepdim=True) * x
+
+    model, x = nn.Sequential(nn.Linear(8, 8), Keeps(), nn.Linear(8, 2)), torch.randn(6, 8)
+    sequence = trace(model, x)
+    cpu = torch.device("cpu")
+    inputs = micro_batch(sequence, x, 6, cpu)
+    about: dict[str, Any] = {"loss_fn": None, "target": None, "has_loss": False, "device": cpu}
+    with fake_runner(sequence, inputs, **about) as runner:
+        imitated = layer_memory(sequence, runner)
+    real = layer_memory(sequence, real_runner(sequence, parameter_aliases(sequence, cpu), inputs, **about))
+    assert [entry.kept_bytes for entry in imitated] == [entry.kept_bytes for entry in real]
+    assert all(a.transient_bytes >= b.transient_bytes for a, b in zip(imitated, real, strict=True))
+    assert sum(entry.kept_bytes for entry in imitated) >= 2 * 6 * 64 * 4
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), inner, nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+class OwnBackward(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return Straight.apply(self.linear(x))
+
+
+class Hook(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: -gradient)
+        return x
+
+
+class DataDependentShape(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x[x > 0].sum()
+
+
+@pytest.mark.parametrize("kind", [OwnBackward, Hook, DataDependentShape])
+def test_what_a_graph_would_lose_is_kept(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = Around(kind()), torch.randn(5, 8)
+    of = Case(model, x, functional.mse_loss, torch.randn(5, 2))
+    with pytest.raises(NotTraceableError, match=r"keep_together=\['inner'\]"):
+        trace(model, x)
+    sequence = trace(model, x, keep_together=["inner"])
+    found = run(sequence, of)
+    assert difference(found, eager(sequence, of)) <= CLOSE
+    assert all(same_bits(run(sequence, of, cuts), found) for cuts in some_cuts(sequence))
+
+
+class PythonCounter(Inner):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count if x.sum() > 0 else x
+
+
+class PythonRandom(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random() if x.sum() else x
+
+
+class WritesItsInput(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) if x.sum() else x
+
+
+class Reentrant(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.linear, x, use_reentrant=True) if x.sum() else x
+
+
+class Normalized(Inner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) if x.sum() else x
+
+
+class ShapeOfData(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class NeedsWords(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum():
+            raise ValueError("no words")
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (PythonCounter, "changes its attribute 'count'"),
+        (PythonRandom, "Python's or numpy's random generator"),
+        (WritesItsInput, "writes one of its arguments in place"),
+        (Reentrant, "use_reentrant=False"),
+        (Normalized, "its norm normalization moves running statistics"),
+        (ShapeOfData, "the shape of what it returns depends on data"),
+        (NeedsWords, "fails on made-up tensors .ValueError: no words."),
+    ],
+)
+def test_what_no_layer_may_do_is_refused(kind: type[nn.Module], message: str) -> None:
+    torch.manual_seed(0)
+    model = Around(kind())
+    with pytest.raises(NotTraceableError, match=message):
+        trace(model, torch.randn(4, 8), keep_together=["inner"])
+
+
+def test_the_meta_device_has_nothing_to_run() -> None:
+    with torch.device("meta"):
+        model = Around(DataDependentShape())
+    with pytest.raises(NotTraceableError, match="materialize the model first"):
+        trace(model, torch.randn(4, 8), keep_together=["inner"])
+
+
+class Surprise(Inner):
+    """Does on large numbers what it does not on the made-up ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 100:
+            return x[:, :4]
+        return self.linear(x)
+
+
+def test_a_surprise_is_an_error() -> None:
+    class Wide(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x) + self.inner(x))
+
+    model = Wide(Surprise())
+    sequence = trace(model, torch.randn(4, 8), keep_together=["inner"])
+    of = Case(model, 1000 * torch.ones(4, 8), functional.mse_loss, torch.randn(4, 2))
+    with pytest.raises(ExecutionError, match=re.escape("returns [4, 4] of torch.float32 for 4 samples")):
+        run(sequence, of)
+
+
+def test_a_write_to_what_may_be_shared_is_refused() -> None:
+    class Writes(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            y = self.inner(x)
+            y = y.add_(1)
+            return self.last(x + y)
+
+    with pytest.raises(NotTraceableError, match="may be the same memory"):
+        trace(Writes(DataDependentShape()), torch.randn(4, 8), keep_together=["inner"])
+
+
+def test_lines_go_through_both_points() -> None:
+    assert Affine.through((2, 3), (10, 14)).at(7) == 30
+    assert Affine.through((4,), (9,)).at(4) == 9
+    assert Affine.through((2, 3), (10, 14)).size_for(30) == 7

@@ -1,0 +1,61 @@
+"""What travels and why, as frame, graph and picture."""
+
+import matplotlib as mpl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from profiler import ArgumentError, trace
+
+mpl.use("agg")
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(16) < lengths.unsqueeze(-1)
+        first = self.layers[0](x)
+        y = self.layers[1](first * mask)
+        y = self.layers[2](y) * mask
+        return self.layers[3](y + first)
+
+
+def test_every_value_has_a_reason() -> None:
+    sequence = trace(Skips(), (torch.randn(4, 16), torch.ones(4, dtype=torch.int64)))
+    frame = sequence.travel_frame()
+    for boundary in range(1, len(sequence)):
+        rows = frame[frame.boundary == boundary]
+        sent = rows[rows.reason.str.startswith("sent")]
+        assert list(sent.value) == [value.name for value in sequence.boundaries[boundary]]
+        assert set(sent["shape"]) == {"[n, 16]"}
+        assert set(sent.bytes) == {4 * 16 * 4}
+        assert set(sent.requires_grad) == {True}
+    free = frame[~frame.reason.str.startswith("sent")]
+    assert set(free[free.reason.str.startswith("computed by each stage")].dtype) == {"bool"}
+    assert not set(free.value) & {value.name for boundary in sequence.boundaries for value in boundary}
+    (x,) = [value for value in sequence.free_values if value.name in sequence.inputs]
+    assert x.consumers == (0,)
+
+
+def test_the_skip_is_an_edge_of_the_graph_and_the_picture() -> None:
+    sequence = trace(Skips(), (torch.randn(4, 16), torch.ones(4, dtype=torch.int64)))
+    graph = sequence.dataflow()
+    assert len(graph) == len(sequence) + 1
+    assert any(reader > producer + 1 for producer, reader in graph.edges())
+    assert sum(edge["bytes"] for *_, edge in graph.edges(data=True)) >= 4 * 16 * 4 * (len(sequence) - 1)
+    axes = sequence.plot()
+    texts = {text.get_text() for text in axes.texts}
+    assert "0  layers.0" in texts
+    assert "256 B" in texts
+
+
+def test_a_picture_has_room_for_few_layers() -> None:
+    deep = nn.Sequential(*(layer for _ in range(40) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    sequence = trace(deep, torch.randn(2, 4))
+    if len(sequence) <= 60:
+        pytest.skip("the layers were merged")
+    with pytest.raises(ArgumentError, match="at most 60"):
+        sequence.plot()

@@ -138,6 +138,8 @@ def _refuse_shared_writes(graph: fx.Graph, values: Mapping[fx.Node, Any], facts:
     So if one of these is written later, none of the others may be read after that.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
+    if not any(isinstance(node.target, OpaqueCall) for node in nodes):
+        return
     read = [{_storage(t) for source in node.all_input_nodes for t in _tensors(values[source])} for node in nodes]
     for position, node in enumerate(nodes):
         if not isinstance(node.target, OpaqueCall):

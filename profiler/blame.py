@@ -64,7 +64,8 @@ def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         owner = frame.f_locals.get(names[0]) if names else None
         known = isinstance(owner, nn.Module) and id(owner) in paths
-        if known and not _is_of(frame, _OURS):
+        under_way = not _is_of(frame, "torch") or frame.f_code.co_name in ("forward", "_call_impl")
+        if known and under_way and not _is_of(frame, _OURS):
             modules.pop(paths[id(owner)], None)
             modules[paths[id(owner)]] = None
         if modules and not _is_of(frame, "torch") and not _is_of(frame, _OURS):

@@ -238,3 +238,41 @@ def test_a_python_counter_is_refused(kind: Callable[[], nn.Module]) -> None:
 
 def test_a_python_cache_is_harmless() -> None:
     assert trace(Caches(), torch.randn(4, 8)).sample.front_end == "export"
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        x = x.unsqueeze(1) * torch.linspace(1, 2, 5).unsqueeze(-1)
+        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        return self.last(self.encoder(x, mask=mask)[:, -1] * scale)
+
+
+def test_an_encoder_with_a_mask_has_a_dynamic_batch() -> None:
+    torch.manual_seed(0)
+    sample = {"x": torch.randn(4, 8), "scale": torch.randn(4, 1)}
+    of = Case(Encoder(), sample, functional.cross_entropy, torch.randint(3, (4,)))
+    sequence = trace(of.model, sample)
+    assert (sequence.sample.front_end, dict(sequence.refusals)) == ("export", {})
+    assert difference(run(sequence, of), eager(sequence, of)) <= CLOSE
+
+
+class OwnGenerator(BatchSizeInPython):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + torch.rand(4, 8, generator=self.generator))
+
+
+def test_a_generator_of_its_own_is_refused() -> None:
+    with pytest.raises(NotTraceableError):
+        trace(OwnGenerator(), torch.randn(4, 8))
+    model = nn.Sequential(OwnGenerator(), nn.Linear(3, 3))
+    with pytest.raises(NotTraceableError):
+        trace(model, torch.randn(4, 8), keep_together=["0"])

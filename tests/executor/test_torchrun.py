@@ -19,11 +19,13 @@ SCRIPT = Path(__file__).with_name("under_torchrun.py").resolve()
 STEPS = 4
 
 
-def torchrun(folder: Path, *options: str, prefix: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
-    """Start torchrun with the script on a folder."""
+def torchrun(
+    folder: Path, *options: str, prefix: Sequence[str] = (), script: Path = SCRIPT, **variables: str
+) -> subprocess.Popen[str]:
+    """Start torchrun with a script on a folder."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
-    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), str(folder)]
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(script), str(folder)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -136,10 +138,3 @@ def test_two_hosts_train_as_one(
     folder = prepare(tmp_path / "run", plan_of(plan_for, 2))
     run_on(hosts, folder)
     check_equal(results(folder, 2), alone)
-
-
-def shape(hosts: Sequence[Sequence[str]]) -> None:
-    """100 Mbit/s and 5 ms each way."""
-    for host in hosts:
-        words = ["tc", "qdisc", "add", "dev", "cable0", "root", "netem", "delay", "5ms", "rate", "100mbit"]
-        subprocess.run([*host, *words], check=True, capture_output=True)

@@ -55,7 +55,7 @@ def micro_batch(sequence: LayerSequence, sample: Any | None, size: int, device: 
         ArgumentError: the sample is not of the kind that the model was traced with.
     """
     spec = sequence.sample
-    tensors = made_up_leaves(spec) if sample is None else tensor_leaves(sample, spec)
+    tensors = [_valued(tensor) for tensor in (made_up_leaves(spec) if sample is None else tensor_leaves(sample, spec))]
     described = [leaf for leaf in spec.leaves if isinstance(leaf, TensorLeaf)]
     sized = [
         tensor if leaf.batch_dim is None else resized(tensor, leaf.batch_dim, size)
@@ -64,12 +64,18 @@ def micro_batch(sequence: LayerSequence, sample: Any | None, size: int, device: 
     return {name: tensor.detach().to(device) for name, tensor in zip(sequence.inputs, sized, strict=True)}
 
 
+def _valued(tensor: Tensor) -> Tensor:
+    """The tensor; zeros where it is on the meta device and has no values."""
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+
+
 def resized_target(target: Any, size: int, device: torch.device) -> Any:
     """The target for a micro-batch: tensors cut or repeated along dimension 0, other leaves as they are."""
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        leaf = _valued(leaf)
         return (resized(leaf.detach(), 0, size) if leaf.dim() else leaf.detach()).to(device)
 
     return pytree.tree_map(one, target)

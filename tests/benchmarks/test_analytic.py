@@ -6,6 +6,7 @@ Each model is predicted with rates that were fitted to the other models, so noth
 are profiled for a second or two in turns, and layers are judged by the median over turns.
 """
 
+import time
 from collections.abc import Callable
 from statistics import median
 
@@ -30,6 +31,7 @@ BUDGET_S = 3.0
 START = Rates(5e10, 5e10, 5e10, 1e10, 1e-5)  # of the order of one CPU core
 RANK_CORRELATION = 0.9
 TOTAL_WITHIN = 0.25
+SECONDS_FOR_LLAMA = 60.0
 
 
 def images(extent: int) -> Tensor:
@@ -99,3 +101,39 @@ def test_times_from_counted_work() -> None:
     for correlation, total, error in found:
         assert correlation >= RANK_CORRELATION
         assert abs(total - 1) <= min(TOTAL_WITHIN, error)
+
+
+@pytest.mark.benchmark
+def test_a_model_that_fits_no_device_here() -> None:
+    """Llama of 70 B parameters, from the meta device to the profile of a cluster of H100s."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(config)
+        model.to(torch.bfloat16)
+        ids = torch.zeros(4, 4096, dtype=torch.int64)
+    begun = time.perf_counter()
+    sequence = trace(model, {"input_ids": ids, "labels": ids})
+    traced = time.perf_counter()
+    found = profile(sequence, Cluster.of("64xH100-80GB", link="nvlink4"), batch_size=1024, progress=False)
+    profiled = time.perf_counter()
+    parameters = sum(parameter.elements for parameter in found.parameters)
+    unpriced = ", ".join(
+        f"{entry.operation} {entry.share_of_bytes:.0%}" for entry in found.estimates[0].without_formula[:6]
+    )
+    print(
+        f"\nLlama of {parameters / 1e9:.1f} B parameters, {len(sequence)} layers: traced in {traced - begun:.1f} s, "
+        f"profiled for 64 H100 at {len({cost.micro_batch_size for cost in found.costs})} micro-batch sizes in "
+        f"{profiled - traced:.1f} s; without a FLOP formula, by share of bytes: {unpriced}"
+    )
+    assert profiled - begun < SECONDS_FOR_LLAMA

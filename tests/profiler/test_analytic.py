@@ -129,8 +129,12 @@ def test_a_meta_model_is_profiled_for_devices_that_are_not_here(tmp_path):
     model = mlp(device="meta")
     sample = torch.empty(8, 64, device="meta")
     cluster = Cluster.of("2xA100-40GB,2xV100-16GB", link="nvlink2")
-    found = profile(trace(model, sample), cluster, batch_size=32, progress=False)
-    real = profile(trace(mlp(), torch.randn(8, 64)), cluster, batch_size=32, progress=False)
+
+    def profiled(model, sample):
+        about = {"loss_fn": functional.mse_loss, "target": sample, "batch_size": 32}
+        return profile(trace(model, sample), cluster, sample=sample, progress=False, **about)
+
+    found, real = profiled(model, sample), profiled(mlp(), torch.randn(8, 64))
     assert found.costs == real.costs
     assert {cost.device_kind for cost in found.costs} == {"A100-40GB", "V100-16GB"}
     assert found.links == (cluster.link,)

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
-
-import numba
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
+def _numba() -> Any:
+    """The module. It extends the package `coverage`, and takes any folder of that name for it."""
+    found = find_spec("coverage") if "coverage" not in sys.modules else None
+    places = [] if found is None else found.submodule_search_locations or []
+    if found is None or any((Path(place) / "types.py").exists() for place in places):
+        return importlib.import_module("numba")
+    sys.modules["coverage"] = None  # type: ignore[assignment]  # reports of a coverage run beside a script, say
+    try:
+        return importlib.import_module("numba")
+    finally:
+        del sys.modules["coverage"]
+
+
+_NUMBA = _numba()
+
+
 def compiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """The same function as machine code; it takes numbers, arrays and named tuples of them, and no other values."""
-    return cast("Callable[_Parameters, _Result]", numba.njit(cache=True)(function))
+    return cast("Callable[_Parameters, _Result]", _NUMBA.njit(cache=True)(function))

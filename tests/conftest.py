@@ -12,9 +12,6 @@ import pytest
 os.environ["MPLBACKEND"] = "Agg"  # draw into memory; subprocesses inherit it
 os.environ["GPIPE_AUTOPLAN_CACHE"] = "off"  # tests measure, and leave the user's cache alone
 
-# pytest puts this folder on the path, and numba would take our folder `coverage` for the package of that name.
-sys.modules.setdefault("coverage", None)  # type: ignore[arg-type]
-
 # A shared machine pauses at any moment: a deadline would only measure that.
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")

@@ -100,3 +100,9 @@ def test_a_missing_sibling_is_named(python: Python, tmp_path: Path) -> None:
     code += f"entry != {str(home.parent)!r}]; import planner"
     result = python("-c", code)
     assert "no package 'profiler' beside" in result.stderr.splitlines()[-1]
+
+
+def test_a_folder_named_coverage_is_not_taken_for_the_package(python: Python, tmp_path: Path) -> None:
+    (tmp_path / "coverage").mkdir()  # where reports of a coverage run lie
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from planner import plan_from_profile; import coverage"
+    assert python("-c", code).returncode == 0

@@ -160,15 +160,12 @@ def test_every_cut_trains_the_same_in_one_process(name: str, schedule: str, plan
     sequence = trace(current.make(), current.inputs)
     whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
     chance = random.Random(0)
-    for stages in (1, 2, 3, 4):
+    for stages, recompute in ((1, True), (2, True), (2, False), (3, False), (3, True), (4, True)):
         cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
-        for recompute in (True, False):
-            plan = plan_for(
-                sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute, schedule=schedule
-            )
-            again = train(plan, current)
-            assert_same(again, whole)
-            assert again.state.keys() == whole.state.keys()
+        plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute, schedule=schedule)
+        again = train(plan, current)
+        assert_same(again, whole)
+        assert again.state.keys() == whole.state.keys()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,6 @@ def test_every_cut_trains_the_same_in_one_process(name: str, schedule: str, plan
         ("gpt", 3, "gpipe"),
         ("cnn", 2, "gpipe"),
         ("cnn", 3, "1f1b"),
-        ("shared", 3, "gpipe"),
         ("shared", 4, "1f1b"),
         ("layouts", 3, "1f1b"),
     ],

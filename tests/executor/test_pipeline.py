@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ def test_every_cut_trains_the_same_in_one_process(name: str, schedule: str, plan
     sequence = trace(current.make(), current.inputs)
     whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
     chance = random.Random(0)
-    for stages, recompute in ((1, True), (2, True), (2, False), (3, False), (3, True), (4, True)):
+    for stages, recompute in ((1, True), (2, False), (3, True), (4, schedule == "gpipe")):
         cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
         plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute, schedule=schedule)
         again = train(plan, current)
@@ -193,8 +193,7 @@ def test_processes_train_as_one(name: str, stages: int, schedule: str, plan_for:
     assert set().union(*(part.gradients for part in parts)) == set(whole.gradients)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "schedule"), list(zip(CASES, cycle(("gpipe", "1f1b")), strict=False)))
 def test_recompute_by_segments_changes_nothing(name: str, schedule: str, plan_for: Callable[..., Plan]) -> None:
     """Segments at the start, in the middle and at the end of a stage, with kept layers between them."""
     current = case(name)

@@ -338,6 +338,7 @@ class Watch:
                 return
             assert self._cause is not None
             position = self.log.position
+        # The training thread hangs inside a call that nothing interrupts, so no exception can say it: last words.
         print(f"ExecutionError: {self._cause.text} (ended while at {position})", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)

@@ -138,11 +138,13 @@ class Arcs(NamedTuple):
         need: IMPOSSIBLE, KEEPS or RECOMPUTES of each arc.
         whole: whether it fits as one segment.
         extra: recompute seconds that it needs at least.
-        terms: what it adds to the objective without recompute, seconds, shape (arcs, 6): passing and its transfers;
-        M - 1
-            times f, for GPipe not less than the transfer, for 1F1B with b; M - 1 times b, for 1F1B what both phases
-            leave when the stage waits once for all behind it; all-reduce and optimizer; for 1F1B the backward passes
-            of the last, incomplete round; and last the bytes for activations and temporaries.
+        terms: what it adds to the objective without recompute, shape (arcs, 6); seconds, and bytes in the last column:
+            THROUGH, a micro-batch's passes and its transfers before them;
+            FORWARD, M - 1 times f, for GPipe not less than the transfer, for 1F1B with b;
+            BACKWARD, M - 1 times b, for 1F1B what both phases leave when the stage waits once for all behind it;
+            OPTIMIZER, all-reduce and optimizer;
+            REST, for 1F1B the backward passes of the last, incomplete round;
+            ROOM, bytes for activations and temporaries.
     """
 
     one_f_one_b: bool
@@ -230,46 +232,44 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
                     if not tables.allowed[first]:
                         continue
                     trainable = tables.trainable_bytes[first, stop]
-                    room = tables.limit[device] - tables.fixed_bytes[first, stop]
-                    room -= np.ceil(tables.state_factor[device] * trainable) + tables.entering[device, variant, first]
-                    room -= tables.receive_in[device, first] + tables.receive_out[device, stop]
+                    room = room_for(tables, device, variant, first, stop)
                     large, small = tables.in_flight[variant, 0], tables.in_flight[variant, 1]
                     at, share = tables.stage_at[device], tables.stage_share[device]
                     kept_large, kept_small, beside, most = whole_stage(
                         tables.stage_kept, tables.stage_most, at, share, first, stop
                     )
-                    keeps = tables.recompute != 1 and large * kept_large + small * kept_small + beside <= room
+                    keeps = tables.recompute != ALWAYS and large * kept_large + small * kept_small + beside <= room
                     room -= tables.remaining[device, variant, stop] - tables.remaining[device, variant, first]
-                    whole[place] = tables.recompute != 2 and most <= room
-                    terms[place, 5] = room
+                    whole[place] = tables.recompute != NEVER and most <= room
+                    terms[place, ROOM] = room
                     room -= temporary
-                    if not (keeps or whole[place] or (tables.recompute == 0 and room >= 0)):
+                    if not (keeps or whole[place] or (tables.recompute == AUTO and room >= 0)):
                         continue
                     forward = tables.forward[device, stop] - tables.forward[device, first]
                     backward = tables.backward[device, stop] - tables.backward[device, first]
                     own = tables.passing[device, stop] - tables.passing[device, first]
-                    terms[place, 0] = own + tables.crossing[first]
+                    terms[place, THROUGH] = own + tables.crossing[first]
                     if tables.one_f_one_b:
                         number = variant + 1
                         most = tables.forward_most[device, stop] - tables.forward_most[device, first]
                         least = tables.forward_least[device, stop] - tables.forward_least[device, first]
-                        terms[place, 1] = tables.steady * (forward + backward)
-                        terms[place, 2] = tables.steady * (forward + backward) - (number * most - least)
-                        terms[place, 4] = tables.steady % number * max(0.0, own - most)
+                        terms[place, FORWARD] = tables.steady * (forward + backward)
+                        terms[place, BACKWARD] = tables.steady * (forward + backward) - (number * most - least)
+                        terms[place, REST] = tables.steady % number * max(0.0, own - most)
                     else:
-                        terms[place, 1] = tables.forward_head[first]
-                        terms[place, 1] += tables.steady * max(forward, tables.forward_link[first])
-                        terms[place, 2] = tables.steady * backward
+                        terms[place, FORWARD] = tables.forward_head[first]
+                        terms[place, FORWARD] += tables.steady * max(forward, tables.forward_link[first])
+                        terms[place, BACKWARD] = tables.steady * backward
                     if trainable > 0:
-                        terms[place, 3] = tables.optimizer_rate[device] * trainable + tables.optimizer_fixed
+                        terms[place, OPTIMIZER] = tables.optimizer_rate[device] * trainable + tables.optimizer_fixed
                     if keeps:
-                        need[place] = 1
+                        need[place] = KEEPS
                         continue
-                    need[place] = 2
+                    need[place] = RECOMPUTES
                     if tables.one_f_one_b and variant == 0:
                         continue
                     all_again = tables.again[device, stop] - tables.again[device, first]
-                    if tables.recompute == 1 or room < 0:
+                    if tables.recompute == ALWAYS or room < 0:
                         extra[place] = all_again
                         continue
                     while priced > first:
@@ -307,6 +307,15 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         extra,
         terms,
     )
+
+
+@compiled
+def room_for(tables: Tables, device: int, variant: int, first: int, stop: int) -> float:
+    """Bytes that a stage of layers [first, stop) leaves for what it keeps beside its inputs, and for temporaries."""
+    state = np.ceil(tables.state_factor[device] * tables.trainable_bytes[first, stop])
+    buffers = tables.receive_in[device, first] + tables.receive_out[device, stop]
+    taken = tables.fixed_bytes[first, stop] + state + tables.entering[device, variant, first] + buffers
+    return float(tables.limit[device] - taken)
 
 
 @compiled
@@ -406,7 +415,7 @@ def before_bounds(arcs: Arcs) -> Floats:
                     first = stop - 1 - step
                     place = arcs.offset[variant, device, stop] + step
                     front = before[rest, first]
-                    if arcs.need[place] == 0 or front[0] == np.inf:
+                    if arcs.need[place] == IMPOSSIBLE or front[0] == np.inf:
                         continue
                     terms = arcs.terms[place]
                     forward, backward = 0.0, 0.0

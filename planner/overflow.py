@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arcs import Tables, used_numbers, whole_stage
+from planner.arcs import ALWAYS, AUTO, NEVER, Tables, room_for, used_numbers, whole_stage
 from planner.compiled import compiled
 from planner.costs import Indices
 from planner.segments import StageCosts, pattern_costs
@@ -87,23 +87,20 @@ def least_bad(tables: Tables) -> LeastBad:
                             break
                         if not tables.allowed[first]:
                             continue
-                        room = tables.limit[device] - tables.fixed_bytes[first, stop]
-                        room -= np.ceil(tables.state_factor[device] * tables.trainable_bytes[first, stop])
-                        room -= tables.entering[device, variant, first]
-                        room -= tables.receive_in[device, first] + tables.receive_out[device, stop]
+                        room = room_for(tables, device, variant, first, stop)
                         over, parts = np.inf, 0
                         at, share = tables.stage_at[device], tables.stage_share[device]
                         kept_large, kept_small, beside, most = whole_stage(
                             tables.stage_kept, tables.stage_most, at, share, first, stop
                         )
-                        if tables.recompute != 1:
+                        if tables.recompute != ALWAYS:
                             held = tables.in_flight[variant, 0] * kept_large + tables.in_flight[variant, 1] * kept_small
                             over = held + beside - room
                         room -= tables.remaining[device, variant, stop] - tables.remaining[device, variant, first]
-                        if tables.recompute != 2 and most - room < over:
+                        if tables.recompute != NEVER and most - room < over:
                             over, parts = most - room, 1
                         number_parts = 2
-                        while tables.recompute == 0 and last <= 300 and number_parts <= min(16, stop - first):
+                        while tables.recompute == AUTO and last <= 300 and number_parts <= min(16, stop - first):
                             if temporary - room >= worst[way, first]:
                                 break
                             pattern = equal_segments(costs, first, stop, number_parts)

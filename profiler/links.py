@@ -44,7 +44,7 @@ def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
     for device in pair:
         torch_device(device)
     threads = max(1, *(device.threads for device in pair))
-    seconds, _ = run_workers(_ping_pong, [(device,) for device in pair], threads=threads, timeout_s=timeout_s)
+    seconds, _ = run_workers(ping_pong, [(device,) for device in pair], threads=threads, timeout_s=timeout_s)
     return fit_link(SIZES_BYTES, seconds)
 
 
@@ -71,8 +71,8 @@ def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     )
 
 
-def _ping_pong(device: Device) -> list[float]:
-    """Median seconds of one transfer for each of `SIZES_BYTES`; runs in both workers.
+def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = ROUNDS) -> list[float]:
+    """Median seconds of one transfer for each size; runs in both processes of a world of two.
 
     Sizes take turns, so that a moment in which the machine is busy does not fall on one of them alone.
     """
@@ -80,9 +80,9 @@ def _ping_pong(device: Device) -> list[float]:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     turn = _serve if torch.distributed.get_rank() == 0 else _return
-    buffers = [_buffers(size, place) for size in SIZES_BYTES]
-    seconds: list[list[float]] = [[] for _ in SIZES_BYTES]
-    for number in range(WARM_UPS + ROUNDS):
+    buffers = [_buffers(size, place) for size in sizes_bytes]
+    seconds: list[list[float]] = [[] for _ in sizes_bytes]
+    for number in range(WARM_UPS + rounds):
         for (outgoing, incoming), laps in zip(buffers, seconds, strict=True):
             start = time.perf_counter()
             turn(outgoing, incoming)

@@ -3,7 +3,7 @@
     make bench
 
 Three ranks. Seconds count from the fault to the error in the caller (`launch`) or in each rank that can still speak
-(torchrun). A rank that is stopped costs the time-out, here 5 s, and under torchrun 30 s more, which its agent waits
+(torchrun). A rank that is stopped costs the time-out, here 8 s, and under torchrun 30 s more, which its agent waits
 before it kills a process that does not end.
 """
 

@@ -32,7 +32,7 @@ from profiler import trace
 
 BATCH = 16
 WIDTH = 32
-TIMEOUT_S = 5.0
+TIMEOUT_S = 8.0
 STEPS = 100_000
 FAULTS = ("kill", "exception", "stop", "fewer steps", "nan", "out of memory")
 STUCK = ("stop",)

@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor import Pipeline, launch
-from planner import ArgumentError, ExecutionError, ForeignPlanError, Plan
+from planner import ArgumentError, ExecutionError, ForeignPlanError, Plan, PlanError
 from profiler import trace
 
 X = torch.randn(8, 4)
@@ -83,3 +86,73 @@ def test_a_plan_for_another_number_of_processes_is_refused(plan_for: Callable[..
 def test_a_swapped_argument_is_refused(plan_for: Callable[..., Plan]) -> None:
     with pytest.raises(ArgumentError, match="call launch"):
         launch(make_plan(plan_for), print)  # type: ignore[arg-type]
+
+
+def error_of(plan: Plan, wrong: str) -> str:
+    """Rank 1 is given something else than rank 0; returns what each rank's pipeline says."""
+    odd = dist.get_rank() == 1
+    model: nn.Module = nn.Linear(4, 2) if odd and wrong == "model" else Fragile()
+    if odd and wrong == "plan":
+        plan = plan.model_copy(update={"optimizer": "SGD"})
+    ran: list[int] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        ran.append(1)
+        return mean(output, target)
+
+    x = X[:6] if odd and wrong == "batch" else X.double() if odd and wrong == "dtype" else X
+    try:
+        pipe = Pipeline(model, plan, loss_fn=loss_fn)
+        (pipe.evaluate if odd and wrong == "call" else pipe.step)(x, target=torch.zeros(len(x), 1))
+    except PlanError as problem:
+        return f"{type(problem).__name__} after {len(ran)} losses: {problem}"
+    return "none"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ("plan", "ForeignPlanError after 0 losses: the ranks differ in the plan: rank 0 has"),
+        (
+            "batch",
+            "ArgumentError after 0 losses: the ranks differ in the batch: rank 0 has (8, 4) float32, rank 1 has (6",
+        ),
+    ],
+)
+def test_bad_input_is_the_same_error_on_every_rank_before_anything_runs(
+    plan_for: Callable[..., Plan], wrong: str, error: str
+) -> None:
+    found = launch(error_of, make_plan(plan_for), (wrong,))
+    assert len(set(found)) == 1
+    assert found[0].startswith(error)
+
+
+SCRIPT = """
+import sys, time
+from executor import launch
+from planner import Plan
+
+def wait(plan):
+    print("begun", flush=True)
+    time.sleep(600)
+
+launch(wait, Plan.load(sys.argv[1]))
+"""
+
+
+def test_an_interrupted_caller_ends_its_workers(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    make_plan(plan_for).save(tmp_path / "plan.json")
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "plan.json")],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert caller.stdout is not None
+    assert [caller.stdout.readline() for _ in range(2)] == ["begun\n"] * 2  # what workers print is seen
+    caller.send_signal(signal.SIGINT)
+    _, errors = caller.communicate(timeout=60)  # ends only when the workers have closed their output too
+    assert caller.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")

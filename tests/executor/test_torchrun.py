@@ -1,0 +1,140 @@
+"""The same script under torchrun: on one machine, after restarts, and on two hosts."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planner import Plan
+from tests.executor.fault_trials import plan_of
+from tests.executor.under_torchrun import train
+
+SCRIPT = Path(__file__).with_name("under_torchrun.py").resolve()
+STEPS = 4
+
+
+def torchrun(
+    folder: Path, *options: str, prefix: Sequence[str] = (), script: Path = SCRIPT, **variables: str
+) -> subprocess.Popen[str]:
+    """Start torchrun with a script on a folder."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(script), str(folder)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def run(folder: Path, *options: str) -> tuple[int, str]:
+    """Exit code and output of torchrun on one machine."""
+    process = torchrun(folder, "--standalone", *options)
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
+
+
+def prepare(folder: Path, plan: Plan, **settings: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    plan.save(folder / "plan.json")
+    (folder / "settings.json").write_text(json.dumps({"steps": STEPS, "dies": [], **settings}))
+    return folder
+
+
+def results(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"result-{rank}.pt") for rank in range(ranks)]
+
+
+def check_equal(parts: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """The processes end with the losses and weights of one process, in every bit."""
+    weights: dict[str, Any] = {}
+    for part in parts:
+        assert part["losses"] == {step: expected["losses"][step] for step in range(part["begun"], STEPS)}
+        weights.update(part["weights"])
+    assert weights.keys() == expected["weights"].keys()
+    assert all(torch.equal(value, expected["weights"][name]) for name, value in weights.items())
+
+
+@pytest.fixture
+def alone(plan_for: Callable[..., Plan], tmp_path: Path) -> dict[str, Any]:
+    """What one process without torchrun ends with."""
+    return train(plan_of(plan_for, 1), STEPS, tmp_path / "alone")
+
+
+def test_it_comes_back_from_the_last_checkpoint(
+    plan_for: Callable[..., Plan], tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    folder = prepare(tmp_path / "run", plan_of(plan_for, 2), dies=[[1, 2]])
+    code, output = run(folder, "--nproc-per-node", "2", "--max-restarts", "1")
+    assert code == 0, output
+    parts = results(folder, 2)
+    assert [part["begun"] for part in parts] == [2, 2]
+    check_equal(parts, alone)
+
+
+def test_a_wrong_world_size_is_an_error_on_every_rank(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    folder = prepare(tmp_path / "run", plan_of(plan_for, 3))
+    code, _ = run(folder, "--nproc-per-node", "2")
+    assert code != 0
+    for rank in range(2):
+        error = (folder / f"error-{rank}.txt").read_text()
+        assert error.startswith("ForeignPlanError") and "3 stages, but 2 processes run" in error
+
+
+HOSTS = (("10.99.7.1", "left"), ("10.99.7.2", "right"))
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def can_make_hosts() -> bool:
+    try:
+        ip("netns", "add", "gpipe-probe")
+        ip("netns", "del", "gpipe-probe")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """Two network namespaces joined by a cable; for each the words that a command in it begins with."""
+    if not can_make_hosts():
+        pytest.skip("this user may not make network namespaces (ip netns add)")
+    spaces = [f"gpipe-{os.getpid()}-{side}" for _, side in HOSTS]
+    try:
+        for space in spaces:
+            ip("netns", "add", space)
+        ip("link", "add", "cable0", "netns", spaces[0], "type", "veth", "peer", "name", "cable0", "netns", spaces[1])
+        for space, (address, _) in zip(spaces, HOSTS, strict=True):
+            ip("-n", space, "address", "add", f"{address}/24", "dev", "cable0")
+            for device in ("lo", "cable0"):
+                ip("-n", space, "link", "set", device, "up")
+        yield [["ip", "netns", "exec", space] for space in spaces]
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def run_on(hosts: Sequence[Sequence[str]], folder: Path) -> None:
+    """One rank on each host."""
+    rendezvous = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", HOSTS[0][0], "--master-port", "29511"]
+    running = [
+        torchrun(folder, *rendezvous, "--node-rank", str(number), prefix=host, GLOO_SOCKET_IFNAME="cable0")
+        for number, host in enumerate(hosts)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
+
+
+def test_two_hosts_train_as_one(
+    plan_for: Callable[..., Plan], tmp_path: Path, alone: dict[str, Any], hosts: list[list[str]]
+) -> None:
+    folder = prepare(tmp_path / "run", plan_of(plan_for, 2))
+    run_on(hosts, folder)
+    check_equal(results(folder, 2), alone)

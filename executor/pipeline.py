@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.agreement import Given
 from executor.clocks import clock_offset_s
 from executor.gradient_norm import global_norm
 from executor.layout import layout_of
@@ -45,7 +46,7 @@ from executor.stage_runner import MicroBatch, StageLayers, StageRunner
 from executor.stopwatch import TimedAction
 from executor.tied import sum_gradients
 from executor.transport import Distributed, InProcess
-from executor.watch import Given, Watch
+from executor.watch import Watch
 from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
 from planner.timeline import save_timeline_json

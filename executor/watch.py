@@ -21,8 +21,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -30,11 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from executor.agreement import Agreement, Given
 from executor.failure import FirstCause, named
 from executor.mesh import Mesh, Message
 from executor.position import Logbook, Phase, Position
 from planner.plan import Plan
-from profiler.errors import ArgumentError, ExecutionError, ForeignPlanError, PlanError
+from profiler.errors import ExecutionError, PlanError
 from profiler.journal import journal_of_this_process
 
 BEAT_S = 0.25
@@ -48,8 +49,6 @@ BLAME_AFTER = 0.8  # of the time-out; the rest is for the error to reach all
 _NEVER = 2**30  # tag of a message that nobody sends
 # Tracing and disks take what they take; ranks that do different things are told apart before they wait.
 _AT_LEISURE = (Phase.CONSTRUCTION, Phase.PREPARATION, Phase.SAVE, Phase.LOAD)
-
-Given = Mapping[str, str]  # what a rank was given, by what it is; to be equal on all ranks
 
 
 def timeout_for(plan: Plan) -> float:
@@ -72,7 +71,6 @@ class _Peer:
     count: int = 0
     gone: bool = False
     finished: bool = False
-    given: dict[int, Given] = field(default_factory=dict)  # by number of the call
 
 
 class Watch:
@@ -97,8 +95,7 @@ class Watch:
         self._changed = threading.Condition()  # of the cause, or of what other ranks announced
         self._raised = False
         self._calling = False
-        self._given: dict[int, Given] = {}
-        self._last: Given = {}
+        self._agreement = Agreement(rank, world_size)
         self._groups: list[dist.ProcessGroup | None] = [None]
         self._beat = _Peer(self.log.position, time.monotonic(), time.monotonic())
         self._peers: dict[int, _Peer] = {}
@@ -129,8 +126,7 @@ class Watch:
 
         Args:
             phase: that the call begins with.
-            given: what all ranks must have been given alike; compared with the others' before anything runs when it
-                differs from what the call before was given, so that equal calls cost nothing.
+            given: what all ranks must have been given alike; see `executor.agreement`.
 
         Raises:
             PlanError: something failed, here or on another rank; the same error everywhere.
@@ -160,21 +156,25 @@ class Watch:
     def _agree(self, given: Given) -> None:
         number = self.log.calls
         with self._changed:
-            self._given = {call: value for call, value in self._given.items() if call >= number - 1}
-            self._given[number] = given
-            for other in sorted(self._peers):
-                self._compare(other, number)
+            wait = self._agreement.enter(number, given)
+            self._say_given(number)
+            self._refuse_difference(number)
+        if wait:
+            self.log.phase(Phase.AGREEMENT)
+            with self._changed:
+                while self._cause is None and not self._agreement.complete(number):
+                    self._changed.wait()
         self._raise_known()
-        if given == self._last:
-            return
-        self._last = given
-        self.log.phase(Phase.AGREEMENT)
-        assert self._mesh is not None
-        self._mesh.post({"call": number, "given": dict(given)})
-        with self._changed:
-            while self._cause is None and not all(number in peer.given for peer in self._peers.values()):
-                self._changed.wait()
-        self._raise_known()
+
+    def _say_given(self, number: int) -> None:
+        given = self._agreement.to_say(number)
+        if given is not None and self._mesh is not None:
+            self._mesh.post({"call": number, "given": dict(given)})
+
+    def _refuse_difference(self, number: int) -> None:
+        difference = self._agreement.difference(number)
+        if difference is not None:
+            self._set_cause(difference, tell=True)
 
     def _conclude(self, problem: BaseException) -> None:
         """Raise the first cause; that is `problem` itself unless another rank has failed before."""
@@ -229,25 +229,16 @@ class Watch:
                 peer.count, peer.changed_s = count, now
             peer.position = Position.of(tuple(message["at"]))
         elif "given" in message:
-            peer.given[message["call"]] = message["given"]
-            self._compare(other, message["call"])
+            number = message["call"]
+            if self._agreement.hear(other, number, message["given"]):
+                self._say_given(number)
+            self._refuse_difference(number)
             self._changed.notify_all()
         elif "finished" in message:
             peer.finished = True
             peer.position = Position(Phase.OUTSIDE, message["finished"], peer.position.step)
         else:
             self._set_cause(FirstCause(**message["cause"]), tell=False)
-
-    def _compare(self, other: int, number: int) -> None:
-        """Whether another rank's call has what this rank's call of that number has."""
-        theirs, own = self._peers[other].given.get(number), self._given.get(number)
-        if theirs is None or own is None or theirs == own:
-            return
-        what = next(key for key in {**own, **theirs} if own.get(key) != theirs.get(key))
-        (low, first), (high, second) = sorted([(self._rank, own.get(what)), (other, theirs.get(what))])
-        text = f"the ranks differ in {what}: rank {low} has {first}, rank {high} has {second}; give every rank the same"
-        error = ForeignPlanError if what == "the plan" else ArgumentError
-        self._set_cause(FirstCause(text, error.__name__, high), tell=True)
 
     def _send_beat(self) -> None:
         if self._mesh is None:
@@ -366,10 +357,10 @@ def _watch(reference: weakref.ref[Watch], mesh: Mesh) -> None:
 
 
 def _interrupt(group: dist.ProcessGroup | None) -> None:
-    """End all waits in a process group with an exception."""
-    members = dist.get_process_group_ranks(group)
-    others = [rank for rank in members if rank != dist.get_rank()]
+    """End all waits in a process group with an exception; a group that its user has destroyed has none."""
+    others: list[int] = []
     with contextlib.suppress(Exception):
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         if "nccl" in dist.get_backend_config(group):
             (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
     if others:

@@ -1,0 +1,90 @@
+"""What one rank was given wrongly is the same error on every rank, before the first action."""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from executor import Pipeline, launch
+from planner import Plan, PlanError
+from profiler import trace
+
+RANKS = 3
+X = torch.randn(8, 4)
+Y = torch.zeros(8, 1)
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+WRONG = {
+    "model": "ForeignPlanError: rank {odd} of 3 failed: the plan was made for a model with fingerprint",
+    "plan": "ForeignPlanError: the ranks differ in the plan: rank 0 has",
+    "seed": "ArgumentError: the ranks differ in the seed: rank 0 has",
+    "fewer samples": "ArgumentError: the ranks differ in the batch: rank 0 has",
+    "no samples": "ArgumentError: the ranks differ in the batch: rank 0 has",
+    "dtype": "ArgumentError: the ranks differ in the batch: rank 0 has",
+    "shape": "ArgumentError: the ranks differ in the batch: rank 0 has",
+    "target": "ArgumentError: the ranks differ in the target: rank 0 has",
+    "call": "ArgumentError: the ranks differ in the call: rank 0 has",
+    "later": "ArgumentError: the ranks differ in the batch: rank 0 has",
+}
+
+
+def outcome(plan: Plan, wrong: str, odd: bool) -> tuple[str, int, bool]:
+    """What this rank's pipeline says, of how many micro-batches it has the loss, and whether a gradient came to be."""
+    model: nn.Module = nn.Linear(4, 2) if odd and wrong == "model" else Three()
+    if odd and wrong == "plan":
+        plan = plan.model_copy(update={"optimizer": "SGD"})
+    given = {"fewer samples": X[:6], "no samples": X[:0], "dtype": X.double(), "shape": X[:, :3], "later": X[:6]}
+    x = given.get(wrong, X) if odd else X
+    losses = 0
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal losses
+        losses += 1
+        return (output - target).square().mean()
+
+    try:
+        pipe = Pipeline(model, plan, loss_fn=loss_fn, seed=int(odd and wrong == "seed"))
+        if wrong == "later":
+            pipe.step(X, target=Y)
+            losses = 0
+            model.zero_grad()
+        call = pipe.evaluate if odd and wrong == "call" else pipe.step
+        call(x, target=Y[:5] if odd and wrong == "target" else torch.zeros(len(x), 1))
+    except PlanError as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return error, losses, any(parameter.grad is not None for parameter in model.parameters())
+
+
+def outcomes(plan: Plan) -> dict[tuple[str, int], tuple[str, int, bool]]:
+    """Each kind with another rank as the odd one; the ranks meet anew for each."""
+    found = {}
+    rank = dist.get_rank()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+    for number, wrong in enumerate(WRONG):
+        dist.destroy_process_group()
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # as where torchrun starts processes again
+        odd = number % RANKS
+        found[wrong, odd] = outcome(plan, wrong, rank == odd)
+    return found
+
+
+def test_bad_input_of_one_rank_is_one_error_on_all_before_anything_runs(plan_for: Callable[..., Plan]) -> None:
+    """Ranks told it in different words; a watching thread ended with a traceback when the group was gone."""
+    parts = launch(outcomes, plan_for(trace(Three(), X), [1, 2], batch_size=8, micro_batches=4))
+    for (wrong, odd), (error, losses, has_gradient) in parts[0].items():
+        assert error.startswith(WRONG[wrong].format(odd=odd))
+        assert not losses and not has_gradient
+        for part in parts[1:]:
+            assert part[wrong, odd] == (error, 0, False), (wrong, odd)

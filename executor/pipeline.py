@@ -17,9 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,21 +26,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.agreement import Given
+from executor.calls import Calls
 from executor.clocks import clock_offset_s
 from executor.gradient_norm import global_norm
 from executor.layout import layout_of
 from executor.materialize import Initializer, materialized
 from executor.measured import Recorded, measured_frame, real_timelines
-from executor.micro_batch import samples_of_replicas, shapes_of, sizes_for, split_inputs, split_target
+from executor.micro_batch import shapes_of
 from executor.moving import BufferMover
 from executor.peak_memory import Peak, peak_of
 from executor.placement import Placement, place
 from executor.position import Phase
-from executor.program import Program, compiled
 from executor.randomness import generator_of, preserved
 from executor.replicas import GradientSum, group_of_peers
 from executor.runtime import Runtime
-from executor.stage_runner import MicroBatch, StageLayers, StageRunner
+from executor.stage_runner import MicroBatch, StageRunner
 from executor.stopwatch import TimedAction
 from executor.tied import sum_gradients
 from executor.transport import Distributed, InProcess
@@ -50,12 +48,10 @@ from executor.watch import Watch
 from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
 from planner.timeline import save_timeline_json
-from profiler.errors import ArgumentError, ForeignPlanError, NotTraceableError, PlanError, PlanFileError
+from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
 from profiler.loss import LossFunction
-from profiler.sample import batch_extent, of_other_shapes, tensor_leaves
-from profiler.sample_spec import SampleSpec
 from profiler.sequence import LayerSequence
-from profiler.tracing import trace, trace_again
+from profiler.tracing import trace
 
 if TYPE_CHECKING:
     import pandas
@@ -139,8 +135,7 @@ class Pipeline:
                 self.watch.add_group(watched)
         self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
         self._mover = BufferMover(layout, group)
-        self._versions: dict[tuple[SampleSpec, bool], Version] = {}
-        self._programs: dict[tuple[SampleSpec, bool, tuple[int, ...]], Program] = {}
+        self._calls = Calls(self._model, plan, layout, self._sequence, devices, self._placement)
         self._steps = 0
         self._seed = seed
         self._peak = Peak()
@@ -176,19 +171,19 @@ class Pipeline:
             ExecutionError: an action failed; the message names stage, micro-batch and cause.
         """
         with self.watch.call(Phase.PREPARATION, self._given("step", args, kwargs, target)):
-            spec, own, counts = self._micro_batches(args, kwargs, target, training=True)
+            call = self._calls.understood(args, kwargs, target, training=True)
             self._begin(scaler)
             self._gradients.begin()
             with torch.enable_grad(), preserved([generator_of(device) for device in set(self._devices.values())]):
-                for batches in own:
-                    self._runtime.run(self._program(spec, batches, training=True), batches)
+                for batches in call.own:
+                    self._runtime.run(self._calls.program(call, batches), batches)
                     sum_gradients(self._placement.tied, self._layout.process)
                     self._gradients.add_replica()
             self._gradients.end()
             for runner in self._runners.values():
-                self._mover.move(runner, own, counts)
+                self._mover.move(runner, call.own, call.counts)
             self._steps += 1
-            loss = self._shared_loss(own)
+            loss = self._shared_loss(call.own)
             self.watch.log.step = self._steps
         return loss
 
@@ -201,11 +196,11 @@ class Pipeline:
             NotTraceableError: in evaluation mode the model does other operations than in training.
         """
         with self.watch.call(Phase.PREPARATION, self._given("evaluate", args, kwargs, target)):
-            spec, own, _ = self._micro_batches(args, kwargs, target, training=False)
+            call = self._calls.understood(args, kwargs, target, training=False)
             self._begin(None)
-            for batches in own:
-                self._runtime.run(self._program(spec, batches, training=False), batches)
-            return self._shared_loss(own)
+            for batches in call.own:
+                self._runtime.run(self._calls.program(call, batches), batches)
+            return self._shared_loss(call.own)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages so that their common Euclidean norm is at most `max_norm`.
@@ -319,48 +314,6 @@ class Pipeline:
             return {}
         return {"the call": call, "the batch": shapes_of([args, kwargs]), "the target": shapes_of(target)}
 
-    def _micro_batches(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool
-    ) -> tuple[SampleSpec, list[list[MicroBatch]], list[int]]:
-        """The arguments, checked and cut: their shapes, micro-batches of each own replica, and how many each has."""
-        if args and kwargs:
-            raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
-        sample = kwargs if kwargs else args
-        spec, tensors = self._understood(sample, training=training)
-        batch_size = batch_extent(tensors, spec)
-        sizes = [
-            sizes_for(samples, self.plan.micro_batch_sizes, spec.only_micro_batch_size)
-            for samples in samples_of_replicas(batch_size, self.plan.replicas)
-        ]
-        flat = [size for own in sizes for size in own]
-        inputs = split_inputs(tensors, spec, flat)
-        targets = split_target(target, flat)
-        batches = [
-            MicroBatch(
-                index, size, size / batch_size, dict(zip(self._sequence.inputs, inputs[index], strict=True)), part
-            )
-            for index, (size, part) in enumerate(zip(flat, targets, strict=True))
-        ]
-        counts = [len(own) for own in sizes]
-        bounds = list(accumulate(counts, initial=0))
-        return spec, [batches[bounds[r] : bounds[r + 1]] for r in self._layout.own_replicas], counts
-
-    def _understood(self, sample: Any, *, training: bool) -> tuple[SampleSpec, list[Tensor]]:
-        """The tensors of a call, and what it is called with: as planned, or of other shapes that the model takes."""
-        planned = self._sequence.sample
-        try:
-            return planned, tensor_leaves(sample, planned)
-        except ArgumentError as problem:
-            other = of_other_shapes(sample, planned)
-            if other is None:
-                raise
-            tensors = tensor_leaves(sample, other)
-            try:
-                self._version(other, training=training)
-            except NotTraceableError as reason:
-                raise ArgumentError(f"{problem}; with these shapes: {reason}") from reason
-            return other, tensors
-
     def _begin(self, scaler: torch.amp.GradScaler | None) -> None:
         scale = None
         if scaler is not None:
@@ -391,43 +344,6 @@ class Pipeline:
         for replica in range(1, layout.replicas):
             total = total + losses[replica]
         return total
-
-    def _program(self, spec: SampleSpec, batches: Sequence[MicroBatch], *, training: bool) -> Program:
-        """What this process does with micro-batches of these sizes; compiled when first needed."""
-        sizes = tuple(batch.size for batch in batches)
-        known = self._programs.get((spec, training, sizes))
-        if known is None:
-            version = self._version(spec, training=training)
-            known = self._programs[spec, training, sizes] = compiled(
-                self.plan, self._layout, version.sequence, version.layers, self._devices, sizes, training=training
-            )
-        return known
-
-    def _version(self, spec: SampleSpec, *, training: bool) -> Version:
-        """This process's layers as they train or evaluate on inputs of these shapes; traced when first needed."""
-        if (spec, training) not in self._versions:
-            planned = training and spec == self._sequence.sample
-            sequence = self._sequence if planned else trace_again(self._model, self._sequence, spec, training=training)
-            layers = {
-                index: StageLayers(
-                    sequence.on(self._devices[index]),
-                    self.plan.stages[index].first_layer,
-                    self.plan.stages[index].stop_layer,
-                    self.plan.stages[index].recompute if training else (),
-                    self._placement.read_by[index],
-                )
-                for index in self._layout.stages
-            }
-            self._versions[spec, training] = Version(sequence, layers)
-        return self._versions[spec, training]
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """The model's layers in one mode, and this process's stages of them."""
-
-    sequence: LayerSequence
-    layers: dict[int, StageLayers]
 
 
 def _digest(text: str) -> str:

@@ -14,7 +14,8 @@ from statistics import median
 
 import pytest
 
-from planner import Plan
+from executor import launch
+from planner import ExecutionError, Plan
 from tests.executor.conftest import plan_for  # noqa: F401 - a fixture
 from tests.executor.fault_trials import (
     FAULTS,
@@ -25,6 +26,7 @@ from tests.executor.fault_trials import (
     random_fault,
     torchrun_trial,
 )
+from tests.executor.killed_while_saving import goes_on, never_stopped, save_until_killed
 
 TRIALS = 20
 RANKS = 3
@@ -58,3 +60,17 @@ def test_one_error_soon_and_nothing_left(
         f"{median(seconds):.2f}, worst {max(seconds):.2f} (allowed {allowed_s(fault):.0f})"
     )
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.benchmark
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(plan_for: Callable[..., Plan], tmp_path: Path) -> None:  # noqa: F811
+    """Of one of three ranks; what is left loads with 1 to 4 stages and goes on as if never stopped, in every bit."""
+    expected = never_stopped(plan_of(plan_for, 1), 200)
+    numbers = random.Random(0)
+    steps = []
+    for trial in range(TRIALS):
+        folder = tmp_path / str(trial)
+        with pytest.raises(ExecutionError, match="killed by SIGKILL"):
+            launch(save_until_killed, plan_of(plan_for, RANKS), (folder, trial % RANKS, numbers.uniform(0.0, 0.5)))
+        steps.append(goes_on(plan_of(plan_for, 1 + trial % 4), folder, expected))
+    print(f"\nkilled while saving: {TRIALS} of {TRIALS} whole, after {min(steps)} to {max(steps)} steps")

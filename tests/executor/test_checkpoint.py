@@ -2,8 +2,11 @@
 
 import functools
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from planner import ArgumentError, ExecutionError, Plan
 from profiler import LayerSequence, trace
+from tests.executor.fault_trials import plan_of
 
 X = torch.linspace(-1, 1, 40).reshape(10, 4)
 Y = torch.arange(10) % 4
@@ -216,6 +220,25 @@ def test_a_damaged_file_is_an_error_of_ours_and_never_a_wrong_value(
         assert how == "changed", f"{victim.name} was {how}, which was not noticed"
         for name, value in training.model.state_dict().items():
             assert torch.equal(value, before[name]), f"{victim.name} was changed and {name} is wrong"
+
+
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    """At random moments; kills of one of several ranks are in tests/benchmarks/test_faults.py."""
+    plan_of(plan_for, 2).save(tmp_path / "plan.json")
+    script = Path(__file__).with_name("killed_while_saving.py").resolve()
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), "10"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["killed"] == 10
+    assert counts["old"], "no kill came before the new checkpoint was whole"
 
 
 def test_its_contents_are_readable_without_trust(plan_for: Callable[..., Plan], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor.agreement import Agreement
 from executor.message import SMALL_BYTES, MessageForm, TensorSpec
 from executor.micro_batch import sizes_for, split_target
 from executor.randomness import generator_of, key, preserved
@@ -115,3 +116,26 @@ def test_messages_arrive_as_they_left(specs: list[TensorSpec]) -> None:
         assert torch.equal(tensor, arrived)
         assert arrived.shape == spec.shape
         assert arrived.permute(spec.dim_order).is_contiguous()
+
+
+def test_calls_of_known_kinds_wait_for_nobody() -> None:
+    """A step after `clip_grad_norm_` used to wait for all, in every round of the usual loop."""
+    ranks = [Agreement(rank, 2) for rank in range(2)]
+    step, norm, smaller = {"the call": "step", "the batch": "(8,)"}, {"the call": "norm"}, {"the call": "step"}
+
+    def begin(number: int, *given: dict[str, str]) -> list[bool]:
+        waits = [agreement.enter(number, own) for agreement, own in zip(ranks, given, strict=True)]
+        for rank, other in ((0, 1), (1, 0)):
+            said = ranks[rank].to_say(number)
+            if said is not None and ranks[other].hear(rank, number, said):
+                answer = ranks[other].to_say(number)
+                assert answer is not None
+                ranks[rank].hear(other, number, answer)
+        return waits
+
+    assert begin(1, step, step) == [True, True]
+    assert begin(2, norm, norm) == [True, True]
+    assert begin(3, step, step) == begin(4, norm, norm) == begin(5, step, step) == [False, False]
+    assert begin(6, step, smaller) == [False, True]
+    texts = {agreement.difference(6).text for agreement in ranks}  # type: ignore[union-attr]
+    assert texts == {"the ranks differ in the batch: rank 0 has (8,), rank 1 has None; give every rank the same"}

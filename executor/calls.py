@@ -1,0 +1,161 @@
+"""What a call's arguments mean: the shapes that they have, their micro-batches, and the programs that carry them out.
+
+Shapes may be others than planned where the model takes them; the layers are then traced anew, once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executor.layout import Layout
+from executor.micro_batch import samples_of_replicas, sizes_for, split_inputs, split_target
+from executor.placement import Placement
+from executor.program import Program, compiled
+from executor.stage_runner import MicroBatch, StageLayers
+from planner.plan import Plan
+from profiler.errors import ArgumentError, NotTraceableError
+from profiler.sample import batch_extent, of_other_shapes, tensor_leaves
+from profiler.sample_spec import SampleSpec
+from profiler.sequence import LayerSequence
+from profiler.tracing import trace_again
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of a call, checked and cut.
+
+    Attributes:
+        spec: their shapes.
+        training: whether it trains.
+        own: micro-batches of each replica of this process.
+        counts: how many micro-batches each replica of the plan has.
+    """
+
+    spec: SampleSpec
+    training: bool
+    own: list[list[MicroBatch]]
+    counts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """The model's layers in one mode and for inputs of one kind, and this process's stages of them."""
+
+    sequence: LayerSequence
+    layers: dict[int, StageLayers]
+
+
+class Calls:
+    """Understands the calls of one process.
+
+    Args:
+        model: what is traced for other shapes.
+        plan: the plan.
+        layout: of this process.
+        sequence: the model's layers as planned.
+        devices: of this process's stages.
+        placement: of the model's tensors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        layout: Layout,
+        sequence: LayerSequence,
+        devices: Mapping[int, torch.device],
+        placement: Placement,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._layout = layout
+        self._sequence = sequence
+        self._devices = devices
+        self._placement = placement
+        self._versions: dict[tuple[SampleSpec, bool], _Version] = {}
+        self._programs: dict[tuple[SampleSpec, bool, tuple[int, ...]], Program] = {}
+
+    def understood(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool) -> Call:
+        """The arguments of a call.
+
+        Raises:
+            ArgumentError: they differ from what the model was traced with, or make up no micro-batches.
+        """
+        if args and kwargs:
+            raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
+        spec, tensors = self._shaped(kwargs if kwargs else args, training=training)
+        batch_size = batch_extent(tensors, spec)
+        sizes = [
+            sizes_for(samples, self._plan.micro_batch_sizes, spec.only_micro_batch_size)
+            for samples in samples_of_replicas(batch_size, self._plan.replicas)
+        ]
+        flat = [size for own in sizes for size in own]
+        inputs = split_inputs(tensors, spec, flat)
+        targets = split_target(target, flat)
+        batches = [
+            MicroBatch(
+                index, size, size / batch_size, dict(zip(self._sequence.inputs, inputs[index], strict=True)), part
+            )
+            for index, (size, part) in enumerate(zip(flat, targets, strict=True))
+        ]
+        counts = [len(own) for own in sizes]
+        bounds = list(accumulate(counts, initial=0))
+        own_replicas = [batches[bounds[replica] : bounds[replica + 1]] for replica in self._layout.own_replicas]
+        return Call(spec, training, own_replicas, counts)
+
+    def program(self, call: Call, batches: Sequence[MicroBatch]) -> Program:
+        """What this process does with one replica's micro-batches; compiled when first needed."""
+        sizes = tuple(batch.size for batch in batches)
+        known = self._programs.get((call.spec, call.training, sizes))
+        if known is None:
+            version = self._version(call.spec, training=call.training)
+            known = self._programs[call.spec, call.training, sizes] = compiled(
+                self._plan,
+                self._layout,
+                version.sequence,
+                version.layers,
+                self._devices,
+                sizes,
+                training=call.training,
+            )
+        return known
+
+    def _shaped(self, sample: Any, *, training: bool) -> tuple[SampleSpec, list[Tensor]]:
+        """The tensors of a call, and what it is called with: as planned, or of other shapes that the model takes."""
+        planned = self._sequence.sample
+        try:
+            return planned, tensor_leaves(sample, planned)
+        except ArgumentError as problem:
+            other = of_other_shapes(sample, planned)
+            if other is None:
+                raise
+            tensors = tensor_leaves(sample, other)
+            try:
+                self._version(other, training=training)
+            except NotTraceableError as reason:
+                raise ArgumentError(f"{problem}; with these shapes: {reason}") from reason
+            return other, tensors
+
+    def _version(self, spec: SampleSpec, *, training: bool) -> _Version:
+        """This process's layers as they train or evaluate on inputs of these shapes; traced when first needed."""
+        if (spec, training) not in self._versions:
+            planned = training and spec == self._sequence.sample
+            sequence = self._sequence if planned else trace_again(self._model, self._sequence, spec, training=training)
+            layers = {
+                index: StageLayers(
+                    sequence.on(self._devices[index]),
+                    self._plan.stages[index].first_layer,
+                    self._plan.stages[index].stop_layer,
+                    self._plan.stages[index].recompute if training else (),
+                    self._placement.read_by[index],
+                )
+                for index in self._layout.stages
+            }
+            self._versions[spec, training] = _Version(sequence, layers)
+        return self._versions[spec, training]

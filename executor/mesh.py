@@ -14,7 +14,9 @@ import secrets
 import selectors
 import socket
 import threading
+import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -52,6 +54,7 @@ class Mesh:
         self._alarm, self._alarmed = socket.socketpair()
         self._alarmed.setblocking(False)
         self._selector.register(self._alarmed, selectors.EVENT_READ, None)
+        os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def post(self, message: Message, *, droppable: bool = False) -> None:
         """Send a message to all other ranks without waiting; what does not fit into the system's buffers goes later.
@@ -99,6 +102,11 @@ class Mesh:
         self._alarm.close()
         self._alarmed.close()
 
+    def disown(self) -> None:
+        """In a fork of this process (a worker that loads data): close what would outlive the death of this one."""
+        for line in self._lines.values():
+            line.connection.close()
+
     def _read(self, other: int) -> list[tuple[int, Message | None]]:
         line = self._lines[other]
         ended = False
@@ -120,6 +128,12 @@ class Mesh:
             self._selector.unregister(line.connection)
             heard.append((other, None))
         return heard
+
+
+def _leave_to_parent(reference: weakref.ref[Mesh]) -> None:
+    mesh = reference()
+    if mesh is not None:
+        mesh.disown()
 
 
 def _flush(line: _Line) -> None:

@@ -29,6 +29,7 @@ def main() -> None:
     """Receive a task over the inherited socket, run it, report the result."""
     connection = Connection(int(sys.argv[1]))
     announce(int(sys.argv[2]))
+    os.register_at_fork(after_in_child=connection.close)  # or the parent would not see that this process has died
     _, pickled = connection.recv()
     task: Task = cloudpickle.loads(pickled)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()

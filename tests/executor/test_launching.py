@@ -73,6 +73,22 @@ def test_a_killed_worker_ends_all(plan_for: Callable[..., Plan]) -> None:
         launch(train, make_plan(plan_for))
 
 
+def test_a_fork_of_a_killed_worker_does_not_hide_its_death(plan_for: Callable[..., Plan]) -> None:
+    """Workers that load data are forks: with what they had inherited they kept all connections of the dead one open."""
+
+    def train(plan: Plan) -> None:
+        pipe = Pipeline(Fragile(), plan, loss_fn=mean)
+        if pipe.rank == 0 and not os.fork():
+            signal.pause()
+        pipe.step(X, target=torch.zeros(8, 1))
+        if pipe.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.step(X, target=torch.zeros(8, 1))
+
+    with pytest.raises(ExecutionError, match=r"rank 0 of 2 failed: .*: its process was killed by SIGKILL"):
+        launch(train, make_plan(plan_for), timeout_s=5.0)
+
+
 def test_a_plan_for_another_number_of_processes_is_refused(plan_for: Callable[..., Plan]) -> None:
     three = make_plan(plan_for, stages=3)
 

@@ -47,7 +47,9 @@ def test_one_error_soon_and_nothing_left(
     for _ in range(TRIALS):
         fault = random_fault(kind, RANKS, tmp_path, numbers)
         outcomes = [launch_trial(plan, fault, tmp_path)] if how == "launch" else torchrun_trial(plan, fault, tmp_path)
-        silent = 1 if kind in ("kill", "stop", "fewer steps") else 0  # ranks that cannot speak, or have no error
+        silent = (
+            1 if kind in ("kill", "stop", "endless action", "fewer steps") else 0
+        )  # ranks that cannot speak, or have no error
         errors += len(outcomes)
         if how == "torchrun" and len(outcomes) != RANKS - silent:
             wrong.append(f"{fault}: {len(outcomes)} ranks reported")

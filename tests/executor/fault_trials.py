@@ -34,8 +34,8 @@ BATCH = 16
 WIDTH = 32
 TIMEOUT_S = 8.0
 STEPS = 100_000
-FAULTS = ("kill", "exception", "stop", "fewer steps", "nan", "out of memory")
-STUCK = ("stop",)
+FAULTS = ("kill", "exception", "stop", "endless action", "fewer steps", "nan", "out of memory")
+STUCK = ("stop", "endless action")
 X = torch.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH)
 
 
@@ -117,6 +117,8 @@ def _failing(method: Any, fault: Fault, switch: _Switch) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if switch.on and fault.kind == "exception":
             raise RuntimeError("the first cause")
+        if switch.on and fault.kind == "endless action":
+            time.sleep(1e6)
         if switch.on and fault.kind == "out of memory":
             resource.setrlimit(resource.RLIMIT_AS, (2**31, resource.getrlimit(resource.RLIMIT_AS)[1]))
             torch.empty(2**40)
@@ -130,6 +132,8 @@ EXPECTED = {
     "exception": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action {rank}[FB]\d+: "
     r"RuntimeError: the first cause",
     "stop": r"rank {rank} of {n} failed: it has not answered for \d+ s .*; rank \d has waited \d+ s at step \d+",
+    "endless action": r"rank {rank} of {n} failed: it has been at step \d+, stage {rank}, micro-batch \d+, action "
+    r"{rank}[FB]\d+ for \d+ s, after \d+ calls; rank \d has waited \d+ s at step \d+",
     "fewer steps": r"rank {rank} of {n} failed: it ended after \d+ of the pipeline's calls",
     "nan": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action {rank}F\d+: the loss .* is nan",
     "out of memory": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action .*out of memory",

@@ -158,7 +158,8 @@ def test_sequences_of_another_length_than_planned(plan_for: Callable[..., Plan])
     ids = torch.zeros(8, 12, dtype=torch.int64)
     sequence = trace(Attention(), ids)
     whole = lengths(plan_for(sequence, batch_size=8, micro_batches=4))
-    assert lengths(plan_for(sequence, [len(sequence) // 2], batch_size=8, micro_batches=4, recompute=True)) == whole
+    cut = plan_for(sequence, [len(sequence) // 2], batch_size=8, micro_batches=4, recompute=True)
+    assert launch(lengths, cut) == [whole, whole]  # each process traces the other lengths for itself
     torch.manual_seed(0)
     plain = Attention().eval()
     other = torch.arange(8 * 12).reshape(8, 12) % 20
@@ -170,6 +171,37 @@ def test_a_length_that_the_model_does_not_take_is_refused(plan_for: Callable[...
     pipe = pipe_of(plan_for, small())
     with pytest.raises(ArgumentError, match=r"shape \[8, 9\]; the model was traced with \[8, 16\].*with these shapes"):
         pipe.step(X[:, :9], target=Y)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(16, 16)
+        self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        hidden = torch.tanh(self.trunk(x))
+        return {"logits": tuple(head(hidden) for head in self.heads)}
+
+
+def weighted(output: dict[str, tuple[Tensor, ...]], target: dict[str, Any]) -> Tensor:
+    losses = [functional.cross_entropy(logits, target["label"], reduction="none") for logits in output["logits"]]
+    return (torch.stack(losses).mean(0) * target["weights"][0]).mean() * target["weights"][1]
+
+
+def test_outputs_and_targets_of_any_structure(plan_for: Callable[..., Plan]) -> None:
+    torch.manual_seed(0)
+    model = TwoHeads()
+    plain = copy.deepcopy(model)
+    target = {"label": Y, "weights": (torch.linspace(0, 1, 8), 3.0)}
+    sequence = trace(model, X)
+    plan = plan_for(sequence, [2], batch_size=8, micro_batches=3)
+    loss = Pipeline(model, plan, loss_fn=weighted).step(X, target=target)
+    expected = weighted(plain(X), target)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def halved(plan: Plan) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ def torchrun(
     """Start torchrun with a script on a folder."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
-    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *options, str(script), str(folder)]
+    logs = ["--log-dir", str(folder / "logs")]  # or it leaves a folder among the system's temporary files
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *logs, *options, str(script), str(folder)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -1,13 +1,17 @@
-"""Faults at random moments, each 20 times under `launch` and under torchrun: one error, soon, and nothing left.
+"""Faults at random moments in one of three ranks: one error, soon, and nothing left.
 
     make bench
 
-Three ranks. Seconds count from the fault to the error in the caller (`launch`) or in each rank that can still speak
-(torchrun). A rank that is stopped costs the time-out, here 8 s, and under torchrun 30 s more, which its agent waits
-before it kills a process that does not end.
+Under `launch` seconds count from the fault to the error in the caller; under torchrun, and in forks that meet as under
+torchrun but start in a moment, to the error in each rank that can still speak. A rank that is stuck costs the time-out,
+here 8 s, and under torchrun 30 s more, which its agent waits before it kills a process that does not end.
 """
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -16,9 +20,11 @@ import pytest
 
 from executor import launch
 from planner import ExecutionError, Plan
+from tests.executor import forked_trials
 from tests.executor.conftest import plan_for  # noqa: F401 - a fixture
 from tests.executor.fault_trials import (
     FAULTS,
+    TIMEOUT_S,
     allowed_s,
     expected,
     launch_trial,
@@ -28,12 +34,13 @@ from tests.executor.fault_trials import (
 )
 from tests.executor.killed_while_saving import goes_on, never_stopped, save_until_killed
 
-TRIALS = 20
+TRIALS = {"launch": 20, "torchrun": 5}
+FORKS = 50
 RANKS = 3
 
 
 @pytest.mark.benchmark
-@pytest.mark.parametrize("how", ["launch", "torchrun"])
+@pytest.mark.parametrize("how", TRIALS)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_one_error_soon_and_nothing_left(
     plan_for: Callable[..., Plan],  # noqa: F811
@@ -43,36 +50,52 @@ def test_one_error_soon_and_nothing_left(
 ) -> None:
     plan = plan_of(plan_for, RANKS)
     numbers = random.Random(f"{how} {kind}")
-    seconds, wrong, errors = [], [], 0
-    for _ in range(TRIALS):
+    seconds, wrong = [], []
+    for _ in range(TRIALS[how]):
         fault = random_fault(kind, RANKS, tmp_path, numbers)
         outcomes = [launch_trial(plan, fault, tmp_path)] if how == "launch" else torchrun_trial(plan, fault, tmp_path)
-        silent = (
-            1 if kind in ("kill", "stop", "endless action", "fewer steps") else 0
-        )  # ranks that cannot speak, or have no error
-        errors += len(outcomes)
+        silent = 0 if kind in ("exception", "nan", "out of memory") else 1  # ranks that cannot speak, or have no error
         if how == "torchrun" and len(outcomes) != RANKS - silent:
             wrong.append(f"{fault}: {len(outcomes)} ranks reported")
         for outcome in outcomes:
             seconds.append(outcome.seconds)
             if not expected(fault, RANKS).match(outcome.error) or outcome.left or outcome.seconds > allowed_s(fault):
                 wrong.append(f"{fault}: {outcome}")
-    print(
-        f"\n{how:8s} {kind:14s} {TRIALS} trials, {errors} errors, {len(wrong)} wrong; seconds until the error: median "
-        f"{median(seconds):.2f}, worst {max(seconds):.2f} (allowed {allowed_s(fault):.0f})"
+    _report(how, kind, TRIALS[how], seconds, wrong)
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("kind", FAULTS)
+def test_every_rank_has_one_error_soon(plan_for: Callable[..., Plan], tmp_path: Path, kind: str) -> None:  # noqa: F811
+    plan_of(plan_for, RANKS).save(tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, str(Path(forked_trials.__file__).resolve()), str(tmp_path), kind, str(FORKS), str(TIMEOUT_S)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    trials = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(trials) == FORKS, done.stderr
+    wrong = [problem for trial in trials for problem in trial["wrong"]]
+    _report("forks", kind, FORKS, [one for trial in trials for one in trial["seconds"]], wrong)
+
+
+def _report(how: str, kind: str, trials: int, seconds: list[float], wrong: list[str]) -> None:
+    """A row of faults.md."""
+    print(f"\n| {kind} | {how} | {trials} | {len(wrong)} | {median(seconds):.2f} | {max(seconds):.2f} |")
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.benchmark
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(plan_for: Callable[..., Plan], tmp_path: Path) -> None:  # noqa: F811
     """Of one of three ranks; what is left loads with 1 to 4 stages and goes on as if never stopped, in every bit."""
-    expected = never_stopped(plan_of(plan_for, 1), 200)
+    expected_states = never_stopped(plan_of(plan_for, 1), 200)
     numbers = random.Random(0)
     steps = []
-    for trial in range(TRIALS):
+    for trial in range(TRIALS["launch"]):
         folder = tmp_path / str(trial)
         with pytest.raises(ExecutionError, match="killed by SIGKILL"):
             launch(save_until_killed, plan_of(plan_for, RANKS), (folder, trial % RANKS, numbers.uniform(0.0, 0.5)))
-        steps.append(goes_on(plan_of(plan_for, 1 + trial % 4), folder, expected))
-    print(f"\nkilled while saving: {TRIALS} of {TRIALS} whole, after {min(steps)} to {max(steps)} steps")
+        steps.append(goes_on(plan_of(plan_for, 1 + trial % 4), folder, expected_states))
+    print(f"\nkilled while saving: {len(steps)} of {len(steps)} whole, after {min(steps)} to {max(steps)} steps")

@@ -46,6 +46,64 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
         return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+class _MemoryLimit(click.ParamType):  # type: ignore[type-arg]
+    """One size for all devices, one for each with commas between them, or sizes by device name."""
+
+    name = "memory limit"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | list[int | None] | dict[str, int]:
+        def size(text: str) -> int:
+            return _Size().convert(text.strip(), param, ctx)
+
+        parts = str(value).split(",")
+        if any("=" in part for part in parts):
+            pairs = [_pair(part, "DEVICE=SIZE", self, param, ctx) for part in parts]
+            return {device: size(text) for device, text in pairs}
+        if len(parts) == 1:
+            return size(parts[0])
+        return [None if part.strip() == "none" else size(part) for part in parts]
+
+
+class _Place(click.ParamType):  # type: ignore[type-arg]
+    """What stands where: a name, `=`, and a number or a name."""
+
+    name = "place"
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | str]:
+        name, where = _pair(str(value), self.form, self, param, ctx)
+        return name, int(where) if re.fullmatch(r"-?\d+", where) else where
+
+
+def _pair(
+    text: str,
+    form: str,
+    kind: click.ParamType,  # type: ignore[type-arg]
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> tuple[str, str]:
+    """The two sides of `=`."""
+    left, equals, right = (part.strip() for part in text.rpartition("="))
+    if not equals or not left or not right:
+        kind.fail(f"{text!r} is not of the form {form}", param, ctx)
+    return left, right
+
+
+class _Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers with commas between them."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if not re.fullmatch(r"\d+( *, *\d+)*", str(value)):
+            self.fail(f"{value!r} are no numbers; write them as 4,8", param, ctx)
+        return [int(number) for number in str(value).split(",")]
+
+
 class _Devices(click.ParamType):  # type: ignore[type-arg]
     """A count, or names with commas between them."""
 
@@ -137,8 +195,29 @@ def main() -> None:
 @click.option("--replicas", type=_Replicas(), default=1, show_default=True, help="Pipelines side by side, or auto.")
 @click.option("--keep-together", multiple=True, metavar="MODULE", help="Module that no cut may part; repeatable.")
 @click.option("--cut-at", multiple=True, metavar="MODULE", help="Module before which there must be a cut; repeatable.")
+@click.option(
+    "--pin",
+    "pinned",
+    type=_Place("MODULE=DEVICE"),
+    multiple=True,
+    metavar="MODULE=DEVICE",
+    help="Device that must run a module, by name or position; repeatable.",
+)
+@click.option("--micro-batch-sizes", type=_Numbers(), metavar="N,...", help="The only sizes of micro-batches.")
+@click.option(
+    "--batch-dim",
+    "batch_dims",
+    type=_Place("INPUT=DIM"),
+    multiple=True,
+    metavar="INPUT=DIM",
+    help="Batch dimension of an input, by position or keyword, or none; repeatable.  [default: 0]",
+)
 @click.option("--time-limit", "time_limit_s", type=float, metavar="SECONDS", help="Seconds that the search may take.")
-@click.option("--memory-limit", type=_Size(), help="Memory that a stage may fill, such as 8GiB.")
+@click.option(
+    "--memory-limit",
+    type=_MemoryLimit(),
+    help="Memory that a stage may fill, such as 8GiB; 8GiB,none for each device, or cuda:0=8GiB,cuda:1=4GiB.",
+)
 @click.option(
     "--recompute",
     type=click.Choice(["auto", "always", "never"]),
@@ -148,6 +227,12 @@ def main() -> None:
 )
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
 @click.option("--time-budget", "time_budget_s", type=float, default=60.0, show_default=True, help="Seconds of timing.")
+@click.option(
+    "--autocast",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="Run the model and its loss in an autocast region.",
+)
+@click.option("--threads", type=int, default=1, show_default=True, help="Threads of a CPU worker.")
 @click.option("--cache", help="Folder of earlier measurements, or off.  [default: in the user's cache folder]")
 @_outputs
 def plan(
@@ -158,6 +243,10 @@ def plan(
     timeline: Path | None,
     trace: Path | None,
     as_json: bool,
+    threads: int,
+    autocast: str | None,
+    pinned: tuple[tuple[str, int | str], ...],
+    batch_dims: tuple[tuple[str, int | str], ...],
     **settings: Any,
 ) -> None:
     """Measure a model on the devices and print the best plan for it.
@@ -170,10 +259,13 @@ def plan(
       autoplan plan model.py:build -o plan.json --timeline plan.png
       autoplan plan shop.ranking:build --devices cuda:0,cuda:1 --batch-size 512 --memory-limit 40GiB
     """
+    dims = _batch_dims(batch_dims)
+    import torch
+
     from planner import autoplan
     from profiler.local import local_devices
 
-    cluster = local_devices(devices)  # before the model is built, which may take long
+    cluster = local_devices(devices, threads=threads)  # before the model is built, which may take long
     built = _built(model, _function(model, "MODEL"))
     made = autoplan(
         built[0],
@@ -181,6 +273,10 @@ def plan(
         cluster,
         loss_fn=built[2] if len(built) == 4 else None,
         target=built[3] if len(built) == 4 else None,
+        threads=threads,
+        autocast=None if autocast is None else getattr(torch, autocast),
+        pinned=dict(pinned),
+        batch_dims=dims,
         **settings,
     )
     if output is not None:
@@ -249,6 +345,16 @@ def _present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | 
 
         save_timeline_json(plan, trace)
     click.echo(plan.to_json() if as_json else str(plan), nl=not as_json)
+
+
+def _batch_dims(given: tuple[tuple[str, int | str], ...]) -> dict[int | str, int | None] | None:
+    """Batch dimensions by position or keyword of the input."""
+    dims: dict[int | str, int | None] = {}
+    for name, dim in given:
+        if isinstance(dim, str) and dim != "none":
+            raise click.BadParameter(f"{name}={dim}: {dim!r} is neither a number nor none", param_hint="--batch-dim")
+        dims[int(name) if name.isdecimal() else name] = None if isinstance(dim, str) else dim
+    return dims or None
 
 
 def _check_devices(plan_file: Path, plan: Plan) -> None:

@@ -1,5 +1,6 @@
 """The command `autoplan`. What `planner` and `launch` do is replaced here where its result is not the point."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -12,11 +13,14 @@ from typing import Any, cast
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import planner
 from executor import command
+from planner import automatic
 from planner.plan import Plan, Prediction, Stage, StageMemory, StageTimes
+from planner.settings import SettingKeywords
 from profiler.device import Device
 from profiler.errors import ArgumentError, ExecutionError, InfeasibleError, NotTraceableError
 from profiler.local import local_devices
@@ -152,6 +156,36 @@ def test_plan_passes_on_what_it_is_told(folder: Path, planned: dict[str, Any]) -
     assert {name: planned[name] for name in told} == told
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--memory-limit 8GiB,none,1GB", {"memory_limit": [8 * 2**30, None, 10**9]}),
+        ("--memory-limit cuda:0=8GiB,cuda:1=4KB", {"memory_limit": {"cuda:0": 8 * 2**30, "cuda:1": 4000}}),
+        ("--pin model.head=1 --pin model.body=cuda:0", {"pinned": {"model.head": 1, "model.body": "cuda:0"}}),
+        ("--micro-batch-sizes 4,8", {"micro_batch_sizes": [4, 8]}),
+        ("--batch-dim 0=1 --batch-dim mask=none --batch-dim x=-1", {"batch_dims": {0: 1, "mask": None, "x": -1}}),
+        ("--max-stages 3 --micro-batches-per-stage 2", {"max_stages": 3, "micro_batches_per_stage": 2}),
+        ("--cut-at a.b --cut-at c", {"cut_at": ("a.b", "c")}),
+        ("--keep-together a.b --keep-together c", {"keep_together": ("a.b", "c")}),
+        (
+            "--schedule auto --replicas auto --time-limit 2.5",
+            {"schedule": "auto", "replicas": "auto", "time_limit_s": 2.5},
+        ),
+        ("--autocast bfloat16 --threads 3", {"autocast": torch.bfloat16, "threads": 3}),
+    ],
+)
+def test_every_setting_can_be_given(folder: Path, planned: dict[str, Any], options: str, told: dict[str, Any]) -> None:
+    result = autoplan("plan", "shop_model.py:build", *options.split())
+    assert result.exit_code == 0, result.output
+    assert {name: planned[name] for name in told} == told
+
+
+def test_no_setting_lacks_an_option(folder: Path, planned: dict[str, Any]) -> None:
+    assert autoplan("plan", "shop_model.py:build").exit_code == 0
+    keywords = set(inspect.signature(automatic.autoplan).parameters) - {"settings", "progress"}
+    assert keywords | set(SettingKeywords.__annotations__) == set(planned)
+
+
 def test_plan_without_options_leaves_the_choice_to_the_planner(folder: Path, planned: dict[str, Any]) -> None:
     assert autoplan("plan", "shop_model.py:build").exit_code == 0
     left = ("batch_size", "stages", "micro_batches", "memory_limit", "loss_fn", "target")
@@ -211,6 +245,13 @@ def test_a_failing_import_of_the_model_file_shows_its_own_error(folder: Path, pl
         ("--devices", "cpu,warp:0"),
         ("--devices", "cuda:99"),
         ("--memory-limit", "much"),
+        ("--memory-limit", "8GiB,much"),
+        ("--memory-limit", "cuda:0=much"),
+        ("--pin", "model.head"),
+        ("--pin", "=1"),
+        ("--micro-batch-sizes", "4;8"),
+        ("--batch-dim", "x=last"),
+        ("--autocast", "int8"),
         ("--recompute", "perhaps"),
         ("--timeline", "timeline.txt"),
     ],

@@ -1,6 +1,5 @@
 """Our plans of public profiles beside those of published planners, and beside an exact search; writes the table.
 
-pip install --no-deps torchgpipe
 OMP_NUM_THREADS=1 python -m pytest tests/benchmarks/test_public_profiles.py -m benchmark -s
 """
 
@@ -41,7 +40,7 @@ HEAD = """\
 # Public profiles: our plans beside those of published planners
 
 `{command}`
-after `pip install --no-deps torchgpipe`, {date}: {machine}; Python {python}, torchgpipe {torchgpipe}.
+{date}: {machine}; Python {python}, torchgpipe {torchgpipe}.
 
 Predicted, not measured: five profiles of PipeDream (`tests/data/public_profiles`), one mini-batch of the profile being
 one micro-batch; up to K equal devices without memory limit, M = 4K, every stage recomputes, all plans evaluated by
@@ -182,7 +181,6 @@ def page(rows: dict[str, list[Row]], links: dict[str, Link]) -> str:
 
 @pytest.mark.benchmark
 def test_no_published_planner_is_faster_than_ours() -> None:
-    pytest.importorskip("torchgpipe", reason="`pip install --no-deps torchgpipe`")
     links = {"no communication": FREE, "12 GB/s, 10 us": LINK}
     rows = {
         text: [

@@ -13,24 +13,24 @@ one;
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import heapq
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.arcs import Arcs, Tables, before_bounds, least_recompute_s, make_arcs
+from planner.arcs import Arcs, Tables, before_bounds, make_arcs, step_bound_s
+from planner.clock import Clock
 from planner.costs import Floats
-from planner.memory import behind_boundary
 from planner.objective import makespan_s
 from planner.plan import Segment
 from planner.problem import Candidate, Problem
 from planner.recompute import Ways
 from planner.search import Ends, search
-from planner.tables import make_tables, prices, steady_mean
+from planner.tables import make_tables
 from planner.transfers import all_reduce_s, boundary_s
+from planner.work_bound import work_bound_s
 
 TIE = 1e-12
 """Relative difference of two step times that counts as none: rounding of sums in another order."""
@@ -42,14 +42,16 @@ LISTED_LABELS = 64
 """Labels kept at each place when plans are listed to be evaluated one by one."""
 LISTED_PLANS = 256
 """Plans that are evaluated at once."""
-GUESSES = (1.02, 1.1, 1.5, np.inf)
+GUESSES = (1.01, 1.03, 1.06, 1.1, 1.2, 1.5, np.inf)
 """Factors on the lower bound within which the first search looks for a plan [fitted]."""
 SEGMENT_WORK = 4_000_000
 """Labels that a whole balance may spend on solving segments exactly [fitted: 0.1 s]."""
 MOST_ROUNDS = 5
 """Searches that may ask for more stages to be looked at."""
 PATIENCE = 12
-"""Large problems with recompute that are tried in vain before the search ends."""
+"""Problems too large to be solved to the end that are tried in vain before the search ends."""
+MUCH_WORK = 1_000_000
+"""Labels from which on a list of plans that is cut off makes a problem too large [fitted: 0.1 s]."""
 MOST_PLANS = 12
 """Plans of one candidate whose stages are looked at."""
 WIDER_LABELS = 64
@@ -115,17 +117,22 @@ def balance(problem: Problem) -> Balance | None:
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
-    limit_s = problem.settings.time_limit_s
-    stop_at = np.inf if limit_s is None else time.monotonic() + limit_s
+    clock = Clock(problem.settings.time_limit_s)
     best: Balance | None = None
     lower_bound_s, work, in_vain = np.inf, SEGMENT_WORK, 0
-    for bound_s, candidate in _by_bound(problem):
-        if best is not None and bound_s > best.step_s * (1 + TIE):
+    queue = _by_bound(problem)
+    while queue:
+        entry = heapq.heappop(queue)
+        if best is not None and entry.bound_s > best.step_s * (1 + TIE):
             break
-        if best is not None and (time.monotonic() >= stop_at or in_vain >= PATIENCE):
-            lower_bound_s = min(lower_bound_s, bound_s)
+        if best is not None and (clock.over or in_vain >= PATIENCE):
+            lower_bound_s = min(lower_bound_s, entry.bound_s)
             break
-        result = _Search(problem, candidate, work).run(best, bound_s)
+        search = _Search(problem, entry.candidate, work, clock)
+        if best is not None and not entry.bounded:
+            heapq.heappush(queue, entry._replace(bound_s=max(entry.bound_s, search.bound_s(best)), bounded=True))
+            continue
+        result = search.run(best, entry.bound_s)
         work -= result.work
         lower_bound_s = min(lower_bound_s, result.lower_bound_s)
         in_vain += result.large
@@ -138,13 +145,13 @@ def balance(problem: Problem) -> Balance | None:
 
 def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
     """Some plan with that schedule, R and M that fits, and not the best; None when none was found."""
-    return _Search(problem, candidate, SEGMENT_WORK).first(work_bound_s(problem, candidate))
+    return _Search(problem, candidate, SEGMENT_WORK, Clock(None)).first(work_bound_s(problem, candidate))
 
 
 class _Result(NamedTuple):
     """The best plan so far, what no plan of this candidate is below, the work it took, and whether that was too much.
 
-    `large` says that not all stages were looked at that could make a plan better.
+    `large` says that not all stages or plans were looked at that could make a plan better.
     """
 
     best: Balance | None
@@ -156,13 +163,18 @@ class _Result(NamedTuple):
 class _Search:
     """The search for one candidate: the tables, and what was found out about stages so far."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, work: int) -> None:
+    def __init__(self, problem: Problem, candidate: Candidate, work: int, clock: Clock) -> None:
         self.problem = problem
         self.candidate = candidate
         self.work = work
+        self.clock = clock
         self.spent = 0
         self.tables: Tables = make_tables(problem, candidate)
-        self.exact = candidate.schedule == "gpipe" and candidate.split.equal
+
+    def bound_s(self, incumbent: Balance) -> float:
+        """No plan that is faster than the incumbent takes less."""
+        limit_s = incumbent.step_s * (1 + 2 * TIE)
+        return min(limit_s, self._bounded(limit_s)[2])
 
     def run(self, incumbent: Balance | None, bound_s: float) -> _Result:
         """The best plan below the incumbent's step time; no plan is below `bound_s`."""
@@ -174,7 +186,7 @@ class _Search:
         arcs, before, root_s = self._bounded(limit_s)
         if root_s >= limit_s:
             return _Result(incumbent, limit_s, self.spent)
-        ways = Ways(self.tables, arcs)
+        ways = Ways(self.tables, arcs, self.clock)
         if ways.needed > FEW_STAGES:
             if root_s >= limit_s * (1 - CLOSE_ENOUGH):
                 return _Result(incumbent, root_s, self.spent)
@@ -184,9 +196,12 @@ class _Search:
         wide = self._searched(arcs, before, ways, limit_s, MOST_LABELS)
         best = self._best_of(wide, arcs, ways, best)
         lower_s = min([wide.dropped_s, limit_s, *wide.objective_s])
-        if not self.exact and len(wide.objective_s):
-            best, lower_s = self._listed(arcs, before, ways, best, lower_s)
-        return _Result(best, lower_s, self.spent + ways.work)
+        exact = self.candidate.schedule == "gpipe" and (self.candidate.split.equal or arcs.two_sizes)
+        if exact or not len(wide.objective_s):
+            return _Result(best, lower_s, self.spent + ways.work)
+        best, least_s, work = self._listed(arcs, before, ways, best)
+        lower_s = max(lower_s, least_s)
+        return _Result(best, lower_s, self.spent + ways.work, lower_s < best.step_s and work >= MUCH_WORK)
 
     def _by_plans(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance | None, limit_s: float) -> _Result:
         """The best plan, looking at no stages but those of the best plans so far.
@@ -197,7 +212,7 @@ class _Search:
         lower_s = np.inf
         for turn in range(MOST_PLANS):
             width = WIDER_LABELS if turn == 0 else BEAM_LABELS
-            found = search(arcs, before, ways.choices(), limit_s, width, 1, True)
+            found = search(arcs, before, ways.choices(), limit_s, width, 1, True, self.clock.labels)
             if turn == 0:
                 lower_s = min([limit_s, found.dropped_s, *found.objective_s])
             if not len(found.objective_s):
@@ -211,25 +226,31 @@ class _Search:
                 break
         return _Result(best, lower_s, self.spent + ways.work, True)
 
-    def _listed(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance, lower_s: float) -> tuple[Balance, float]:
-        """The best of all plans whose objective lies below the best step time, each evaluated, and a lower bound."""
+    def _listed(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance) -> tuple[Balance, float, int]:
+        """The best of all plans whose objective lies below the best step time, each evaluated.
+
+        Returns:
+            It, what no plan is below, and the labels that it took.
+        """
         plans = self._searched(arcs, before, ways, best.step_s, LISTED_LABELS, LISTED_PLANS)
+        left_s = plans.dropped_s
         for index, objective_s in enumerate(plans.objective_s):
             if objective_s >= best.step_s:
                 break
+            if self.clock.over:
+                left_s = min(left_s, objective_s)
+                break
             best = self._best_of(plans, arcs, ways, best, index)
-        return best, max(lower_s, min(best.step_s, plans.dropped_s))
+        return best, min(best.step_s, left_s), plans.work
 
     def first(self, bound_s: float) -> Balance | None:
         """A first plan, looked for just above the lower bound, then higher."""
         for factor in GUESSES:
-            limit_s = bound_s * factor
+            limit_s = bound_s * factor if factor < np.inf else np.inf
             arcs, before, root_s = self._bounded(limit_s)
             if not root_s < limit_s:
-                if factor == GUESSES[0] and not np.isfinite(self._bounded(np.inf)[2]):
-                    return None
                 continue
-            ways = Ways(self.tables, arcs)
+            ways = Ways(self.tables, arcs, self.clock)
             if ways.needed > FEW_STAGES:
                 best = self._by_plans(arcs, before, ways, None, limit_s).best
                 self.spent += ways.work
@@ -247,15 +268,15 @@ class _Search:
         """Stages worth looking at, what is before them, and what no plan is below."""
         arcs = make_arcs(self.tables, limit_s)
         before = before_bounds(arcs)
-        through, forward, backward, both, optimizer = before[0, -1]
-        return arcs, before, float(through + max(forward + backward, both) + optimizer)
+        return arcs, before, step_bound_s(arcs, before[0, -1])
 
     def _searched(
         self, arcs: Arcs, before: Floats, ways: Ways, limit_s: float, width: int, most_plans: int = 1
     ) -> Ends:
         """The best plan or plans; stages that a search asks for are looked at, and it is run again."""
         for turn in range(MOST_ROUNDS):
-            found = search(arcs, before, ways.choices(), limit_s, width, most_plans, turn == 0 and ways.needed > 0)
+            hopeful = turn == 0 and ways.needed > 0
+            found = search(arcs, before, ways.choices(), limit_s, width, most_plans, hopeful, self.clock.labels)
             if not ways.look_at_wanted(limit_s, self.work - self.spent) and turn:
                 break
             if not ways.needed:
@@ -291,57 +312,38 @@ class _Search:
         return Balance(self.candidate, tuple(stages), evaluate_s(self.problem, self.candidate, tuple(stages)), 0.0)
 
 
-def _by_bound(problem: Problem) -> Iterator[tuple[float, Candidate]]:
-    """Every candidate with a cheap lower bound of its step time, the most promising first."""
-    bounds = [(work_bound_s(problem, candidate), candidate) for candidate in problem.candidates()]
-    yield from sorted(bounds, key=lambda pair: (pair[0], pair[1].split.count))
+class _Waiting(NamedTuple):
+    """A candidate that was not searched.
 
-
-def work_bound_s(problem: Problem, candidate: Candidate) -> float:
-    """A step time that no plan is below: even shares of the least work, and the largest layer.
-
-    Devices are at least ratio times as slow as the first class on every layer, so their shares weigh by 1 / ratio.
+    Attributes:
+        bound_s: no plan of it is below.
+        micro_batches: M; of equal bounds the smaller one comes first.
+        position: of the candidate.
+        bounded: whether the bound is as good as it gets without a search.
+        candidate: schedule, R and M.
     """
-    split, classes = candidate.split, problem.classes
-    most = problem.most_stages(candidate.replicas, split.count)
-    passing, work = [], []
-    for group in classes:
-        large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
-        passing.append(np.minimum(large.forward_s, small.forward_s) + np.minimum(large.backward_s, small.backward_s))
-        work.append(steady_mean(split, large.forward_s + large.backward_s, small.forward_s + small.backward_s))
-    largest = float(np.min(work, axis=0).max())
-    counted = work[0] > 0
-    shares: list[float] = []
-    for group, seconds in zip(classes, work, strict=True):
-        ratio = float(np.min(seconds[counted] / work[0][counted], initial=np.inf))
-        shares += [1 / ratio if ratio else np.inf] * group.capacity(candidate.replicas)
-    even = float(work[0].sum() / sum(sorted(shares, reverse=True)[:most]))
-    if len(classes) == 1 and candidate.schedule == "gpipe" and problem.settings.recompute == "auto":
-        even += _pooled_recompute_s(problem, candidate, most) / most
-    bottleneck = max(largest, even)
-    through = float(np.min(passing, axis=0).sum()) if candidate.schedule == "gpipe" else 0.0
-    return through + (split.count - 1) * bottleneck
+
+    bound_s: float
+    micro_batches: int
+    position: int
+    bounded: bool
+    candidate: Candidate
 
 
-def _pooled_recompute_s(problem: Problem, candidate: Candidate, stages: int) -> float:
-    """Recompute of a steady micro-batch on all stages, at least: what it would be if the stages shared their memory."""
-    split, group = candidate.split, problem.classes[0]
-    large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
-    many, few = split.in_flight("gpipe", 1)
-    optimizer = problem.costs.optimizer(group.device.kind, problem.optimizer)
-    always_bytes = problem.costs.profile.reserve_bytes + split.batch_size * problem.costs.profile.input_bytes
-    held = many * large.kept_bytes + few * small.kept_bytes
-    held = held - many * large.held_bytes - few * small.held_bytes
-    room = (
-        stages * (group.device.memory_bytes - always_bytes)
-        - problem.parameters.fixed[0, -1]
-        - optimizer.state_bytes_per_byte * problem.parameters.trainable[0, -1]
-    )
-    if held.sum() <= room:
-        return 0.0
-    again = steady_mean(split, large.recompute_s, small.recompute_s)
-    entering = behind_boundary(many * large.output_bytes + few * small.output_bytes)
-    return least_recompute_s(held, entering, again, prices(held, again), float(room))
+def _by_bound(problem: Problem) -> list[_Waiting]:
+    """Every candidate with a cheap lower bound of its step time, as a heap: the most promising first."""
+    queue = [
+        _Waiting(
+            work_bound_s(problem, candidate),
+            candidate.split.count,
+            position,
+            candidate.schedule == "1f1b",  # each number from the end has stages of its own: to list them all takes long
+            candidate,
+        )
+        for position, candidate in enumerate(problem.candidates())
+    ]
+    heapq.heapify(queue)
+    return queue
 
 
 def evaluate_s(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> float:

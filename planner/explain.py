@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from planner.problem import Problem
     from planner.settings import SettingKeywords
 
+MOST_PINNED = 12
+"""Stages on unlike devices up to which each stays on its own when a cut moves; with more, the best order counts."""
 CLOSE = 1e-9
 """Relative difference below which two times count as equal."""
 
@@ -43,7 +45,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
         Columns: `forward_s`, `backward_s` (recompute included) and the transfers behind the stage for the largest
         micro-batch; `bottleneck`, whether the stage or its link takes the longest of all in `"forward"`, `"backward"`,
         `"both"` or `""`; `busy`, the share of the time before the optimizer that it computes; `memory_share` of its
-        device; `recomputed_layers`; `cut_earlier_s` and `cut_later_s`, seconds of the step.
+        device; `recomputed_layers`; `memory_binds`, whether its memory costs time: it recomputes, or (with the profile)
+        has no room for one layer more of a neighbour's; `cut_earlier_s` and `cut_later_s`, seconds of the step.
 
     Raises:
         ForeignPlanError: the profile is not the plan's.
@@ -62,13 +65,25 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
     frame.insert(3, "bottleneck", [names[bool(one), bool(other)] for one, other in slow])
     frame["busy"] = [1 - idle_s / timeline.makespan_s for idle_s in timeline.idle_s]
     frame["memory_share"] = [stage.memory.total / stage.device.memory_bytes for stage in plan.stages]
+    frame["memory_binds"] = frame["recomputed_layers"] > 0
     if profile is not None:
         problem = _problem_of(plan, profile)
         cuts = [stage.stop_layer for stage in plan.stages[:-1]]
         for column, step in (("cut_earlier_s", -1), ("cut_later_s", +1)):
             moved = [_with_cuts_s(plan, problem, [*cuts[:k], cuts[k] + step, *cuts[k + 1 :]]) for k in range(len(cuts))]
             frame[column] = [*moved, float("nan")]
+        frame["memory_binds"] |= pandas.Series(_full(plan, frame))
     return frame
+
+
+def _full(plan: Plan, frame: pandas.DataFrame) -> list[bool]:
+    """For each stage whether a neighbour has a layer to spare that it has no room for."""
+    spare = [stage.stop_layer - stage.first_layer > 1 for stage in plan.stages]
+    later, earlier = frame["cut_later_s"].isna(), frame["cut_earlier_s"].isna()
+    return [
+        bool((k + 1 < plan.K and spare[k + 1] and later[k]) or (k > 0 and spare[k - 1] and earlier[k - 1]))
+        for k in range(plan.K)
+    ]
 
 
 def _row(stage: Stage, size: int) -> dict[str, Any]:
@@ -125,7 +140,7 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     demanded = problem.rules.demanded & False
     demanded[list(cuts)] = True
     pinned = problem.rules.pinned.copy()
-    if plan.replicas == 1:
+    if plan.replicas == 1 and len(problem.classes) > 1 and len(plan.stages) <= MOST_PINNED:
         for position, (first, stop) in enumerate(itertools.pairwise(positions)):
             pinned[first:stop] = position
     rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
@@ -229,8 +244,9 @@ def memory_over_time(plan: Plan) -> pandas.DataFrame:
     """Predicted bytes of every stage during a step, as steps: one row where they change.
 
     What all micro-batches under way keep grows and shrinks with their samples; the transient part is there while the
-    stage computes, and from a recompute to the end of its backward pass. The largest value is the stage's predicted
-    peak.
+    stage computes, and from a recompute to the end of its backward pass. Messages under way count throughout, for their
+    receives are posted ahead. With GPipe a rank posts the receives of all inputs at once, which count here from their
+    micro-batch's forward pass on. The largest value is the stage's predicted peak.
 
     Returns:
         Columns `stage`, `time_s`, `bytes` (from this time on), ordered.

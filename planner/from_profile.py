@@ -9,9 +9,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planner.balancer import Balance, StageChoice, balance, end_seconds, stage_seconds
+from planner.balancer import Balance, StageChoice, end_seconds, stage_seconds
 from planner.costs import CostModel, ParameterRanges
 from planner.infeasible import nothing_fits_text
+from planner.many_devices import balance_any, with_fewer_classes
 from planner.memory import stage_memory
 from planner.plan import Plan, Prediction, Stage, StageTimes
 from planner.problem import Problem, device_classes
@@ -60,9 +61,9 @@ def plan_from_profile(
         ProfileError: the profile lacks a device kind, an optimizer, a link, or the micro-batch sizes.
     """
     problem = make_problem(profile, devices, batch_size=batch_size, optimizer=optimizer, settings=settings)
-    found = balance(problem)
+    found = balance_any(problem)
     if found is None:
-        raise InfeasibleError(nothing_fits_text(problem))
+        raise InfeasibleError(nothing_fits_text(with_fewer_classes(problem)))
     return make_plan(problem, found)
 
 

@@ -23,6 +23,11 @@ from planner.plan import ScheduleName, Segment, StageMemory
 from profiler.device import Device
 from profiler.record import OptimizerCost
 
+RECEIVES_AHEAD = 2
+"""Receives of one boundary and direction that the executor posts ahead."""
+SENDS_AHEAD = 2
+"""Messages of one boundary and direction that the executor lets be under way."""
+
 
 def stage_memory(
     costs: CostModel,
@@ -80,14 +85,14 @@ def stage_memory(
         for segment in segments:
             behind = stop if segment is segments[-1] else segment.stop
             peak = max(peak, one[segment.first : segment.stop].sum() + temporary[segment.first : behind].max())
-    receive_in, receive_out = receive_bytes(costs, device.kind, micro_batches)
+    at_first, at_last = message_bytes(costs, device.kind, schedule, micro_batches, number)
     return StageMemory(
         parameters=int(parameters.unique[first, stop] + parameters.buffers[first, stop]),
         gradients=int(parameters.gradients[first, stop]),
         optimizer=int(np.ceil(optimizer.state_bytes_per_byte * parameters.trainable[first, stop])),
         activations=int(entering[first] + micro_batches.batch_size * profile.input_bytes + held),
         transient=int(peak),
-        receive_buffers=int(receive_in[first] + receive_out[stop]),
+        receive_buffers=int(at_first[first] + at_last[stop]),
         reserve=profile.reserve_bytes,
     )
 
@@ -100,15 +105,31 @@ def temporary_bytes(large: LayerArrays, small: LayerArrays) -> Floats:
     return most
 
 
-def receive_bytes(costs: CostModel, kind: str, micro_batches: MicroBatches) -> tuple[Floats, Floats]:
-    """Buffers for two messages in each direction at a stage's first and last boundary, two arrays of shape (L + 1,).
+def message_bytes(
+    costs: CostModel, kind: str, schedule: ScheduleName, micro_batches: MicroBatches, number: int
+) -> tuple[Floats, Floats]:
+    """Messages under way at a stage's first and at its last boundary, two arrays of shape (L + 1,).
 
-    Outputs and their gradients behind the stage, gradients of its inputs before it.
+    Behind the stage outputs that have not left, gradients whose receives are posted, and the one that is read; before
+    it gradients of its inputs that have not left and, with 1F1B, inputs whose receives are posted. With GPipe the
+    inputs of all micro-batches are kept anyway, and so are those that are under way here.
+
+    Args:
+        costs: costs of the layers.
+        kind: of the device.
+        schedule: says how many micro-batches are under way.
+        micro_batches: how a replica's samples are cut.
+        number: of the stage from the end, 1 for the last.
     """
     large, small = (costs.layers(kind, size) for size in (micro_batches.largest, micro_batches.smallest))
-    outputs = behind_boundary(np.maximum(large.output_bytes, small.output_bytes))
-    gradients = behind_boundary(np.maximum(large.output_gradient_bytes, small.output_gradient_bytes))
-    return 2 * gradients, 2 * (gradients + outputs)
+    outputs = np.maximum(large.output_bytes, small.output_bytes)
+    gradients = np.maximum(large.output_gradient_bytes, small.output_gradient_bytes)
+    sent, received = (min(count, micro_batches.count) for count in (SENDS_AHEAD, RECEIVES_AHEAD + 1))
+    inputs = np.zeros(len(outputs))
+    if schedule == "1f1b":
+        now, soon = (micro_batches.in_flight(schedule, count) for count in (number, number + RECEIVES_AHEAD))
+        inputs = (soon[0] - now[0]) * large.output_bytes + (soon[1] - now[1]) * small.output_bytes
+    return behind_boundary(sent * gradients + inputs), behind_boundary(received * gradients + sent * outputs)
 
 
 def behind_boundary(layer_bytes: Floats) -> Floats:

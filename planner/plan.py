@@ -75,7 +75,7 @@ class StageMemory(Value):
         optimizer: state of the optimizer.
         activations: what all micro-batches in flight keep for the backward pass, stage inputs included.
         transient: the largest moment beside that (one recomputed micro-batch, temporaries).
-        receive_buffers: gradients and inputs under way.
+        receive_buffers: messages under way: outputs and gradients, and with 1F1B inputs.
         reserve: fixed cost of the process and its allocator.
     """
 

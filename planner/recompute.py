@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.arcs import ALWAYS, RECOMPUTES, ROOM, Arcs, Tables
+from planner.clock import Clock
 from planner.plan import Segment
 from planner.search import Choices
 from planner.segments import INSIDE, START, Found, StageCosts, exact_segments, pattern_costs, usual_segments
@@ -27,9 +28,10 @@ class Ways:
         work: labels made so far, a measure of time.
     """
 
-    def __init__(self, tables: Tables, arcs: Arcs) -> None:
+    def __init__(self, tables: Tables, arcs: Arcs, clock: Clock) -> None:
         self.tables = tables
         self.arcs = arcs
+        self.clock = clock
         self.work = 0
         self.needed = int((arcs.need == RECOMPUTES).sum())
         count = len(arcs.need)
@@ -67,6 +69,8 @@ class Ways:
         ends = np.flatnonzero(self.arcs.length.ravel())
         begins = self.arcs.offset.ravel()[ends]
         for place in news:
+            if self.clock.over:
+                break
             end = ends[np.searchsorted(begins, place, side="right") - 1]
             variant, device, stop = (int(index) for index in np.unravel_index(end, shape))
             first = stop - 1 - (place - int(self.arcs.offset[variant, device, stop]))

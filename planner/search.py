@@ -3,7 +3,8 @@
 A label is the rear part of a plan: layers [i, L), the devices that they use, and its numbers. With S the sum of
 `through`, the objective of a plan is, see `planner.objective`,
 
-    GPipe    T = S + max forward + max backward + max optimizer
+    GPipe    T = S + max forward + max backward + max optimizer; with two sizes of micro-batches see
+             `planner.two_sizes`
     1F1B     T >= V + max optimizer, where V, what the rear takes by itself, is built from stage to stage:
              V(k) = max( through(k) + V(k + 1),                        the rear, and the way there and back
                          through(k) + steady (f + b + e),              stage k is never idle
@@ -23,9 +24,27 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arcs import Arcs, used_numbers
+from planner.arcs import (
+    BACKWARD,
+    FORWARD,
+    FRONT_OPTIMIZER,
+    IMPOSSIBLE,
+    KEEPS,
+    OPTIMIZER,
+    RECOMPUTES,
+    REST,
+    STAYS_LEAST,
+    THROUGH,
+    Arcs,
+    front_four,
+    link_machines,
+    stage_machines,
+    step_bound_s,
+    used_numbers,
+)
 from planner.compiled import compiled
 from planner.costs import Floats, Indices
+from planner.two_sizes import behind_with, longest
 
 
 class Choices(NamedTuple):
@@ -58,6 +77,7 @@ class Ends(NamedTuple):
         classes: of each stage, shape (P, most stages).
         ways: of recomputing each stage, a place in `Choices`; -1 for one that keeps everything.
         dropped_s: no plan that is not here has a smaller T.
+        work: labels tried, a measure of time.
     """
 
     objective_s: Floats
@@ -66,6 +86,61 @@ class Ends(NamedTuple):
     classes: Indices
     ways: Indices
     dropped_s: float
+    work: int
+
+
+class _Labels(NamedTuple):
+    """All labels; a place is how many devices of each class the rear uses, and where it begins.
+
+    Attributes:
+        numbers: of each label, see `_grow`.
+        parent: the rear behind its first stage; -1 for the empty one.
+        device: class of its first stage.
+        way: of recomputing its first stage.
+        position: where it begins.
+    """
+
+    numbers: Floats
+    parent: Indices
+    device: Indices
+    way: Indices
+    position: Indices
+
+
+class _Shelf(NamedTuple):
+    """The labels of one place while it is filled.
+
+    Attributes:
+        numbers: of each label.
+        compared: the same, raised to what makes no difference to any continuation.
+        bound_s: what it takes at least when it is completed.
+        parent: as in `_Labels`, and so the others.
+        device: class of the first stage.
+        way: of recomputing the first stage.
+    """
+
+    numbers: Floats
+    compared: Floats
+    bound_s: Floats
+    parent: Indices
+    device: Indices
+    way: Indices
+
+
+class _Finish(NamedTuple):
+    """The best complete plans so far, ascending.
+
+    Attributes:
+        objective_s: T of each.
+        label: the rear behind its first stage.
+        device: class of its first stage.
+        way: of recomputing its first stage.
+    """
+
+    objective_s: Floats
+    label: Indices
+    device: Indices
+    way: Indices
 
 
 @compiled
@@ -77,6 +152,7 @@ def search(
     width: int,
     most_plans: int,
     hopeful: bool,
+    most_work: int,
 ) -> Ends:
     """The plans with T below `below_s`.
 
@@ -89,35 +165,34 @@ def search(
         most_plans: 1 for the best plan alone; with more, dominated labels are kept, too, and that many plans returned.
         hopeful: whether a stage that was not looked at counts with what it needs at least; otherwise it is left out,
             and the bound knows.
+        most_work: labels that may be tried; then the search ends with the plans that it has.
     """
     used, total = used_numbers(arcs.capacity)
     ways, classes = used.shape
     positions = len(arcs.allowed)
     last = positions - 1
-    dropped_s = np.inf
-    all_plans, keep_ends = most_plans > 1, most_plans
-    limit_s = below_s
+    dropped_s, limit_s, work = np.inf, below_s, 0
+    all_plans = most_plans > 1
+    numbers = 9 if arcs.two_sizes else 4
 
-    room = 1024
-    through, first_number, second_number, slowest = np.zeros(room), np.zeros(room), np.zeros(room), np.zeros(room)
-    parent, device_of = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.int64)
-    way_of, position_of = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.int64)
-    labels = 1
-    position_of[0], parent[0] = last, -1
-    begin = np.zeros((ways, positions), dtype=np.int64)
-    stop_label = np.zeros((ways, positions), dtype=np.int64)
-    stop_label[0, last] = 1
-
-    end_label = np.zeros(keep_ends + 1, dtype=np.int64)  # the label before the first stage
-    end_s, end_device = np.full(keep_ends + 1, np.inf), np.zeros(keep_ends + 1, dtype=np.int64)
-    end_way = np.zeros(keep_ends + 1, dtype=np.int64)
-    ends = 0
-
-    kept_numbers = np.zeros((width, 4))
-    compared = np.zeros((width, 4))
-    kept_bound = np.zeros(width)
-    kept_parent, kept_device = np.zeros(width, dtype=np.int64), np.zeros(width, dtype=np.int64)
-    kept_way = np.zeros(width, dtype=np.int64)
+    labels = _Labels(np.zeros((1024, numbers)), _none(1024), _none(1024), _none(1024), _none(1024))
+    count = 1
+    labels.position[0], labels.parent[0] = last, -1
+    begin, end = np.zeros((ways, positions), dtype=np.int64), np.zeros((ways, positions), dtype=np.int64)
+    end[0, last] = 1
+    finish = _Finish(
+        np.full(most_plans + 1, np.inf), _none(most_plans + 1), _none(most_plans + 1), _none(most_plans + 1)
+    )
+    finished = 0
+    shelf = _Shelf(
+        np.zeros((width, numbers)),
+        np.zeros((width, numbers)),
+        np.zeros(width),
+        _none(width),
+        _none(width),
+        _none(width),
+    )
+    new, compared = np.zeros(numbers), np.zeros(numbers)
 
     for number in range(1, arcs.most_stages + 1):
         variant = number - 1 if arcs.one_f_one_b else 0
@@ -125,9 +200,7 @@ def search(
             if total[way] != number:
                 continue
             for first in range(last):
-                if not arcs.allowed[first]:
-                    continue
-                if before[way, first, 0] == np.inf:
+                if not arcs.allowed[first] or before[way, first, 0] == np.inf:
                     continue
                 front = before[way, first]
                 kept = 0
@@ -143,172 +216,257 @@ def search(
                             if arcs.allowed[stop]:
                                 break
                             continue
-                        if stop_label[rest, stop] == begin[rest, stop]:
+                        if end[rest, stop] == begin[rest, stop]:
                             continue
                         place = arcs.offset[variant, device, stop] + step
                         need = arcs.need[place]
-                        if need == 0:
+                        if need == IMPOSSIBLE:
                             continue
-                        looked_at = need == 1 or choices.first_of[place] >= 0
-                        for label in range(begin[rest, stop], stop_label[rest, stop]):
-                            numbers = (through[label], first_number[label], second_number[label], slowest[label])
-                            bound_s = _grown(arcs, number, first, place, arcs.extra[place], 0.0, numbers, front)[0]
+                        looked_at = need == KEEPS or choices.first_of[place] >= 0
+                        stage = (number, device, first, stop, place)
+                        for label in range(begin[rest, stop], end[rest, stop]):
+                            work += 1
+                            bound_s = _grow(arcs, stage, arcs.extra[place], 0.0, labels.numbers, label, front, new)
                             if bound_s >= limit_s:
                                 continue
                             options, option_begin = 1, -1
-                            if need == 2 and looked_at:
+                            if need == RECOMPUTES and looked_at:
                                 options, option_begin = choices.number_of[place], choices.first_of[place]
                                 if not choices.exact[place]:
                                     dropped_s = min(dropped_s, bound_s)
-                            elif need == 2:
+                            elif need == RECOMPUTES:
                                 choices.wanted[place] = True
                                 if not hopeful:
                                     dropped_s = min(dropped_s, bound_s)
                                     break
                             for option in range(options):
-                                extra, turning, option_place = arcs.extra[place], 0.0, -1
+                                chosen = -1
                                 if option_begin >= 0:
-                                    option_place = option_begin + option
-                                    extra, turning = choices.extra[option_place], choices.turning[option_place]
-                                bound_s, new_through, new_first, new_second, new_slowest = _grown(
-                                    arcs, number, first, place, extra, turning, numbers, front
-                                )
-                                if bound_s >= limit_s:
-                                    continue
+                                    chosen = option_begin + option
+                                    extra, turning = choices.extra[chosen], choices.turning[chosen]
+                                    bound_s = _grow(arcs, stage, extra, turning, labels.numbers, label, front, new)
+                                    if bound_s >= limit_s:
+                                        continue
                                 if first == 0:
-                                    slot = ends
-                                    while slot > 0 and end_s[slot - 1] > bound_s:
-                                        end_s[slot], end_label[slot] = end_s[slot - 1], end_label[slot - 1]
-                                        end_device[slot], end_way[slot] = end_device[slot - 1], end_way[slot - 1]
-                                        slot -= 1
-                                    end_s[slot], end_label[slot], end_device[slot] = bound_s, label, device
-                                    end_way[slot] = option_place
-                                    ends += 1
-                                    if ends > keep_ends:
-                                        ends -= 1
-                                        if all_plans:
-                                            dropped_s = min(dropped_s, end_s[ends])
-                                    if not all_plans:
-                                        limit_s = min(limit_s, end_s[0] * (1 - 1e-12))
+                                    over_s = _finish(finish, finished, bound_s, label, device, chosen)
+                                    finished = min(finished + 1, most_plans)
+                                    if all_plans:
+                                        dropped_s = min(dropped_s, over_s)
+                                    else:
+                                        limit_s = min(limit_s, finish.objective_s[0] * (1 - 1e-12))
                                     continue
-                                if arcs.one_f_one_b:
-                                    compare_first = max(new_first, new_through + front[3])
-                                    compare_second = 0.0
-                                else:
-                                    compare_first = max(new_first, front[1])
-                                    compare_second = max(new_second, front[2])
-                                compare_slowest = max(new_slowest, front[4])
-                                dominated = False
+                                _raise(arcs, new, front, compared)
                                 if not all_plans:
-                                    other = 0
-                                    while other < kept:
-                                        if (
-                                            compared[other, 0] <= new_through
-                                            and compared[other, 1] <= compare_first
-                                            and compared[other, 2] <= compare_second
-                                            and compared[other, 3] <= compare_slowest
-                                        ):
-                                            dominated = True
-                                            break
-                                        if (
-                                            compared[other, 0] >= new_through
-                                            and compared[other, 1] >= compare_first
-                                            and compared[other, 2] >= compare_second
-                                            and compared[other, 3] >= compare_slowest
-                                        ):
-                                            kept -= 1
-                                            kept_numbers[other], compared[other] = kept_numbers[kept], compared[kept]
-                                            kept_bound[other], kept_parent[other] = kept_bound[kept], kept_parent[kept]
-                                            kept_device[other], kept_way[other] = kept_device[kept], kept_way[kept]
-                                            continue
-                                        other += 1
-                                if dominated:
-                                    continue
+                                    kept = _without_dominated(shelf, kept, compared)
+                                    if kept < 0:
+                                        kept = -1 - kept
+                                        continue
                                 slot = kept
                                 if kept == width:
-                                    slot = int(np.argmax(kept_bound))
-                                    dropped_s = min(dropped_s, max(bound_s, kept_bound[slot]))
-                                    if kept_bound[slot] <= bound_s:
+                                    slot = int(np.argmax(shelf.bound_s))
+                                    dropped_s = min(dropped_s, max(bound_s, shelf.bound_s[slot]))
+                                    if shelf.bound_s[slot] <= bound_s:
                                         continue
                                 else:
                                     kept += 1
-                                kept_numbers[slot, 0], kept_numbers[slot, 1] = new_through, new_first
-                                kept_numbers[slot, 2], kept_numbers[slot, 3] = new_second, new_slowest
-                                compared[slot, 0], compared[slot, 1] = new_through, compare_first
-                                compared[slot, 2], compared[slot, 3] = compare_second, compare_slowest
-                                kept_bound[slot], kept_parent[slot], kept_device[slot] = bound_s, label, device
-                                kept_way[slot] = option_place
-                if first == 0:
-                    continue
-                begin[way, first] = labels
-                for slot in range(kept):
-                    if kept_bound[slot] >= limit_s:
-                        continue
-                    if labels == room:
-                        more = np.zeros(room)
-                        through, first_number = np.concatenate((through, more)), np.concatenate((first_number, more))
-                        second_number, slowest = np.concatenate((second_number, more)), np.concatenate((slowest, more))
-                        none = np.zeros(room, dtype=np.int64)
-                        parent, device_of = np.concatenate((parent, none)), np.concatenate((device_of, none))
-                        way_of, position_of = np.concatenate((way_of, none)), np.concatenate((position_of, none))
-                        room *= 2
-                    through[labels], first_number[labels] = kept_numbers[slot, 0], kept_numbers[slot, 1]
-                    second_number[labels], slowest[labels] = kept_numbers[slot, 2], kept_numbers[slot, 3]
-                    parent[labels], device_of[labels] = kept_parent[slot], kept_device[slot]
-                    way_of[labels], position_of[labels] = kept_way[slot], first
-                    labels += 1
-                stop_label[way, first] = labels
-
-    ends = min(ends, keep_ends)
-    stages, cuts = np.zeros(ends, dtype=np.int64), np.zeros((ends, arcs.most_stages + 1), dtype=np.int64)
-    chosen = np.full((ends, arcs.most_stages), -1, dtype=np.int64)
-    chosen_way = np.full((ends, arcs.most_stages), -1, dtype=np.int64)
-    for end in range(ends):
-        device, option_place, label = end_device[end], end_way[end], end_label[end]
-        count = 0
-        while True:
-            chosen[end, count], chosen_way[end, count] = device, option_place
-            count += 1
-            cuts[end, count] = position_of[label]
-            if position_of[label] == last:
-                break
-            device, option_place = device_of[label], way_of[label]
-            label = parent[label]
-        stages[end] = count
-    return Ends(end_s[:ends].copy(), stages, cuts, chosen, chosen_way, dropped_s)
+                                shelf.numbers[slot], shelf.compared[slot], shelf.bound_s[slot] = new, compared, bound_s
+                                shelf.parent[slot], shelf.device[slot], shelf.way[slot] = label, device, chosen
+                if first > 0:
+                    while count + kept > len(labels.parent):
+                        labels = _with_room(labels)
+                    begin[way, first] = count
+                    for slot in range(kept):
+                        if shelf.bound_s[slot] < limit_s:
+                            labels.numbers[count], labels.position[count] = shelf.numbers[slot], first
+                            labels.parent[count], labels.device[count] = shelf.parent[slot], shelf.device[slot]
+                            labels.way[count] = shelf.way[slot]
+                            count += 1
+                    end[way, first] = count
+                if work > most_work:
+                    least_s = step_bound_s(arcs, before[0, last])
+                    return _traced(labels, finish, finished, arcs.most_stages, last, min(dropped_s, least_s), work)
+    return _traced(labels, finish, finished, arcs.most_stages, last, dropped_s, work)
 
 
 @compiled
-def _grown(
+def _none(count: int) -> Indices:
+    return np.zeros(count, dtype=np.int64)
+
+
+@compiled
+def _with_room(labels: _Labels) -> _Labels:
+    """The same labels with room for as many more."""
+    more = _none(len(labels.parent))
+    return _Labels(
+        np.concatenate((labels.numbers, np.zeros_like(labels.numbers))),
+        np.concatenate((labels.parent, more)),
+        np.concatenate((labels.device, more)),
+        np.concatenate((labels.way, more)),
+        np.concatenate((labels.position, more)),
+    )
+
+
+@compiled
+def _finish(finish: _Finish, finished: int, objective_s: float, label: int, device: int, way: int) -> float:
+    """Put a complete plan in its place, and say what the one takes that falls off the end."""
+    slot = finished
+    while slot > 0 and finish.objective_s[slot - 1] > objective_s:
+        finish.objective_s[slot], finish.label[slot] = finish.objective_s[slot - 1], finish.label[slot - 1]
+        finish.device[slot], finish.way[slot] = finish.device[slot - 1], finish.way[slot - 1]
+        slot -= 1
+    finish.objective_s[slot], finish.label[slot] = objective_s, label
+    finish.device[slot], finish.way[slot] = device, way
+    over_s = finish.objective_s[-1]
+    finish.objective_s[-1] = np.inf
+    return float(over_s)
+
+
+@compiled
+def _without_dominated(shelf: _Shelf, kept: int, compared: Floats) -> int:
+    """How many labels are left on the shelf without those that a new one dominates.
+
+    If one of them dominates the new one, all stay, and their number comes back as -1 - number.
+    """
+    columns = len(compared)
+    other = 0
+    while other < kept:
+        no_more, no_less = True, True
+        for column in range(columns):
+            no_more &= shelf.compared[other, column] <= compared[column]
+            no_less &= shelf.compared[other, column] >= compared[column]
+        if no_more:
+            return -1 - kept
+        if no_less:
+            kept -= 1
+            shelf.numbers[other], shelf.compared[other] = shelf.numbers[kept], shelf.compared[kept]
+            shelf.bound_s[other], shelf.parent[other] = shelf.bound_s[kept], shelf.parent[kept]
+            shelf.device[other], shelf.way[other] = shelf.device[kept], shelf.way[kept]
+            continue
+        other += 1
+    return kept
+
+
+@compiled
+def _traced(
+    labels: _Labels, finish: _Finish, finished: int, most_stages: int, last: int, dropped_s: float, work: int
+) -> Ends:
+    """The complete plans, from their first stage to their last."""
+    stages, cuts = _none(finished), np.zeros((finished, most_stages + 1), dtype=np.int64)
+    classes = np.full((finished, most_stages), -1, dtype=np.int64)
+    ways = np.full((finished, most_stages), -1, dtype=np.int64)
+    for plan in range(finished):
+        device, way, label = finish.device[plan], finish.way[plan], finish.label[plan]
+        count = 0
+        while True:
+            classes[plan, count], ways[plan, count] = device, way
+            count += 1
+            cuts[plan, count] = labels.position[label]
+            if labels.position[label] == last:
+                break
+            device, way = labels.device[label], labels.way[label]
+            label = labels.parent[label]
+        stages[plan] = count
+    return Ends(finish.objective_s[:finished].copy(), stages, cuts, classes, ways, dropped_s, work)
+
+
+@compiled
+def _raise(arcs: Arcs, new: Floats, front: Floats, compared: Floats) -> None:
+    """Fill `compared` with numbers as large as makes no difference in any continuation: two labels compare better.
+
+    With two sizes of micro-batches a path that changes size in front, where it takes the small job on from some stage,
+    is no longer than one that goes on with the large job and changes in the first stage behind, but for that stage's
+    small job; and the large ones stay in front for some stage at least.
+    """
+    if arcs.two_sizes:
+        for phase in range(2):
+            at = 4 * phase
+            small, stays, changes, whole = new[at], new[at + 1], new[at + 2], new[at + 3]
+            stays = max(stays, changes - arcs.largest_change[phase])
+            compared[at] = max(small, stays - arcs.more_small * arcs.largest_stay[phase])
+            compared[at + 1], compared[at + 2] = stays, changes
+            compared[at + 3] = max(whole, changes + arcs.more_large * front[STAYS_LEAST + phase])
+        compared[8] = max(new[8], front[FRONT_OPTIMIZER])
+    elif arcs.one_f_one_b:
+        compared[0], compared[1], compared[2] = new[0], max(new[1], new[0] + front[3]), 0.0
+        compared[3] = max(new[3], front[4])
+    else:
+        compared[0], compared[1], compared[2] = new[0], max(new[1], front[1]), max(new[2], front[2])
+        compared[3] = max(new[3], front[4])
+
+
+@compiled
+def _grow(
     arcs: Arcs,
-    number: int,
-    first: int,
-    place: int,
+    stage: tuple[int, int, int, int, int],
     extra: float,
     turning: float,
-    numbers: tuple[float, float, float, float],
+    numbers: Floats,
+    label: int,
     front: Floats,
-) -> tuple[float, float, float, float, float]:
-    """What a rear with one more stage costs at least when it is completed, and its numbers.
+    new: Floats,
+) -> float:
+    """Fill `new` with the numbers of a rear with one more stage; what it takes at least when it is completed.
 
-    The numbers are S, then for GPipe both bottlenecks and for 1F1B V and nothing, then the slowest optimizer.
+    The numbers are S, then for GPipe both bottlenecks and for 1F1B V and nothing, then the slowest optimizer; with two
+    sizes of micro-batches the four of `planner.two_sizes` for each phase, then the slowest optimizer.
+
+    Args:
+        arcs: the stages.
+        stage: its number from the end, class, first and stop layer, and arc.
+        extra: e of the stage.
+        turning: x of the stage.
+        numbers: of all labels.
+        label: the rear.
+        front: see `before_bounds`.
+        new: to be filled.
     """
-    stage_through, stage_first, stage_second, stage_optimizer, rest, _ = arcs.terms[place]
-    stage_through += turning
+    number, device, first, stop, place = stage
+    if arcs.two_sizes:
+        return _grow_two_sizes(arcs, device, first, stop, place, numbers, label, front, new)
+    terms = arcs.terms
+    stage_through = terms[place, THROUGH] + turning
     steady_extra = arcs.steady * extra
-    through, slowest = numbers[0] + stage_through, max(numbers[3], stage_optimizer)
+    through, slowest = numbers[label, 0] + stage_through, max(numbers[label, 3], terms[place, OPTIMIZER])
+    new[0], new[3] = through, slowest
     if arcs.one_f_one_b:
         rounds = arcs.steady // number
         value = max(
-            max(stage_through + numbers[1], stage_through + stage_first + steady_extra),
+            max(stage_through + numbers[label, 1], stage_through + terms[place, FORWARD] + steady_extra),
             max(
-                through + stage_second + steady_extra,
-                through + rounds * (through - arcs.crossing[first]) + rest,
+                through + terms[place, BACKWARD] + steady_extra,
+                through + rounds * (through - arcs.crossing[first]) + terms[place, REST],
             ),
         )
-        bound_s = max(value + front[0], through + front[0] + front[3]) + max(slowest, front[4])
-        return bound_s, through, value, 0.0, slowest
-    backward = max(stage_second + steady_extra, arcs.backward_link[first]) + arcs.backward_head[first]
-    forward, backward = max(numbers[1], stage_first), max(numbers[2], backward)
+        new[1], new[2] = value, 0.0
+        return float(max(value + front[0], through + front[0] + front[3]) + max(slowest, front[4]))
+    backward = max(terms[place, BACKWARD] + steady_extra, arcs.backward_link[first]) + arcs.backward_head[first]
+    forward, backward = max(numbers[label, 1], terms[place, FORWARD]), max(numbers[label, 2], backward)
+    new[1], new[2] = forward, backward
     steady = max(max(forward, front[1]) + max(backward, front[2]), front[3])
-    return through + front[0] + steady + max(slowest, front[4]), through, forward, backward, slowest
+    return float(through + front[0] + steady + max(slowest, front[4]))
+
+
+@compiled
+def _grow_two_sizes(
+    arcs: Arcs, device: int, first: int, stop: int, place: int, numbers: Floats, label: int, front: Floats, new: Floats
+) -> float:
+    """The same with two sizes of micro-batches."""
+    n, m = arcs.more_large, arcs.more_small
+    forward = (numbers[label, 0], numbers[label, 1], numbers[label, 2], numbers[label, 3])
+    backward = (numbers[label, 4], numbers[label, 5], numbers[label, 6], numbers[label, 7])
+    one, other = stage_machines(arcs, device, first, stop, arcs.need[place] == RECOMPUTES)
+    link, link_back = link_machines(arcs, first)
+    forward = behind_with(behind_with(forward, one, n, m), link, n, m)
+    backward = behind_with(behind_with(backward, other, n, m), link_back, n, m)
+    slowest = max(numbers[label, 8], arcs.terms[place, OPTIMIZER])
+    new[0], new[1], new[2], new[3] = forward
+    new[4], new[5], new[6], new[7] = backward
+    new[8] = slowest
+    both = (
+        forward[0] + backward[0],
+        forward[1] + backward[1],
+        forward[2] + backward[2],
+        forward[3] + backward[3],
+    )
+    apart_s = longest(front_four(front, 0), forward) + longest(front_four(front, 1), backward)
+    return float(max(apart_s, longest(front_four(front, 2), both)) + max(slowest, front[FRONT_OPTIMIZER]))

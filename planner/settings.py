@@ -147,8 +147,8 @@ class Settings:
             )
         if self.pinned and self.replicas != 1:
             raise ArgumentError(
-                f"pinned names devices of one pipeline, and replicas is {self.replicas or 'auto'}; leave one "
-                f"of them out"
+                f"pinned names one device for a module, and replicas is {self.replicas or 'auto'}: each pipeline runs "
+                "it on a device of its own, and these are chosen together; leave one of them out"
             )
         batch, needed = self.batch_size // replicas, self.micro_batches_per_stage * least_stages
         if count is not None and count > batch:

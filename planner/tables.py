@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from planner.arcs import ALWAYS, AUTO, NEVER, Tables
 from planner.costs import Floats, LayerArrays, prefix_sums
-from planner.memory import behind_boundary, receive_bytes, temporary_bytes
+from planner.memory import behind_boundary, message_bytes, temporary_bytes
 from planner.micro_batches import MicroBatches
 from planner.problem import Candidate, Problem
 from planner.rules import FREE
 from planner.transfers import all_reduce_s, boundary_s
 
-PRICES = 24
+PRICES = 16
 """Prices of memory that are tried to bound recompute from below [fitted]."""
+_SECONDS = ("forward_s", "backward_s", "recompute_s")
 _MODES = {"auto": AUTO, "always": ALWAYS, "never": NEVER}
 
 
@@ -59,7 +60,10 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         for kind in kinds
     }
     again = {kind: steady_mean(split, large[kind].recompute_s, small[kind].recompute_s) for kind in kinds}
-    received = [receive_bytes(problem.costs, kind, split) for kind in kinds]
+    messages = [
+        [message_bytes(problem.costs, kind, candidate.schedule, split, number + 1) for number in range(len(flying))]
+        for kind in kinds
+    ]
     optimizers = [problem.costs.optimizer(kind, problem.optimizer) for kind in kinds]
     reduce_fixed_s, reduce_byte_s = all_reduce_s(problem.link, candidate.replicas)
     out_large, back_large = boundary_s(problem, split.largest)
@@ -69,6 +73,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     class_of = {member: number for number, group in enumerate(classes) for member in group.members}
     return Tables(
         one_f_one_b=candidate.schedule == "1f1b",
+        two_sizes=candidate.schedule == "gpipe" and not split.equal,
         steady=split.count - 1,
         recompute=_MODES[settings.recompute],
         least_stages=settings.stages or 1,
@@ -87,6 +92,10 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         backward_link=steady_mean(split, back_large, back_small),
         forward_head=forward_head,
         backward_head=backward_head,
+        more_large=float(split.number_largest - 1),
+        more_small=float(split.count - split.number_largest - 1),
+        sized=np.stack([_of_size(sized, kinds, name) for name in _SECONDS for sized in (large, small)]),
+        sized_links=np.stack([out_large, out_small, back_large, back_small]),
         held=np.stack([np.stack([prefix_sums(row) for row in held[kind]]) for kind in kinds]),
         entering=np.stack([entering[kind] for kind in kinds]),
         kept_one=sums(lambda more, less: np.maximum(more.kept_bytes, less.kept_bytes)),
@@ -102,8 +111,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
             [[stack.around(kind, size)[2] for size in (split.largest, split.smallest)] for kind in kinds]
         ),
         prices=np.stack([np.stack([prices(row, again[kind]) for row in held[kind]]) for kind in kinds]),
-        receive_in=np.stack([pair[0] for pair in received]),
-        receive_out=np.stack([pair[1] for pair in received]),
+        message_bytes=np.ascontiguousarray(np.array(messages).transpose(2, 0, 1, 3)),
         fixed_bytes=problem.parameters.fixed,
         trainable_bytes=problem.parameters.trainable,
         state_factor=np.array([cost.state_bytes_per_byte for cost in optimizers]),
@@ -115,6 +123,11 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         pinned=np.array([FREE if device == FREE else class_of[int(device)] for device in problem.rules.pinned]),
         capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in classes]),
     )
+
+
+def _of_size(costs: dict[str, LayerArrays], kinds: Sequence[str], name: str) -> Floats:
+    """Prefix sums of one field, shape (C, N)."""
+    return np.stack([prefix_sums(getattr(costs[kind], name)) for kind in kinds])
 
 
 def steady_mean(split: MicroBatches, large: Floats, small: Floats) -> Floats:

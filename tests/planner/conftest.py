@@ -12,80 +12,8 @@ import pytest
 from planner.schedule import make_schedule
 from planner.simulator import Durations, simulate
 from profiler.device import Device, Link
-from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
-from profiler.sample_spec import SampleSpec
-
-FIELDS = (
-    "forward_s",
-    "recompute_s",
-    "backward_s",
-    "kept_bytes",
-    "transient_bytes",
-    "output_bytes",
-    "output_gradient_bytes",
-)
-
-
-def build_profile(
-    rows: dict[tuple[str, int], Any],
-    *,
-    parameters: Sequence[tuple[int, bool]] = (),
-    readers: Sequence[Sequence[int]] | None = None,
-    buffers: Sequence[int] | None = None,
-    optimizer: tuple[float, float] = (0.0, 0.0),
-    links: tuple[Link, ...] = (Link(latency_s=0.0, bytes_per_s=1.0),),
-    input_bytes: int = 0,
-    reserve_bytes: int = 0,
-) -> Profile:
-    """A profile from plain numbers.
-
-    `rows[kind, size][layer]` are the values of `FIELDS`; `parameters` are (bytes, trainable), and `readers[layer]` the
-    positions of the parameters that the layer reads.
-    """
-    layers = len(next(iter(rows.values())))
-    readers = readers or [()] * layers
-    costs = [
-        LayerCost.model_validate(
-            {
-                "layer": layer,
-                "micro_batch_size": size,
-                "device_kind": kind,
-                "spread": 0.0,
-                **{name: (float if name.endswith("_s") else int)(v) for name, v in zip(FIELDS, row, strict=True)},
-            }
-        )
-        for (kind, size), table in rows.items()
-        for layer, row in enumerate(table)
-    ]
-    return Profile(
-        fingerprint="made up",
-        sample=SampleSpec(batch_size=1, tree="", leaves=()),
-        parameters=tuple(
-            ParameterInfo(name=f"p{index}", elements=size // 4, size_bytes=size, trainable=trainable)
-            for index, (size, trainable) in enumerate(parameters)
-        ),
-        layers=tuple(
-            LayerInfo(
-                index=layer,
-                name=f"layer{layer}",
-                signature=str(layer),
-                parameters=tuple(f"p{index}" for index in readers[layer]),
-                buffers_bytes=buffers[layer] if buffers else 0,
-                module_paths=(f"blocks.{layer}.in", f"blocks.{layer}.out"),
-            )
-            for layer in range(layers)
-        ),
-        costs=tuple(costs),
-        optimizers=tuple(
-            OptimizerCost(
-                name="AdamW", device_kind=kind, seconds_per_byte=optimizer[0], state_bytes_per_byte=optimizer[1]
-            )
-            for kind in sorted({kind for kind, _ in rows})
-        ),
-        links=links,
-        input_bytes=input_bytes,
-        reserve_bytes=reserve_bytes,
-    )
+from profiler.record import Profile
+from tests.planner.made_up import FIELDS, build_profile
 
 
 @st.composite
@@ -322,12 +250,18 @@ class Oracle:
             peaks = [most(s) - sum(self.cost(kind, layer, s, "kept_bytes") for layer in whole) for s in sizes]
         elif not edges and len(segments) == 1 and len(again) == stop - first:
             peaks = [most(s) for s in sizes]
-        ends = [(stop - 1, "output_gradient_bytes"), (stop - 1, "output_bytes"), (first - 1, "output_gradient_bytes")]
+        ends = [
+            (3, stop - 1, "output_gradient_bytes"),
+            (2, stop - 1, "output_bytes"),
+            (2, first - 1, "output_gradient_bytes"),
+        ]
         buffers = sum(
-            2 * max(self.cost(kind, layer, s, name) for s in sizes)
-            for layer, name in ends
+            min(number, len(sizes)) * max(self.cost(kind, layer, s, name) for s in sizes)
+            for number, layer, name in ends
             if 0 <= layer < len(self.profile.layers) - 1
         )
+        if first > 0:  # inputs whose receives are posted ahead of those in flight
+            buffers += sum(self.cost(kind, first - 1, s, "output_bytes") for s in sizes[len(held) : len(held) + 2])
         return (
             self._unique(first, stop)
             + sum(layer.buffers_bytes for layer in inside)

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from executor import rank_order
 from planner.costs import CostModel, ParameterRanges, range_sums
-from planner.memory import stage_memory
+from planner.memory import RECEIVES_AHEAD, SENDS_AHEAD, stage_memory
 from planner.micro_batches import MicroBatches
 from planner.plan import Segment
 from planner.units import bytes_text, count_text, seconds_text
@@ -96,7 +97,7 @@ def test_memory_by_hand(profile_of, device):
         "optimizer": 200,
         "activations": 4 * (8 + 20) + 8 * 3,
         "transient": 6,
-        "receive_buffers": 2 * 2 + 2 * 6 + 2 * 4,
+        "receive_buffers": 3 * 2 + 2 * 6 + 2 * 4,  # gradients posted and read, outputs and gradients that leave
         "reserve": 5,
     }
     again = memory(1, 2, (1, 2))
@@ -112,6 +113,13 @@ def test_memory_by_hand(profile_of, device):
     # 1F1B has as many under way as there are stages from this one on
     assert memory(1, 2, schedule="1f1b", number=3).activations == 3 * (8 + 20) + 24
     assert memory(1, 2, schedule="1f1b", number=9).activations == 4 * (8 + 20) + 24
+    # and posts two receives of inputs ahead, as long as there are so many more
+    posted = [memory(1, 2, schedule="1f1b", number=number).receive_buffers for number in (1, 2, 3, 4)]
+    assert [more - kept.receive_buffers for more in posted] == [2 * 8, 2 * 8, 8, 0]
+
+
+def test_messages_ahead_are_those_of_the_executor():
+    assert (RECEIVES_AHEAD, SENDS_AHEAD) == (rank_order.RECEIVES_AHEAD, rank_order.SENDS_AHEAD)
 
 
 @given(st.data())

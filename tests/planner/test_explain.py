@@ -1,6 +1,7 @@
 """What a plan says of itself and of others, against plans made for the purpose."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,22 @@ def test_neighbouring_cuts_cost_what_their_plans_cost(profile, device, schedule)
             )
             assert frame[column][stage] == pytest.approx(other.prediction.step_s)
             assert frame[column][stage] >= plan.prediction.step_s * (1 - 1e-9)
+
+
+def test_memory_binds_where_a_stage_recomputes_or_is_full(profile, device):
+    heavy = [parameter.model_copy(update={"size_bytes": 10**6}) for parameter in profile.parameters]
+    profile = profile.model_copy(update={"parameters": tuple(heavy)})  # recompute makes no room for one more
+    asked: dict[str, Any] = {"batch_size": 24, "micro_batches": 12, "stages": 3, "cut_at": ["blocks.2", "blocks.4"]}
+    roomy = plan_from_profile(profile, [device()] * 3, **asked)
+    assert not roomy.explain(profile)["memory_binds"].any()
+    needs = [stage.memory.total for stage in roomy.stages]
+    full = [device(memory_bytes=needs[0]), device(), device()]
+    plan = plan_from_profile(profile, full, **asked, pinned={f"blocks.{2 * stage}": stage for stage in range(3)})
+    assert plan.explain()["memory_binds"].tolist() == [False] * 3
+    assert plan.explain(profile)["memory_binds"].tolist() == [True, False, False]
+    short = [device(memory_bytes=needs[0] - 1), device(), device()]
+    plan = plan_from_profile(profile, short, **asked, pinned={f"blocks.{2 * stage}": stage for stage in range(3)})
+    assert plan.explain()["memory_binds"].tolist() == [True, False, False]
 
 
 def test_a_foreign_profile_explains_nothing(profile, device):

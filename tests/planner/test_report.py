@@ -13,7 +13,7 @@ seconds of one micro-batch of 2 samples; memory beside the share of the device's
 
 predicted peak memory
 stage  parameters  gradients  optimizer  activations  transient  receive buffers   reserve    device
-    0    3.91 KiB   3.91 KiB   7.81 KiB      322 KiB      200 B         1.56 KiB  1.00 MiB  1.53 MiB
+    0    3.91 KiB   3.91 KiB   7.81 KiB      322 KiB      200 B         1.95 KiB  1.00 MiB  1.53 MiB
     1    1.01 MiB   7.91 KiB   15.8 KiB      647 KiB      200 B            800 B  1.00 MiB  4.00 MiB"""
 
 

@@ -108,6 +108,38 @@ def test_a_time_limit_ends_the_search_and_says_so(profile, device):
     assert short.prediction.gap > 0 or short.prediction.step_s == whole.prediction.step_s
 
 
+@pytest.mark.parametrize("roomy", [10**6, 110])
+def test_more_unlike_devices_than_can_be_told_apart(profile_of, device, roomy):
+    row = (0.25, 0.25, 0.5, 10, 4, 8, 8)
+    rows = {("a", size): [[value * size * (1 + layer % 3) for value in row] for layer in range(24)] for size in (1, 8)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e4),))
+    unlike = [device("a", roomy * 16 + 16 * index, name=f"cuda:{index}") for index in range(16)]
+    plan = plan_from_profile(profile, unlike, batch_size=64, micro_batches=64)
+    least, most = (
+        plan_from_profile(profile, [device("a", roomy * 16 + more)] * 16, batch_size=64, micro_batches=64)
+        for more in (0, 240)
+    )
+    assert most.prediction.step_s <= plan.prediction.step_s <= least.prediction.step_s * (1 + plan.prediction.gap)
+    assert plan.prediction.lower_bound_s <= most.prediction.step_s * (1 + 1e-9) or plan.prediction.gap == 0
+    assert len({stage.device.name for stage in plan.stages}) == plan.K
+    assert all(stage.memory.total <= stage.device.memory_bytes for stage in plan.stages)
+
+
+def test_more_unlike_kinds_than_can_be_told_apart(profile_of, device):
+    kinds = [f"kind {number:02}" for number in range(14)]
+    rows = {
+        (kind, size): [[(1 + index / 20) * value * size for value in ROW[:3]] + [value * size for value in ROW[3:]]]
+        * 20
+        for index, kind in enumerate(kinds)
+        for size in (1, 8)
+    }
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    plan = plan_from_profile(profile, [device(kind) for kind in kinds], batch_size=64, micro_batches=56)
+    assert 0 < plan.prediction.gap < 0.5
+    alone = plan_from_profile(profile, [device(kinds[-1])] * 14, batch_size=64, micro_batches=56)
+    assert plan.prediction.step_s < alone.prediction.step_s
+
+
 def test_two_fast_and_two_slow_devices_beat_every_plan_that_treats_them_alike(profile_of, device):
     """The example: times 1 and 2.5, memory 24 and 12 GB; the figure is in the README."""
     gigabyte = 10**9

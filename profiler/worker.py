@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -34,7 +35,8 @@ def main() -> None:
     task: Task = cloudpickle.loads(pickled)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     outcome = _run(task)
-    connection.send(outcome)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent has had its error and ends all
+        connection.send(outcome)
     if not isinstance(outcome, Failure):
         atexit._run_exitfuncs()  # what the function has registered; there is no public call
     sys.stdout.flush()

@@ -33,7 +33,7 @@ from tests.executor.under_torchrun import train
 
 BYTES_PER_S = 100e6 / 8
 DELAY_S = 0.005
-TRANSFER_WITHIN = 0.25
+TRANSFER_WITHIN = 0.1
 RESTARTS = 20
 
 
@@ -69,8 +69,9 @@ def test_a_slow_link(plan_for: Callable[..., Plan], tmp_path: Path) -> None:  # 
         f"{link_s * 1e3:.1f} ms; in training: {', '.join(f'{k} {v * 1e3:.1f} ms' for k, v in found['sent_s'].items())}"
     )
     assert found["losses"] == expected
+    behind_another_s = link_s - found["latency_s"]  # its latency passes while the message before still arrives
     for seconds in found["sent_s"].values():
-        assert abs(seconds / link_s - 1) <= TRANSFER_WITHIN
+        assert (1 - TRANSFER_WITHIN) * behind_another_s <= seconds <= (1 + TRANSFER_WITHIN) * link_s
 
 
 def _train_on(spaces: list[str], folder: Path) -> dict[str, Any]:

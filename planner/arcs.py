@@ -203,7 +203,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
                 places = offset[variant, device, stop], length[variant, device, stop]
                 _fill(tables, variant, device, stop, places, below_s, need, whole, extra, terms)
     if classes == 1:
-        _drop_small(tables, offset, length, need)
+        _drop_small(tables.forward[0] + tables.backward[0], tables.most_stages, offset, length, need)
     largest_change, largest_stay = np.zeros(2), np.zeros(2)
     two_sizes = tables.two_sizes and (tables.recompute != AUTO or not (need == RECOMPUTES).any())
     arcs = Arcs(
@@ -365,13 +365,15 @@ def _fill(
 
 
 @compiled
-def _drop_small(tables: Tables, offset: Indices, length: Indices, need: NDArray[np.uint8]) -> None:
-    """On equal devices drop stages so small that the others, as large as they can be, do not hold the rest."""
+def _drop_small(work: Floats, most_stages: int, offset: Indices, length: Indices, need: NDArray[np.uint8]) -> None:
+    """On equal devices drop stages so small that the others, as large as they can be, do not hold the rest.
+
+    `work` are prefix sums of what layers take.
+    """
     variants, _, positions = length.shape
-    work = tables.forward[0] + tables.backward[0]
     largest = 0.0
     for turn in range(2):
-        least = work[-1] - (tables.most_stages - 1) * largest - 1e-9 * work[-1]
+        least = work[-1] - (most_stages - 1) * largest - 1e-9 * work[-1]
         for variant in range(variants):
             for stop in range(1, positions):
                 for step in range(length[variant, 0, stop]):

@@ -19,9 +19,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.compiled import compiled
-from planner.costs import Floats
+from planner.costs import Floats, Indices
 
 KEPT, INSIDE, START = 0, 1, 2
 """What a pattern says of a layer: kept, in a segment, or first of a segment."""
@@ -112,6 +113,26 @@ def pattern_costs(
     return held + peak, extra, turning
 
 
+class _Labels(NamedTuple):
+    """Choices for layers [i, stop); those of position i lie at [begin[stop - i], begin[stop - i + 1]).
+
+    Attributes:
+        numbers: bytes held, e, x and peak of each, shape (labels, 4).
+        parent: the choice for the layers behind its first segment or kept layer.
+        beside: KEPT or START, what its first layer is.
+        has: whether it has a segment.
+        alive: whether no other one at its position dominates it.
+        begin: see above.
+    """
+
+    numbers: Floats
+    parent: Indices
+    beside: Indices
+    has: Indices
+    alive: NDArray[np.bool_]
+    begin: Indices
+
+
 @compiled
 def exact_segments(
     costs: StageCosts, first: int, stop: int, last_free: bool, available: float, extra_cap: float, most_work: int
@@ -128,128 +149,132 @@ def exact_segments(
         most_work: labels that may be made; `exact` is False when they do not suffice.
     """
     length = stop - first
-    nothing = Found(np.zeros(0), np.zeros(0), np.zeros((0, length), dtype=np.uint8), False, 0)
+    none = np.zeros(0)
     room = (length + 1) * MOST_LABELS
-    held, extra, turning, peak = np.empty(room), np.empty(room), np.empty(room), np.empty(room)
-    parent, beside, has = np.empty(room, dtype=np.int64), np.empty(room, dtype=np.int64), np.empty(room, dtype=np.int64)
-    begin = np.zeros(length + 2, dtype=np.int64)  # labels of position q lie at [begin[stop - q], begin[stop - q + 1])
-    held[0], extra[0], turning[0], peak[0] = 0.0, 0.0, 0.0, 0.0
-    parent[0], beside[0], has[0] = -1, START, 0
-    begin[1] = 1
-    alive = np.ones(room, dtype=np.bool_)
+    labels = _Labels(
+        np.zeros((room, 4)),
+        np.zeros(room, dtype=np.int64),
+        np.zeros(room, dtype=np.int64),
+        np.zeros(room, dtype=np.int64),
+        np.ones(room, dtype=np.bool_),
+        np.zeros(length + 2, dtype=np.int64),
+    )
+    labels.beside[0], labels.begin[1] = START, 1
+    new = np.zeros(4)
     work = 0
-    floor = 0.0
-    for layer in range(first, stop):
-        floor = max(floor, costs.transient[layer])
+    floor = costs.transient[first:stop].max()
     for place in range(1, length + 1):
         position = stop - place
-        write = begin[place]
-        inside_peak, behind_peak = 0.0, 0.0
-        for layer in range(position, stop):
-            behind_peak = max(behind_peak, costs.transient[layer])
+        begin = write = labels.begin[place]
+        inside_peak, behind_peak = 0.0, costs.transient[position:stop].max()
         for end in range(position, stop + 1):  # end == position: keep the layer; else: a segment [position, end)
             if end > position:
                 inside_peak = max(inside_peak, costs.transient[end - 1])
             source = stop - max(end, position + 1)
-            for label in range(begin[source], begin[source + 1]):
+            for label in range(labels.begin[source], labels.begin[source + 1]):
                 work += 1
                 if work > most_work:
-                    return Found(nothing.extra, nothing.turning, nothing.pattern, False, work)
-                new_held, new_extra, new_turning, new_peak = held[label], extra[label], turning[label], peak[label]
-                new_beside, new_has = KEPT, has[label]
+                    return Found(none, none, np.zeros((0, length), dtype=np.uint8), False, work)
+                has, beside = labels.has[label], labels.beside[label]
+                new[:] = labels.numbers[label]
                 if end == position:
-                    new_held += costs.held[position + 1] - costs.held[position]
+                    new[0] += costs.held[position + 1] - costs.held[position]
                 else:
-                    if end < stop and beside[label] == KEPT:
-                        new_held += costs.entering[end]
+                    if end < stop and beside == KEPT:
+                        new[0] += costs.entering[end]
                     if position > first:
-                        new_held += costs.entering[position]
-                    again = costs.again[end] - costs.again[position]
-                    temporary = inside_peak if new_has else behind_peak
-                    new_peak = max(new_peak, costs.kept_one[end] - costs.kept_one[position] + temporary)
-                    if new_has or not last_free:
-                        new_extra += again
-                    if new_has:
-                        new_turning += costs.again_turning[end] - costs.again_turning[position]
-                    new_beside, new_has = START, 1
-                if new_held + max(new_peak, floor) > available or new_extra > extra_cap:
+                        new[0] += costs.entering[position]
+                    if has or not last_free:
+                        new[1] += costs.again[end] - costs.again[position]
+                    if has:
+                        new[2] += costs.again_turning[end] - costs.again_turning[position]
+                    kept_one = costs.kept_one[end] - costs.kept_one[position]
+                    new[3] = max(new[3], kept_one + (inside_peak if has else behind_peak))
+                    has = 1
+                beside = KEPT if end == position else START
+                if new[0] + max(new[3], floor) > available or new[1] > extra_cap:
                     continue
-                dominated = False
-                for other in range(begin[place], write):
-                    if not alive[other] or has[other] != new_has:
-                        continue
-                    no_more = (
-                        held[other] <= new_held
-                        and extra[other] <= new_extra
-                        and turning[other] <= new_turning
-                        and peak[other] <= new_peak
-                    )
-                    if no_more and (beside[other] == START or new_beside == KEPT):
-                        dominated = True
-                        break
-                    no_less = (
-                        held[other] >= new_held
-                        and extra[other] >= new_extra
-                        and turning[other] >= new_turning
-                        and peak[other] >= new_peak
-                    )
-                    if no_less and (new_beside == START or beside[other] == KEPT):
-                        alive[other] = False
-                if dominated:
+                if _is_dominated(labels, begin, write, new, beside, has):
                     continue
-                if write - begin[place] >= MOST_LABELS:
-                    return Found(nothing.extra, nothing.turning, nothing.pattern, False, work)
-                held[write], extra[write], turning[write], peak[write] = new_held, new_extra, new_turning, new_peak
-                parent[write], beside[write], has[write] = label, new_beside, new_has
-                alive[write] = True
+                if write - begin >= MOST_LABELS:
+                    return Found(none, none, np.zeros((0, length), dtype=np.uint8), False, work)
+                labels.numbers[write], labels.parent[write] = new, label
+                labels.beside[write], labels.has[write] = beside, has
                 write += 1
-        kept = begin[place]
-        for label in range(begin[place], write):
-            if alive[label]:
-                held[kept], extra[kept], turning[kept], peak[kept] = (
-                    held[label],
-                    extra[label],
-                    turning[label],
-                    peak[label],
-                )
-                parent[kept], beside[kept], has[kept] = parent[label], beside[label], has[label]
-                kept += 1
-        for label in range(begin[place], write):
-            alive[label] = True
-        begin[place + 1] = kept
-        if kept == begin[place] and place == length:
-            return Found(nothing.extra, nothing.turning, nothing.pattern, True, work)
-    begin_last, stop_last = begin[length], begin[length + 1]
-    order = begin_last + np.argsort(extra[begin_last:stop_last])
-    count = 0
+        labels.begin[place + 1] = _compacted(labels, begin, write)
+    chosen = _worth_having(labels.numbers, labels.begin[length], labels.begin[length + 1])
+    pattern = np.zeros((len(chosen), length), dtype=np.uint8)
+    for number in range(len(chosen)):
+        _trace_pattern(labels, chosen[number], first, stop, pattern[number])
+    numbers = labels.numbers[chosen]
+    return Found(numbers[:, 1].copy(), numbers[:, 2].copy(), pattern, True, work)
+
+
+@compiled
+def _is_dominated(labels: _Labels, begin: int, write: int, new: Floats, beside: int, has: int) -> bool:
+    """Whether a label at [begin, write) dominates a new one; those that it dominates are no longer alive.
+
+    None of its numbers is larger, and what comes in front pays for its first layer no more: a segment costs a boundary
+    more behind a kept layer.
+    """
+    for other in range(begin, write):
+        if not labels.alive[other] or labels.has[other] != has:
+            continue
+        no_more, no_less = True, True
+        for column in range(4):
+            no_more &= labels.numbers[other, column] <= new[column]
+            no_less &= labels.numbers[other, column] >= new[column]
+        if no_more and (labels.beside[other] == START or beside == KEPT):
+            return True
+        if no_less and (beside == START or labels.beside[other] == KEPT):
+            labels.alive[other] = False
+    return False
+
+
+@compiled
+def _compacted(labels: _Labels, begin: int, write: int) -> int:
+    """Close up the labels at [begin, write) that are alive; where they end."""
+    kept = begin
+    for label in range(begin, write):
+        if labels.alive[label]:
+            labels.numbers[kept], labels.parent[kept] = labels.numbers[label], labels.parent[label]
+            labels.beside[kept], labels.has[kept] = labels.beside[label], labels.has[label]
+            kept += 1
+    labels.alive[begin:write] = True
+    return kept
+
+
+@compiled
+def _worth_having(numbers: Floats, begin: int, end: int) -> Indices:
+    """Labels at [begin, end) by ascending e, without those that another is no worse than in both e and x."""
+    order = begin + np.argsort(numbers[begin:end, 1])
     chosen = np.empty(len(order), dtype=np.int64)
+    count = 0
     for label in order:
         worse = False
         for number in range(count):
-            if turning[chosen[number]] <= turning[label]:
-                worse = True
+            worse |= numbers[chosen[number], 2] <= numbers[label, 2]
         if not worse:
-            # equal e: the one with the smaller x replaces
-            if count and extra[chosen[count - 1]] == extra[label]:
-                count -= 1
+            if count and numbers[chosen[count - 1], 1] == numbers[label, 1]:
+                count -= 1  # equal e: the one with the smaller x replaces
             chosen[count] = label
             count += 1
-    pattern = np.zeros((count, length), dtype=np.uint8)
-    out_extra, out_turning = np.empty(count), np.empty(count)
-    for number in range(count):
-        label = chosen[number]
-        out_extra[number], out_turning[number] = extra[label], turning[label]
-        position = first
-        while position < stop:
-            before = parent[label]
-            place = np.searchsorted(begin[: length + 2], before, side="right") - 1
-            end = stop - place
-            if beside[label] == START:
-                pattern[number, position - first : end - first] = INSIDE
-                pattern[number, position - first] = START
-            position = end
-            label = before
-    return Found(out_extra, out_turning, pattern, True, work)
+    return chosen[:count]
+
+
+@compiled
+def _trace_pattern(
+    labels: _Labels, label: int, first: int, stop: int, pattern: np.ndarray[tuple[int], np.dtype[np.uint8]]
+) -> None:
+    """Fill `pattern` with what a label at position `first` chose."""
+    position = first
+    while position < stop:
+        parent = labels.parent[label]
+        end = stop - (np.searchsorted(labels.begin, parent, side="right") - 1)
+        if labels.beside[label] == START:
+            pattern[position - first : end - first] = INSIDE
+            pattern[position - first] = START
+        position, label = end, parent
 
 
 @compiled

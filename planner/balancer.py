@@ -1,14 +1,14 @@
 """The balancer: the plan with the smallest step time, and how far from the optimum that may be.
 
-A candidate is a schedule, R and M. Candidates are taken in the order of a cheap bound, most end there, and for each
-that does not:
+A candidate is a schedule, R and M. They wait in the order of a cheap bound (`planner.work_bound`), then of a bound from
+their stages; most end there. For each that does not:
 
 1. `planner.arcs` lists the stages that fit, and bounds what any plan of them costs;
-2. `planner.search` finds the plan with the smallest objective. For GPipe with equal micro-batches that is the step
-time;
+2. `planner.search` finds the plan with the smallest objective. For GPipe that is the step time, for unequal
+   micro-batches as long as there are no segments to choose;
 3. otherwise it is a lower bound. The plans whose objective lies below the best step time so far are evaluated one by
-one;
-   where there are too many, the smallest objective left stays as the lower bound, and that is where a gap comes from.
+   one; where there are too many, the smallest objective left stays as the lower bound, and that is where a gap comes
+   from.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ It is the critical path of two flow shops in a row, forward and backward: in eac
 at one of them, the bottleneck, for the other M - 1 micro-batches. Between them it turns around at the last stage; a
 stage before it could hold it up by its own work only, and that the bottleneck covers.
 
-For unequal micro-batches, the larger first, the same form with the least seconds in the sum, and the mean of the first
-M - 1 micro-batches in the bottlenecks, is a lower bound: it is the length of a path that stays at one machine. What
-layers before the bottleneck take longer with the first, large micro-batch is added (`heads`). For 1F1B there is no such
-form; `planner.search` builds a lower bound from stage to stage.
+For unequal micro-batches, the larger first, `planner.two_sizes` says exactly what a step takes. Where the segments of
+stages are chosen, too, a lower bound does: the same form with the least seconds in the sum, and the mean of the first
+M - 1 micro-batches in the bottlenecks, is the length of a path that stays at one machine. What layers before the
+bottleneck take longer with the first, large micro-batch is added (`heads`). For 1F1B there is no such form;
+`planner.search` builds a lower bound from stage to stage.
 """
 
 from __future__ import annotations

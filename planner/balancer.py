@@ -26,7 +26,7 @@ from planner.costs import Floats
 from planner.objective import makespan_s
 from planner.plan import Segment
 from planner.problem import Candidate, Problem
-from planner.recompute import Ways
+from planner.recompute import Effort, Ways
 from planner.search import Ends, search
 from planner.tables import make_tables
 from planner.transfers import all_reduce_s, boundary_s
@@ -44,8 +44,6 @@ LISTED_PLANS = 256
 """Plans that are evaluated at once."""
 GUESSES = (1.01, 1.03, 1.06, 1.1, 1.2, 1.5, np.inf)
 """Factors on the lower bound within which the first search looks for a plan [fitted]."""
-SEGMENT_WORK = 4_000_000
-"""Labels that a whole balance may spend on solving segments exactly [fitted: 0.1 s]."""
 MOST_ROUNDS = 5
 """Searches that may ask for more stages to be looked at."""
 PATIENCE = 12
@@ -119,7 +117,7 @@ def balance(problem: Problem) -> Balance | None:
     """
     clock = Clock(problem.settings.time_limit_s)
     best: Balance | None = None
-    lower_bound_s, work, in_vain = np.inf, SEGMENT_WORK, 0
+    lower_bound_s, effort, in_vain = np.inf, Effort(), 0
     queue = _by_bound(problem)
     while queue:
         entry = heapq.heappop(queue)
@@ -128,12 +126,11 @@ def balance(problem: Problem) -> Balance | None:
         if best is not None and (clock.over or in_vain >= PATIENCE):
             lower_bound_s = min(lower_bound_s, entry.bound_s)
             break
-        search = _Search(problem, entry.candidate, work, clock)
+        search = _Search(problem, entry.candidate, effort, clock)
         if best is not None and not entry.bounded:
             heapq.heappush(queue, entry._replace(bound_s=max(entry.bound_s, search.bound_s(best)), bounded=True))
             continue
         result = search.run(best, entry.bound_s)
-        work -= result.work
         lower_bound_s = min(lower_bound_s, result.lower_bound_s)
         in_vain += result.large
         if result.best is not None and result.best.better_than(best):
@@ -145,30 +142,28 @@ def balance(problem: Problem) -> Balance | None:
 
 def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
     """Some plan with that schedule, R and M that fits, and not the best; None when none was found."""
-    return _Search(problem, candidate, SEGMENT_WORK, Clock(None)).first(work_bound_s(problem, candidate))
+    return _Search(problem, candidate, Effort(), Clock(None)).first(work_bound_s(problem, candidate))
 
 
 class _Result(NamedTuple):
-    """The best plan so far, what no plan of this candidate is below, the work it took, and whether that was too much.
+    """The best plan so far, what no plan of this candidate is below, and whether that took too much work.
 
     `large` says that not all stages or plans were looked at that could make a plan better.
     """
 
     best: Balance | None
     lower_bound_s: float
-    work: int
     large: bool = False
 
 
 class _Search:
     """The search for one candidate: the tables, and what was found out about stages so far."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, work: int, clock: Clock) -> None:
+    def __init__(self, problem: Problem, candidate: Candidate, effort: Effort, clock: Clock) -> None:
         self.problem = problem
         self.candidate = candidate
-        self.work = work
+        self.effort = effort
         self.clock = clock
-        self.spent = 0
         self.tables: Tables = make_tables(problem, candidate)
 
     def bound_s(self, incumbent: Balance) -> float:
@@ -181,15 +176,15 @@ class _Search:
         if incumbent is None:
             incumbent = self.first(bound_s)
             if incumbent is None:
-                return _Result(None, np.inf, self.spent)
+                return _Result(None, np.inf)
         limit_s = incumbent.step_s * (1 + 2 * TIE)
         arcs, before, root_s = self._bounded(limit_s)
         if root_s >= limit_s:
-            return _Result(incumbent, limit_s, self.spent)
-        ways = Ways(self.tables, arcs, self.clock)
+            return _Result(incumbent, limit_s)
+        ways = Ways(self.tables, arcs, self.clock, self.effort)
         if ways.needed > FEW_STAGES:
             if root_s >= limit_s * (1 - CLOSE_ENOUGH):
-                return _Result(incumbent, root_s, self.spent)
+                return _Result(incumbent, root_s)
             return self._by_plans(arcs, before, ways, incumbent, limit_s)
         best = self._best_of(self._searched(arcs, before, ways, limit_s, BEAM_LABELS), arcs, ways, incumbent)
         limit_s = best.step_s * (1 + 2 * TIE)
@@ -198,10 +193,10 @@ class _Search:
         lower_s = min([wide.dropped_s, limit_s, *wide.objective_s])
         exact = self.candidate.schedule == "gpipe" and (self.candidate.split.equal or arcs.two_sizes)
         if exact or not len(wide.objective_s):
-            return _Result(best, lower_s, self.spent + ways.work)
+            return _Result(best, lower_s)
         best, least_s, work = self._listed(arcs, before, ways, best)
         lower_s = max(lower_s, least_s)
-        return _Result(best, lower_s, self.spent + ways.work, lower_s < best.step_s and work >= MUCH_WORK)
+        return _Result(best, lower_s, lower_s < best.step_s and work >= MUCH_WORK)
 
     def _by_plans(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance | None, limit_s: float) -> _Result:
         """The best plan, looking at no stages but those of the best plans so far.
@@ -217,14 +212,14 @@ class _Search:
                 lower_s = min([limit_s, found.dropped_s, *found.objective_s])
             if not len(found.objective_s):
                 break
-            news = ways.look_at(self._places(found, arcs), limit_s, self.work - self.spent)
+            news = ways.look_at(self._places(found, arcs), limit_s)
             plan = self._balance(found, ways, self._places(found, arcs))
             if plan is not None and plan.better_than(best):
                 best = plan
                 limit_s = min(limit_s, best.step_s * (1 + 2 * TIE))
             if not news or (best is not None and best.step_s <= lower_s * (1 + CLOSE_ENOUGH)):
                 break
-        return _Result(best, lower_s, self.spent + ways.work, True)
+        return _Result(best, lower_s, True)
 
     def _listed(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance) -> tuple[Balance, float, int]:
         """The best of all plans whose objective lies below the best step time, each evaluated.
@@ -250,17 +245,15 @@ class _Search:
             arcs, before, root_s = self._bounded(limit_s)
             if not root_s < limit_s:
                 continue
-            ways = Ways(self.tables, arcs, self.clock)
+            ways = Ways(self.tables, arcs, self.clock, self.effort)
             if ways.needed > FEW_STAGES:
                 best = self._by_plans(arcs, before, ways, None, limit_s).best
-                self.spent += ways.work
                 if best is not None:
                     return best
             for width in (BEAM_LABELS, MOST_LABELS) if factor == np.inf else (BEAM_LABELS,):
                 found = self._searched(arcs, before, ways, limit_s, width)
                 best = self._balance(found, ways, self._places(found, arcs)) if len(found.objective_s) else None
                 if best is not None:
-                    self.spent += ways.work
                     return best
         return None
 
@@ -277,7 +270,7 @@ class _Search:
         for turn in range(MOST_ROUNDS):
             hopeful = turn == 0 and ways.needed > 0
             found = search(arcs, before, ways.choices(), limit_s, width, most_plans, hopeful, self.clock.labels)
-            if not ways.look_at_wanted(limit_s, self.work - self.spent) and turn:
+            if not ways.look_at_wanted(limit_s) and turn:
                 break
             if not ways.needed:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +14,31 @@ from planner.plan import Segment
 from planner.search import Choices
 from planner.segments import INSIDE, START, Found, StageCosts, exact_segments, pattern_costs, usual_segments
 
-STAGE_WORK = 20_000
-"""Labels that solving the segments of one stage exactly may make [fitted: 0.5 ms]."""
+STAGE_WORK = 50_000_000
+"""Comparisons that solving the segments of one stage exactly may take [fitted: 0.1 s]."""
+ALL_WORK = 1_000_000_000
+"""The same for all stages and M of a balance [fitted: 2 s]."""
+MOST_LAYERS, FEW_LAYERS = 64, 12
+"""Layers of the longest stage that is tried, and of one that always is, as long as there is work left [chosen]."""
 
-EXACT_LAYERS = 16
-"""Stages with more layers need more labels than that in any case that matters [fitted]."""
+
+@dataclass(slots=True)
+class Effort:
+    """What may still be spent on solving segments exactly; shared by all searches of a balance.
+
+    Attributes:
+        work: comparisons left.
+        layers: of the longest stage that is worth trying: long ones of unlike layers have too many choices.
+    """
+
+    work: int = ALL_WORK
+    layers: int = MOST_LAYERS
+
+    def spend(self, work: int, layers: int, solved: bool) -> None:
+        """Note what a stage of that many layers took; when that was in vain, only shorter ones are worth it."""
+        self.work -= work
+        if not solved:
+            self.layers = min(self.layers, max(FEW_LAYERS, layers * 7 // 8))
 
 
 class Ways:
@@ -25,14 +46,13 @@ class Ways:
 
     Attributes:
         needed: how many stages need recompute.
-        work: labels made so far, a measure of time.
     """
 
-    def __init__(self, tables: Tables, arcs: Arcs, clock: Clock) -> None:
+    def __init__(self, tables: Tables, arcs: Arcs, clock: Clock, effort: Effort) -> None:
         self.tables = tables
         self.arcs = arcs
         self.clock = clock
-        self.work = 0
+        self.effort = effort
         self.needed = int((arcs.need == RECOMPUTES).sum())
         count = len(arcs.need)
         self._first_of = np.full(count, -1, dtype=np.int64)
@@ -49,18 +69,17 @@ class Ways:
             self._first_of, self._number_of, self._exact, self._wanted, np.array(self._extra), np.array(self._turning)
         )
 
-    def look_at_wanted(self, limit_s: float, most_work: int) -> int:
+    def look_at_wanted(self, limit_s: float) -> int:
         """Look at the stages that a search asked for, and say how many there were.
 
         Args:
             limit_s: only plans with a step time below are of interest.
-            most_work: labels that may be made in all; beyond, stages are no longer solved exactly.
         """
         wanted = [int(place) for place in np.flatnonzero(self._wanted)]
         self._wanted[:] = False
-        return self.look_at(wanted, limit_s, most_work)
+        return self.look_at(wanted, limit_s)
 
-    def look_at(self, places: Sequence[int], limit_s: float, most_work: int) -> int:
+    def look_at(self, places: Sequence[int], limit_s: float) -> int:
         """The same for given stages; those that need no recompute, or are known, do not count."""
         news = [place for place in places if self.arcs.need[place] == RECOMPUTES and self._first_of[place] < 0]
         if not news:
@@ -74,7 +93,7 @@ class Ways:
             end = ends[np.searchsorted(begins, place, side="right") - 1]
             variant, device, stop = (int(index) for index in np.unravel_index(end, shape))
             first = stop - 1 - (place - int(self.arcs.offset[variant, device, stop]))
-            found = self._found(place, variant, device, first, stop, limit_s, most_work)
+            found = self._found(place, variant, device, first, stop, limit_s)
             self._first_of[place] = len(self._extra)
             self._number_of[place] = len(found.extra)
             self._exact[place] = found.exact
@@ -102,9 +121,7 @@ class Ways:
             way = int(self._first_of[place])
         return segments_of(self._patterns[way], first)
 
-    def _found(
-        self, place: int, variant: int, device: int, first: int, stop: int, limit_s: float, most_work: int
-    ) -> Found:
+    def _found(self, place: int, variant: int, device: int, first: int, stop: int, limit_s: float) -> Found:
         room, fits_whole = float(self.arcs.terms[place, ROOM]), bool(self.arcs.whole[place])
         tables = self.tables
         last_free = tables.one_f_one_b and variant == 0
@@ -124,9 +141,10 @@ class Ways:
                 - tables.backward[device, first]
             )
             cap = (limit_s / tables.steady - steady_s) * (1 + 1e-9)
-        if stop - first <= EXACT_LAYERS:
-            found = exact_segments(costs, first, stop, last_free, room, cap, min(STAGE_WORK, most_work - self.work))
-            self.work += found.work
+        effort = self.effort
+        if stop - first <= effort.layers and effort.work > 0:
+            found = exact_segments(costs, first, stop, last_free, room, cap, min(STAGE_WORK, effort.work))
+            effort.spend(found.work, stop - first, found.exact)
             if found.exact:
                 return _with(found, as_one) if fits_whole else found
         found = usual_segments(costs, first, stop, last_free, room, cap)

@@ -26,7 +26,7 @@ from planner.costs import Floats, Indices
 
 KEPT, INSIDE, START = 0, 1, 2
 """What a pattern says of a layer: kept, in a segment, or first of a segment."""
-MOST_LABELS = 200
+MOST_LABELS = 4000
 """Labels at one position; a stage that has more counts as not solved exactly."""
 
 
@@ -58,7 +58,7 @@ class Found(NamedTuple):
         turning: x of each.
         pattern: KEPT, INSIDE or START for each choice and layer.
         exact: whether no other choice is better than these.
-        work: labels made, a measure of the time that it took.
+        work: comparisons of labels, a measure of the time that it took.
     """
 
     extra: Floats
@@ -146,20 +146,21 @@ def exact_segments(
         last_free: see `pattern_costs`.
         available: bytes for what is held and the peak.
         extra_cap: only an e up to this is of interest.
-        most_work: labels that may be made; `exact` is False when they do not suffice.
+        most_work: comparisons of labels that may be made; `exact` is False when they do not suffice.
     """
     length = stop - first
     none = np.zeros(0)
     room = (length + 1) * MOST_LABELS
     labels = _Labels(
-        np.zeros((room, 4)),
-        np.zeros(room, dtype=np.int64),
-        np.zeros(room, dtype=np.int64),
-        np.zeros(room, dtype=np.int64),
+        np.empty((room, 4)),
+        np.empty(room, dtype=np.int64),
+        np.empty(room, dtype=np.int64),
+        np.empty(room, dtype=np.int64),
         np.ones(room, dtype=np.bool_),
         np.zeros(length + 2, dtype=np.int64),
     )
-    labels.beside[0], labels.begin[1] = START, 1
+    labels.numbers[0] = 0.0
+    labels.parent[0], labels.beside[0], labels.has[0], labels.begin[1] = -1, START, 0, 1
     new = np.zeros(4)
     work = 0
     floor = costs.transient[first:stop].max()
@@ -172,7 +173,7 @@ def exact_segments(
                 inside_peak = max(inside_peak, costs.transient[end - 1])
             source = stop - max(end, position + 1)
             for label in range(labels.begin[source], labels.begin[source + 1]):
-                work += 1
+                work += 1 + write - begin
                 if work > most_work:
                     return Found(none, none, np.zeros((0, length), dtype=np.uint8), False, work)
                 has, beside = labels.has[label], labels.beside[label]

@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.datasheets import data_sheet
-from profiler.errors import ArgumentError
 from profiler.flops import FLOP_FORMULAS
 from profiler.layer_runner import LayerRunner, backward, keep
+from profiler.optimizers import state_bytes
 from profiler.record import Estimate, LayerCost, OptimizerCost, WithoutFormula
 from profiler.sequence import BoundaryValue, LayerSequence
 
@@ -242,27 +242,13 @@ def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float
 def estimated_optimizer(name: str, kind: str, parameters: Iterable[Tensor], rates: Rates) -> OptimizerCost:
     """A step that reads parameters, gradients and state and writes parameters and state.
 
-    The state is the optimizer's own, made on meta tensors, which have no data.
-
     Raises:
         ArgumentError: the optimizer cannot train these parameters.
     """
-    trained = [
-        torch.empty_like(tensor, device="meta").requires_grad_() for tensor in parameters if tensor.requires_grad
-    ]
-    size_bytes = sum(tensor.nbytes for tensor in trained)
-    if not size_bytes:
+    trained = [tensor for tensor in parameters if tensor.requires_grad and tensor.numel()]
+    if not trained:
         return OptimizerCost(name=name, device_kind=kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
-    for tensor in trained:
-        tensor.grad = torch.empty_like(tensor, requires_grad=False)
-    try:
-        optimizer = getattr(torch.optim, name)(trained)
-        optimizer.step()
-    except (TypeError, ValueError, NotImplementedError, RuntimeError) as problem:
-        raise ArgumentError(f"optimizer={name!r} has a state that depends on data: {problem}") from problem
-    state = sum(
-        leaf.nbytes for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()
-    )
+    size_bytes, state = sum(tensor.nbytes for tensor in trained), state_bytes(name, trained)
     moved_bytes = 4 * size_bytes + 2 * state  # parameters and state read and written, gradients read and set to zero
     return OptimizerCost(
         name=name,

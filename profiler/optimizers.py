@@ -1,13 +1,15 @@
-"""What an optimizer step costs: time and state, measured on tensors shaped like the model's parameters."""
+"""What an optimizer step costs: time measured on tensors shaped like the model's parameters, state from a fake step."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.device import Device
 from profiler.errors import ArgumentError
@@ -16,6 +18,7 @@ from profiler.record import OptimizerCost
 from profiler.timing import computing_with, time_call
 
 COPIED_BYTES_AT_MOST = 64 * 2**20  # enough to leave any cache, little enough to be measured in a second
+COPIED_SHARE = 1 / 16  # of a device's memory at most: gradients, state and temporaries are several times as large
 UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")  # the base; needs a closure; needs sparse gradients
 
 
@@ -36,12 +39,12 @@ def check_optimizer(name: str) -> None:
 
 
 def optimizer_cost(name: str, parameters: Iterable[Tensor], device: Device, *, budget_s: float = 2.0) -> OptimizerCost:
-    """Measure `step()` and `zero_grad()` of an optimizer with its default settings.
+    """Measure `step()` and `zero_grad()` of an optimizer with its default settings; its state is that of `state_bytes`.
 
     Args:
         name: of a class in `torch.optim`.
-        parameters: those of the model; only shape, dtype and `requires_grad` matter. At most `COPIED_BYTES_AT_MOST`
-            of copies are made of them.
+        parameters: those of the model; only shape, dtype and `requires_grad` matter. Copies are made of as many as
+            `COPIED_BYTES_AT_MOST` and `COPIED_SHARE` allow.
         device: where the step runs.
         budget_s: seconds that measuring may take.
 
@@ -50,15 +53,13 @@ def optimizer_cost(name: str, parameters: Iterable[Tensor], device: Device, *, b
     """
     check_optimizer(name)
     place = torch_device(device)
-    copies = _copies([parameter for parameter in parameters if parameter.requires_grad], place)
-    size_bytes = sum(copy.nbytes for copy in copies)
-    if not size_bytes:
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+    if not trained:
         return OptimizerCost(name=name, device_kind=device.kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
+    whole_state = state_bytes(name, trained)
+    copies = _copies(trained, place, min(COPIED_BYTES_AT_MOST, int(COPIED_SHARE * device.memory_bytes)))
     gradients = [torch.full_like(copy, 1e-3) for copy in copies]
-    try:
-        optimizer = getattr(torch.optim, name)(copies)
-    except (TypeError, ValueError) as problem:
-        raise ArgumentError(f"optimizer={name!r} cannot train this model: {problem}") from problem
+    optimizer = getattr(torch.optim, name)(copies)
 
     def prepare() -> None:
         for copy, gradient in zip(copies, gradients, strict=True):
@@ -73,28 +74,61 @@ def optimizer_cost(name: str, parameters: Iterable[Tensor], device: Device, *, b
     return OptimizerCost(
         name=name,
         device_kind=device.kind,
-        seconds_per_byte=timing.median_s / size_bytes,
-        state_bytes_per_byte=_state_bytes(optimizer) / size_bytes,
+        seconds_per_byte=timing.median_s / sum(copy.nbytes for copy in copies),
+        state_bytes_per_byte=whole_state / sum(parameter.nbytes for parameter in trained),
     )
 
 
-def _copies(parameters: Sequence[Tensor], place: torch.device) -> list[Tensor]:
-    """Tensors shaped like the parameters, the last one cut in dimension 0 to stay within the limit."""
+def state_bytes(name: str, parameters: Sequence[Tensor]) -> int:
+    """Bytes of the optimizer's own state after a step, on tensors that have shapes and no data.
+
+    Scalars such as a step counter are left out.
+
+    Args:
+        name: of a class in `torch.optim`.
+        parameters: only shape and dtype matter.
+
+    Raises:
+        ArgumentError: the optimizer cannot train these parameters.
+    """
+    trained = [torch.empty_like(tensor, device="meta").requires_grad_() for tensor in parameters]
+    for tensor in trained:
+        tensor.grad = torch.empty_like(tensor, requires_grad=False)
+    try:
+        optimizer = getattr(torch.optim, name)(trained)
+    except (TypeError, ValueError) as problem:
+        raise ArgumentError(f"optimizer={name!r} cannot train this model: {problem}") from problem
+    with _AnyNumber():  # type: ignore[no-untyped-call]
+        optimizer.step()
+    tensors = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()]
+    return sum({leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in tensors}.values())
+
+
+class _AnyNumber(TorchDispatchMode):
+    """Answers what number a tensor without data holds: Adafactor scales by one, which leaves shapes as they are."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+def _copies(parameters: Sequence[Tensor], place: torch.device, most_bytes: int) -> list[Tensor]:
+    """Tensors shaped like the parameters, the last one cut in dimension 0 to stay within the limit.
+
+    The first parameter is copied at least by one row.
+    """
     copies: list[Tensor] = []
-    left = COPIED_BYTES_AT_MOST
+    left = most_bytes
     for parameter in parameters:
         shape = list(parameter.shape)
-        if parameter.nbytes > left:
-            rows = left // (parameter.nbytes // shape[0]) if shape else 0
+        if shape and parameter.nbytes > left:
+            rows = max(left // (parameter.nbytes // shape[0]), 0 if copies else 1)
             if not rows:
                 continue
             shape[0] = rows
         copies.append(torch.full(shape, 1e-2, dtype=parameter.dtype, device=place).requires_grad_())
         left -= copies[-1].nbytes
     return copies
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the distinct storages in an optimizer's state, scalars such as a step counter left out."""
-    tensors = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()]
-    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())

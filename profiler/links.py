@@ -1,16 +1,21 @@
 """Latency and bandwidth of the link between two ranks, measured with the calls that the executor sends with.
 
-Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer.
+Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer. Beside that both ends
+compute, as they do in training: on a machine of two cores that halves the bandwidth between its processes [measured].
 
     rank 0   | send ----------> |                | send ----
+             | layers without end ...
     rank 1   |                  | send --------> |
+             | layers without end ...
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,11 +25,14 @@ from profiler.channel import finish, start_receive, start_send
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.local import torch_device
+from profiler.neighbour import busy_work
 from profiler.workers import run_workers
 
-SIZES_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
-WARM_UPS = 3
-ROUNDS = 25
+SIZES_BYTES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
+WARM_UPS = 2
+MOST_ROUNDS = 20
+FEWEST_ROUNDS = 3
+BYTES_OF_A_SIZE = 32 * 2**20  # sent of each size if that is between the fewest and the most rounds
 
 
 def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
@@ -41,8 +49,12 @@ def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
     if len(cluster.devices) < 2:
         raise ArgumentError(f"the cluster has {len(cluster.devices)} device; a link needs 2")
     pair = cluster.devices[:2]
-    for device in pair:
-        torch_device(device)
+    first, second = (torch_device(device) for device in pair)
+    if first == second and first.type == "cuda":
+        raise ArgumentError(
+            f"both ends of the link are {str(first)!r}; messages between processes need a device each: measure with "
+            "other devices, or pass Cluster(devices=..., link=Link(...)), as for a pipeline in one process"
+        )
     threads = max(1, *(device.threads for device in pair))
     seconds, _ = run_workers(ping_pong, [(device,) for device in pair], threads=threads, timeout_s=timeout_s)
     return fit_link(SIZES_BYTES, seconds)
@@ -71,8 +83,8 @@ def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     )
 
 
-def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = ROUNDS) -> list[float]:
-    """Median seconds of one transfer for each size; runs in both processes of a world of two.
+def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, most_rounds: int = MOST_ROUNDS) -> list[float]:
+    """Median seconds of one transfer for each size, in at most so many rounds; runs in both processes of a world of two.
 
     Sizes take turns, so that a moment in which the machine is busy does not fall on one of them alone.
     """
@@ -80,22 +92,48 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: 
     if place.type == "cuda":
         torch.cuda.set_device(place)
     turn = _serve if torch.distributed.get_rank() == 0 else _return
-    buffers = [_buffers(size, place) for size in sizes_bytes]
+    outgoing, incoming = torch.zeros((2, max(sizes_bytes)), dtype=torch.uint8, device=place)
     seconds: list[list[float]] = [[] for _ in sizes_bytes]
-    for number in range(WARM_UPS + rounds):
-        for (outgoing, incoming), laps in zip(buffers, seconds, strict=True):
-            start = time.perf_counter()
-            turn(outgoing, incoming)
-            if place.type == "cuda":
-                torch.cuda.synchronize(place)
-            if number >= WARM_UPS:
-                laps.append((time.perf_counter() - start) / 2)
+    with _computing(place):
+        for number in range(WARM_UPS + most_rounds):
+            for size, laps in zip(sizes_bytes, seconds, strict=True):
+                if number >= WARM_UPS + min(rounds_of(size), most_rounds):
+                    continue
+                start = time.perf_counter()
+                turn([outgoing[:size]], [incoming[:size]])
+                if place.type == "cuda":
+                    torch.cuda.current_stream(place).synchronize()
+                if number >= WARM_UPS:
+                    laps.append((time.perf_counter() - start) / 2)
     return [statistics.median(laps) for laps in seconds]
 
 
-def _buffers(size_bytes: int, place: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    outgoing = torch.zeros(size_bytes, dtype=torch.uint8, device=place)
-    return [outgoing], [torch.zeros_like(outgoing)]
+def rounds_of(size_bytes: int) -> int:
+    """How often a message of that size goes to and fro."""
+    return min(max(FEWEST_ROUNDS, BYTES_OF_A_SIZE // size_bytes), MOST_ROUNDS)
+
+
+@contextlib.contextmanager
+def _computing(place: torch.device) -> Iterator[None]:
+    """A thread of this process computes until the block ends; on a CUDA device in a stream of its own."""
+    ended = threading.Event()
+
+    def compute() -> None:
+        work = busy_work(place)
+        stream = torch.cuda.Stream(place) if place.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            while not ended.is_set():
+                work()
+                if stream is not None:
+                    stream.synchronize()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _serve(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:

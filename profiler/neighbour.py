@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
@@ -18,20 +19,25 @@ def main() -> None:
     """Say that the work has begun, and work until the parent closes our standard input or dies."""
     torch.set_num_threads(int(sys.argv[1]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    inputs = torch.randn(ROWS, WIDTH)
-    expansion = torch.randn(4 * WIDTH, WIDTH) / WIDTH**0.5
-    projection = torch.randn(WIDTH, 4 * WIDTH) / WIDTH**0.5
-    _work(inputs, expansion, projection)
+    work = busy_work(torch.device("cpu"))
+    work()
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     while True:
-        _work(inputs, expansion, projection)
+        work()
 
 
-def _work(inputs: torch.Tensor, expansion: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """One feed-forward block: two matrix products and passes over memory between them."""
-    hidden = functional.gelu(functional.linear(functional.layer_norm(inputs, [WIDTH]), expansion))
-    return inputs + functional.linear(hidden, projection)
+def busy_work(device: torch.device) -> Callable[[], torch.Tensor]:
+    """A feed-forward block, to be called: two matrix products and passes over memory between them."""
+    inputs = torch.randn(ROWS, WIDTH, device=device)
+    expansion = torch.randn(4 * WIDTH, WIDTH, device=device) / WIDTH**0.5
+    projection = torch.randn(WIDTH, 4 * WIDTH, device=device) / WIDTH**0.5
+
+    def work() -> torch.Tensor:
+        hidden = functional.gelu(functional.linear(functional.layer_norm(inputs, [WIDTH]), expansion))
+        return inputs + functional.linear(hidden, projection)
+
+    return work
 
 
 def _end_with_parent() -> None:

@@ -2,10 +2,12 @@
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
+from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError
-from profiler.links import SIZES_BYTES, fit_link, measure_link
+from profiler.links import SIZES_BYTES, fit_link, measure_link, rounds_of
 from profiler.local import local_devices
 
 
@@ -28,6 +30,18 @@ def test_two_workers_measure_their_link() -> None:
     link = measure_link(local_devices(["cpu", "cpu"]))
     assert link.bytes_per_s > 1e6
     assert link.latency_s < 1.0
+
+
+def test_a_cuda_device_has_no_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    card = Device(name="cuda:0", kind="card", memory_bytes=1)
+    with pytest.raises(ArgumentError, match=r"both ends of the link are 'cuda:0'; .* pass Cluster"):
+        measure_link(Cluster(devices=(card, card)))
+
+
+def test_small_messages_go_more_often_than_large_ones() -> None:
+    assert (min(SIZES_BYTES), max(SIZES_BYTES)) == (2**10, 2**26)
+    assert [rounds_of(size) for size in (2**10, 2**22, 2**26)] == [20, 8, 3]
 
 
 def test_one_device_has_no_link() -> None:

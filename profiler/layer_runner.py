@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from profiler.frontend import autocasting
 from profiler.loss import LossFunction, loss_of, model_output
 from profiler.sequence import LayerSequence
+from profiler.shelf import Shelf
 from profiler.stage_function import StageFunction
 
 
@@ -92,7 +93,8 @@ class LayerRunner:
 
     Args:
         sequence: the layers.
-        parameters: by (layer index, name), on the device; `.grad` is what the backward pass adds to.
+        parameters: by (layer index, name), on the device or on a shelf that brings them there; `.grad` is what the
+            backward pass adds to.
         buffers: by name, on the device.
         inputs: the micro-batch's inputs by name, on the device.
         loss_fn: computes the loss from the model's output and the target.
@@ -130,6 +132,11 @@ class LayerRunner:
         sources = [self._buffers[name] for name in prelude.buffers] + [self._inputs[name] for name in prelude.inputs]
         with self._autocasting():
             self._prelude = dict(zip(prelude.names, prelude.function(*sources), strict=True))
+
+    def hold(self, layers: range) -> None:
+        """Have the parameters of these layers on the device before they are run."""
+        if isinstance(self._parameters, Shelf):
+            self._parameters.hold(layers)
 
     @property
     def sources(self) -> dict[str, Tensor]:
@@ -199,7 +206,13 @@ class LayerRunner:
 
     def stage(self, first: int, stop: int) -> Stage:
         """Layers `first` to `stop - 1` as one function, to be run by `run_stage`."""
-        return Stage(StageFunction(self._sequence, first, stop, self._parameters), stop == len(self._sequence))
+        parameters = {
+            (layer.index, name): self._parameters[layer.index, name]
+            for layer in self._sequence.layers[first:stop]
+            for name in layer.parameters
+        }
+        function = StageFunction(self._sequence, first, stop, parameters, device=self._device)
+        return Stage(function, stop == len(self._sequence))
 
     def run_stage(self, stage: Stage, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         """The forward pass of a stage; returns what leaves it, attached to its graph."""

@@ -50,12 +50,14 @@ def profile(
         measured = profile(trace(model, x), 2, sample=x, loss_fn=cross_entropy, target=y)
         measured.to_frame()
 
-    The model is not changed: its gradients, buffers and the random number generators stay as they are.
+    The model is not changed: its gradients, buffers and the random number generators stay as they are. It may be larger
+    than the device, which holds a few layers at a time, and it may be on the meta device: then layers are timed with
+    random values.
 
     Args:
         sequence: the traced model.
         devices: see `local_devices`. One device of each kind is measured. Devices from data sheets (`Cluster.of`) are
-            not: their times are estimated, see `profiler.analytic`, and the model may be on the meta device.
+            not: their times are estimated, see `profiler.analytic`.
         sample: real values for the model's inputs; made-up ones can be unlike them (integers are 0).
         batch_size: samples of a mini-batch; the traced sample's by default.
         micro_batch_sizes: sizes to measure. By default powers of two up to a quarter of the batch, and the largest
@@ -74,7 +76,7 @@ def profile(
     interrupt goes on.
 
     Raises:
-        ArgumentError: an argument means nothing, or the model has no values yet.
+        ArgumentError: an argument means nothing.
     """
     cluster = local_devices(devices, threads=threads)
     check_optimizer(optimizer)
@@ -84,7 +86,6 @@ def profile(
     _check(loss_fn, target, time_budget_s)
     if is_listed(cluster):
         return _from_data_sheets(sequence, cluster, sizes, sample, loss_fn, target, optimizer, progress)
-    _check_values(sequence)
     remembered = Cache.of(cache)
     sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
     kinds = {device.kind: device for device in reversed(cluster.devices)}
@@ -147,16 +148,6 @@ def _check(loss_fn: LossFunction | None, target: Any, time_budget_s: float) -> N
     if (loss_fn is None) != (target is None):
         given, missing = ("target", "loss_fn") if loss_fn is None else ("loss_fn", "target")
         raise ArgumentError(f"{given} without {missing}; the loss is loss_fn(output, target): pass both or neither")
-
-
-def _check_values(sequence: LayerSequence) -> None:
-    places = {tensor.device.type for tensor in (*sequence.parameters.values(), *sequence.buffers.values())}
-    if "meta" in places:
-        raise ArgumentError(
-            "the model is on the meta device, and layers without values cannot be timed; materialize it first: "
-            "model.to_empty(device='cpu'), then load or initialize its parameters; or pass devices from data sheets: "
-            "Cluster.of('8xA100-40GB', link='nvlink3')"
-        )
 
 
 def _returns_loss(sequence: LayerSequence, place: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,20 +12,24 @@ from profiler.cache import Cache, CachedCosts, digest_of
 from profiler.device import Cluster, Device
 from profiler.errors import ProfileError
 from profiler.local import torch_device
+from profiler.measured_workspace import with_measured_workspace
 from profiler.memory import LayerMemory
 from profiler.memory_by_size import memory_by_size
 from profiler.neighbours import neighbours
 from profiler.optimizers import optimizer_cost
 from profiler.record import LayerCost, OptimizerCost
 from profiler.sequence import LayerSequence
-from profiler.stand_ins import parameter_aliases, real_runner
+from profiler.shelf import Shelf
+from profiler.stand_ins import real_runner
 from profiler.sweeps import LayerTiming, time_layers
 from profiler.task import Task
 from profiler.timing import computing_with
 from profiler.workers import usable_cores
 
 OPTIMIZER_SHARE = 0.05  # of the time budget
-SWEEP_MEMORY_SHARE = 0.5  # of a device's memory: the rest holds the model, its gradients and what is passed on
+# Of a device's memory. The rest is for what is passed on and what layers need in passing.
+SHELF_SHARE = 0.25  # parameters and gradients, of layers that are not run at the moment too
+SWEEP_SHARE = 0.4  # those of a window of layers, and what these keep
 
 
 def is_cuda(device: Device) -> bool:
@@ -57,13 +62,16 @@ def measured_kind(
         return costs, optimizer
     place = torch_device(device)
     task = replace(task, sequence=task.sequence.on(place), sizes=missing)
+    shelf = Shelf(task.sequence, place, int(SHELF_SHARE * device.memory_bytes))
     with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
         with computing_with(device.threads):
-            memory = memory_by_size(task, place) if missing else {}
+            memory = _fitting(task, shelf, memory_by_size(task, shelf, place), device) if missing else {}
         wait_until_busy()
         keep_freed_memory()
         with computing_with(device.threads):
-            timings = _timings(task, memory, device) if missing else {}
+            timings = _timings(task, shelf, memory, device) if memory else {}
+            shelf.clear()
+            memory = with_measured_workspace(memory, timings)
             for cost in layer_costs(task.sequence, device.kind, memory, timings):
                 costs.append(cost)
             for size in timings:
@@ -128,21 +136,42 @@ def _neighbour_count(device: Device, cluster: Cluster) -> int:
     return max(0, min(workers, len(usable_cores()) // max(1, device.threads)) - 1)
 
 
-def _timings(task: Task, memory: Mapping[int, Sequence[LayerMemory]], device: Device) -> dict[int, list[LayerTiming]]:
+def _fitting(
+    task: Task, shelf: Shelf, memory: Mapping[int, list[LayerMemory]], device: Device
+) -> dict[int, list[LayerMemory]]:
+    """The sizes at which the device holds each layer by itself."""
+    fitting = {}
+    for size, layers in memory.items():
+        needs = [shelf.bytes_of(index) + entry.kept_bytes + entry.transient_bytes for index, entry in enumerate(layers)]
+        if max(needs) <= device.memory_bytes:
+            fitting[size] = layers
+            continue
+        largest = needs.index(max(needs))
+        warnings.warn(
+            f"micro-batches of {size} samples are left out: layer {largest} ({task.sequence.layers[largest].name}) "
+            f"needs {max(needs)} bytes by itself, device {device.name!r} has {device.memory_bytes}",
+            stacklevel=2,
+        )
+    return fitting
+
+
+def _timings(
+    task: Task, shelf: Shelf, memory: Mapping[int, Sequence[LayerMemory]], device: Device
+) -> dict[int, list[LayerTiming]]:
     """Times of all layers by micro-batch size."""
     place = torch_device(device)
-    parameters = parameter_aliases(task.sequence, place)
     runners = {}
     for size in task.sizes:
         if size in memory:
             inputs, about = task.micro_batch(size, place)
-            runners[size] = real_runner(task.sequence, parameters, inputs, **about)
+            runners[size] = real_runner(task.sequence, shelf, inputs, **about)
     return time_layers(
         task.sequence,
+        shelf,
         runners,
         {size: [entry.kept_bytes for entry in layers] for size, layers in memory.items()},
         place,
-        memory_bytes=int(SWEEP_MEMORY_SHARE * device.memory_bytes),
+        memory_bytes=int(SWEEP_SHARE * device.memory_bytes),
         budget_s=(1 - OPTIMIZER_SHARE) * task.time_budget_s,
         sweep_done=task.bar.update,
     )

@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import (
 
 from profiler.memory import LayerMemory, layer_memory
 from profiler.record import InStage
-from profiler.stand_ins import fake_runner, parameter_aliases, real_runner
+from profiler.shelf import Shelf
+from profiler.stand_ins import fake_runner, real_runner
 from profiler.sweeps import is_out_of_memory
 from profiler.task import Task
 
@@ -37,11 +38,12 @@ KEPT = ("carried_bytes", "repeated_bytes", "held_bytes")
 PASSING = ("forward_bytes", "backward_bytes", "last_backward_bytes")
 
 
-def memory_by_size(task: Task, place: torch.device) -> dict[int, list[LayerMemory]]:
+def memory_by_size(task: Task, shelf: Shelf, place: torch.device) -> dict[int, list[LayerMemory]]:
     """Memory of all layers by micro-batch size.
 
     Args:
         task: what is measured.
+        shelf: brings parameters to the device.
         place: the device.
 
     Returns:
@@ -49,7 +51,8 @@ def memory_by_size(task: Task, place: torch.device) -> dict[int, list[LayerMemor
     """
     sizes = sorted(task.sizes)
     smallest = sizes[0]
-    real, fake = _real(task, smallest, place), _fake(task, smallest, place)
+    fake = _fake(task, smallest, place)
+    real = _real(task, smallest, shelf, place, share=fake is not None)
     faithful = fake is not None and agree(fake, real)
     unlike = () if fake is None else _unlike(fake, real)
     memory = {smallest: fake if fake is not None and faithful else _rounded(real, unlike)}
@@ -60,7 +63,9 @@ def memory_by_size(task: Task, place: torch.device) -> dict[int, list[LayerMemor
             continue
         line = _line(sizes, memory, size)
         task.bar.update()
-        found = line or (_fake(task, size, place) if faithful else None) or _real_if_it_fits(task, size, place)
+        found = line or (_fake(task, size, place) if faithful else None)
+        if found is None:
+            found = _real_if_it_fits(task, size, shelf, place, share=fake is not None)
         if found is not None:
             memory[size] = found if faithful else _rounded(found, unlike)
     return dict(sorted(memory.items()))
@@ -136,10 +141,12 @@ def _fake(task: Task, size: int, place: torch.device) -> list[LayerMemory] | Non
         return None
 
 
-def _real_if_it_fits(task: Task, size: int, place: torch.device) -> list[LayerMemory] | None:
+def _real_if_it_fits(
+    task: Task, size: int, shelf: Shelf, place: torch.device, *, share: bool
+) -> list[LayerMemory] | None:
     """From real tensors; None if the memory does not hold them."""
     try:
-        return _real(task, size, place)
+        return _real(task, size, shelf, place, share=share)
     except (MemoryError, RuntimeError) as problem:
         if not is_out_of_memory(problem):
             raise
@@ -147,7 +154,7 @@ def _real_if_it_fits(task: Task, size: int, place: torch.device) -> list[LayerMe
         return None
 
 
-def _real(task: Task, size: int, place: torch.device) -> list[LayerMemory]:
+def _real(task: Task, size: int, shelf: Shelf, place: torch.device, *, share: bool) -> list[LayerMemory]:
+    """From real tensors; equal layers are run once where fake tensors can follow: no shape depends on values there."""
     inputs, about = task.micro_batch(size, place)
-    runner = real_runner(task.sequence, parameter_aliases(task.sequence, place), inputs, **about)
-    return layer_memory(task.sequence, runner)
+    return layer_memory(task.sequence, real_runner(task.sequence, shelf, inputs, **about), share=share)

@@ -78,6 +78,7 @@ class StageFunction:
         first: index of the first layer.
         stop: index behind the last layer.
         parameters: by (layer index, name): the tensor that this layer reads and whose `.grad` it adds to.
+        device: where the layers run; by default where the first of the parameters is.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class StageFunction:
         first: int,
         stop: int,
         parameters: Mapping[tuple[int, str], Tensor],
+        *,
+        device: torch.device | None = None,
     ) -> None:
         layers = sequence.layers[first:stop]
         self.entering: tuple[BoundaryValue, ...] = sequence.boundaries[first]
@@ -101,7 +104,7 @@ class StageFunction:
             dict.fromkeys((*self.prelude.buffers, *(name for layer in layers for name in layer.buffers)))
         )
         self._sample = sequence.sample
-        self._device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
+        self._device = device or next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
         self.draws_random = any(layer.draws_random for layer in layers)
         self._copied = frozenset[str]().union(*(layer.in_place for layer in layers))
         self._steps = _steps(layers, parameters, frozenset(self.leaving))

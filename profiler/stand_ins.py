@@ -1,4 +1,4 @@
-"""The tensors that layers are run with: a micro-batch of any size, and aliases or fakes of parameters and buffers."""
+"""The tensors that layers are run with: a micro-batch of any size, and fakes of parameters and buffers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from profiler.loss import LossFunction
 from profiler.sample import tensor_leaves, torch_dtype
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.sequence import LayerSequence
+from profiler.shelf import Shelf, valued_buffer
 
 
 def made_up_leaves(spec: SampleSpec) -> list[Tensor]:
@@ -65,8 +66,12 @@ def micro_batch(sequence: LayerSequence, sample: Any | None, size: int, device: 
 
 
 def _valued(tensor: Tensor) -> Tensor:
-    """The tensor; zeros where it is on the meta device and has no values."""
-    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
+    """The tensor; where it is on the meta device and has no values, normal floats or zeros as made-up ones are."""
+    if not tensor.is_meta:
+        return tensor
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return torch.randn(tensor.shape, dtype=tensor.dtype)
+    return torch.zeros_like(tensor, device="cpu")
 
 
 def resized_target(target: Any, size: int, device: torch.device) -> Any:
@@ -81,25 +86,9 @@ def resized_target(target: Any, size: int, device: torch.device) -> Any:
     return pytree.tree_map(one, target)
 
 
-def parameter_aliases(sequence: LayerSequence, device: torch.device) -> dict[tuple[int, str], Tensor]:
-    """For each layer its parameters, sharing memory with the model's where they are on the device already.
-
-    Trainable ones have a `.grad` of zeros of their own, as from the second micro-batch of a step on.
-    """
-    aliases = {}
-    for layer in sequence.layers:
-        for name in layer.parameters:
-            parameter = sequence.parameters[name]
-            alias = parameter.detach().to(device).requires_grad_(parameter.requires_grad)
-            if alias.requires_grad:
-                alias.grad = torch.zeros_like(alias)
-            aliases[layer.index, name] = alias
-    return aliases
-
-
 def real_runner(
     sequence: LayerSequence,
-    parameters: Mapping[tuple[int, str], Tensor],
+    shelf: Shelf,
     inputs: Mapping[str, Tensor],
     *,
     loss_fn: LossFunction | None,
@@ -107,9 +96,9 @@ def real_runner(
     has_loss: bool,
     device: torch.device,
 ) -> LayerRunner:
-    """A runner on the model's own values."""
-    buffers = {name: buffer.detach().to(device) for name, buffer in sequence.buffers.items()}
-    return LayerRunner(sequence, parameters, buffers, inputs, loss_fn=loss_fn, target=target, has_loss=has_loss)
+    """A runner on the model's own values, or on random ones where it is on the meta device."""
+    buffers = {name: valued_buffer(buffer, device) for name, buffer in sequence.buffers.items()}
+    return LayerRunner(sequence, shelf, buffers, inputs, loss_fn=loss_fn, target=target, has_loss=has_loss)
 
 
 @contextmanager

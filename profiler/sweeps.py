@@ -8,7 +8,8 @@ a call, an autograd graph and a Python frame for each: single layers are scaled 
     forward    | 0 | 1 | 2 | 3 | loss |                       | uncut |
     backward                          | 3 | 2 | 1 | 0 |               | uncut |
 
-Where the device cannot hold what all layers keep at once, a sweep goes through windows of layers that it can hold.
+Where the device cannot hold what all layers keep at once, or not their parameters, a sweep goes through windows of
+layers that it can hold. Of many equal layers a few are swept, see `profiler.swept_layers`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from statistics import fmean
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from profiler.kernel_memory import KernelMemory, can_watch
 from profiler.layer_runner import Kept, LayerRunner, Stage, backward, keep
 from profiler.sequence import LayerSequence
+from profiler.shelf import Shelf
 from profiler.stage_function import Pass, leaves_of, roots_of, run_backward
+from profiler.swept_layers import Stand, swept_layers, windows
 from profiler.timing import Stopwatch, Timing, collecting_no_garbage, rounds, stopwatch
 
 FIRST_SIZES = 3  # swept before the others
@@ -45,15 +49,17 @@ class LayerTiming:
         forward_s: median of forward passes, as part of a stage.
         backward_s: median of backward passes, as part of a stage.
         spread: interquartile range of forward and backward together, as a share of their median.
+        workspace_bytes: the most that a kernel allocated inside itself; None where nobody looked.
     """
 
     forward_s: float
     backward_s: float
     spread: float
+    workspace_bytes: int | None = None
 
 
 Pair: TypeAlias = tuple[float, float]  # seconds of a forward and of a backward pass
-_Key: TypeAlias = tuple[str, bool]
+_Key: TypeAlias = tuple[str, bool, bool]
 
 
 @dataclass(slots=True)
@@ -61,16 +67,19 @@ class _Laps:
     """What the sweeps at one micro-batch size took.
 
     Attributes:
-        layers: by `_key` the laps of all layers with that key.
+        layers: by key the laps of all layers with that key.
         uncut: by window the laps of all its layers as one stage.
+        workspace_bytes: by key the most that a kernel allocated inside itself.
     """
 
     layers: dict[_Key, list[Pair]]
     uncut: list[list[Pair]]
+    workspace_bytes: dict[_Key, int]
 
 
 def time_layers(
     sequence: LayerSequence,
+    shelf: Shelf,
     runners: Mapping[int, LayerRunner],
     kept_bytes: Mapping[int, Sequence[int]],
     device: torch.device,
@@ -83,10 +92,11 @@ def time_layers(
 
     Args:
         sequence: the layers.
+        shelf: where the runners have their parameters.
         runners: by size; with a micro-batch of that size, on real tensors.
         kept_bytes: by size; what each layer keeps for its backward pass.
         device: where the tensors are.
-        memory_bytes: what one sweep may keep.
+        memory_bytes: what a window's parameters, their gradients and all that it keeps may occupy together.
         budget_s: seconds after which no further sweep starts; at least `FEWEST_SWEEPS` of each size run.
         sweep_done: called after each sweep, at most `1 + MOST_SWEEPS` times for each size.
 
@@ -94,14 +104,14 @@ def time_layers(
         The times by size. A size that the memory does not hold is missing. Interrupted from the keyboard, the sizes
         that were swept by then: the first `FIRST_SIZES` of `runners` come first.
     """
-    turns = _Turns(sequence, runners, kept_bytes, device, memory_bytes, sweep_done)
+    turns = _Turns(sequence, shelf, runners, kept_bytes, device, memory_bytes, sweep_done)
     sizes = list(runners)
     start = time.perf_counter()
     try:
         with collecting_no_garbage():
             for group in (sizes[:FIRST_SIZES], sizes[FIRST_SIZES:]):
                 for number in range(1 + FEWEST_SWEEPS):
-                    turns.take(group, counted=number > 0)  # the first one warms up
+                    turns.take(group, counted=number > 0)  # the first one warms up, and its memory is watched
             left_s = budget_s - (time.perf_counter() - start)
             for _ in rounds(at_least=0, at_most=MOST_SWEEPS - FEWEST_SWEEPS, budget_s=left_s):
                 turns.take(sizes, counted=True)
@@ -121,29 +131,44 @@ class _Turns:
     def __init__(
         self,
         sequence: LayerSequence,
+        shelf: Shelf,
         runners: Mapping[int, LayerRunner],
         kept_bytes: Mapping[int, Sequence[int]],
         device: torch.device,
         memory_bytes: int,
         sweep_done: Callable[[], object],
     ) -> None:
-        self._sequence = sequence
+        self._keys = _keys(sequence)
+        self._device = device
         self._watch = stopwatch(device)
         self._sweep_done = sweep_done
         self._sweeps = {}
         self._laps = {}
+        launches = [len(layer.operations) if device.type == "cuda" else 0 for layer in sequence.layers]
+        placed = [shelf.bytes_of(index) for index in range(len(sequence))]
         for size, runner in runners.items():
-            runs = _windows_on(device, sequence, kept_bytes[size], memory_bytes)
-            self._sweeps[size] = _Sweep(sequence, runner, runs)
-            self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs])
+            held = [sum(pair) for pair in zip(kept_bytes[size], placed, strict=True)]
+            layers = swept_layers(self._keys, held)
+            limits = (memory_bytes, OPERATIONS_IN_CUDA_WINDOW)
+            runs = windows(layers, list(zip(held, launches, strict=True)), limits)
+            self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
+            self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
 
     def take(self, sizes: Sequence[int], *, counted: bool) -> None:
-        """One sweep at each of these sizes; a size for which the memory is too small is left out from then on."""
+        """One sweep at each of these sizes; a size for which the memory is too small is left out from then on.
+
+        Args:
+            sizes: of micro-batches.
+            counted: timed; otherwise what kernels allocate is watched.
+        """
         for size in sizes:
             if size not in self._sweeps:
                 continue
             try:
-                layers, uncut = self._sweeps[size].run(self._watch)
+                if counted:
+                    self._note(self._laps[size], *self._sweeps[size].run(self._watch))
+                else:
+                    self._warm_up(size)
             except (MemoryError, RuntimeError) as problem:
                 if not is_out_of_memory(problem):
                     raise
@@ -151,14 +176,27 @@ class _Turns:
                 self._sweeps.pop(size)
                 self._watch.take()
                 continue
-            if counted:
-                _note(self._sequence, self._laps[size], layers, uncut)
             self._sweep_done()
+
+    def _warm_up(self, size: int) -> None:
+        if not can_watch(self._device):
+            self._sweeps[size].run(self._watch)
+            return
+        layers, _ = self._sweeps[size].run(KernelMemory(self._device))
+        found = self._laps[size].workspace_bytes
+        for index, pair in layers.items():
+            found[self._keys[index]] = max(found.get(self._keys[index], 0), *map(int, pair))
+
+    def _note(self, laps: _Laps, layers: Mapping[int, Pair], uncut: Sequence[Pair]) -> None:
+        for index, pair in layers.items():
+            laps.layers[self._keys[index]].append(pair)
+        for noted, pair in zip(laps.uncut, uncut, strict=True):
+            noted.append(pair)
 
     def summaries(self) -> dict[int, list[LayerTiming]]:
         """The times of all layers, of each size that was swept at least once."""
         return {
-            size: _summary(self._sequence, sweep.windows, self._laps[size])
+            size: _summary(self._keys, sweep.windows, self._laps[size])
             for size, sweep in self._sweeps.items()
             if self._laps[size].layers
         }
@@ -171,33 +209,27 @@ def is_out_of_memory(problem: BaseException) -> bool:
     return isinstance(problem, RuntimeError) and "not enough memory" in str(problem)  # of torch's CPU allocator
 
 
-def _windows_on(
-    device: torch.device, sequence: LayerSequence, kept_bytes: Sequence[int], memory_bytes: int
-) -> list[range]:
-    operations = [len(layer.operations) if device.type == "cuda" else 0 for layer in sequence.layers]
-    return windows(list(zip(kept_bytes, operations, strict=True)), (memory_bytes, OPERATIONS_IN_CUDA_WINDOW))
+def _summary(keys: Sequence[_Key], runs: Sequence[range], laps: _Laps) -> list[LayerTiming]:
+    """Medians of the laps, scaled window by window to add up to the window's; of layers left out, what equal ones take.
 
-
-def _note(sequence: LayerSequence, laps: _Laps, layers: Sequence[Pair], uncut: Sequence[Pair]) -> None:
-    for index, pair in enumerate(layers):
-        laps.layers[_key(sequence, index)].append(pair)
-    for noted, pair in zip(laps.uncut, uncut, strict=True):
-        noted.append(pair)
-
-
-def _summary(sequence: LayerSequence, runs: Sequence[range], laps: _Laps) -> list[LayerTiming]:
-    """Medians of the laps, scaled window by window to add up to the window's."""
+    The medians of one key are the same in all windows, the scales are not.
+    """
     medians = {key: _medians(pairs) for key, pairs in laps.layers.items()}
-    timings = []
+    spreads = {key: Timing.of([sum(pair) for pair in pairs]).spread for key, pairs in laps.layers.items()}
+    scaled: dict[int, Pair] = {}
+    of_key: dict[_Key, list[Pair]] = defaultdict(list)
     for window, uncut in zip(runs, laps.uncut, strict=True):
-        keys = [_key(sequence, index) for index in window]
-        together = [sum(column) for column in zip(*(medians[key] for key in keys), strict=True)]
+        together = [sum(column) for column in zip(*(medians[keys[index]] for index in window), strict=True)]
         scales = [whole / parts if parts > 0 else 1.0 for whole, parts in zip(_medians(uncut), together, strict=True)]
-        for key in keys:
-            forward_s, backward_s = (scale * median for scale, median in zip(scales, medians[key], strict=True))
-            spread = Timing.of([sum(pair) for pair in laps.layers[key]]).spread
-            timings.append(LayerTiming(forward_s, backward_s, spread))
-    return timings
+        for index in window:
+            forward_s, backward_s = (s * median for s, median in zip(scales, medians[keys[index]], strict=True))
+            scaled[index] = (forward_s, backward_s)
+            of_key[keys[index]].append((forward_s, backward_s))
+    means = {key: (fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)) for key, pairs in of_key.items()}
+    return [
+        LayerTiming(*scaled.get(index, means[key]), spreads[key], laps.workspace_bytes.get(key))
+        for index, key in enumerate(keys)
+    ]
 
 
 def _medians(pairs: Sequence[Pair]) -> Pair:
@@ -205,59 +237,50 @@ def _medians(pairs: Sequence[Pair]) -> Pair:
     return Timing.of(forward).median_s, Timing.of(backward).median_s
 
 
-def windows(sizes: Sequence[tuple[int, ...]], limits: tuple[int, ...]) -> list[range]:
-    """Runs of layers that stay within every limit; a layer that does not is a run by itself.
-
-        >>> windows([(3,), (3,), (3,), (9,)], (6,))
-        [range(0, 2), range(2, 3), range(3, 4)]
-
-    Args:
-        sizes: per layer one number for each limit.
-        limits: what the numbers of a run may add up to.
-    """
-    starts, held = [0], (0,) * len(limits)
-    for index, size in enumerate(sizes):
-        together = tuple(map(sum, zip(held, size, strict=True)))
-        if index > starts[-1] and any(sum_ > limit for sum_, limit in zip(together, limits, strict=True)):
-            starts.append(index)
-            together = size
-        held = together
-    return [range(first, stop) for first, stop in pairwise((*starts, len(sizes)))]
+def _keys(sequence: LayerSequence) -> list[_Key]:
+    """Equal for layers that take equally long; the last one computes the loss, the first reader the prelude."""
+    last, reader = len(sequence) - 1, _first_reader(sequence)
+    return [(layer.signature, layer.index == last, layer.index == reader) for layer in sequence.layers]
 
 
-def _key(sequence: LayerSequence, index: int) -> _Key:
-    """Equal for layers that take equally long; the last layer is its own, it computes the loss."""
-    return sequence.layers[index].signature, index == len(sequence) - 1
+def _first_reader(sequence: LayerSequence) -> int:
+    readers = (layer.index for layer in sequence.layers if sequence.prelude_names & set(layer.values))
+    return next(readers, 0)
 
 
 class _Sweep:
-    """One sweep after the other over all layers.
+    """One sweep after the other.
 
     Attributes:
         windows: of layers that are run forward and then backward.
     """
 
-    def __init__(self, sequence: LayerSequence, runner: LayerRunner, runs: Sequence[range]) -> None:
+    def __init__(
+        self, sequence: LayerSequence, runner: LayerRunner, runs: Sequence[range], keys: Sequence[_Key]
+    ) -> None:
         self.windows = runs
         self._runner = runner
-        self._stages = [runner.stage(window.start, window.stop) for window in runs]
-        readers = (layer.index for layer in sequence.layers if sequence.prelude_names & set(layer.values))
-        self._first_reader = next(readers, 0)
+        self._first_reader = _first_reader(sequence)
+        self._stand = Stand(sequence, keys, [index for window in runs for index in window])
 
-    def run(self, watch: Stopwatch) -> tuple[list[Pair], list[Pair]]:
+    def run(self, watch: Stopwatch) -> tuple[dict[int, Pair], list[Pair]]:
         """Seconds of each layer, where the first reader of the prelude is charged with it, and of each window."""
         watch.lap(self._runner.run_prelude)
         (prelude_s,) = watch.take()
-        layers: list[Pair] = []
+        layers: dict[int, Pair] = {}
         uncut: list[Pair] = []
         values: dict[str, Tensor] = {}
-        for window, stage in zip(self.windows, self._stages, strict=True):
-            uncut.append(self._uncut(stage, values, watch))
+        reached = 0
+        for window in self.windows:
+            values = self._stand.pass_over(reached, window.start, values)
+            self._runner.hold(window)
+            uncut.append(self._uncut(self._runner.stage(window.start, window.stop), values, watch))
             pairs, values = self._one_by_one(window, values, watch)
-            if self._first_reader in window:
-                forward_s, backward_s = pairs[self._first_reader - window.start]
-                pairs[self._first_reader - window.start] = (forward_s + prelude_s, backward_s)
-            layers.extend(pairs)
+            layers.update(zip(window, pairs, strict=True))
+            reached = window.stop
+        self._stand.clear()
+        forward_s, backward_s = layers[self._first_reader]
+        layers[self._first_reader] = (forward_s + prelude_s, backward_s)
         return layers, uncut
 
     def _one_by_one(
@@ -267,6 +290,7 @@ class _Sweep:
         for index in window:
             entered = self._runner.enter(index, values)
             computed = watch.lap(partial(self._runner.forward, index, entered))
+            self._stand.note(index, computed)
             leaving = self._runner.leaving(index, entered, computed)
             kept.append(keep(entered, leaving))
             values = {name: value.detach() for name, value in leaving.items()}

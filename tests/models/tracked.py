@@ -1,22 +1,34 @@
 """Real runs of stages under a watch on every tensor: what prediction of memory is held against."""
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, pairwise
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from planner.stage_bytes import StageBytes
 from profiler import LayerSequence
 from profiler.loss import LossFunction, loss_of, model_output
 from profiler.memory import LayerMemory
 from profiler.record import LayerCost
-from profiler.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
-from profiler.stand_ins import parameter_aliases
+from profiler.shelf import Shelf
+from profiler.stage_function import Pass, Results, StageFunction, leaves_of, roots_of, run_backward
 from profiler.storage_watch import StorageWatch
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Bytes that the allocator gave (positive) and took back (negative) inside, in order; filled at the end."""
+    record: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as kineto:
+        yield record
+    events = [event for event in kineto.profiler.kineto_results.events() if event.name() == "[memory]"]
+    record.extend(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
 
 
 def stage_bytes(memory: Sequence[LayerMemory]) -> StageBytes:
@@ -40,6 +52,28 @@ def stage_bytes(memory: Sequence[LayerMemory]) -> StageBytes:
     )
 
 
+class Allocator:
+    """The allocator's count, which holds what kernels take for themselves, with the face of a `StorageWatch`."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._blocks = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._record = self._blocks.enter_context(allocations())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._blocks.close()
+        self.peak_bytes = max(self.peak_bytes, *(self.live_bytes + sum_ for sum_ in accumulate(self._record)))
+        self.live_bytes += sum(self._record)
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = self.live_bytes
+
+
 def run_stages(
     sequence: LayerSequence,
     bounds: Sequence[int],
@@ -48,33 +82,41 @@ def run_stages(
     target: Any,
     *,
     has_loss: bool,
+    meter: Callable[[], StorageWatch | Allocator] = StorageWatch,
 ) -> list[tuple[int, int]]:
-    """Run stages of layers [bounds[k], bounds[k + 1]) forward and backward on one micro-batch.
+    """Run stages of layers [bounds[k], bounds[k + 1]) forward and backward on one micro-batch, once before it counts.
 
     Returns:
         For each stage the bytes that it keeps between the two, and the most that it holds at any moment; what enters
         it and the gradients of what leaves it are not counted.
     """
-    aliases = parameter_aliases(sequence, CPU)
+    shelf = Shelf(sequence, CPU)
     values: dict[str, Tensor] = {}
     found = []
-    for first, stop in pairwise(bounds):
-        stage = StageFunction(sequence, first, stop, aliases)
+
+    def forward(stage: StageFunction, *, is_last: bool) -> tuple[Pass, Results, dict[str, Tensor]]:
         leaves = leaves_of(values, stage.entering)
-        with StorageWatch() as watch:
-            results = stage.forward(leaves, inputs, sequence.buffers)
-            leaving = dict(results.values)
-            if stop == len(sequence) and has_loss:
-                leaving = {"loss": loss_of(model_output(sequence, leaving), target, loss_fn)}
-            kept = Pass(leaves, roots_of(leaving))
-            results.values.clear()
-        values = {name: value.detach().clone() for name, value in leaving.items()}
-        gradients = {name: torch.ones_like(value) for name, value in leaving.items() if value.requires_grad}
-        del leaving
+        results = stage.forward(leaves, inputs, sequence.buffers)
+        leaving = dict(results.values)
+        if is_last:
+            leaving = {"loss": loss_of(model_output(sequence, leaving), target, loss_fn)}
+        results.values.clear()
+        return Pass(leaves, roots_of(leaving)), results, leaving
+
+    for first, stop in pairwise(bounds):
+        stage = StageFunction(sequence, first, stop, shelf)
+        is_last = stop == len(sequence) and has_loss
+        behind = {name: value.detach().clone() for name, value in forward(stage, is_last=is_last)[2].items()}
+        with meter() as watch:
+            kept, results, leaving = forward(stage, is_last=is_last)
+            gradients = [name for name, value in leaving.items() if value.requires_grad]
+            del leaving
         kept_bytes, forward_bytes = watch.live_bytes, watch.peak_bytes
+        given = {name: torch.ones_like(behind[name]) for name in gradients}
         with watch:
             watch.restart()
-            run_backward(kept, gradients)
+            run_backward(kept, given)
         found.append((kept_bytes, max(forward_bytes, watch.peak_bytes)))
+        values = behind
         del results
     return found

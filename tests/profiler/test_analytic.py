@@ -178,12 +178,6 @@ def test_listed_and_local_devices_do_not_mix():
         profile(trace(mlp(), torch.randn(8, 64)), cluster, progress=False)
 
 
-def test_a_meta_model_on_local_devices_is_pointed_to_data_sheets():
-    sequence = trace(mlp(device="meta"), torch.empty(8, 64, device="meta"))
-    with pytest.raises(ArgumentError, match=r"or pass devices from data sheets: Cluster\.of"):
-        profile(sequence, 2, progress=False)
-
-
 def test_the_loss_belongs_to_the_last_layer():
     sample, target = torch.randn(8, 64), torch.randn(8, 64)
     sequence = trace(mlp(), sample)

@@ -1,16 +1,21 @@
 """Profiles of small models; how true their seconds are is in tests/benchmarks."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
-from profiler import ArgumentError, Cluster, Device, Link, Profile, profile, trace
+from profiler import ArgumentError, Cluster, Device, Link, Profile, ProfileError, profile, trace
+from profiler.layer_runner import LayerRunner
 from profiler.optimizers import check_optimizer, optimizer_cost, optimizer_names
-from profiler.sweeps import windows
+from profiler.shelf import Shelf
+from profiler.swept_layers import windows
+from tests.models.tracked import allocations
 
 Case = tuple[nn.Module, Any]
 CPU = Device(name="cpu", kind="cpu/1 thread", memory_bytes=2**30, threads=1)
@@ -130,12 +135,55 @@ def test_two_devices_have_a_link_and_a_neighbour(make_case: Callable[[str], Case
 
 
 def test_layers_that_do_not_fit_at_once_are_measured_in_windows(make_case: Callable[[str], Case]) -> None:
-    assert windows([(3, 1), (3, 1), (3, 1), (9, 1)], (6, 9)) == [range(2), range(2, 3), range(3, 4)]
-    assert windows([(1, 5), (1, 5)], (9, 9)) == [range(1), range(1, 2)]
+    assert windows(range(4), [(3, 1), (3, 1), (3, 1), (9, 1)], (6, 9)) == [range(2), range(2, 3), range(3, 4)]
+    assert windows(range(2), [(1, 5), (1, 5)], (9, 9)) == [range(1), range(1, 2)]
     model, ids = make_case("gpt")
-    small = CPU.model_copy(update={"memory_bytes": 20_000})
+    small = CPU.model_copy(update={"memory_bytes": 60_000})
     measured = _quick(model, ids, devices=[small], micro_batch_sizes=[2])
     assert all(cost.forward_s > 0 for cost in measured.costs)
+
+
+def test_a_size_at_which_a_layer_does_not_fit_is_left_out(make_case: Callable[[str], Case]) -> None:
+    model, ids = make_case("gpt")
+    small = CPU.model_copy(update={"memory_bytes": 36_000})
+    with pytest.warns(UserWarning, match=r"of 4 samples are left out: layer \d+ \(.*\) needs \d+ bytes by itself"):
+        measured = _quick(model, ids, devices=[small], micro_batch_sizes=[2, 4])
+    assert {cost.micro_batch_size for cost in measured.costs} == {2}
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(ProfileError, match="no memory for micro-batches of 2 samples"),
+    ):
+        _quick(model, ids, devices=[CPU.model_copy(update={"memory_bytes": 9_000})], micro_batch_sizes=[2, 4])
+
+
+def test_of_many_equal_layers_a_few_are_swept(
+    make_case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values go on behind those that are left out, and these take what equal ones take."""
+    monkeypatch.setattr("profiler.swept_layers.LEAST_BYTES", 0)
+    run: list[int] = []
+    forward = LayerRunner.forward
+
+    def noted(self: LayerRunner, index: int, entered: Any) -> Any:
+        run.append(index)
+        return forward(self, index, entered)
+
+    model, ids = make_case("gpt")
+    sequence = trace(model, ids)
+    assert len(sequence) > 2 * len({layer.signature for layer in sequence.layers})
+    monkeypatch.setattr("profiler.sweeps.LayerRunner.forward", noted)
+    monkeypatch.setattr("profiler.swept_layers.LEAST_COPIES", 1)
+    measured = _quick(model, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1, 2])
+    swept = run[-run[::-1].index(0) - 1 :]  # the last sweep
+    assert len(set(swept)) == len(swept) < len(sequence) / 2
+    assert len({sequence.layers[index].signature for index in swept}) == len(
+        {layer.signature for layer in sequence.layers}
+    )
+    assert all(cost.forward_s > 0 for cost in measured.costs)
+    times: dict[str, set[float]] = {}
+    for layer, cost in zip(measured.layers[:-1], measured.costs[:-1], strict=False):
+        times.setdefault(layer.signature, set()).add(cost.forward_s)
+    assert all(len(found) == 1 for found in times.values())
 
 
 @pytest.mark.parametrize(
@@ -159,19 +207,82 @@ def test_arguments_that_mean_nothing(make_case: Callable[[str], Case], settings:
         profile(sequence, **{"devices": 1, "sample": x, "progress": False, "time_budget_s": 0.0, **settings})
 
 
-def test_a_model_without_values() -> None:
+class Wide(nn.Module):
+    """Unlike blocks of which each holds much less than all, with an embedding, a buffer and normalization."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 128)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.wide = nn.ModuleList(nn.Linear(128, 512 + 16 * block) for block in range(blocks))
+        self.narrow = nn.ModuleList(nn.Linear(512 + 16 * block, 128) for block in range(blocks))
+        self.norms = nn.ModuleList(nn.LayerNorm(128) for _ in range(blocks))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for norm, wide, narrow in zip(self.norms, self.wide, self.narrow, strict=True):
+            x = x + self.scale * narrow(torch.relu(wide(norm(x))))
+        return x
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_model_of_four_times_the_memory_is_measured_within_it(place: str) -> None:
+    with torch.device(place):
+        model = Wide(blocks=10)
+        ids = torch.zeros(8, 4, dtype=torch.int64)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    limit = whole // 4
+    sequence = trace(model, ids)
+    with allocations() as record:
+        measured = profile(
+            sequence,
+            [CPU.model_copy(update={"memory_bytes": limit})],
+            sample=ids,
+            micro_batch_sizes=[2],
+            time_budget_s=0.0,
+            progress=False,
+        )
+    assert max(accumulate(record)) <= limit
+    assert {cost.micro_batch_size for cost in measured.costs} == {2}
+    assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in measured.costs)
+    assert all(parameter.device.type == place and parameter.grad is None for parameter in model.parameters())
+
+
+def test_values_of_a_model_without_any_keep_the_scale_of_what_comes_in() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ArgumentError, match=r"on the meta device.*materialize it first"):
-        profile(trace(model, torch.zeros(4, 4)), 1, progress=False)
+        model = nn.Sequential(nn.Linear(600, 700), nn.LayerNorm(700), nn.Linear(700, 600))
+        x = torch.zeros(4, 600)
+    sequence = trace(model, x)
+    shelf = Shelf(sequence, torch.device("cpu"), room_bytes=0)
+    value = torch.randn(4, 600)
+    for layer in sequence.layers:
+        shelf.hold(range(layer.index, layer.index + 1))
+        assert len(shelf._held) == 1
+        parameters = [shelf[layer.index, name] for name in layer.parameters]
+        assert all(parameter.grad is not None for parameter in parameters)
+        (value,) = sequence.on(torch.device("cpu")).layers[layer.index].function(*parameters, value)
+        assert 0.5 < value.std() < 2
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("name", "share"), [("AdamW", 2.0), ("SGD", 0.0), ("RMSprop", 1.0)])
-def test_optimizer_state_is_that_of_a_real_step(name: str, share: float) -> None:
-    parameters = [torch.zeros(30, 20, requires_grad=True), torch.zeros(7, requires_grad=True), torch.zeros(9)]
+@pytest.mark.parametrize("name", [name for name in optimizer_names() if name != "Muon"])
+def test_optimizer_state_is_that_of_a_real_step(name: str) -> None:
+    parameters = [torch.ones(30, 20, requires_grad=True), torch.ones(7, requires_grad=True), torch.zeros(9)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = getattr(torch.optim, name)(parameters[:2])
+    optimizer.step()
+    held = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()]
     found = optimizer_cost(name, parameters, CPU, budget_s=0.0)
-    assert found.state_bytes_per_byte == share
+    assert found.state_bytes_per_byte == pytest.approx(sum(leaf.nbytes for leaf in held) / (4 * 607))
     assert found.seconds_per_byte > 0
+
+
+def test_optimizer_state_is_of_whole_parameters() -> None:
+    """Adafactor holds a row and a column of each; of what the device can hold, a part of the rows would say more."""
+    parameter = torch.zeros(4096, 64, requires_grad=True)
+    found = optimizer_cost("Adafactor", [parameter], CPU.model_copy(update={"memory_bytes": 2**17}), budget_s=0.0)
+    assert found.state_bytes_per_byte == (4096 + 64) / (4096 * 64)
 
 
 def test_optimizers() -> None:

@@ -1,33 +1,24 @@
 """Bytes from fake tensors against the allocator's own record of real runs."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
-from profiler import LayerSequence, trace
+from planner.costs import CostModel
+from profiler import LayerSequence, profile, trace
 from profiler.memory import LayerMemory, layer_memory
 from profiler.memory_by_size import agree
+from profiler.shelf import Shelf
 from profiler.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
-from profiler.stand_ins import fake_runner, input_bytes, micro_batch, parameter_aliases, real_runner, resized
+from profiler.stand_ins import fake_runner, input_bytes, micro_batch, real_runner, resized
+from tests.models.tracked import Allocator, allocations, run_stages
 
 Case = tuple[nn.Module, Any]
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def _allocations() -> Iterator[list[int]]:
-    """Bytes taken (positive) and given back (negative) inside, in order."""
-    record: list[int] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as kineto:
-        yield record
-    events = [event for event in kineto.profiler.kineto_results.events() if event.name() == "[memory]"]
-    record.extend(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
 
 
 class _Real:
@@ -36,7 +27,7 @@ class _Real:
     def __init__(self, sequence: LayerSequence, sample: Any, size: int) -> None:
         self.sequence = sequence
         self.inputs = micro_batch(sequence, sample, size, CPU)
-        self.aliases = parameter_aliases(sequence, CPU)
+        self.aliases = Shelf(sequence, CPU)
         self.values: list[dict[str, Tensor]] = [{}]
         for index in range(len(sequence)):
             stage = StageFunction(sequence, index, index + 1, self.aliases)
@@ -52,12 +43,12 @@ class _Real:
     def _pass(self, first: int, stop: int) -> tuple[int, int]:
         stage = StageFunction(self.sequence, first, stop, self.aliases)
         leaves = leaves_of(self.values[first], stage.entering)
-        with _allocations() as forward:
+        with allocations() as forward:
             results = stage.forward(leaves, self.inputs, self.sequence.buffers)
             kept = Pass(leaves, roots_of(results.values))
             results.values.clear()
         shapes = {name: self.values[stop][name].shape for name in kept.roots}
-        with _allocations() as backward:
+        with allocations() as backward:
             run_backward(kept, {name: torch.ones(shape) for name, shape in shapes.items()})
         held = sum(forward)
         return held, max(*accumulate(forward), held + max(accumulate(backward)))
@@ -68,7 +59,7 @@ def _memory(sequence: LayerSequence, sample: Any, size: int, *, fake: bool) -> l
     if fake:
         with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=CPU) as runner:
             return layer_memory(sequence, runner)
-    aliases = parameter_aliases(sequence, CPU)
+    aliases = Shelf(sequence, CPU)
     runner = real_runner(sequence, aliases, inputs, loss_fn=None, target=None, has_loss=False, device=CPU)
     return layer_memory(sequence, runner)
 
@@ -99,6 +90,24 @@ def test_no_stage_needs_more_than_predicted(make_case: Callable[[str], Case], na
         predicted = sum(entry.kept_bytes for entry in memory[first:stop])
         assert predicted >= kept, (first, stop)
         assert predicted + max(entry.transient_bytes for entry in memory[first:stop]) >= peak, (first, stop)
+
+
+@pytest.mark.parametrize("name", ["cnn", "lstm", "gpt"])
+def test_what_kernels_allocate_is_measured(make_case: Callable[[str], Case], name: str) -> None:
+    """Never less than the allocator says, and close to it; a table that counts from above is far from it."""
+    model, sample = make_case(name)
+    sequence = trace(model, sample)
+    settings: dict[str, Any] = {"batch_size": 32, "micro_batch_sizes": [8, 32], "time_budget_s": 0.0}
+    measured = profile(sequence, 1, sample=sample, progress=False, cache=False, **settings)
+    costs = CostModel(measured)
+    for size in (20, 32):
+        inputs = micro_batch(sequence, sample, size, CPU)
+        for parts in (1, 3):
+            bounds = [len(sequence) * part // parts for part in range(parts + 1)]
+            found = run_stages(sequence, bounds, inputs, None, None, has_loss=False, meter=Allocator)
+            for (first, stop), (_, most) in zip(pairwise(bounds), found, strict=True):
+                _, predicted = costs.stage("cpu/1 thread", size, first, stop)
+                assert most <= predicted <= 1.1 * most + 2**14, (size, first, stop)
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "masked", "keywords", "dropout"])

@@ -16,7 +16,8 @@ from profiler import ExecutionError, LayerSequence, NotTraceableError, profile, 
 from profiler.local import local_devices
 from profiler.memory import layer_memory
 from profiler.opaque import Affine
-from profiler.stand_ins import fake_runner, micro_batch, parameter_aliases, real_runner
+from profiler.shelf import Shelf
+from profiler.stand_ins import fake_runner, micro_batch, real_runner
 from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 
@@ -154,7 +155,7 @@ def test_memory_is_what_the_module_keeps() -> None:
     about: dict[str, Any] = {"loss_fn": None, "target": None, "has_loss": False, "device": cpu}
     with fake_runner(sequence, inputs, **about) as runner:
         imitated = layer_memory(sequence, runner)
-    real = layer_memory(sequence, real_runner(sequence, parameter_aliases(sequence, cpu), inputs, **about))
+    real = layer_memory(sequence, real_runner(sequence, Shelf(sequence, cpu), inputs, **about))
     assert [entry.kept_bytes for entry in imitated] == [entry.kept_bytes for entry in real]
     assert all(a.transient_bytes >= b.transient_bytes for a, b in zip(imitated, real, strict=True))
     assert sum(entry.kept_bytes for entry in imitated) >= 2 * 6 * 64 * 4

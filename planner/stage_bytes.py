@@ -44,7 +44,8 @@ class StageBytes:
         copied_bytes: copies of gradients of layer u's values in layer v's backward pass, at [u, v].
         returning_bytes: gradients of values behind layer u that layer v reads next, at [u, v]; one more column for what
             only the model's output reads.
-        uncovered_bytes: the rest of the storages that these lie on, likewise.
+        made_bytes: the storages that these lie on, at [u, v] for those that layer v's backward pass makes, likewise.
+        passing_bytes: the part of these that layer u has nothing to do with, likewise.
     """
 
     own_bytes: NDArray[np.float64]
@@ -59,7 +60,8 @@ class StageBytes:
     prelude_bytes: NDArray[np.float64]
     copied_bytes: NDArray[np.float64]
     returning_bytes: NDArray[np.float64]
-    uncovered_bytes: NDArray[np.float64]
+    made_bytes: NDArray[np.float64]
+    passing_bytes: NDArray[np.float64]
 
     @classmethod
     def of(cls, costs: Sequence[LayerCost]) -> Self:
@@ -68,7 +70,7 @@ class StageBytes:
         entries = [cost.in_stage or _alone(cost.transient_bytes) for cost in costs]
         own = np.array([cost.kept_bytes for cost in costs], dtype=np.float64)
         pairs, waiting, prelude, copied = np.zeros((4, layers, layers))
-        returning, uncovered = np.zeros((2, layers, layers + 1))
+        returning, made, passing = np.zeros((3, layers, layers + 1))
         for index, entry in enumerate(entries):
             for later, size_bytes in entry.carried_bytes:
                 own[index] -= size_bytes
@@ -83,8 +85,10 @@ class StageBytes:
                 copied[earlier, index] += size_bytes
             for later, size_bytes in entry.returning_bytes:
                 returning[index, later] += size_bytes
-            for later, size_bytes in entry.uncovered_bytes:
-                uncovered[index, later] += size_bytes
+            for later, size_bytes in entry.made_bytes:
+                made[index, later] += size_bytes
+            for later, size_bytes in entry.passing_bytes:
+                passing[index, later] += size_bytes
         vectors = {name: np.array([getattr(entry, name) for entry in entries], dtype=np.float64) for name in _VECTORS}
         return cls(
             own,
@@ -94,7 +98,8 @@ class StageBytes:
             prelude_bytes=prelude,
             copied_bytes=copied,
             returning_bytes=returning,
-            uncovered_bytes=uncovered,
+            made_bytes=made,
+            passing_bytes=passing,
         )
 
     def between(self, other: Self, share: float) -> Self:
@@ -123,17 +128,18 @@ class StageBytes:
         waiting, copied = np.zeros((2, layers + 1, layers))
         waiting[:layers] = np.cumsum(self.waiting_bytes[::-1], axis=0)[::-1]  # of layers from i on
         copied[1:] = np.cumsum(self.copied_bytes, axis=0)  # of layers before i
-        prelude, returning, uncovered = (  # for layers before j
+        prelude, returning, made, passing = (  # for layers before j
             np.concatenate((np.zeros((layers, 1)), np.cumsum(by_reader, axis=1)), axis=1)
-            for by_reader in (self.prelude_bytes, self.returning_bytes, self.uncovered_bytes)
+            for by_reader in (self.prelude_bytes, self.returning_bytes, self.made_bytes, self.passing_bytes)
         )
         there = np.triu(np.ones((layers + 1, layers), dtype=bool))
         kept_then = np.where(there, kept[:, 1:] - held[1:] + self.workspace_bytes, -np.inf)
         while_forward, while_backward = kept_then + self.forward_bytes + waiting, kept_then + copied
         most = np.zeros((layers + 1, layers + 1))
         for stop in range(1, layers + 1):
-            made_inside = returning[:stop, stop] + uncovered[:stop, stop]
-            beside = np.minimum(self.backward_bytes[:stop], self.last_backward_bytes[:stop] + made_inside)
+            received = passing[:stop, -1] - passing[:stop, stop]
+            inner = self.backward_bytes[:stop] - received
+            beside = np.minimum(inner, self.last_backward_bytes[:stop] + made[:stop, stop])
             backward = (while_backward[:stop, :stop] + beside).max(axis=1)
             backward[1:] += returning[: stop - 1, -1] - returning[: stop - 1, stop]  # of what passes the stage by
             forward = (while_forward[:stop, :stop] + prelude[:stop, stop]).max(axis=1)

@@ -2,7 +2,7 @@
 
 Two layers are equal here if they do the same operations on tensors of the same shapes and layouts, of which the same
 ones share storages, and if the same ones of their values live on. What the first one showed holds for the others under
-their own names. Only on fake tensors: real ones have values, which only a run can tell.
+their own names. Only where shapes do not depend on values, which only a run can tell.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class _SeenBackward:
     names: tuple[str, ...]
     inner: Peaks
     last: Peaks
+    relaid: tuple[tuple[str, int], ...]
     copied: tuple[tuple[str, int], ...]
     caught: tuple[_Caught, ...]
 
@@ -74,7 +75,7 @@ class Looks:
     Args:
         sequence: the layers.
         runner: with a micro-batch.
-        share: whether equal layers are run once; the runner's tensors are fake.
+        share: whether equal layers are run once; no shape depends on values.
     """
 
     def __init__(self, sequence: LayerSequence, runner: LayerRunner, *, share: bool) -> None:
@@ -85,6 +86,7 @@ class Looks:
         self._seen: dict[Hashable, _Seen] = {}
         self._seen_backward: dict[Hashable, _SeenBackward] = {}
         self._keys: dict[int, Hashable] = {}
+        self._makers: dict[int, int] = {}
 
     def forward(self, layer: Layer, values: Mapping[str, Tensor]) -> tuple[ForwardLook, dict[str, Tensor]]:
         """See `look_forward`."""
@@ -93,6 +95,7 @@ class Looks:
         seen = self._seen.get(key) if self._share else None
         behind = {value.name for value in self._sequence.boundaries[layer.index + 1]}
         if seen is None:
+            self._runner.hold(range(layer.index, layer.index + 1))
             look, following = look_forward(self._sequence, self._runner, layer, values, self._watch)
             made = {name: value for name, value in following.items() if name in layer.outputs}
             self._seen[key] = _Seen(names, look, made)
@@ -109,13 +112,16 @@ class Looks:
         key = (self._keys[layer.index], _sharing(gradients, touched))
         seen = self._seen_backward.get(key) if self._share else None
         if seen is None:
+            self._runner.hold(range(layer.index, layer.index + 1))
             before = self._watch.live_bytes
             given = {self._watch.number_of(gradients[name]): name for name in reversed(touched)}
-            look = look_backward(self._sequence, self._runner, layer, values, gradients, self._watch)
+            look = look_backward(self._sequence, self._runner, layer, values, gradients, self._watch, self._makers)
+            self._note_makers(layer, gradients)
             self._seen_backward[key] = _SeenBackward(
                 names,
                 (look.inner[0] - before, look.inner[1] - before),
                 look.last,
+                look.relaid,
                 tuple(entry for entry in look.copied if entry[0] in names),
                 tuple(
                     self._caught(name, gradients[name], given)
@@ -129,11 +135,19 @@ class Looks:
         look = BackwardLook(
             inner=(seen.inner[0] + self._watch.live_bytes, seen.inner[1] + self._watch.live_bytes),
             last=seen.last,
-            **returning(gradients),
+            **returning(layer, gradients, self._watch, self._makers),
+            relaid=tuple((called[name], size) for name, size in seen.relaid),
             copied=tuple(sorted(copied_bytes.items())),
         )
         self._hand_on(seen.caught, called, {name: gradients.pop(name) for name in touched}, gradients)
+        self._note_makers(layer, gradients)
         return look
+
+    def _note_makers(self, layer: Layer, gradients: Mapping[str, Tensor]) -> None:
+        for gradient in gradients.values():
+            number = self._watch.number_of(gradient)
+            if number is not None:
+                self._makers.setdefault(number, layer.index)
 
     def _caught(self, name: str, gradient: Tensor, given: Mapping[int | None, str]) -> _Caught:
         number = self._watch.number_of(gradient)

@@ -9,7 +9,8 @@ A watch counts what the layer creates; what comes from outside is the business o
 Backward passes go from the last layer to the first. The spring gives the gradients that later gates have caught into
 the backward pass and lets go of them, so that they live as long as in a stage; even storages that two gradients share
 are shared. As the last layer of a stage, a layer gets gradients from its caller, who keeps them: so the backward pass
-runs once in each way.
+runs once in each way. And as the first layer of a stage it reads leaves of the autograd graph instead of values behind
+gates; a third run shows which gradients are copied there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from profiler.layer_runner import Entered, LayerRunner, gate
 from profiler.sequence import Layer, LayerSequence
 from profiler.stage_function import layout_hook
-from profiler.storage_watch import Peaks, StorageWatch, storage_of
+from profiler.storage_watch import Peaks, StorageWatch, storage_bytes, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,10 @@ class BackwardLook:
         inner: largest bytes alive together with all gradients of what is alive behind the layer.
         last: the same where these gradients are the caller's, and not counted.
         returning: (value, bytes): what is alive behind the layer, and bytes of its gradient.
-        uncovered: (value, bytes): and those of the storage that it lies on and no gradient covers.
+        made: (later layer, bytes): the layer whose backward pass made a storage of these gradients, and its size.
+        relaid: (value, bytes): values that the layer computes and whose gradient comes in another memory layout, and
+            bytes of the copy in theirs.
+        passing: the part of `made` that belongs to values which the layer neither reads nor computes.
         copied: (value, bytes): values whose gradient is copied where they enter a stage, and is there twice while
             the layer runs: autograd copies what comes to a leaf if it is shared or has another memory layout.
     """
@@ -81,7 +85,9 @@ class BackwardLook:
     inner: Peaks
     last: Peaks
     returning: tuple[tuple[str, int], ...]
-    uncovered: tuple[tuple[str, int], ...]
+    made: tuple[tuple[int, int], ...]
+    passing: tuple[tuple[int, int], ...]
+    relaid: tuple[tuple[str, int], ...]
     copied: tuple[tuple[str, int], ...]
 
 
@@ -111,6 +117,7 @@ def look_backward(
     values: Mapping[str, Tensor],
     gradients: dict[str, Tensor],
     watch: StorageWatch,
+    makers: Mapping[int, int],
 ) -> BackwardLook:
     """Run one layer forward and backward, as inner and as last layer of a stage.
 
@@ -122,16 +129,20 @@ def look_backward(
         gradients: of what is alive behind the layer, by name, on storages that `watch` knows; turned into those of what
             is alive before it.
         watch: knows nothing but `gradients`.
+        makers: number of a storage -> layer whose backward pass made it.
     """
-    coming_back = returning(gradients)
+    coming_back = returning(layer, gradients, watch, makers)
     copied = doubled(layer, gradients)
+    copied.update(_Run(sequence, runner, layer, values, watch, gated=False).copied_at_leaves())
     last, caught = _Run(sequence, runner, layer, values, watch).backward_as_last()
     copied.update(_copied(caught, values, watch))
     del caught
-    inner, caught = _Run(sequence, runner, layer, values, watch).backward_as_inner(gradients)
+    run = _Run(sequence, runner, layer, values, watch)
+    relaid = run.relaid(layer, gradients)
+    inner, caught = run.backward_as_inner(gradients)
     copied.update(_copied(caught, values, watch))
     gradients.update(caught)
-    return BackwardLook(inner, last, **coming_back, copied=tuple(sorted(copied.items())))
+    return BackwardLook(inner, last, **coming_back, relaid=relaid, copied=tuple(sorted(copied.items())))
 
 
 class _Run:
@@ -144,11 +155,16 @@ class _Run:
         layer: Layer,
         values: Mapping[str, Tensor],
         watch: StorageWatch,
+        *,
+        gated: bool = True,
     ) -> None:
         self._watch = watch
         self._before = watch.live_bytes
         self._behind = {value.name for value in sequence.boundaries[layer.index + 1]}
-        entered = _enter(sequence, runner, layer, values)
+        entered = _enter(sequence, runner, layer, values, gated=gated)
+        self._entered = {name: entered.values[name] for name in values} if not gated else {}
+        for name in layer.in_place:
+            entered.values[name] = entered.values[name].clone()
         self._caught = entered.caught
         self._outside = _storages_outside(sequence, layer, entered)
         self._saved: dict[int, Tensor] = {}
@@ -197,6 +213,14 @@ class _Run:
         behind.update({name: value.detach().clone() for name, value in self._leaving.items() if name not in behind})
         return {name: value for name, value in behind.items() if name in self._behind}
 
+    def relaid(self, layer: Layer, gradients: Mapping[str, Tensor]) -> tuple[tuple[str, int], ...]:
+        """See `BackwardLook`."""
+        return tuple(
+            (name, gradients[name].nbytes)
+            for name, value in self._leaving.items()
+            if name in layer.outputs and name in gradients and gradients[name].stride() != value.stride()
+        )
+
     def backward_as_inner(self, gradients: dict[str, Tensor]) -> tuple[Peaks, dict[str, Tensor]]:
         """The largest bytes and the gradients caught; `gradients` of leaving values are taken out and used up."""
         trained = {name: value for name, value in self._leaving.items() if value.requires_grad}
@@ -220,6 +244,19 @@ class _Run:
         del trained
         return self._backward(roots, gradients, before=self._before)
 
+    def copied_at_leaves(self) -> dict[str, int]:
+        """Value -> bytes of the copy that autograd makes of its gradient, which something else uses at that moment."""
+        leaves = {name: leaf for name, leaf in self._entered.items() if leaf.requires_grad}
+        came: dict[str, int] = {}
+        for name, leaf in leaves.items():
+            leaf.register_hook(partial(_note_storage, came, name))
+        self.backward_as_last()
+        return {
+            name: leaf.nbytes
+            for name, leaf in leaves.items()
+            if leaf.grad is not None and storage_of(leaf.grad) != came[name]
+        }
+
     def _backward(
         self, roots: Sequence[Any], gradients: Sequence[Tensor], *, before: int
     ) -> tuple[Peaks, dict[str, Tensor]]:
@@ -241,6 +278,10 @@ def _note(saved: dict[int, Tensor], tensor: Tensor) -> Tensor:
     return detached
 
 
+def _note_storage(came: dict[str, int], name: str, gradient: Tensor) -> None:
+    came[name] = storage_of(gradient)
+
+
 class _Spring(torch.autograd.Function):
     """A number; its backward pass hands out the gradients that it was given, and keeps none."""
 
@@ -255,15 +296,21 @@ class _Spring(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _enter(sequence: LayerSequence, runner: LayerRunner, layer: Layer, values: Mapping[str, Tensor]) -> Entered:
-    """What the layer reads, behind gates; a stage writes in place what it created itself, so copies do not count."""
+def _enter(
+    sequence: LayerSequence, runner: LayerRunner, layer: Layer, values: Mapping[str, Tensor], *, gated: bool
+) -> Entered:
+    """What the layer reads, behind gates or as leaves; what it writes in place is yet to be copied.
+
+    A stage writes in place what it created itself, so these copies do not count.
+    """
     caught: dict[str, Tensor] = {}
     entered = runner.sources
     for value in sequence.boundaries[layer.index]:
         detached = values[value.name].detach()
-        entered[value.name] = gate(detached.requires_grad_(), caught, value.name) if value.requires_grad else detached
-    for name in layer.in_place:
-        entered[name] = entered[name].clone()
+        if value.requires_grad:
+            leaf = detached.requires_grad_()
+            detached = gate(leaf, caught, value.name) if gated else leaf
+        entered[value.name] = detached
     return Entered(entered, caught)
 
 
@@ -289,22 +336,22 @@ def _copied(caught: Mapping[str, Tensor], values: Mapping[str, Tensor], watch: S
     }
 
 
-def returning(gradients: Mapping[str, Tensor]) -> dict[str, tuple[tuple[str, int], ...]]:
+def returning(
+    layer: Layer, gradients: Mapping[str, Tensor], watch: StorageWatch, makers: Mapping[int, int]
+) -> dict[str, tuple[tuple[Any, int], ...]]:
     """The fields of `BackwardLook` that follow from the gradients of what is alive behind the layer."""
+    on: dict[int, list[str]] = {}
+    for name, gradient in gradients.items():
+        number = watch.number_of(gradient)
+        if number is not None:  # the caller's own otherwise
+            on.setdefault(number, []).append(name)
+    touched = {*layer.values, *layer.outputs}
+    made = [(makers[number], storage_bytes(gradients[names[0]]), names) for number, names in on.items()]
     return {
         "returning": tuple((name, gradient.nbytes) for name, gradient in gradients.items()),
-        "uncovered": _uncovered(gradients),
+        "made": tuple((maker, size) for maker, size, _ in made),
+        "passing": tuple((maker, size) for maker, size, names in made if touched.isdisjoint(names)),
     }
-
-
-def _uncovered(gradients: Mapping[str, Tensor]) -> tuple[tuple[str, int], ...]:
-    """For the first gradient on each storage the bytes that no gradient covers (a part of a concatenation's)."""
-    first: dict[int, tuple[str, int]] = {}
-    for name, gradient in gradients.items():
-        key = storage_of(gradient)
-        owner, rest = first.get(key, (name, gradient.untyped_storage().nbytes()))
-        first[key] = owner, rest - gradient.nbytes
-    return tuple((name, rest) for name, rest in first.values() if rest > 0)
 
 
 def doubled(layer: Layer, gradients: Mapping[str, Tensor]) -> dict[str, int]:

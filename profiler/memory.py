@@ -9,7 +9,7 @@ which a stage computes once for all its layers, are kept once by every stage in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,7 @@ def layer_memory(sequence: LayerSequence, runner: LayerRunner, *, share: bool = 
         sequence: the layers.
         runner: with a micro-batch of the wanted size; on fake tensors, inside their mode, or on real ones. Parameters
             that are trained have a `.grad`, as they do from the second micro-batch on.
-        share: run equal layers once; on fake tensors.
+        share: run equal layers once; no shape depends on values.
     """
     with torch.enable_grad():
         prelude = _prelude(runner)
@@ -182,7 +182,8 @@ class _Together:
                 backward_bytes=tensors[1],
                 last_backward_bytes=tensors[2],
                 returning_bytes=_pairs(self._by_next_reader(index, dict(backward_look.returning))),
-                uncovered_bytes=_pairs(self._by_next_reader(index, dict(backward_look.uncovered))),
+                made_bytes=_pairs(self._made(index)),
+                passing_bytes=_pairs(_sums(backward_look.passing)),
                 copied_bytes=_pairs(copied),
                 workspace_bytes=max(most - alone for alone, most in zip(tensors, with_workspace, strict=True)),
             ),
@@ -204,6 +205,13 @@ class _Together:
             if value.name in sizes:
                 _add(sums, next(reader for reader in value.consumers if reader > index), sizes[value.name])
         return sums
+
+    def _made(self, index: int) -> dict[int, int]:
+        """Bytes of gradients of what is alive behind the layer, and of copies in another layout; by who makes them."""
+        made = _sums(self._backward[index].made)
+        for reader, size_bytes in self._by_next_reader(index, dict(self._backward[index].relaid)).items():
+            _add(made, reader, size_bytes)
+        return made
 
     def _copied(self, index: int) -> dict[int, int]:
         """Bytes of gradients that are copied where their values enter a stage, by the layer that creates the value."""
@@ -252,6 +260,13 @@ def _storages(sequence: LayerSequence, looks: Sequence[ForwardLook]) -> dict[str
 
 def _add(sums: dict[int, int], key: int, size_bytes: int) -> None:
     sums[key] = sums.get(key, 0) + size_bytes
+
+
+def _sums(entries: Iterable[tuple[int, int]]) -> dict[int, int]:
+    sums: dict[int, int] = {}
+    for key, size_bytes in entries:
+        _add(sums, key, size_bytes)
+    return sums
 
 
 def _pairs(sums: Mapping[int, int]) -> LayerBytes:

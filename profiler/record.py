@@ -81,7 +81,11 @@ class InStage(Value):
         last_backward_bytes: the same without these gradients: those of the last layer of a stage are received.
         returning_bytes: (later layer, bytes): gradients of what is alive behind the layer and that later layer reads
             next. In a stage that ends before that layer they are received.
-        uncovered_bytes: (later layer, bytes): the rest of the storages that these gradients lie on.
+        made_bytes: (later layer, bytes): storages that these gradients lie on, by the layer whose backward pass makes
+            them (a concatenation hands back parts of what came to it), and copies where their memory layout is not the
+            value's. A stage that ends before that layer has received them.
+        passing_bytes: (later layer, bytes): the part of `made_bytes` that has to do with values that the layer neither
+            reads nor computes; `backward_bytes` holds it all.
         copied_bytes: (earlier layer, bytes): while the layer runs backward, copies of gradients of the earlier layer's
             values in stages that these enter.
         workspace_bytes: what kernels may allocate inside themselves on top of all that.
@@ -97,7 +101,8 @@ class InStage(Value):
     backward_bytes: int = Field(ge=0)
     last_backward_bytes: int = Field(ge=0)
     returning_bytes: LayerBytes = ()
-    uncovered_bytes: LayerBytes = ()
+    made_bytes: LayerBytes = ()
+    passing_bytes: LayerBytes = ()
     copied_bytes: LayerBytes = ()
     workspace_bytes: int = Field(default=0, ge=0)
 

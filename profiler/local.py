@@ -62,16 +62,29 @@ def torch_device(device: Device) -> torch.device:
 
 
 def context_bytes(device: Device) -> int:
-    """Memory of a local device that a process occupies before it holds any tensor: its CUDA context; 0 on CPUs.
+    """Memory of a local device that a process occupies before it holds any tensor; 0 on CPUs.
 
-    What other processes hold on the device counts too, for it is not there to be used.
+    On a CUDA device its context, and what cuBLAS allocates for itself at the first product and keeps. What other
+    processes hold on the device counts too, for it is not there to be used.
     """
     place = torch_device(device)
     if place.type != "cuda":
         return 0
     torch.cuda.init()
+    workspaces = _product_workspaces(place)
     free, total = torch.cuda.mem_get_info(place)
-    return int(total - free - torch.cuda.memory_reserved(place))
+    return int(total - free - torch.cuda.memory_reserved(place) + workspaces)
+
+
+def _product_workspaces(place: torch.device) -> int:
+    """Bytes that stay allocated behind a first product, forward and backward: each thread of autograd's has its own."""
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(place)
+    factor = torch.ones(64, 64, device=place, requires_grad=True)
+    torch.addmm(factor[0], factor, factor).sum().backward()
+    del factor
+    torch.cuda.synchronize(place)
+    return torch.cuda.memory_allocated(place) - before
 
 
 def _names(count: int) -> list[str]:

@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.workspace import workspace_bytes
 
+CUDA_BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
 Peaks = tuple[int, int]  # bytes without and with what kernels may allocate inside themselves
 
 
@@ -59,9 +61,10 @@ class StorageWatch(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._number += 1
-            self._known[storage._cdata] = storage.nbytes(), self._number
+            size_bytes = storage_bytes(tensor)
+            self._known[storage._cdata] = size_bytes, self._number
             weakref.finalize(storage, self._forget, storage._cdata)
-            self.live_bytes += storage.nbytes()
+            self.live_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes)
 
@@ -77,6 +80,21 @@ class StorageWatch(TorchDispatchMode):
         """A number that no other storage under this watch has or had; None where `bytes_of` is."""
         found = self._known.get(storage_of(tensor))
         return None if found is None else found[1]
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes that the allocator gives for the storage behind a tensor, real or fake."""
+    return allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
+
+
+def allocated_bytes(size_bytes: int, device: torch.device) -> int:
+    """What an allocator gives when asked for that many bytes.
+
+    >>> allocated_bytes(700, torch.device("cuda"))
+    1024
+    """
+    block = CUDA_BLOCK_BYTES if device.type == "cuda" else 1
+    return -(-size_bytes // block) * block
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -46,6 +46,8 @@ class StageBytes:
             only the model's output reads.
         made_bytes: the storages that these lie on, at [u, v] for those that layer v's backward pass makes, likewise.
         passing_bytes: the part of these that layer u has nothing to do with, likewise.
+        leaves: `InStage.leaf_bytes`, one row an entry: layer, earlier layer, later layer, maker; shape (n, 4).
+        leaf_bytes: their bytes, shape (n,).
     """
 
     own_bytes: NDArray[np.float64]
@@ -62,6 +64,8 @@ class StageBytes:
     returning_bytes: NDArray[np.float64]
     made_bytes: NDArray[np.float64]
     passing_bytes: NDArray[np.float64]
+    leaves: NDArray[np.float64]
+    leaf_bytes: NDArray[np.float64]
 
     @classmethod
     def of(cls, costs: Sequence[LayerCost]) -> Self:
@@ -89,6 +93,8 @@ class StageBytes:
                 made[index, later] += size_bytes
             for later, size_bytes in entry.passing_bytes:
                 passing[index, later] += size_bytes
+        leaves = [(index, *layers, size) for index, entry in enumerate(entries) for *layers, size in entry.leaf_bytes]
+        at_leaves = np.array(leaves, dtype=np.float64).reshape(-1, 5)
         vectors = {name: np.array([getattr(entry, name) for entry in entries], dtype=np.float64) for name in _VECTORS}
         return cls(
             own,
@@ -100,6 +106,8 @@ class StageBytes:
             returning_bytes=returning,
             made_bytes=made,
             passing_bytes=passing,
+            leaves=at_leaves[:, :4],
+            leaf_bytes=at_leaves[:, 4],
         )
 
     def between(self, other: Self, share: float) -> Self:
@@ -140,12 +148,20 @@ class StageBytes:
             received = passing[:stop, -1] - passing[:stop, stop]
             inner = self.backward_bytes[:stop] - received
             beside = np.minimum(inner, self.last_backward_bytes[:stop] + made[:stop, stop])
-            backward = (while_backward[:stop, :stop] + beside).max(axis=1)
+            backward = (while_backward[:stop, :stop] + beside + self._at_leaves(stop)).max(axis=1)
             backward[1:] += returning[: stop - 1, -1] - returning[: stop - 1, stop]  # of what passes the stage by
             forward = (while_forward[:stop, :stop] + prelude[:stop, stop]).max(axis=1)
             computed = np.maximum.accumulate(self.prelude_peak_bytes[:stop][::-1])[::-1]
             most[:stop, stop] = np.maximum(np.maximum(forward, backward) + held[stop], computed)
         return most
+
+    def _at_leaves(self, stop: int) -> NDArray[np.float64]:
+        """Copies of received gradients at leaves in layer l's backward pass, at [i, l] of stages [i, stop)."""
+        copies = np.zeros((stop, stop))
+        layer, earlier, later, maker = self.leaves.T
+        for entry in np.flatnonzero((layer < stop) & (later < stop) & (maker >= stop)):
+            copies[int(earlier[entry]) + 1 :, int(layer[entry])] += self.leaf_bytes[entry]
+        return copies
 
 
 def _alone(transient_bytes: int) -> InStage:

@@ -42,7 +42,7 @@ class KernelMemory:
     def lap(self, call: Callable[[], T]) -> T:
         """Call it and note the most that an operation took beyond its results."""
         operations = _Operations(self._device)
-        with operations:  # type: ignore[no-untyped-call]
+        with operations:
             result = call()
         self._most.append(float(operations.most_bytes))
         return result

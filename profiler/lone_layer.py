@@ -77,6 +77,7 @@ class BackwardLook:
         made: (later layer, bytes): the layer whose backward pass made a storage of these gradients, and its size.
         relaid: (value, bytes): values that the layer computes and whose gradient comes in another memory layout, and
             bytes of the copy in theirs.
+        makers: (value, later layer, bytes): the layer whose backward pass made the storage, and bytes of the gradient.
         passing: the part of `made` that belongs to values which the layer neither reads nor computes.
         copied: (value, bytes): values whose gradient is copied where they enter a stage, and is there twice while
             the layer runs: autograd copies what comes to a leaf if it is shared or has another memory layout.
@@ -86,6 +87,7 @@ class BackwardLook:
     last: Peaks
     returning: tuple[tuple[str, int], ...]
     made: tuple[tuple[int, int], ...]
+    makers: tuple[tuple[str, int, int], ...]
     passing: tuple[tuple[int, int], ...]
     relaid: tuple[tuple[str, int], ...]
     copied: tuple[tuple[str, int], ...]
@@ -338,7 +340,7 @@ def _copied(caught: Mapping[str, Tensor], values: Mapping[str, Tensor], watch: S
 
 def returning(
     layer: Layer, gradients: Mapping[str, Tensor], watch: StorageWatch, makers: Mapping[int, int]
-) -> dict[str, tuple[tuple[Any, int], ...]]:
+) -> dict[str, Any]:
     """The fields of `BackwardLook` that follow from the gradients of what is alive behind the layer."""
     on: dict[int, list[str]] = {}
     for name, gradient in gradients.items():
@@ -349,6 +351,7 @@ def returning(
     made = [(makers[number], storage_bytes(gradients[names[0]]), names) for number, names in on.items()]
     return {
         "returning": tuple((name, gradient.nbytes) for name, gradient in gradients.items()),
+        "makers": tuple((name, maker, gradients[name].nbytes) for maker, _, names in made for name in names),
         "made": tuple((maker, size) for maker, size, _ in made),
         "passing": tuple((maker, size) for maker, size, names in made if touched.isdisjoint(names)),
     }

@@ -18,7 +18,7 @@ from torch import Tensor
 from profiler.equal_layers import Looks
 from profiler.layer_runner import LayerRunner
 from profiler.lone_layer import BackwardLook, ForwardLook
-from profiler.record import InStage, LayerBytes
+from profiler.record import InStage, LayerBytes, LeafBytes
 from profiler.sequence import BoundaryValue, LayerSequence
 from profiler.storage_watch import Peaks, StorageWatch, storage_of
 
@@ -183,6 +183,7 @@ class _Together:
                 last_backward_bytes=tensors[2],
                 returning_bytes=_pairs(self._by_next_reader(index, dict(backward_look.returning))),
                 made_bytes=_pairs(self._made(index)),
+                leaf_bytes=self._at_leaves(index),
                 passing_bytes=_pairs(_sums(backward_look.passing)),
                 copied_bytes=_pairs(copied),
                 workspace_bytes=max(most - alone for alone, most in zip(tensors, with_workspace, strict=True)),
@@ -205,6 +206,18 @@ class _Together:
             if value.name in sizes:
                 _add(sums, next(reader for reader in value.consumers if reader > index), sizes[value.name])
         return sums
+
+    def _at_leaves(self, index: int) -> LeafBytes:
+        """See `InStage.leaf_bytes`."""
+        lying = {name: (maker, size_bytes) for name, maker, size_bytes in self._backward[index].makers}
+        found: dict[tuple[int, int, int], int] = {}
+        for value in self._sequence.boundaries[index + 1]:
+            maker, size_bytes = lying.get(value.name, (-1, 0))
+            reader = next(reader for reader in value.consumers if reader > index)
+            if maker > reader and value.producer < index:
+                key = (value.producer, reader, maker)
+                found[key] = found.get(key, 0) + size_bytes
+        return tuple((*key, size_bytes) for key, size_bytes in sorted(found.items()))
 
     def _made(self, index: int) -> dict[int, int]:
         """Bytes of gradients of what is alive behind the layer, and of copies in another layout; by who makes them."""

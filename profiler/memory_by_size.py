@@ -126,9 +126,9 @@ def memory_between(low: LayerMemory, high: LayerMemory, share: float) -> LayerMe
 def _mixed(low: Any, high: Any, share: float) -> Any:
     if isinstance(low, int):
         return ceil(low + share * (high - low) - 1e-6)
-    if [layer for layer, _ in low] != [layer for layer, _ in high]:
+    if [layers for *layers, _ in low] != [layers for *layers, _ in high]:
         return None
-    return tuple((layer, _mixed(a, b, share)) for (layer, a), (_, b) in zip(low, high, strict=True))
+    return tuple((*layers, _mixed(a, b, share)) for (*layers, a), (*_, b) in zip(low, high, strict=True))
 
 
 def _fake(task: Task, size: int, place: torch.device) -> list[LayerMemory] | None:

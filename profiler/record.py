@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LayerBytes = tuple[tuple[int, int], ...]
 """Pairs (index of a layer, bytes)."""
 
+LeafBytes = tuple[tuple[int, int, int, int], ...]
+"""Entries (three indices of layers, bytes)."""
+
 
 class ParameterInfo(Value):
     """One parameter of the model.
@@ -84,6 +87,9 @@ class InStage(Value):
         made_bytes: (later layer, bytes): storages that these gradients lie on, by the layer whose backward pass makes
             them (a concatenation hands back parts of what came to it), and copies where their memory layout is not the
             value's. A stage that ends before that layer has received them.
+        leaf_bytes: (earlier layer, later layer, maker, bytes): gradients of the earlier layer's values, which the later
+            layer reads next, on storages that a still later layer makes. A stage that begins behind the first and ends
+            between the others has copies of them: what comes to a leaf and is the caller's is copied.
         passing_bytes: (later layer, bytes): the part of `made_bytes` that has to do with values that the layer neither
             reads nor computes; `backward_bytes` holds it all.
         copied_bytes: (earlier layer, bytes): while the layer runs backward, copies of gradients of the earlier layer's
@@ -102,6 +108,7 @@ class InStage(Value):
     last_backward_bytes: int = Field(ge=0)
     returning_bytes: LayerBytes = ()
     made_bytes: LayerBytes = ()
+    leaf_bytes: LeafBytes = ()
     passing_bytes: LayerBytes = ()
     copied_bytes: LayerBytes = ()
     workspace_bytes: int = Field(default=0, ge=0)

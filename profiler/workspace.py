@@ -1,7 +1,9 @@
-"""What kernels allocate and free inside themselves, which no watch on operations sees.
+"""What kernels may allocate and free inside themselves, for devices that are not here.
 
-Shares of the bytes that an operation reads and writes, from the allocator's record of each operation in GPTs, CNNs and
-LSTMs on CPU, rounded up. oneDNN copies what a convolution reads and writes into blocked layouts of 16 channels.
+Where layers are run, `profiler.kernel_memory` reads it from the allocator. This table holds shares of the bytes that an
+operation reads and writes, from that record of each operation in GPTs, CNNs and LSTMs on CPU, rounded up. oneDNN copies
+what a convolution reads and writes into blocked layouts of 16 channels; with one sample and one thread it may not be
+asked, and the convolution that unfolds its input needs more.
 """
 
 from __future__ import annotations

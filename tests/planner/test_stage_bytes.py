@@ -53,6 +53,11 @@ def costs(draw: st.DrawFn) -> list[LayerCost]:
             last_backward_bytes=draw(number),
             returning_bytes=towards(range(layer + 1, LAYERS + 1)),
             made_bytes=towards(range(layer + 1, LAYERS + 1)),
+            leaf_bytes=tuple(
+                (earlier, later, later + 1, size)
+                for earlier, size in towards(range(layer))
+                for later, _ in towards(range(layer + 1, LAYERS))
+            ),
             copied_bytes=towards(range(layer)),
             workspace_bytes=draw(number),
         )
@@ -102,6 +107,7 @@ def _most(layers: list[LayerCost], first: int, stop: int) -> int:
         received = entry.last_backward_bytes + sum(b for maker, b in entry.made_bytes if maker < stop)
         outside = sum(b for maker, b in entry.passing_bytes if maker >= stop)
         backward = min(entry.backward_bytes - outside, received) + passing
+        backward += sum(b for earlier, later, maker, b in entry.leaf_bytes if earlier < first and later < stop <= maker)
         backward += sum(b for creator, b in entry.copied_bytes if creator < first)
         most = max(most, there + max(forward, backward), entry.prelude_peak_bytes)
     return most

@@ -83,8 +83,8 @@ def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     )
 
 
-def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, most_rounds: int = MOST_ROUNDS) -> list[float]:
-    """Median seconds of one transfer for each size, in at most so many rounds; runs in both processes of a world of two.
+def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = MOST_ROUNDS) -> list[float]:
+    """Median seconds of one transfer for each size, of at most `rounds`; runs in both processes of a world of two.
 
     Sizes take turns, so that a moment in which the machine is busy does not fall on one of them alone.
     """
@@ -95,9 +95,9 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, most_rou
     outgoing, incoming = torch.zeros((2, max(sizes_bytes)), dtype=torch.uint8, device=place)
     seconds: list[list[float]] = [[] for _ in sizes_bytes]
     with _computing(place):
-        for number in range(WARM_UPS + most_rounds):
+        for number in range(WARM_UPS + rounds):
             for size, laps in zip(sizes_bytes, seconds, strict=True):
-                if number >= WARM_UPS + min(rounds_of(size), most_rounds):
+                if number >= WARM_UPS + min(rounds_of(size), rounds):
                     continue
                 start = time.perf_counter()
                 turn([outgoing[:size]], [incoming[:size]])

@@ -174,7 +174,8 @@ class _Search:
     def run(self, incumbent: Balance | None, bound_s: float) -> _Result:
         """The best plan below the incumbent's step time; no plan is below `bound_s`."""
         if incumbent is None:
-            incumbent = self.first(bound_s)
+            # without a plan there is nothing to return, however late it is
+            incumbent = _Search(self.problem, self.candidate, self.effort, Clock(None)).first(bound_s)
             if incumbent is None:
                 return _Result(None, np.inf)
         limit_s = incumbent.step_s * (1 + 2 * TIE)

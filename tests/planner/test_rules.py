@@ -99,10 +99,12 @@ def test_a_cut_inside_a_layer_cannot_be_demanded(profile, device):
         plan_from_profile(profile, [device("fast")] * 3, batch_size=32, cut_at=["blocks.2.out"])
 
 
-def test_a_time_limit_ends_the_search_and_says_so(profile, device):
-    devices = [device("fast"), device("slow"), device("slow")]
-    whole = plan_from_profile(profile, devices, batch_size=60)
-    short = plan_from_profile(profile, devices, batch_size=60, time_limit_s=1e-9)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "auto"])
+@pytest.mark.parametrize("memory_bytes", [10**9, 1200])
+def test_a_time_limit_ends_the_search_and_says_so(profile, device, schedule, memory_bytes):
+    devices = [device(kind, memory_bytes) for kind in ("fast", "slow", "slow")]
+    whole = plan_from_profile(profile, devices, batch_size=60, schedule=schedule)
+    short = plan_from_profile(profile, devices, batch_size=60, schedule=schedule, time_limit_s=1e-9)
     assert short.prediction.step_s >= whole.prediction.step_s
     assert short.prediction.lower_bound_s <= whole.prediction.step_s
     assert short.prediction.gap > 0 or short.prediction.step_s == whole.prediction.step_s

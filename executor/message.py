@@ -53,6 +53,9 @@ class MessageForm:
     Args:
         specs: of the tensors.
         device: where the pieces live.
+
+    Attributes:
+        size_bytes: of all tensors.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
@@ -70,6 +73,7 @@ class MessageForm:
             self._offsets[index] = end
             end += -(-specs[index].size_bytes // _ALIGNMENT) * _ALIGNMENT
         self._small_bytes = end
+        self.size_bytes = sum(spec.size_bytes for spec in specs)
 
     def buffers(self) -> list[Tensor]:
         """Memory to receive the pieces into."""

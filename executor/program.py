@@ -12,7 +12,7 @@ import torch
 
 from executor.layout import Layout
 from executor.message import MessageForm, TensorSpec
-from executor.rank_order import RECEIVES, RECEIVES_AHEAD, SENDS, rank_lists
+from executor.rank_order import RECEIVES, SENDS, rank_lists
 from executor.stage_runner import StageLayers
 from executor.transport import Transfer
 from planner.plan import Plan
@@ -21,7 +21,6 @@ from profiler.sequence import BoundaryValue, LayerSequence
 
 _GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
 _COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
-_ALL = 2**31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +172,6 @@ def _move(
     here = devices[action.stage]
     # GPipe keeps the inputs of all micro-batches until their backward pass anyway: their buffers may exist from the
     # start. 1F1B keeps few.
-    ahead = _ALL if action.kind is ActionKind.RECV_F and plan.schedule == "gpipe" else RECEIVES_AHEAD
-    transfer = Transfer(action, MessageForm(specs, here), devices.get(receiver, here), ahead)
+    unlimited = action.kind is ActionKind.RECV_F and plan.schedule == "gpipe"
+    transfer = Transfer(action, MessageForm(specs, here), devices.get(receiver, here), unlimited)
     return Move(values, shapes, transfer, is_remote, says_which)

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.schedule import Action, ActionKind, Schedule
+from planner.schedule import RECEIVES_AHEAD, SENDS_AHEAD, Action, ActionKind, Schedule
 from profiler.errors import ExecutionError
-
-# Messages of one boundary and direction that are under way at once: this many receives are posted ahead, and as many
-# sends may be incomplete before a sender waits. The planner counts the memory of both.
-RECEIVES_AHEAD = 2
-SENDS_AHEAD = 2
 
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})

@@ -20,13 +20,9 @@ import numpy as np
 from planner.costs import CostModel, Floats, LayerArrays, ParameterRanges
 from planner.micro_batches import MicroBatches
 from planner.plan import ScheduleName, Segment, StageMemory
+from planner.schedule import AHEAD_BYTES, RECEIVES_AHEAD, SENDS_AHEAD
 from profiler.device import Device
 from profiler.record import OptimizerCost
-
-RECEIVES_AHEAD = 2
-"""Receives of one boundary and direction that the executor posts ahead."""
-SENDS_AHEAD = 2
-"""Messages of one boundary and direction that the executor lets be under way."""
 
 
 def stage_memory(
@@ -124,12 +120,27 @@ def message_bytes(
     large, small = (costs.layers(kind, size) for size in (micro_batches.largest, micro_batches.smallest))
     outputs = np.maximum(large.output_bytes, small.output_bytes)
     gradients = np.maximum(large.output_gradient_bytes, small.output_gradient_bytes)
-    sent, received = (min(count, micro_batches.count) for count in (SENDS_AHEAD, RECEIVES_AHEAD + 1))
+    shortest = np.minimum(large.output_gradient_bytes, small.output_gradient_bytes)
+    sent_back = np.minimum(_ahead(SENDS_AHEAD, shortest), micro_batches.count)
+    posted_and_read = np.minimum(_ahead(RECEIVES_AHEAD, shortest) + 1, micro_batches.count)
+    shortest = np.minimum(large.output_bytes, small.output_bytes)
+    sent = np.minimum(_ahead(SENDS_AHEAD, shortest), micro_batches.count)
     inputs = np.zeros(len(outputs))
     if schedule == "1f1b":
-        now, soon = (micro_batches.in_flight(schedule, count) for count in (number, number + RECEIVES_AHEAD))
-        inputs = (soon[0] - now[0]) * large.output_bytes + (soon[1] - now[1]) * small.output_bytes
-    return behind_boundary(sent * gradients + inputs), behind_boundary(received * gradients + sent * outputs)
+        flying = sum(micro_batches.in_flight(schedule, number))
+        soon = np.minimum(number + _ahead(RECEIVES_AHEAD, shortest), micro_batches.count)
+        soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))
+        more_large = soon_large - now_large
+        inputs = more_large * large.output_bytes + (soon - flying - more_large) * small.output_bytes
+    return behind_boundary(sent_back * gradients + inputs), behind_boundary(
+        posted_and_read * gradients + sent * outputs
+    )
+
+
+def _ahead(at_least: int, message_bytes: Floats) -> Floats:
+    """How many messages of a length may be under way on one way."""
+    many: Floats = np.maximum(at_least, AHEAD_BYTES // np.maximum(1, message_bytes))
+    return many
 
 
 def behind_boundary(layer_bytes: Floats) -> Floats:

@@ -38,6 +38,12 @@ from profiler.errors import ArgumentError
 if TYPE_CHECKING:
     from planner.plan import Plan, ScheduleName
 
+# Messages of one boundary and direction that are under way at once: at least this many receives are posted ahead, and
+# at least as many sends may be incomplete before a sender waits; of short messages as many more as these bytes hold.
+RECEIVES_AHEAD = 2
+SENDS_AHEAD = 2
+AHEAD_BYTES = 4 * 2**20
+
 
 class ActionKind(StrEnum):
     """What a rank does in one action.

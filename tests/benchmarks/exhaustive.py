@@ -308,14 +308,14 @@ def _peak(costs: Any, first: int, stop: int, pattern: Any) -> float:
 
 @compiled
 def _messages(small: Small, costs: Any, flying: int, first: int, stop: int) -> float:
-    """Bytes of messages under way."""
+    """Bytes of messages under way: as short as these are, all of them."""
     count, total = len(small.sizes), 0.0
     if stop < costs.shape[2]:
-        total += min(3, count) * costs[:, GRADIENT, stop - 1].max()
-        total += min(2, count) * costs[:, OUTPUT, stop - 1].max()
+        total += count * costs[:, GRADIENT, stop - 1].max()
+        total += count * costs[:, OUTPUT, stop - 1].max()
     if first > 0:
-        total += min(2, count) * costs[:, GRADIENT, first - 1].max()
-        for batch in range(flying, min(flying + 2, count)):
+        total += count * costs[:, GRADIENT, first - 1].max()
+        for batch in range(flying, count):
             total += costs[small.sizes[batch], OUTPUT, first - 1]
     return total
 

@@ -11,7 +11,7 @@ from executor.micro_batch import sizes_for, split_target
 from executor.randomness import generator_of, key, preserved
 from executor.tied import TiedParameter, accumulator_of, sum_gradients
 from executor.transport import InProcess, Transfer
-from planner.schedule import Action
+from planner.schedule import AHEAD_BYTES, Action
 from profiler import ArgumentError
 
 CPU = torch.device("cpu")
@@ -139,3 +139,11 @@ def test_calls_of_known_kinds_wait_for_nobody() -> None:
     assert begin(6, step, smaller) == [False, True]
     texts = {agreement.difference(6).text for agreement in ranks}  # type: ignore[union-attr]
     assert texts == {"the ranks differ in the batch: rank 0 has (8,), rank 1 has None; give every rank the same"}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"), [(1, AHEAD_BYTES // 4), (AHEAD_BYTES // 40, 10), (AHEAD_BYTES, 2), (0, AHEAD_BYTES)]
+)
+def test_many_short_messages_and_few_long_ones_are_under_way(numbers: int, expected: int) -> None:
+    form = MessageForm([TensorSpec((numbers,), (0,), torch.float32)], CPU)
+    assert Transfer(Action.parse("1RECV_B3"), form, CPU).ahead(2) == expected

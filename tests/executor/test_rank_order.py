@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.rank_order import RECEIVES, RECEIVES_AHEAD, SENDS, SENDS_AHEAD, rank_lists
+from executor.rank_order import RECEIVES, SENDS, rank_lists
 from planner import ExecutionError
-from planner.schedule import Action, ActionKind, Schedule, make_schedule, parse_schedule
+from planner.schedule import RECEIVES_AHEAD, SENDS_AHEAD, Action, ActionKind, Schedule, make_schedule, parse_schedule
 
 SECONDS = {ActionKind.F: 1.0, ActionKind.R: 1.0, ActionKind.B: 2.0}
 

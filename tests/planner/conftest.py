@@ -251,17 +251,17 @@ class Oracle:
         elif not edges and len(segments) == 1 and len(again) == stop - first:
             peaks = [most(s) for s in sizes]
         ends = [
-            (3, stop - 1, "output_gradient_bytes"),
-            (2, stop - 1, "output_bytes"),
-            (2, first - 1, "output_gradient_bytes"),
+            (stop - 1, "output_gradient_bytes"),
+            (stop - 1, "output_bytes"),
+            (first - 1, "output_gradient_bytes"),
         ]
-        buffers = sum(
-            min(number, len(sizes)) * max(self.cost(kind, layer, s, name) for s in sizes)
-            for number, layer, name in ends
+        buffers = sum(  # messages as short as these are all under way at once
+            len(sizes) * max(self.cost(kind, layer, s, name) for s in sizes)
+            for layer, name in ends
             if 0 <= layer < len(self.profile.layers) - 1
         )
         if first > 0:  # inputs whose receives are posted ahead of those in flight
-            buffers += sum(self.cost(kind, first - 1, s, "output_bytes") for s in sizes[len(held) : len(held) + 2])
+            buffers += sum(self.cost(kind, first - 1, s, "output_bytes") for s in sizes[len(held) :])
         return (
             self._unique(first, stop)
             + sum(layer.buffers_bytes for layer in inside)

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executor import rank_order
 from planner.costs import CostModel, ParameterRanges, range_sums
-from planner.memory import RECEIVES_AHEAD, SENDS_AHEAD, stage_memory
+from planner.memory import message_bytes, stage_memory
 from planner.micro_batches import MicroBatches
 from planner.plan import Segment
+from planner.schedule import AHEAD_BYTES
 from planner.units import bytes_text, count_text, seconds_text
 from profiler.errors import ProfileError
 
@@ -97,7 +97,7 @@ def test_memory_by_hand(profile_of, device):
         "optimizer": 200,
         "activations": 4 * (8 + 20) + 8 * 3,
         "transient": 6,
-        "receive_buffers": 3 * 2 + 2 * 6 + 2 * 4,  # gradients posted and read, outputs and gradients that leave
+        "receive_buffers": 4 * (2 + 6 + 4),  # gradients posted and read, outputs and gradients that leave; all short
         "reserve": 5,
     }
     again = memory(1, 2, (1, 2))
@@ -113,13 +113,21 @@ def test_memory_by_hand(profile_of, device):
     # 1F1B has as many under way as there are stages from this one on
     assert memory(1, 2, schedule="1f1b", number=3).activations == 3 * (8 + 20) + 24
     assert memory(1, 2, schedule="1f1b", number=9).activations == 4 * (8 + 20) + 24
-    # and posts two receives of inputs ahead, as long as there are so many more
+    # and posts receives of inputs ahead, as long as there are more
     posted = [memory(1, 2, schedule="1f1b", number=number).receive_buffers for number in (1, 2, 3, 4)]
-    assert [more - kept.receive_buffers for more in posted] == [2 * 8, 2 * 8, 8, 0]
+    assert [more - kept.receive_buffers for more in posted] == [3 * 8, 2 * 8, 8, 0]
 
 
-def test_messages_ahead_are_those_of_the_executor():
-    assert (RECEIVES_AHEAD, SENDS_AHEAD) == (rank_order.RECEIVES_AHEAD, rank_order.SENDS_AHEAD)
+def test_few_long_and_many_short_messages_are_under_way(profile_of, device):
+    long, short = AHEAD_BYTES, AHEAD_BYTES // 3
+    rows = [(1, 1, 2, 0, 0, long, long), (1, 1, 2, 0, 0, short, short), (1, 1, 2, 0, 0, 0, 0)]
+    model = CostModel(profile_of({("a", 2): rows}, parameters=[(4, True)] * 3, readers=[(0,), (1,), (2,)]))
+    split = MicroBatches(batch_size=16, count=8)
+    before, behind = message_bytes(model, "a", "gpipe", split, 1)
+    assert before.tolist() == [0, 2 * long, 3 * short, 0]
+    assert behind.tolist() == [0, (3 + 2) * long, (4 + 3) * short, 0]
+    before, _ = message_bytes(model, "a", "1f1b", split, 2)
+    assert before.tolist() == [0, (2 + 2) * long, (3 + 3) * short, 0]
 
 
 @given(st.data())

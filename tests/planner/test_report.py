@@ -7,14 +7,14 @@ predicted step 18.5 s (optimizer 1.01 s), 0.5941 samples/s, bubble 30.4%
 1.37 x one device (25.4 s), proven optimal for these predictions
 
 stage  device  layers  modules                parameters  forward  recompute  backward     send         memory
-    0  cuda:0     0-0  blocks.0....cks.0.out      1.00 k   500 ms         no    750 ms  1.40 ms  1.33 MiB  87%
-    1  cuda:1     1-2  blocks.1....cks.2.out       264 k   1.00 s         no    1.50 s  1.40 ms  2.66 MiB  67%
+    0  cuda:0     0-0  blocks.0....cks.0.out      1.00 k   500 ms         no    750 ms  1.40 ms  1.34 MiB  88%
+    1  cuda:1     1-2  blocks.1....cks.2.out       264 k   1.00 s         no    1.50 s  1.40 ms  2.67 MiB  67%
 seconds of one micro-batch of 2 samples; memory beside the share of the device's
 
 predicted peak memory
 stage  parameters  gradients  optimizer  activations  transient  receive buffers   reserve    device
-    0    3.91 KiB   3.91 KiB   7.81 KiB      322 KiB      200 B         1.95 KiB  1.00 MiB  1.53 MiB
-    1    1.01 MiB   7.91 KiB   15.8 KiB      647 KiB      200 B            800 B  1.00 MiB  4.00 MiB"""
+    0    3.91 KiB   3.91 KiB   7.81 KiB      322 KiB      200 B         6.25 KiB  1.00 MiB  1.53 MiB
+    1    1.01 MiB   7.91 KiB   15.8 KiB      647 KiB      200 B         3.12 KiB  1.00 MiB  4.00 MiB"""
 
 
 def plan_of(profile_of, device):

@@ -113,8 +113,7 @@ def test_saved_with_three_stages_goes_on_with_any_number(plan_for: Callable[...,
         for stages in (1, 2, 4):
             assert load_and_go_on(plans[stages], tmp_path / path) == expected
         assert load_and_go_on(others[2], tmp_path / path) == expected
-    for stages in (2, 4):
-        assert launch(load_and_go_on, plans[stages], (tmp_path / "3",)) == [expected] * stages
+    assert launch(load_and_go_on, plans[4], (tmp_path / "3",)) == [expected] * 4
 
 
 OPTIMIZERS = {

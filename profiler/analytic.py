@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.both_branches import sees_both_branches
 from profiler.datasheets import data_sheet
 from profiler.flops import FLOP_FORMULAS
 from profiler.layer_runner import LayerRunner, backward, keep
@@ -109,6 +110,7 @@ class LayerWork:
     backward: Operations
 
 
+@sees_both_branches
 class _Meter(TorchDispatchMode):
     """Notes every operation that touches data."""
 

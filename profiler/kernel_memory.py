@@ -23,6 +23,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.both_branches import sees_both_branches
 from profiler.storage_watch import storage_bytes, storage_of
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class KernelMemory:
         return most
 
 
+@sees_both_branches
 class _Operations(TorchDispatchMode):
     """Notes the most bytes that an operation took beyond its results."""
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.both_branches import sees_both_branches
 from profiler.workspace import workspace_bytes
 
 CUDA_BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
 Peaks = tuple[int, int]  # bytes without and with what kernels may allocate inside themselves
 
 
+@sees_both_branches
 class StorageWatch(TorchDispatchMode):
     """Counts the bytes of storages that operations create, for as long as they live.
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
+_OF_EVERY_RNN = frozenset({"_flat_weights", "_flat_weight_refs"})  # its parameters again: the list follows them
 _CONTAINERS = (list, tuple, set, dict)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _COMPARED = (bool, int, float, str, bytes, *_GENERATORS)
@@ -43,7 +44,7 @@ def attributes_of(module: nn.Module) -> dict[str, Attribute]:
         f"{path}.{name}" if path else name: _described(part, value)
         for path, part in module.named_modules()
         for name, value in part.__dict__.items()
-        if name not in _OF_EVERY_MODULE
+        if name not in _OF_EVERY_MODULE and not (name in _OF_EVERY_RNN and isinstance(part, nn.RNNBase))
     }
 
 

@@ -7,17 +7,17 @@ which values carry a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.blame import keep_together_advice
+from profiler.blame import keep_together_advice, place_of_node
+from profiler.both_branches import sees_both_branches
 from profiler.errors import NotTraceableError
 from profiler.flops import FLOP_FORMULAS
 from profiler.frontend import TracedGraph, autocasting, module_stack
@@ -25,6 +25,7 @@ from profiler.opaque import OpaqueCall
 from profiler.opaque_tracing import opaque_calls_of
 from profiler.sample import example_call, tensor_leaves
 from profiler.sample_spec import SampleSpec
+from profiler.without_data import without_data
 from profiler.writes import moves_statistics, written_arguments
 
 
@@ -56,6 +57,7 @@ class NodeFacts:
     writes: frozenset[int]
 
 
+@sees_both_branches
 class FlopCounter(TorchDispatchMode):
     """Counts FLOPs and notices random operations below the level of composite operations."""
 
@@ -90,8 +92,8 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     Returns:
         The facts of every node but the output.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = next((parameter.device for parameter in traced.module.parameters()), torch.device("cpu"))
+    mode, emptied = without_data((*traced.module.parameters(), *traced.module.buffers()))
     with mode:
         call = example_call(spec, spec.batch_size, device)
     sample = call.kwargs if call.kwargs and not call.args else call.args
@@ -105,12 +107,13 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
                 break
             counter.reset()
             try:
-                values[node] = _evaluate(node, values, inputs, traced.module, mode)
+                values[node] = _evaluate(node, values, inputs, traced.module, emptied)
             except Exception as problem:
                 raise NotTraceableError(_dynamic_text(node, problem), modules=module_stack(node)) from problem
             for opaque in opaque_calls_of(node):
                 counter.flops += opaque.cost.flops.at(spec.batch_size)
                 counter.draws_random = True  # whether it does may depend on data
+            _refuse_wrapped(node, values[node])
             facts[node] = _facts(node, values, counter)
     _refuse_shared_writes(traced.module.graph, values, facts)
     # A value that is written in place later can come to carry a gradient then, so ask at the end.
@@ -120,15 +123,24 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     }
 
 
+def _refuse_wrapped(node: fx.Node, value: Any) -> None:
+    """Inside a function transform (`torch.vmap`, `torch.func.grad`) a value is no tensor that a layer could return."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in _tensors(value)):
+        place = place_of_node(node)
+        raise NotTraceableError(
+            f"cannot trace the model: in {place}: the forward pass transforms functions (torch.vmap, torch.func), "
+            f"which a graph of operations cannot hold; {keep_together_advice(place.modules)}, or use operations on "
+            "whole tensors",
+            modules=place.modules,
+        )
+
+
 def _dynamic_text(node: fx.Node, problem: Exception) -> str:
-    stack = module_stack(node)
-    place = (node.meta.get("stack_trace") or "").strip().splitlines()
-    where = f"in module {stack[-1]!r}" if stack and stack[-1] else "in the model"
-    line = f", {place[-2].strip()} {place[-1].strip()}" if len(place) > 1 else ""
+    place = place_of_node(node)
     return (
-        f"cannot trace the model: {where}{line}: {node.target} gives a result whose shape or value depends on data "
+        f"cannot trace the model: in {place}: {node.target} gives a result whose shape or value depends on data "
         f"({type(problem).__name__}); use operations with fixed shapes, such as torch.where in place of x[mask], or "
-        f"{keep_together_advice(stack)}"
+        f"{keep_together_advice(place.modules)}"
     )
 
 
@@ -149,9 +161,9 @@ def _refuse_shared_writes(graph: fx.Graph, values: Mapping[fx.Node, Any], facts:
             written = facts[nodes[later]].writes & shared
             if any((shared - written) & storages for storages in (read[later + 1 :] if written else ())):
                 raise NotTraceableError(
-                    f"cannot trace the model: {nodes[later].target} writes in place what module {node.target.path!r} "
-                    "takes or returns, which may be the same memory, for that module is called as it is; use the "
-                    "operation that is not in place"
+                    f"cannot trace the model: in {place_of_node(nodes[later])}: {nodes[later].target} writes in place "
+                    f"what module {node.target.path!r} takes or returns, which may be the same memory, for that "
+                    "module is called as it is; use the operation that is not in place"
                 )
 
 
@@ -171,7 +183,7 @@ def _evaluate(
     values: dict[fx.Node, Any],
     inputs: Mapping[fx.Node, Tensor],
     module: fx.GraphModule,
-    mode: FakeTensorMode,
+    emptied: Callable[[Tensor], Tensor],
 ) -> Any:
     if node.op == "placeholder":
         return inputs.get(node)
@@ -179,7 +191,7 @@ def _evaluate(
         target: Any = module
         for part in str(node.target).split("."):
             target = getattr(target, part)
-        return mode.from_tensor(target, static_shapes=True) if isinstance(target, Tensor) else target
+        return emptied(target) if isinstance(target, Tensor) else target
     assert callable(node.target)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: values[argument])
     return node.target(*args, **kwargs)

@@ -20,25 +20,30 @@ from unittest import mock
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.blame import Place, place_now
+from profiler.both_branches import sees_both_branches
+from profiler.without_data import without_data
 
 
 class BatchQuestions:
     """What a model's own code asked of extents, as far as the answer depends on the batch size.
 
     Attributes:
+        model: that asks.
         places: where the answer would be another one for a single sample.
-        numbers: where an extent became a Python number.
+        numbers: where an extent became a number, in Python or because an operation takes no other.
+        branches: by line of code, where the answer depends on the batch at all.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.places: list[Place] = []
         self.numbers: list[Place] = []
-        self._model = model
+        self.branches: dict[Any, Place] = {}
+        self.model = model
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -47,19 +52,32 @@ class BatchQuestions:
 
         def asked(question: torch.SymBool) -> bool:
             answer: bool = ask(question)  # type: ignore[no-untyped-call]
-            if _of_the_model(sys._getframe(1)) and _at_one_sample(question) is (not answer):
-                self.places.append(place_now(self._model))
+            frame = sys._getframe(1)
+            if _of_the_model(frame) and getattr(question.node.expr, "free_symbols", None):
+                line = frame.f_code, frame.f_lineno
+                if line not in self.branches:
+                    self.branches[line] = place_now(self.model)
+                if _at_one_sample(question) is (not answer):
+                    self.places.append(self.branches[line])
             return answer
 
         def converted(extent: torch.SymInt) -> int:
             if _of_the_model(sys._getframe(1)) and extent.node.expr.free_symbols:
-                self.numbers.append(place_now(self._model))
+                self.numbers.append(place_now(self.model))
             number: int = convert(extent)  # type: ignore[no-untyped-call]
             return number
+
+        replace = ShapeEnv._set_replacement
+
+        def replaced(environment: ShapeEnv, symbol: sympy.Symbol, value: sympy.Expr, reason: str) -> None:
+            if value.is_number and (place := place_now(self.model)).modules:
+                self.numbers.append(place)
+            replace(environment, symbol, value, reason)
 
         with (
             mock.patch.object(torch.SymBool, "__bool__", asked),
             mock.patch.object(torch.SymInt, "__int__", converted),
+            mock.patch.object(ShapeEnv, "_set_replacement", replaced),
         ):
             yield
 
@@ -87,6 +105,7 @@ _NOTHING = {
 }
 
 
+@sees_both_branches
 class _ValueNumbers(TorchDispatchMode):
     """Numbers the value of every tensor by how it is computed."""
 
@@ -154,11 +173,11 @@ def _hash(*parts: Any) -> str:
 
 def _numbers_of_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
     """Numbers of what the model returns and of its buffers afterwards; None if it cannot be called so."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    fakes: dict[str, Tensor] = {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in members.items()}
+    mode, emptied = without_data((*members.values(), *pytree.tree_leaves((args, kwargs))))
+    fakes: dict[str, Tensor] = {name: emptied(tensor) for name, tensor in members.items()}
     numbers = _ValueNumbers()
-    given = pytree.tree_map_only(Tensor, lambda leaf: mode.from_tensor(leaf, static_shapes=True), (args, kwargs))
+    given = pytree.tree_map_only(Tensor, emptied, (args, kwargs))
     _name_inputs(numbers, given)
     for name, fake in fakes.items():
         numbers.name(fake, name)
@@ -177,11 +196,11 @@ def _numbers_of_graph(
     model: nn.Module, module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[str]:
     """The same of the graph."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    mode, emptied = without_data((*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))))
     fakes: dict[str, Tensor] = {}
     numbers = _ValueNumbers()
-    given = pytree.tree_map_only(Tensor, lambda leaf: mode.from_tensor(leaf, static_shapes=True), (args, kwargs))
+    given = pytree.tree_map_only(Tensor, emptied, (args, kwargs))
     _name_inputs(numbers, given)
     inputs = iter(pytree.tree_leaves(given))
     values: dict[fx.Node, Any] = {}
@@ -196,7 +215,7 @@ def _numbers_of_graph(
                 if isinstance(held, Tensor):
                     name = names.get(id(held), "made of nothing")
                     if name not in fakes:
-                        fakes[name] = mode.from_tensor(held, static_shapes=True)
+                        fakes[name] = emptied(held)
                         numbers.name(fakes[name], name)
                     held = fakes[name]
                 values[node] = held
@@ -209,7 +228,7 @@ def _numbers_of_graph(
                 values[node] = node.target(*read, **keywords)
     for name, buffer in model.named_buffers():
         if name not in fakes:
-            fakes[name] = mode.from_tensor(buffer, static_shapes=True)
+            fakes[name] = emptied(buffer)
             numbers.name(fakes[name], name)
     written = [fakes[name] for name, _ in model.named_buffers()]
     return [numbers.number(t) for t in (*(o for o in outputs if isinstance(o, Tensor)), *written)]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 _OURS = __name__.partition(".")[0]
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,21 @@ def place_of(model: nn.Module, problem: BaseException) -> Place:
     return _place(model, _frames_of(problem.__traceback__))
 
 
+def place_of_node(node: fx.Node) -> Place:
+    """Where an operation of a traced graph comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
+    found = [(i, re.match(r'File "([^"]+)", line (\d+)', line)) for i, line in enumerate(frames)]
+    own = [(i, m) for i, m in found if m and not m[1].startswith(_TORCH)]
+    line = f'{own[-1][1][1]}:{own[-1][1][2]} "{frames[own[-1][0] + 1]}"' if own and own[-1][0] + 1 < len(frames) else ""
+    return Place(tuple(str(path) for path, _ in stack.values()), line or "its call", "")
+
+
+def place_of_call(model: nn.Module) -> Place:
+    """The beginning of the model's forward pass, for what happens at no line of it that is known."""
+    return Place((), _definition(model), "")
+
+
 def place_now(model: nn.Module) -> Place:
     """Where the model's forward pass is at this moment."""
     frames: list[tuple[FrameType, int]] = []
@@ -57,22 +77,30 @@ def _frames_of(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
-    paths = {id(module): name for name, module in model.named_modules()}
+    # By their attributes: of models that share modules, export runs stand-ins with the same attributes.
+    paths = {id(vars(module)): name for name, module in model.named_modules()}
     modules: dict[str, None] = {}
-    line, nearby = "its call", ""
+    line, nearby = _definition(model), ""
     for frame, number in frames:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         owner = frame.f_locals.get(names[0]) if names else None
-        known = isinstance(owner, nn.Module) and id(owner) in paths
+        path = paths.get(id(vars(owner))) if isinstance(owner, nn.Module) else None
         under_way = not _is_of(frame, "torch") or frame.f_code.co_name in ("forward", "_call_impl")
-        if known and under_way and not _is_of(frame, _OURS):
-            modules.pop(paths[id(owner)], None)
-            modules[paths[id(owner)]] = None
+        if path is not None and under_way and not _is_of(frame, _OURS):
+            modules.pop(path, None)
+            modules[path] = None
         if modules and not _is_of(frame, "torch") and not _is_of(frame, _OURS):
             file = frame.f_code.co_filename
             line = f'{file}:{number} "{linecache.getline(file, number).strip()}"'
             nearby = " ".join(linecache.getline(file, each) for each in range(number - 4, number + 2))
     return Place(tuple(modules), line, nearby)
+
+
+def _definition(model: nn.Module) -> str:
+    """Where the model's forward pass begins, for what happens before or behind all of its lines."""
+    forward = inspect.unwrap(type(model).forward)
+    code = getattr(forward, "__code__", None)
+    return "its call" if code is None else f'{code.co_filename}:{code.co_firstlineno} "def forward"'
 
 
 def _is_of(frame: FrameType, package: str) -> bool:
@@ -83,12 +111,16 @@ def _is_of(frame: FrameType, package: str) -> bool:
 def explanation(model: nn.Module, problem: BaseException, place: Place) -> str:
     """What cannot be traced, where, and what to do."""
     words = str(problem)
-    setting = _layer_drop_setting(model, place) if "data-dependent" in words else ""
+    setting = setting_advice(model, place) if "data-dependent" in words else ""
     if setting:
-        cause, cure = "the forward pass branches on the values of a tensor", f"this is layer drop: {setting}"
+        cause, cure = "the forward pass branches on the values of a tensor", setting
     elif "data-dependent" in words:
         cause = "the forward pass branches on the values of a tensor"
         cure = f"{keep_together_advice(place.modules)}, or make the branch independent of data (torch.where)"
+    elif "in output, which is not a known type" in words:
+        kind = words.partition("<class '")[2].partition("'")[0]
+        cause = f"it returns a {kind}, and layers return tensors in tuples, lists, dicts and the like"
+        cure = "leave it out (transformers' caches: use_cache=False)"
     else:
         lines = (line.strip() for line in words.splitlines())
         cause = next((line for line in lines if line), type(problem).__name__)
@@ -102,6 +134,17 @@ def keep_together_advice(modules: Sequence[str]) -> str:
     if not path:
         return "move that part into a submodule and name it in keep_together, which has it called as it is"
     return f"have that module called as it is, in one layer: keep_together=[{path!r}]"
+
+
+def setting_advice(model: nn.Module, place: Place) -> str:
+    """What turns the layer drop or the masking of features off that the lines are about; "" for anything else."""
+    drop = _layer_drop_setting(model, place)
+    if drop:
+        return f"this is layer drop: {drop}"
+    config = getattr(model, "config", None)
+    if "mask" in place.nearby and getattr(config, "apply_spec_augment", False):
+        return "this is the masking of features: set apply_spec_augment to False in the model's configuration"
+    return ""
 
 
 def _layer_drop_setting(model: nn.Module, place: Place) -> str:

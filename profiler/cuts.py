@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from profiler.analysis import NodeFacts
+from profiler.blame import place_of_node
 from profiler.errors import NotTraceableError
 from profiler.frontend import module_stack
 
@@ -101,8 +102,9 @@ def _between_users_of_written_sources(body: Body) -> set[int]:
             touching[storage].append(position)
             if body.facts[sources[storage]].requires_grad and storage in fact.writes:
                 raise NotTraceableError(
-                    f"cannot trace the model: {node.target} writes the parameter {sources[storage].target!r} in the "
-                    "forward pass; update it outside the model, or register it as a buffer"
+                    f"cannot trace the model: in {place_of_node(node)}: {node.target} writes the parameter "
+                    f"{sources[storage].target!r} in the forward pass; update it outside the model, or register it as "
+                    "a buffer"
                 )
     return {position for used in touching.values() for position in range(used[0] + 1, used[-1] + 1)}
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from profiler.analysis import NodeFacts, analyse
 from profiler.errors import NotTraceableError
-from profiler.frontend import TracedGraph, export_graph, mode_of
+from profiler.frontend import OneBatchSizeError, TracedGraph, export_graph, mode_of
 from profiler.sample_spec import FRONT_ENDS, FrontEnd, SampleSpec
 from profiler.symbolic import CONSTANT, leaf_modules, symbolic_module
 
@@ -49,7 +49,7 @@ def graph_of(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> Se
         training: trace it as it trains, else as `model.eval()` leaves it.
 
     Raises:
-        NotTraceableError: none serves; the message is that of the first.
+        NotTraceableError: none serves; the message is that of the first that is not about the batch size alone.
     """
     refusals: dict[FrontEnd, str] = {}
     first: NotTraceableError | None = None
@@ -58,7 +58,7 @@ def graph_of(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> Se
             graph, facts, called = _traced(front_end, model, spec, training)
         except NotTraceableError as problem:
             refusals[front_end] = str(problem).removeprefix("cannot trace the model: ")
-            first = first or problem
+            first = problem if first is None or isinstance(first, OneBatchSizeError) else first
         else:
             served = spec.model_copy(update={"front_end": front_end, "called_as_is": called})
             return Served(graph, facts, served, refusals)

@@ -7,11 +7,12 @@ dimension, so the graph runs at every micro-batch size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest import mock
@@ -19,12 +20,13 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from profiler.attributes import attributes_after_call, attributes_of, changed_names, put_back
 from profiler.batch_branches import BatchQuestions, same_for_one_sample
-from profiler.blame import explanation, place_of
+from profiler.blame import explanation, place_of, place_of_call, place_of_node
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.opaque_tracing import OpaqueCalls
 from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call, torch_dtype
@@ -32,6 +34,7 @@ from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.silent_losses import refuse_hidden_writes, refuse_own_generators, refused
 from profiler.writes import may_write
 
+_ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
 REHEARSED_SIZES = (2, 3, 5)  # two make a line, the third must lie on it
 LARGEST_COMPARED_CONSTANT = 4096  # elements
 LARGEST_BATCH_SIZE = 2**31  # export gives an extent without upper limit a larger one
@@ -50,6 +53,10 @@ class TracedGraph:
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     out_spec: pytree.TreeSpec
+
+
+class OneBatchSizeError(NotTraceableError):
+    """The forward pass is right for some batch sizes only; with static shapes it may be traced all the same."""
 
 
 def export_graph(
@@ -74,12 +81,12 @@ def export_graph(
     """
     before = attributes_of(model)
     with attributes_after_call(model) as calls:
-        module, program = _exported(model, spec, training, dynamic, called_as_is)
+        module, program, questions = _exported(model, spec, training, dynamic, called_as_is)
         between = calls[0] if calls else before  # of a graph, export runs the nodes without calling it
         changed = changed_names(before, between)
         if changed:  # harmless if a second call computes the same and leaves the same behind: a cache
             put_back(between, changed)  # export itself takes some of them back
-            again, _ = _exported(model, spec, training, dynamic, called_as_is)
+            again, *_ = _exported(model, spec, training, dynamic, called_as_is)
     if changed:
         after = calls[-1]
         lasting = [name for name in after if name in between and after[name].plain != between[name].plain]
@@ -88,7 +95,7 @@ def export_graph(
             put_back(before, lasting or changed)
             _refuse_changes((lasting or changed)[0])
     if dynamic:
-        _refuse_limited_batches(program)
+        _refuse_limited_batches(program, questions)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)
     return _tidy(module, program, spec)
@@ -96,13 +103,13 @@ def export_graph(
 
 def _exported(
     model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called_as_is: Sequence[str]
-) -> tuple[Any, ExportedProgram]:
-    """The graph of one call of the model, as a module with the model's own parameters."""
+) -> tuple[Any, ExportedProgram, BatchQuestions]:
+    """The graph of one call of the model, as a module with the model's own parameters, and what it asked meanwhile."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST) if dynamic else spec.batch_size
     call = example_call(spec, size, device)
-    shapes = _dynamic_shapes(model, spec) if dynamic else None
-    with mode_of(model, training):
+    with mode_of(model, training), _spelled_out(model, call.kwargs):
+        shapes = _dynamic_shapes(model, spec) if dynamic else None
         calls = OpaqueCalls(model, called_as_is, REHEARSED_SIZES if dynamic else (size,))
         questions = BatchQuestions(model)
         try:
@@ -113,6 +120,8 @@ def _exported(
                 calls.in_place(),
                 questions.watched(),
                 mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
+                mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
+                _use_lazy_graph_module(True),  # export's passes make graphs over and over, and run none of them
             ):
                 program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
                 module = program.module()
@@ -121,7 +130,7 @@ def _exported(
             raise NotTraceableError(str(problem), modules=modules) from problem
         except Exception as problem:
             if "Constraints violated" in str(problem):
-                raise NotTraceableError(_fixed_text(problem, questions)) from problem
+                raise OneBatchSizeError(_fixed_text(model, problem, questions)) from problem
             place = place_of(model, problem)
             raise NotTraceableError(explanation(model, problem, place), modules=place.modules) from problem
         if dynamic and questions.places:
@@ -129,12 +138,12 @@ def _exported(
             with _quiet(), autocasting(spec, device), calls.in_place():
                 same = same_for_one_sample(model, module, one.args, one.kwargs)
             if not same:
-                raise NotTraceableError(
+                raise OneBatchSizeError(
                     f"cannot trace the model: in {questions.places[0]}: it takes another path for a batch of one "
                     "sample, and micro-batches may be that small; make the forward pass independent of the batch size"
                 )
     calls.put_into(module)
-    return module, program
+    return module, program, questions
 
 
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -142,12 +151,24 @@ def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None
     return is_causal is True
 
 
-def _fixed_text(problem: Exception, questions: BatchQuestions) -> str:
+_move = nn.Module.to
+
+
+def _moved_if_elsewhere(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`module.to(...)` where it changes something; tracing knows no other parameters in the place of these."""
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    held = (*module.parameters(), *module.buffers())
+    same_dtype = dtype is None or all(t.dtype == dtype for t in held if t.is_floating_point() or t.is_complex())
+    same_device = device is None or all(tensor.device == device for tensor in held)
+    return module if same_dtype and same_device and memory_format is None else _move(module, *args, **kwargs)
+
+
+def _fixed_text(model: nn.Module, problem: Exception, questions: BatchQuestions) -> str:
     """What fixes the batch extent: a Python number made of it, or a branch that only one extent takes."""
     details = [line.strip(" -") for line in str(problem).splitlines() if line.strip().startswith("-")]
-    places = [*questions.numbers, *questions.places]
+    place = next(iter((*questions.numbers, *questions.places)), place_of_call(model))
     return (
-        f"cannot trace the model: in {places[0] if places else 'its call'}: the forward pass fixes the batch extent "
+        f"cannot trace the model: in {place}: the forward pass fixes the batch extent "
         f"({details[0] if details else 'as a Python number'}); make it independent of the batch size"
     )
 
@@ -206,6 +227,35 @@ def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
 
 
 @contextlib.contextmanager
+def _spelled_out(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Within, the signature of forward names each keyword that its `**kwargs` would take.
+
+    Export gives arguments under `**kwargs` no dynamic dimension: it looks for their shapes under two names.
+    """
+    forward, own = model.forward, model.__dict__.get("forward")
+    signature = inspect.signature(forward)
+    known = [parameter for parameter in signature.parameters.values() if parameter.kind is not _ANY_KEYWORD]
+    more = [name for name in kwargs if name not in signature.parameters]
+    if len(known) == len(signature.parameters) or not more:
+        yield
+        return
+
+    @functools.wraps(forward)
+    def spelled_out(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more]
+    spelled_out.__signature__ = signature.replace(parameters=[*known, *named])  # type: ignore[attr-defined]
+    model.forward = spelled_out
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
+
+
+@contextlib.contextmanager
 def mode_of(model: nn.Module, training: bool) -> Iterator[None]:
     """The model in the wanted mode; modules that a training model holds in evaluation mode (frozen) stay so."""
     flags = [(module, module.training) for module in model.modules()]
@@ -235,16 +285,18 @@ def _quiet() -> Iterator[None]:
         logging.disable(previous)
 
 
-def _refuse_limited_batches(program: ExportedProgram) -> None:
+def _refuse_limited_batches(program: ExportedProgram, questions: BatchQuestions) -> None:
     """A forward pass that branches on the batch size is right for some micro-batch sizes only."""
     for symbol, extents in program.range_constraints.items():
         if symbol_is_type(symbol, SymT.UNBACKED_INT):  # an extent that depends on data
             continue
         lower, upper = extents.lower, extents.upper
         if lower > TRACED_BATCH_SIZE_AT_LEAST or (upper.is_finite and upper < LARGEST_BATCH_SIZE):
-            raise NotTraceableError(
-                f"cannot trace the model: it takes another path unless a batch extent ({symbol}) is between {lower} "
-                f"and {upper}, and micro-batches may be smaller; make the forward pass independent of the batch size"
+            place = next(reversed(questions.branches.values()), place_of_call(questions.model))
+            raise OneBatchSizeError(
+                f"cannot trace the model: in {place}: it takes another path unless a batch extent ({symbol}) is "
+                f"between {lower} and {upper}, and micro-batches may be smaller; make the forward pass independent of "
+                "the batch size"
             )
 
 
@@ -273,10 +325,9 @@ def _refuse_moving_instance_norms(graph: fx.Graph) -> None:
     """Instance normalization that tracks statistics would move them once per micro-batch and again when recomputed."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
-            path = module_stack(node)[-1] if module_stack(node) else "the model"
             raise NotTraceableError(
-                f"cannot trace the model: instance normalization {path!r} moves running statistics; set "
-                "track_running_stats=False (the default)"
+                f"cannot trace the model: in {place_of_node(node)}: instance normalization moves running statistics; "
+                "set track_running_stats=False (the default)"
             )
 
 

@@ -105,12 +105,13 @@ class OpaqueCalls:
         for module in root.modules():
             if not isinstance(module, fx.GraphModule):
                 continue
-            for node in module.graph.nodes:
-                if node.target is torch.ops.gpipe_autoplan.called_as_is.default:
-                    tensors, numbers, site = node.args
-                    node.target = self._sites[site]
-                    node.args = (*tensors, *numbers)
-            module.recompile()
+            made = module.graph.find_nodes(op="call_function", target=torch.ops.gpipe_autoplan.called_as_is.default)
+            for node in made:
+                tensors, numbers, site = node.args
+                node.target = self._sites[site]
+                node.args = (*tensors, *numbers)
+            if made:
+                module.recompile()
 
 
 def _member(module: nn.Module, name: str) -> Tensor:

@@ -7,18 +7,21 @@ of Python or numpy are not among them: the graph would train on, differently.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from profiler.blame import Place, keep_together_advice, place_now
+from profiler.blame import Place, keep_together_advice, place_now, place_of_call, place_of_node, setting_advice
 from profiler.errors import NotTraceableError
 from profiler.random_states import python_and_numpy_states
 from profiler.writes import moves_statistics, written_arguments
@@ -65,12 +68,14 @@ def refused(model: nn.Module) -> Iterator[None]:
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(checked_apply)),
             mock.patch.object(Tensor, "register_hook", refuse_hook),
+            _noted_draws(model) as draws,
         ):
             yield
     finally:
         _TRACING.reset(token)
     for function, arguments, place in calls:
-        if not _backward_is_the_forwards(function, arguments):
+        carries = any(isinstance(argument, _TensorArgument) and argument.requires_grad for argument in arguments)
+        if carries and not _backward_is_the_forwards(function, arguments):
             raise NotTraceableError(
                 f"cannot trace the model: in {place}: {function.__module__}.{function.__qualname__} is a "
                 "torch.autograd.Function, whose own backward pass a graph would lose; "
@@ -79,10 +84,32 @@ def refused(model: nn.Module) -> Iterator[None]:
                 modules=place.modules,
             )
     if before != python_and_numpy_states():
+        place = draws[0] if draws else place_of_call(model)
         raise NotTraceableError(
-            "cannot trace the model: its forward pass draws from Python's or numpy's random generator, whose numbers a "
-            "graph would freeze; draw with torch, or turn it off (layer drop: set layerdrop to 0)"
+            f"cannot trace the model: in {place}: the forward pass draws from Python's or numpy's random generator, "
+            f"whose numbers a graph would freeze; {setting_advice(model, place) or 'draw with torch, or turn it off'}"
         )
+
+
+@contextlib.contextmanager
+def _noted_draws(model: nn.Module) -> Iterator[list[Place]]:
+    """Within, places are noted where the forward pass calls `random.random`, `numpy.random.rand` and the like."""
+    places: list[Place] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if _TRACING.get():
+                places.append(place_now(model))
+            return function(*args, **kwargs)
+
+        return draw
+
+    with contextlib.ExitStack() as patches:
+        for package in (random, np.random):
+            for name, function in list(vars(package).items()):
+                if isinstance(getattr(function, "__self__", None), random.Random | np.random.RandomState):
+                    patches.enter_context(mock.patch.object(package, name, noted(function)))
+        yield places
 
 
 _REENTRANT = (
@@ -97,11 +124,12 @@ class _TensorArgument:
     dtype: torch.dtype
     requires_grad: bool
 
-    def real(self, generator: torch.Generator) -> Tensor:
-        """A tensor of this kind on the CPU with random values."""
+    def real(self, generator: torch.Generator, spread: float, integer: int) -> Tensor:
+        """A tensor of this kind on the CPU, with random values or the same integer everywhere."""
         if not self.dtype.is_floating_point:
-            return torch.zeros(self.shape, dtype=self.dtype)
-        return torch.randn(self.shape, generator=generator).to(self.dtype).requires_grad_(self.requires_grad)
+            return torch.full(self.shape, integer, dtype=self.dtype)
+        values = spread * torch.randn(self.shape, generator=generator)
+        return values.to(self.dtype).requires_grad_(self.requires_grad)
 
 
 def _described(argument: Any) -> Any:
@@ -118,29 +146,49 @@ class _NoContext:
         return lambda *_, **__: None
 
 
+# What made-up arguments hold: a function may be defined for small values only (acos, log1p), and integers may be a mask
+# that lets nothing through or indices of which only the first is there.
+_SPREADS = (1.0, 0.1, 0.01)
+_INTEGERS = (1, 0)
+
+
 def _backward_is_the_forwards(function: Any, arguments: list[Any]) -> bool:
     """Whether the backward pass that a Function defines is, numerically, that of its forward pass.
 
     Some do it to save memory (GELU in transformers' BLOOM); others mean another gradient (rounding, reversal).
+    Gradients that are zero, infinite or no numbers show nothing: some must be neither.
     """
-    gradients = []
-    try:
-        for run in (function.apply, _forward_of(function)):
-            generator = torch.Generator().manual_seed(0)
-            values = [a.real(generator) if isinstance(a, _TensorArgument) else a for a in arguments]
-            leaves = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-            with torch.enable_grad():
-                results = [r for r in pytree.tree_leaves(run(*values)) if isinstance(r, Tensor) and r.requires_grad]
-                weighted = [(result * torch.randn(result.shape, generator=generator)).sum() for result in results]
-            gradients.append(torch.autograd.grad(weighted, leaves, allow_unused=True) if weighted else ())
-    except Exception:  # whatever it needs that is not here: it cannot be shown to be harmless
-        return False
-    own, traced = gradients
+    told = []
+    for spread, integer in product(_SPREADS, _INTEGERS):
+        try:
+            own, traced = (
+                _gradients(run, arguments, spread, integer) for run in (function.apply, _forward_of(function))
+            )
+        except Exception:  # whatever it needs that is not here: these arguments show nothing
+            continue
+        present = [gradient for gradient in (*own, *traced) if gradient is not None]
+        if all(gradient.isfinite().all() for gradient in present) and any(gradient.any() for gradient in present):
+            told.append(_same(own, traced))
+    return bool(told) and all(told)
+
+
+def _gradients(run: Callable[..., Any], arguments: list[Any], spread: float, integer: int) -> tuple[Tensor | None, ...]:
+    """Of a random weighting of what a function returns for made-up values."""
+    generator = torch.Generator().manual_seed(0)
+    values = [a.real(generator, spread, integer) if isinstance(a, _TensorArgument) else a for a in arguments]
+    leaves = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    with torch.enable_grad():
+        results = [r for r in pytree.tree_leaves(run(*values)) if isinstance(r, Tensor) and r.requires_grad]
+        weighted = [(result * torch.randn(result.shape, generator=generator)).sum() for result in results]
+    return torch.autograd.grad(weighted, leaves, allow_unused=True) if weighted else ()
+
+
+def _same(own: Sequence[Tensor | None], traced: Sequence[Tensor | None]) -> bool:
     if len(own) != len(traced):
         return False
     return all(
         (a is None and b is None)
-        or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True))
+        or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max())))
         for a, b in zip(own, traced, strict=True)
     )
 
@@ -176,10 +224,12 @@ def refuse_hidden_writes(graph: fx.Graph, root: fx.GraphModule) -> None:
             region = getattr(root, str(source.target), None) if source.op == "get_attr" else None
             written = _written_from_outside(region) if isinstance(region, fx.GraphModule) else None
             if written is not None:
+                place = place_of_node(written)
                 raise NotTraceableError(
-                    f"cannot trace the model: {written.target} inside a region without gradient or under autocast "
-                    "writes a value from outside, in every micro-batch and again when recomputed; update it outside "
-                    "the model's forward pass"
+                    f"cannot trace the model: in {place}: {written.target} inside a region without gradient or under "
+                    "autocast writes a value from outside, in every micro-batch and again when recomputed; update it "
+                    f"outside the model's forward pass, or {keep_together_advice(place.modules)}",
+                    modules=place.modules,
                 )
 
 
@@ -192,11 +242,10 @@ def refuse_own_generators(root: fx.GraphModule) -> None:
     for module in root.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if _given_generator(node):
-                paths = tuple(str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
                 raise NotTraceableError(
-                    f"cannot trace the model: {f'module {paths[-1]!r}' if paths and paths[-1] else 'the model'} draws "
-                    f"random numbers ({node.target}) from a torch.Generator of its own, which a recomputed pass would "
-                    "draw anew; draw from torch's own generator (leave generator out)"
+                    f"cannot trace the model: in {place_of_node(node)}: {node.target} draws random numbers from a "
+                    "torch.Generator of the model's own, which a recomputed pass would draw anew; draw from torch's "
+                    "own generator (leave generator out)"
                 )
 
 

@@ -6,9 +6,11 @@ run of nodes
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import gc
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -37,6 +39,22 @@ from profiler.sample_spec import SampleSpec
 from profiler.sequence import BoundaryValue, Layer, LayerSequence, Prelude
 
 
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Within, no garbage is collected: a trace makes millions of objects that live as long as it does.
+
+    To go through them again and again would take a time that grows faster than the model.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_without_collection()
 def trace(
     model: nn.Module,
     sample: Any,
@@ -117,6 +135,7 @@ def trace_evaluation(model: nn.Module, sequence: LayerSequence) -> LayerSequence
     return trace_again(model, sequence, sequence.sample, training=False)
 
 
+@_without_collection()
 def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec, *, training: bool) -> LayerSequence:
     """The same layers for inputs of other shapes (another sequence length), or as they evaluate.
 

@@ -40,6 +40,57 @@ def test_a_branch_on_data() -> None:
     assert "\n" not in message
 
 
+class Shared(nn.Module):
+    """Holds one module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.second(self.first(x)))
+
+
+def test_a_branch_beside_shared_modules() -> None:
+    with pytest.raises(NotTraceableError, match=r"module 'gate', .*test_refusals\.py:\d+ \"if x\.sum\(\) > 0"):
+        trace(Shared(), torch.randn(2, 4))
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.vmap(torch.sin)(x))
+
+
+def test_a_function_transform() -> None:
+    with pytest.raises(NotTraceableError, match=r"test_refusals\.py:\d+ .*vmap.*transforms functions"):
+        trace(Mapped(), torch.randn(2, 4))
+
+
+class Box:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Boxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Box]:
+        return self.linear(x), Box(x)
+
+
+def test_an_output_of_an_unknown_kind() -> None:
+    with pytest.raises(NotTraceableError, match=r"test_refusals\.py:\d+ .*it returns a \S*Box, .*use_cache=False"):
+        trace(Boxing(), torch.randn(2, 4))
+
+
 @pytest.fixture(scope="module")
 def layer_drop() -> NotTraceableError:
     """The refusal of transformers' m2m_100 with layer drop in its encoder."""

@@ -1,6 +1,7 @@
 """Which way to a graph serves, why the earlier ones did not, and that each is faithful."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -240,6 +241,25 @@ def test_a_python_cache_is_harmless() -> None:
     assert trace(Caches(), torch.randn(4, 8)).sample.front_end == "export"
 
 
+class Recurrent(BatchSizeInPython):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.lstm(self.first(x).unsqueeze(1))[0][:, 0])
+
+
+def test_a_recurrent_model_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LSTM keeps a list of its parameters, which export replaces: that is no attribute that the model changes."""
+    export = mock.Mock(wraps=torch.export.export)
+    monkeypatch.setattr(torch.export, "export", export)
+    of = labelled(Recurrent())
+    sequence = trace(of.model, of.sample)
+    assert export.call_count == 1
+    assert faithful(sequence, of)
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -271,8 +291,106 @@ class OwnGenerator(BatchSizeInPython):
 
 
 def test_a_generator_of_its_own_is_refused() -> None:
-    with pytest.raises(NotTraceableError):
+    with pytest.raises(NotTraceableError, match=r"test_front_ends\.py:\d+ .*torch\.Generator of the model's own"):
         trace(OwnGenerator(), torch.randn(4, 8))
     model = nn.Sequential(OwnGenerator(), nn.Linear(3, 3))
     with pytest.raises(NotTraceableError):
         trace(model, torch.randn(4, 8), keep_together=["0"])
+
+
+class AnyKeyword(BatchSizeInPython):
+    def forward(self, x: Tensor, **more: Tensor | bool) -> Tensor:
+        x = self.first(x) * more["scale"]
+        return self.last(x.tanh() if more.get("bent") else x)
+
+
+def test_arguments_that_forward_does_not_name_have_a_dynamic_batch() -> None:
+    sample = {"x": torch.randn(4, 8), "scale": torch.randn(4, 1), "bent": True}
+    of = Case(AnyKeyword(), sample, functional.cross_entropy, torch.randint(3, (4,)))
+    sequence = trace(of.model, sample)
+    assert (sequence.sample.front_end, dict(sequence.refusals)) == ("export", {})
+    assert "forward" not in of.model.__dict__
+    assert faithful(sequence, of)
+
+
+class LargeBatches(BatchSizeInPython):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x * 2 if x.shape[0] > 3 else x.tanh())
+
+
+def test_a_limit_on_the_batch_names_the_line() -> None:
+    sequence = trace(LargeBatches(), torch.randn(4, 8))
+    line = LargeBatches.forward.__code__.co_firstlineno + 2
+    assert f"test_front_ends.py:{line}" in sequence.refusals["export"]
+
+
+class Casts(BatchSizeInPython):
+    """Casts a submodule to the dtype that it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first.to(torch.float32)(x))
+
+
+def test_a_cast_that_changes_nothing_is_none() -> None:
+    of = labelled(Casts())
+    sequence = trace(of.model, of.sample)
+    assert sequence.sample.front_end == "export"
+    assert faithful(sequence, of)
+
+
+class FourRows(BatchSizeInPython):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Tensor
+        self.register_buffer("rows", torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.rows)
+
+
+def test_an_operation_that_fixes_the_batch_is_named_by_line() -> None:
+    sequence = trace(FourRows(), torch.randn(4, 8))
+    line = FourRows.forward.__code__.co_firstlineno + 1
+    assert f"test_front_ends.py:{line}" in sequence.refusals["export"]
+    assert "fixes the batch extent" in sequence.refusals["export"]
+
+
+class Conditional(BatchSizeInPython):
+    """Which of its two branches is taken depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = torch.cond(x.sum() > 0, lambda y: self.middle(y).sin(), lambda y: y.cos(), (x,))
+        return self.last(x)
+
+
+# Of torch.cond itself, when the model is called.
+LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"
+
+
+@pytest.mark.filterwarnings(LEAF)
+def test_a_condition_in_the_graph_is_traced_with_both_branches() -> None:
+    of = labelled(Conditional())
+    sequence = trace(of.model, of.sample)
+    assert sequence.sample.front_end == "export"
+    assert sum(layer.flops for layer in sequence.layers) == 2 * 4 * 8 * (8 + 8 + 3)
+    assert faithful(sequence, of)
+    negative = Case(of.model, -of.sample, of.loss_fn, of.target)
+    assert faithful(sequence, negative)
+
+
+@pytest.mark.filterwarnings(LEAF)
+def test_a_model_with_a_condition_is_planned_and_trained() -> None:
+    of = labelled(Conditional(), rows=8)
+    plan = autoplan(
+        of.model, of.sample, 1, loss_fn=of.loss_fn, target=of.target, micro_batches=4, time_budget_s=0, progress=False
+    )
+    pipe = Pipeline(of.model, plan, loss_fn=of.loss_fn)
+    parts = [(of.sample[i : i + 2], of.target[i : i + 2]) for i in range(0, 8, 2)]  # type: ignore[index]
+    expected = torch.stack([functional.cross_entropy(of.model(x), y) for x, y in parts]).mean()
+    assert torch.allclose(pipe.step(of.sample, target=of.target).float(), expected)

@@ -2,8 +2,9 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 RUN := .venv/bin/python
+SURVEYED := .survey/.installed
 
-.PHONY: demo test lint bench coverage
+.PHONY: demo test lint bench coverage survey
 
 demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py
@@ -22,6 +23,14 @@ bench: $(INSTALLED)
 
 coverage: $(INSTALLED)
 	@OMP_NUM_THREADS=1 PYTHONPATH=notebooks/demo $(RUN) -m tests.coverage.table
+
+survey: $(SURVEYED)
+	@OMP_NUM_THREADS=1 PYTHONPATH=.survey:notebooks/demo $(RUN) -m tests.coverage.survey .survey/rows.jsonl $(ONLY)
+
+# In a folder of its own: transformers would use torchvision in the tests as well, whose wheel needs CUDA's libraries.
+$(SURVEYED): $(INSTALLED)
+	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target .survey timm torchvision
+	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up .venv"

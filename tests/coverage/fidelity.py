@@ -204,7 +204,7 @@ def difference(found: Run, expected: Run) -> float:
     """Largest relative difference of loss and gradients; infinite if other parameters have a gradient."""
     if found.gradients.keys() != expected.gradients.keys():
         return float("inf")
-    floor = SMALLEST_SCALE * max(float(gradient.abs().max()) for gradient in expected.gradients.values())
-    pairs = [(found.loss, expected.loss)]
-    pairs += [(found.gradients[name], gradient) for name, gradient in expected.gradients.items()]
+    gradients = {name: gradient for name, gradient in expected.gradients.items() if gradient.numel()}
+    floor = SMALLEST_SCALE * max(float(gradient.abs().max()) for gradient in gradients.values())
+    pairs = [(found.loss, expected.loss), *((found.gradients[name], want) for name, want in gradients.items())]
     return max(float((got - want).abs().max()) / max(float(want.abs().max()), floor) for got, want in pairs)

@@ -1,0 +1,242 @@
+"""Tries every model that `survey_models` names and prints what came of each: `make survey`.
+
+A model is one of three: faithful (any cut the same in every bit, and what the eager model computes, from the batch and
+from one sample of it), refused by an error that says where, why and what to do, or wrong: unfaithful, or ended by an
+error that is not ours. What does not train as it is, without us, is not counted.
+
+It takes an hour or two, so each row is kept in a file as it comes, and a survey goes on where the last one ended.
+"""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from profiler import LayerSequence, NotTraceableError, trace
+from profiler.loss import loss_of
+from profiler.sample import call_arguments
+from profiler.sample_spec import SampleSpec, TensorLeaf
+from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
+from tests.coverage.model_list import Case
+from tests.coverage.survey_models import Candidate, candidates
+from tests.coverage.table import machine
+
+CLOSE = 1e-5
+CLOSE_IN_FLOAT64 = 1e-9  # where float32 rounds too much, as batch normalization over a handful of values does
+SECONDS_AT_MOST = 240
+
+
+class Outcome(StrEnum):
+    """What came of a model."""
+
+    FAITHFUL = "faithful"
+    REFUSED = "refused"
+    WRONG = "**wrong**"
+    UNTRAINABLE = "does not train"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of the survey.
+
+    Attributes:
+        detail: the front end and the difference from the eager model, or why not.
+        seconds: of the trace; 0 if there is none.
+    """
+
+    library: str
+    name: str
+    outcome: Outcome
+    detail: str
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        cells = (self.library, self.name, self.outcome, f"{self.seconds:.1f} s", self.detail)
+        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def tried(candidate: Candidate) -> Row:
+    """Build a model, train it as it is, trace it, and compare."""
+    return Row(candidate.library, candidate.name, *_outcome(candidate))
+
+
+def _outcome(candidate: Candidate) -> tuple[Outcome, str, float]:
+    """What came of it, why, and the seconds of the trace."""
+    try:
+        with limit(SECONDS_AT_MOST):
+            case = candidate.build()
+            trains(case)
+    except Exception as problem:
+        return Outcome.UNTRAINABLE, first_line(problem), 0.0
+    start = time.perf_counter()
+    try:
+        with limit(SECONDS_AT_MOST):
+            sequence = trace(case.model, case.sample)
+            seconds = time.perf_counter() - start
+            whole = run(sequence, case)
+            unlike = [cuts for cuts in some_cuts(sequence)[:2] if not same_bits(run(sequence, case, cuts), whole)]
+            if unlike:
+                return Outcome.WRONG, f"differs when cut at {unlike[0]}", seconds
+            apart = apart_from_eager(sequence, case)
+            if max(apart.values()) > CLOSE:
+                exact = in_float64(candidate)
+                apart = apart_from_eager(trace(exact.model, exact.sample), exact)
+                if max(apart.values()) > CLOSE_IN_FLOAT64:
+                    return Outcome.WRONG, f"{text(apart)} in float64", seconds
+        return Outcome.FAITHFUL, f"{sequence.sample.front_end}, {text(apart)}", seconds
+    except NotTraceableError as problem:
+        outcome = Outcome.REFUSED if says_where_and_what_to_do(str(problem)) else Outcome.WRONG
+        return outcome, without_folders(first_line(problem)), time.perf_counter() - start
+    except Exception as problem:
+        return Outcome.WRONG, f"{type(problem).__name__}: {first_line(problem)}", 0.0
+
+
+def text(apart: Mapping[int, float]) -> str:
+    """Differences from the eager model by batch size."""
+    return "apart " + ", ".join(f"{value:.0e} at {size}" if value else f"0 at {size}" for size, value in apart.items())
+
+
+def trains(case: Case) -> None:
+    """One forward and backward pass of the model as it is.
+
+    Raises:
+        ValueError: no finite loss comes of it.
+    """
+    args, kwargs = call_arguments(case.sample)
+    loss = loss_of(case.model(*args, **kwargs), case.target, case.loss_fn)
+    loss.backward()
+    case.model.zero_grad()
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss is {loss.item()}")
+
+
+def apart_from_eager(sequence: LayerSequence, case: Case) -> dict[int, float]:
+    """How far the layers are from the model itself, by batch size: the sample's and, if they run at any, 1."""
+    apart = {sequence.sample.batch_size: _apart(sequence, case)}
+    if sequence.sample.only_micro_batch_size is None:
+        one = first_sample(case, sequence.sample)
+        with contextlib.suppress(ValueError):  # batch normalization refuses a single value
+            trains(one)
+            apart[1] = _apart(sequence, one)
+    return apart
+
+
+def _apart(sequence: LayerSequence, case: Case) -> float:
+    """Both draw from the same stream of random numbers."""
+    torch.manual_seed(1)
+    expected = eager(sequence, case)
+    torch.manual_seed(1)
+    return difference(run(sequence, case, seeded=False), expected)
+
+
+def first_sample(case: Case, spec: SampleSpec) -> Case:
+    """The same model with a batch of one."""
+    leaves, tree = pytree.tree_flatten(call_arguments(case.sample))
+    parts = [
+        leaf.narrow(described.batch_dim, 0, 1)
+        if isinstance(described, TensorLeaf) and described.batch_dim is not None
+        else leaf
+        for leaf, described in zip(leaves, spec.leaves, strict=True)
+    ]
+    args, kwargs = pytree.tree_unflatten(parts, tree)
+    target = None if case.target is None else case.target[:1]
+    return replace(case, sample=kwargs or args, target=target)
+
+
+def in_float64(candidate: Candidate) -> Case:
+    """The model and its batch where rounding plays no part."""
+    case = candidate.build()
+    sample = pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, case.sample)
+    return replace(case, model=case.model.double(), sample=sample)
+
+
+def says_where_and_what_to_do(message: str) -> bool:
+    """Whether an error names a module, a line of source and a next step."""
+    return bool(re.search(r"in (module '|the model).*\.py:\d+.*; ", message)) and "\n" not in message
+
+
+def without_folders(message: str) -> str:
+    """The message with the names of files in place of their paths."""
+    return re.sub(r"/\S*/(\S+\.py:)", r"\1", message)
+
+
+def first_line(problem: BaseException) -> str:
+    """The first line of an exception's message, or its kind."""
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+
+
+@contextlib.contextmanager
+def limit(seconds: int) -> Iterator[None]:
+    """End what takes longer with a `TimeoutError`."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def main(path: Path, names: Sequence[str]) -> None:
+    """Try every model, or those whose name or library is among `names`, and print the table of all that are known."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    known = known_rows(path)
+    for candidate in tqdm(list(candidates()), disable=None):
+        wanted = not names or {candidate.library, candidate.name} & set(names)
+        if wanted and (candidate.library, candidate.name) not in known:
+            row = tried(candidate)
+            known[row.library, row.name] = row
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+    print(f"`make survey`, {datetime.datetime.now(datetime.UTC).date()}: {machine()};")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {', '.join(versions())}.\n")
+    print_sums(known.values())
+    print("\n| library | model | outcome | trace | detail |\n|---|---|---|---:|---|")
+    for row in known.values():
+        print(row)
+
+
+def known_rows(path: Path) -> dict[tuple[str, str], Row]:
+    """What earlier surveys found."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [Row(**{**found, "outcome": Outcome(found["outcome"])}) for found in map(json.loads, lines)]
+    return {(row.library, row.name): row for row in rows}
+
+
+def versions() -> list[str]:
+    """Of the libraries whose models are tried."""
+    return [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "timm", "torchvision")]
+
+
+def print_sums(rows: Iterable[Row]) -> None:
+    """One row a library: how many models ended how."""
+    counts = Counter((row.library, row.outcome) for row in rows)
+    print(f"| library | {' | '.join(Outcome)} | faithful or refused, of those that train |\n|---|{'---:|' * 5}")
+    for library in dict.fromkeys(library for library, _ in counts):
+        found = [counts[library, outcome] for outcome in Outcome]
+        good, trained = found[0] + found[1], sum(found[:3])
+        print(f"| {library} | {' | '.join(map(str, found))} | {good / max(trained, 1):.1%} |")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,15 +1,26 @@
-"""How long tracing takes: `make bench`. Each trace runs in a fresh process on one thread, on the meta device."""
+"""How long tracing takes, and how finely it cuts deep models: `make bench`."""
 
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
 import pytest
+import torch
+
+from profiler import trace
+from tests.coverage.fidelity import is_single, largest_share
+from tests.coverage.model_list import MODELS, Entry
 
 SECONDS_AT_MOST = 30
 GIB_AT_MOST = 2
 LAYERS_AT_MOST = 2000
 LINEAR_WITHIN = 0.2
 BLOCKS = (20, 40, 80)
+LISTED_SECONDS_AT_MOST = 15  # for each model of the list
+LARGEST_SHARE = 1 / 16  # of all FLOPs in one layer, in models of at least 8 blocks
+
+# Each trace runs in a fresh process on one thread, on the meta device.
 
 PROGRAM = """
 import resource, sys, time, warnings
@@ -56,3 +67,38 @@ def test_llama_of_70b_parameters() -> None:
     assert len({distinct for *_, distinct in figures.values()}) == 1 or figures[80][3] <= figures[20][3]
     for fewer, more in ((20, 40), (40, 80)):
         assert figures[more][0] / figures[fewer][0] <= more / fewer * (1 + LINEAR_WITHIN)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Times are those of one core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.benchmark
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
+def test_models_of_the_list_trace_fast(entry: Entry) -> None:
+    case = entry.build()
+    start = time.perf_counter()
+    trace(case.model, case.sample)
+    seconds = time.perf_counter() - start
+    print(f"\n{entry.name}: {seconds:.1f} s")
+    assert seconds < LISTED_SECONDS_AT_MOST
+
+
+@pytest.mark.benchmark
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("entry", [entry for entry in MODELS if entry.blocks], ids=lambda entry: entry.name)
+def test_deep_models_are_cut_finely_and_alike(entry: Entry) -> None:
+    """In a deeper model a block is a smaller share of the work, and is cut less: fewer kinds of layers are fine."""
+    shallow, deep = (trace(case.model, case.sample) for case in (entry.build(blocks=4), entry.build(blocks=8)))
+    kinds = [len({layer.signature for layer in sequence.layers}) for sequence in (shallow, deep)]
+    share, layer = largest_share(deep)
+    single = ", one operation" if is_single(layer) else ""
+    print(f"\n{entry.name}: {len(deep)} layers, {kinds[1]} kinds ({kinds[0]} of 4 blocks), at most {share:.1%}{single}")
+    assert share <= LARGEST_SHARE or is_single(layer)
+    assert kinds[1] <= kinds[0]

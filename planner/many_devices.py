@@ -1,7 +1,8 @@
 """More unlike devices than the search can tell apart: similar ones are taken for equal.
 
 The search counts how many devices of each class are in use, so its work grows with the product of those numbers.
-Beyond `MOST_WAYS` the most similar classes are merged, those of one kind, which differ in memory alone, before others:
+Where that is too much the most similar classes are merged, those of one kind, which differ in memory alone, before
+others:
 
 - as large as the smallest and of the slower kind, they give a plan, which then runs on the devices themselves;
 - as large as the largest, where a class has one kind, they give a lower bound, and perhaps a better plan.
@@ -19,8 +20,10 @@ from planner.memory import stage_memory
 from planner.problem import DeviceClass, Problem
 from planner.work_bound import work_bound_s
 
-MOST_WAYS = 4096
-"""Ways to use up devices that the search tells apart [fitted: a second for each M]."""
+ALWAYS_WAYS, MOST_WAYS = 256, 4096
+"""Ways to use up devices that the search always tells apart (8 unlike devices), and at most [chosen]."""
+MOST_PLACES = 10_000_000
+"""The product of ways, layers and candidates between these [fitted: 10 s]."""
 
 
 def balance_any(problem: Problem) -> Balance | None:
@@ -60,7 +63,11 @@ def with_fewer_classes(problem: Problem) -> Problem:
 def _groups(problem: Problem) -> list[list[DeviceClass]]:
     """The classes, the most similar ones together; those that a rule pins stay alone."""
     groups = [[one] for one in problem.classes]
-    while _ways(groups) > MOST_WAYS:
+    if _ways(groups) <= ALWAYS_WAYS:
+        return groups
+    candidates = sum(1 for _ in problem.candidates())
+    most = max(ALWAYS_WAYS, min(MOST_WAYS, MOST_PLACES // (problem.layers * max(1, candidates))))
+    while _ways(groups) > most:
         free = [group for group in groups if not group[0].pinned]
         if len(free) < 2:
             break

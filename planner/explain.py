@@ -129,7 +129,7 @@ def _devices(plan: Plan, replica: int) -> list[Device]:
 
 def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     """Seconds of the step with these cuts on the plan's devices; not a number when they do not fit."""
-    from planner.balancer import balance
+    from planner.many_devices import balance_any
     from planner.problem import device_classes
 
     positions = [0, *cuts, problem.layers]
@@ -144,7 +144,7 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
         for position, (first, stop) in enumerate(itertools.pairwise(positions)):
             pinned[first:stop] = position
     rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
-    found = balance(replace(problem, rules=rules, classes=device_classes(problem.devices, rules)))
+    found = balance_any(replace(problem, rules=rules, classes=device_classes(problem.devices, rules)))
     return float("nan") if found is None else found.step_s
 
 

@@ -38,16 +38,17 @@ BEAM_LABELS = 4
 """Labels kept at each place by the first search, which makes the incumbent."""
 MOST_LABELS = 1000
 """Labels kept at each place by the search that proves it."""
-LISTED_LABELS = 64
-"""Labels kept at each place when plans are listed to be evaluated one by one."""
-LISTED_PLANS = 256
-"""Plans that are evaluated at once."""
+LISTED = ((64, 256), (2048, 8192))
+"""Labels kept at each place when plans are listed to be evaluated one by one, and plans; more where that is little
+work."""
 GUESSES = (1.01, 1.03, 1.06, 1.1, 1.2, 1.5, np.inf)
 """Factors on the lower bound within which the first search looks for a plan [fitted]."""
 MOST_ROUNDS = 5
 """Searches that may ask for more stages to be looked at."""
 PATIENCE = 12
 """Problems too large to be solved to the end that are tried in vain before the search ends."""
+LITTLE_WORK = 50_000
+"""Labels up to which a list of plans that is cut off is made longer [fitted: 5 ms]."""
 MUCH_WORK = 1_000_000
 """Labels from which on a list of plans that is cut off makes a problem too large [fitted: 0.1 s]."""
 MOST_PLANS = 12
@@ -228,16 +229,20 @@ class _Search:
         Returns:
             It, what no plan is below, and the labels that it took.
         """
-        plans = self._searched(arcs, before, ways, best.step_s, LISTED_LABELS, LISTED_PLANS)
-        left_s = plans.dropped_s
-        for index, objective_s in enumerate(plans.objective_s):
-            if objective_s >= best.step_s:
+        left_s, work = -np.inf, 0
+        for width, most_plans in LISTED:
+            plans = self._searched(arcs, before, ways, best.step_s, width, most_plans)
+            left_s, work = plans.dropped_s, plans.work
+            for index, objective_s in enumerate(plans.objective_s):
+                if objective_s >= best.step_s:
+                    break
+                if self.clock.over:
+                    left_s = min(left_s, objective_s)
+                    break
+                best = self._best_of(plans, arcs, ways, best, index)
+            if left_s >= best.step_s or work >= LITTLE_WORK or self.clock.over:
                 break
-            if self.clock.over:
-                left_s = min(left_s, objective_s)
-                break
-            best = self._best_of(plans, arcs, ways, best, index)
-        return best, min(best.step_s, left_s), plans.work
+        return best, min(best.step_s, left_s), work
 
     def first(self, bound_s: float) -> Balance | None:
         """A first plan, looked for just above the lower bound, then higher."""

@@ -8,6 +8,7 @@ from planner.clock import UNLIMITED, Clock
 from planner.from_profile import make_problem
 from planner.recompute import Effort, Ways
 from planner.search import search
+from planner.settings import SettingKeywords
 from planner.tables import make_tables
 from profiler.device import Link
 

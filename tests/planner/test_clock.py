@@ -17,7 +17,7 @@ from profiler.device import Link
 def test_a_search_without_time_has_the_bound_of_its_stages(profile_of, device, schedule):
     rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 12 for size in (1, 8)}
     profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
-    asked = {"schedule": schedule, "micro_batches": 21}
+    asked: SettingKeywords = {"schedule": schedule, "micro_batches": 21}
     problem = make_problem(profile, [device()] * 4, batch_size=32, optimizer=None, settings=asked)
     tables = make_tables(problem, next(problem.candidates()))
     arcs = make_arcs(tables, np.inf)

@@ -10,7 +10,7 @@ as they come in, for kernels are slow on numbers that vanish.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from profiler.sequence import LayerSequence
 
 Key = tuple[int, str]  # index of a layer, name of a parameter that it reads
+BLOCK_BYTES = 64  # parameters begin at multiples, as the allocator's do
 REPEATED_ELEMENTS = 2**14  # random numbers of which a large tensor holds many copies: drawing all would take seconds
 
 
@@ -36,6 +37,8 @@ class Shelf(Mapping[Key, Tensor]):
         self._device = device
         self._room_bytes = room_bytes
         self._held: dict[int, dict[str, Tensor]] = {}
+        self._room: Tensor | None = None  # one block for all: blocks that come and go would leave holes between them
+        self._filled_bytes = 0
 
     def __getitem__(self, key: Key) -> Tensor:
         """The parameter `key[1]` of layer `key[0]`, which comes to the device if it is not there."""
@@ -55,48 +58,75 @@ class Shelf(Mapping[Key, Tensor]):
     def bytes_of(self, index: int) -> int:
         """Bytes that a layer's parameters and their gradients take on the device beside the model's own."""
         tensors = [self._sequence.parameters[name] for name in self._sequence.layers[index].parameters]
-        own = sum(tensor.nbytes for tensor in tensors if tensor.device != self._device)
-        return own + sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
+        own = sum(_block_bytes(tensor) for tensor in tensors if tensor.device != self._device)
+        return own + sum(_block_bytes(tensor) for tensor in tensors if tensor.requires_grad)
 
     def hold(self, layers: range) -> None:
-        """Bring the parameters of these layers to the device; where room is short, those of others go first."""
+        """Bring the parameters of these layers to the device; where room is short, all others go first."""
         new = [index for index in layers if index not in self._held]
-        needed = sum(self.bytes_of(index) for index in new)
-        there = sum(self.bytes_of(index) for index in self._held)
-        if self._room_bytes is not None and there + needed > self._room_bytes:
-            self._held = {index: held for index, held in self._held.items() if index in layers}
+        if self._room is None:
+            self._room = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._device)
+        if self._filled_bytes + sum(map(self.bytes_of, new)) > len(self._room):
+            self._held, self._filled_bytes, new = {}, 0, list(layers)
+            assert sum(map(self.bytes_of, new)) <= len(self._room), "a window fits the shelf"
         for index in new:
             self._held[index] = {name: self._placed(name) for name in self._sequence.layers[index].parameters}
 
     def clear(self) -> None:
         """Remove all parameters from the device."""
-        self._held.clear()
+        self._held, self._room, self._filled_bytes = {}, None, 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What layers that are held together may occupy."""
+        sizes = [self.bytes_of(layer.index) for layer in self._sequence.layers]
+        return sum(sizes) if self._room_bytes is None else min(sum(sizes), max(self._room_bytes, *sizes))
 
     def _placed(self, name: str) -> Tensor:
         parameter = self._sequence.parameters[name]
-        placed = valued(parameter, self._device) if parameter.is_meta else parameter.detach().to(self._device)
+        if parameter.device == self._device:
+            placed = parameter.detach()
+        else:
+            flat = self._block(parameter)
+            placed = _shaped(flat, parameter)
+            if parameter.is_meta:
+                fill(flat, parameter.shape)
+            else:
+                placed.copy_(parameter.detach())
         placed.requires_grad_(parameter.requires_grad)
         if placed.requires_grad:
-            placed.grad = torch.zeros_like(placed)
+            placed.grad = _shaped(self._block(parameter).zero_(), parameter)
         return placed
 
+    def _block(self, like: Tensor) -> Tensor:
+        """As many elements of that dtype, one after the other in the room."""
+        assert self._room is not None, "the room is taken before it is filled"
+        start, self._filled_bytes = self._filled_bytes, self._filled_bytes + _block_bytes(like)
+        return self._room[start : start + like.nbytes].view(like.dtype)
 
-def valued(parameter: Tensor, device: torch.device) -> Tensor:
-    """Random values for a parameter without any: products with it keep the scale of what they are given.
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """The elements in that shape, and in that memory layout if it has no holes.
+
+    By `.data`, so that a write to one part of the room is not taken for a change of another one.
+    """
+    return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride()).data
+
+
+def _block_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def fill(flat: Tensor, shape: Sequence[int]) -> None:
+    """Give random values to a parameter of that shape, so that products with it keep the scale of what comes in.
 
     Vectors, which scale and shift, are near 1.
     """
-    drawn = torch.randn(REPEATED_ELEMENTS, device=device)
-    if parameter.dim() < 2:
-        drawn = 1 + drawn / 10
-    else:
-        drawn /= max(1, prod(parameter.shape[1:])) ** 0.5
-    result = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    whole, rest = divmod(parameter.numel(), REPEATED_ELEMENTS)
-    flat = result.view(-1)
+    drawn = torch.randn(REPEATED_ELEMENTS, device=flat.device)
+    drawn = 1 + drawn / 10 if len(shape) < 2 else drawn / max(1, prod(shape[1:])) ** 0.5
+    whole, rest = divmod(len(flat), REPEATED_ELEMENTS)
     flat[: whole * REPEATED_ELEMENTS].view(whole, REPEATED_ELEMENTS).copy_(drawn.expand(whole, -1))
     flat[whole * REPEATED_ELEMENTS :].copy_(drawn[:rest])
-    return result
 
 
 def valued_buffer(buffer: Tensor, device: torch.device) -> Tensor:

@@ -149,8 +149,8 @@ class _Turns:
         for size, runner in runners.items():
             held = [sum(pair) for pair in zip(kept_bytes[size], placed, strict=True)]
             layers = swept_layers(self._keys, held)
-            limits = (memory_bytes, OPERATIONS_IN_CUDA_WINDOW)
-            runs = windows(layers, list(zip(held, launches, strict=True)), limits)
+            limits = (memory_bytes, OPERATIONS_IN_CUDA_WINDOW, shelf.capacity_bytes)
+            runs = windows(layers, list(zip(held, launches, placed, strict=True)), limits)
             self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
             self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
 

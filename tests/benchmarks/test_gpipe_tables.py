@@ -37,6 +37,7 @@ PAPER = json.loads((Path(__file__).parent.parent / "data" / "gpipe_paper_tables.
 GIB = 2**30
 IMAGES, TOKENS = 128, 32  # mini-batches of table 1
 TRACED_BLOCKS = 13
+MOST_BLOCKS = 500  # larger models are planned for the paper's accelerators alone: that no fewer do is clear
 EXPLAINED = 0.1  # larger deviations have a reason in `REASONS`
 REASONS = (
     "AmoebaNet-D at M = 32: the paper reaches 62, 50 and 53 % of K M / (M + K - 1), with stages balanced by FLOPs; our "
@@ -221,6 +222,8 @@ def test_table_1_transformer() -> None:
         paper[name] = f"{column} ({model_gb} / {activation_gb})"
         rows[name] = [
             memory_on(measured, devices, "tpuv3", batch_size, **settings_of(key, recompute, batch_size))
+            if blocks <= MOST_BLOCKS or key == column.removeprefix("Pipeline-")
+            else "-"
             for key, (devices, recompute) in COLUMNS_T.items()
             for batch_size in [max(TOKENS, len(Cluster.of(devices, link="tpuv3").devices))]
         ]

@@ -238,14 +238,14 @@ def _medians(pairs: Sequence[Pair]) -> Pair:
 
 
 def _keys(sequence: LayerSequence) -> list[_Key]:
-    """Equal for layers that take equally long; the last one computes the loss, the first reader the prelude."""
-    last, reader = len(sequence) - 1, _first_reader(sequence)
-    return [(layer.signature, layer.index == last, layer.index == reader) for layer in sequence.layers]
+    """Equal for layers that take equally long; the last one computes the loss, readers of the prelude bear it."""
+    last, readers = len(sequence) - 1, _readers(sequence)
+    return [(layer.signature, layer.index == last, layer.index in readers) for layer in sequence.layers]
 
 
-def _first_reader(sequence: LayerSequence) -> int:
-    readers = (layer.index for layer in sequence.layers if sequence.prelude_names & set(layer.values))
-    return next(readers, 0)
+def _readers(sequence: LayerSequence) -> list[int]:
+    """Layers that read values of the prelude; each stage computes those that its own layers read."""
+    return [layer.index for layer in sequence.layers if not sequence.prelude_names.isdisjoint(layer.values)]
 
 
 class _Sweep:
@@ -260,11 +260,11 @@ class _Sweep:
     ) -> None:
         self.windows = runs
         self._runner = runner
-        self._first_reader = _first_reader(sequence)
+        self._readers = _readers(sequence)
         self._stand = Stand(sequence, keys, [index for window in runs for index in window])
 
     def run(self, watch: Stopwatch) -> tuple[dict[int, Pair], list[Pair]]:
-        """Seconds of each layer, where the first reader of the prelude is charged with it, and of each window."""
+        """Seconds of each layer, where the readers of the prelude are charged with it alike, and of each window."""
         watch.lap(self._runner.run_prelude)
         (prelude_s,) = watch.take()
         layers: dict[int, Pair] = {}
@@ -279,8 +279,9 @@ class _Sweep:
             layers.update(zip(window, pairs, strict=True))
             reached = window.stop
         self._stand.clear()
-        forward_s, backward_s = layers[self._first_reader]
-        layers[self._first_reader] = (forward_s + prelude_s, backward_s)
+        for index in layers.keys() & set(self._readers):
+            forward_s, backward_s = layers[index]
+            layers[index] = (forward_s + prelude_s / len(self._readers), backward_s)
         return layers, uncut
 
     def _one_by_one(

@@ -1,7 +1,7 @@
 """Profiles of small models; how true their seconds are is in tests/benchmarks."""
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import pytest
@@ -205,6 +205,33 @@ def test_arguments_that_mean_nothing(make_case: Callable[[str], Case], settings:
     sequence = trace(model, x)
     with pytest.raises(ArgumentError, match=message):
         profile(sequence, **{"devices": 1, "sample": x, "progress": False, "time_budget_s": 0.0, **settings})
+
+
+def test_readers_of_the_prelude_bear_it_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage computes what its layers read: all on the first reader would make the first stage look slow."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            bias = (1 - mask) * -5.0
+            for layer in self.layers:
+                x = layer(x) + bias
+            return x
+
+    model, sample = Masked(), (torch.randn(2, 4), torch.ones(2, 4))
+    sequence = trace(model, sample)
+    reading = [layer.index for layer in sequence.layers if sequence.prelude_names & set(layer.values)]
+    assert len(reading) == 3
+    ticks = count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))  # each lap takes a second
+    measured = _quick(model, sample, micro_batch_sizes=[2])
+    forward = [cost.forward_s for cost in measured.costs]
+    scale = min(forward)
+    for index, found in enumerate(forward):
+        assert found / scale == pytest.approx(1 + (index in reading) / 3)
 
 
 class Wide(nn.Module):

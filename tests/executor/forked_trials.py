@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,9 +118,10 @@ def main(folder: Path, kinds: str, trials: int, timeout_s: float) -> None:
         TIMEOUT_VARIABLE: str(timeout_s),
     }
     numbers = random.Random(kinds)
+    files = Path(tempfile.mkdtemp(dir=folder))
     for number, kind in enumerate(kinds.split(",") * trials):
-        fault = random_fault(kind, plan.K, folder, numbers)
-        seconds, wrong = Trial(plan, fault, number, folder).run(timeout_s if kind in STUCK else 1.0)
+        fault = random_fault(kind, plan.K, files, numbers)
+        seconds, wrong = Trial(plan, fault, number, files).run(timeout_s if kind in STUCK else 1.0)
         print(json.dumps({"kind": kind, "rank": fault.rank, "seconds": seconds, "wrong": wrong}), flush=True)
 
 

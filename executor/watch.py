@@ -15,6 +15,7 @@ A thread beside the training exchanges short messages with all other ranks (`exe
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -113,7 +114,11 @@ class Watch:
                 ) from problem
             thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._mesh), daemon=True)
             thread.start()
-            weakref.finalize(self, _say_goodbye, self._mesh, self.log, thread)  # at the exit of Python too
+            goodbye = weakref.finalize(self, _say_goodbye, self._mesh, self.log, thread)
+            # At the exit of Python before all other finalizers: their list must not change while it is read, and the
+            # watching thread, inside of torch, may change it.
+            goodbye.atexit = False
+            atexit.register(goodbye)
             _report_uncaught(self)
 
     def add_group(self, group: dist.ProcessGroup) -> None:

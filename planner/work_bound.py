@@ -13,7 +13,7 @@ from planner.memory import behind_boundary, temporary_bytes
 from planner.problem import Candidate, Problem
 from planner.tables import prices, steady_mean
 
-HALVINGS = 50
+HALVINGS = 36
 """Steps of the bisection for the smallest bottleneck."""
 SMALLEST_GAIN = 1e-9
 """Share of a layer's work below which nothing is saved: rounding is as large."""

@@ -121,6 +121,9 @@ def explanation(model: nn.Module, problem: BaseException, place: Place) -> str:
         kind = words.partition("<class '")[2].partition("'")[0]
         cause = f"it returns a {kind}, and layers return tensors in tuples, lists, dicts and the like"
         cure = "leave it out (transformers' caches: use_cache=False)"
+    elif "fake tensor in the exported program constant" in words:
+        cause = "somewhere in it the .data of a parameter or buffer is read or written, which a graph would freeze"
+        cure = "write parameters outside the forward pass, read them by detach()"
     else:
         lines = (line.strip() for line in words.splitlines())
         cause = next((line for line in lines if line), type(problem).__name__)

@@ -72,6 +72,21 @@ def test_a_function_transform() -> None:
         trace(Mapped(), torch.randn(2, 4))
 
 
+class Clamped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.clamp_(-1, 1)
+        return self.linear(x)
+
+
+def test_a_parameter_written_past_autograd() -> None:
+    with pytest.raises(NotTraceableError, match=r"test_refusals\.py:\d+ .*the \.data of a parameter.*detach\(\)"):
+        trace(Clamped(), torch.randn(2, 4))
+
+
 class Box:
     def __init__(self, x: Tensor) -> None:
         self.x = x

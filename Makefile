@@ -9,9 +9,10 @@ SURVEYED := .survey/.installed
 demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py
 
-# One thread each: tests start several processes, and results must not depend on how sums are shared out.
+# One thread each: tests start several processes, and results must not depend on how sums are shared out. Two tests at a
+# time: most of them wait for imports and for each other's processes.
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses 2
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff check

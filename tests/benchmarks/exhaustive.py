@@ -15,21 +15,13 @@ from planner.compiled import compiled
 from planner.schedule import ActionKind, make_schedule
 from profiler.device import Device
 from profiler.record import Profile
+from tests.planner.made_up import FIELDS
 
 F, R, B, SEND_F, RECV_F, SEND_B, RECV_B = range(7)
 _KINDS = {kind: number for number, kind in enumerate((
     ActionKind.F, ActionKind.R, ActionKind.B, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B
 ))}  # fmt: skip
 FORWARD, AGAIN, BACKWARD, KEPT, TRANSIENT, OUTPUT, GRADIENT = range(7)
-_FIELDS = (
-    "forward_s",
-    "recompute_s",
-    "backward_s",
-    "kept_bytes",
-    "transient_bytes",
-    "output_bytes",
-    "output_gradient_bytes",
-)
 
 
 class Small(NamedTuple):
@@ -104,12 +96,12 @@ def _small(
     kinds = sorted({device.kind for device in devices})
     points = {(row.device_kind, row.layer, row.micro_batch_size): row for row in profile.costs}
     measured = sorted({row.micro_batch_size for row in profile.costs})
-    costs = np.zeros((len(kinds), 2, len(_FIELDS), layers))
+    costs = np.zeros((len(kinds), 2, len(FIELDS), layers))
     for c, kind in enumerate(kinds):
         for position, size in enumerate((sizes[0], sizes[-1])):
             below, above = max(m for m in measured if m <= size), min(m for m in measured if m >= size)
             share = (size - below) / (above - below) if above > below else 0.0
-            for field, name in enumerate(_FIELDS):
+            for field, name in enumerate(FIELDS):
                 for layer in range(layers):
                     low, high = (getattr(points[kind, layer, m], name) for m in (below, above))
                     costs[c, position, field, layer] = low + (high - low) * share

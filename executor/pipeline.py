@@ -48,6 +48,7 @@ from executor.watch import Watch
 from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
 from planner.timeline import save_timeline_json
+from profiler.channel import push_nobody_off
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
 from profiler.loss import LossFunction
 from profiler.sequence import LayerSequence
@@ -133,6 +134,7 @@ class Pipeline:
         for used in (transport.groups, [group] if group is not None else []):
             for watched in used:
                 self.watch.add_group(watched)
+        push_nobody_off()
         self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
         self._mover = BufferMover(layout, group)
         self._calls = Calls(self._model, plan, layout, self._sequence, devices, self._placement)

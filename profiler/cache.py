@@ -42,7 +42,7 @@ from profiler.value import Value
 CacheSetting: TypeAlias = str | Path | bool | None
 
 VARIABLE = "GPIPE_AUTOPLAN_CACHE"  # a folder, or "off"
-FORMAT = 2  # of the entries and of what is measured how; older ones are not found any more
+FORMAT = 3  # of the entries and of what is measured how; older ones are not found any more
 
 Entry = TypeVar("Entry", bound=Value)
 

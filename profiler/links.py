@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from profiler.channel import finish, start_receive, start_send
+from profiler.channel import finish, push_nobody_off, start_receive, start_send
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.local import torch_device
@@ -91,6 +91,7 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: 
     place = torch_device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
+    push_nobody_off()
     turn = _serve if torch.distributed.get_rank() == 0 else _return
     outgoing, incoming = torch.zeros((2, max(sizes_bytes)), dtype=torch.uint8, device=place)
     seconds: list[list[float]] = [[] for _ in sizes_bytes]

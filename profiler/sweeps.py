@@ -3,7 +3,7 @@
 A layer that is called again and again with the same tensors finds them in the cache and looks faster than it is in
 training. So a sweep runs all layers forward and then all backward, as training does, with a lap of the stopwatch for
 each; equal layers share their laps. A second run of the same layers as one stage says what they take together, without
-a call, an autograd graph and a Python frame for each: single layers are scaled so that they add up to that.
+a call, an autograd graph and a Python frame for each: single layers are corrected so that they add up to that.
 
     forward    | 0 | 1 | 2 | 3 | loss |                       | uncut |
     backward                          | 3 | 2 | 1 | 0 |               | uncut |
@@ -37,6 +37,7 @@ from profiler.timing import Stopwatch, Timing, collecting_no_garbage, rounds, st
 FIRST_SIZES = 3  # swept before the others
 FEWEST_SWEEPS = 3
 MOST_SWEEPS = 9
+MOST_OF_A_LAYER = 0.5  # of the shortest one may be the cost of calling it
 # A CUDA queue takes 1024 launches before the CPU has to wait; an operation launches up to 3 kernels backward.
 OPERATIONS_IN_CUDA_WINDOW = 300
 
@@ -210,19 +211,18 @@ def is_out_of_memory(problem: BaseException) -> bool:
 
 
 def _summary(keys: Sequence[_Key], runs: Sequence[range], laps: _Laps) -> list[LayerTiming]:
-    """Medians of the laps, scaled window by window to add up to the window's; of layers left out, what equal ones take.
+    """Medians of the laps, corrected by window to add up to the window's; of layers left out, what equal ones take.
 
-    The medians of one key are the same in all windows, the scales are not.
+    The medians of one key are the same in all windows, the corrections are not.
     """
     medians = {key: _medians(pairs) for key, pairs in laps.layers.items()}
     spreads = {key: Timing.of([sum(pair) for pair in pairs]).spread for key, pairs in laps.layers.items()}
     scaled: dict[int, Pair] = {}
     of_key: dict[_Key, list[Pair]] = defaultdict(list)
     for window, uncut in zip(runs, laps.uncut, strict=True):
-        together = [sum(column) for column in zip(*(medians[keys[index]] for index in window), strict=True)]
-        scales = [whole / parts if parts > 0 else 1.0 for whole, parts in zip(_medians(uncut), together, strict=True)]
-        for index in window:
-            forward_s, backward_s = (s * median for s, median in zip(scales, medians[keys[index]], strict=True))
+        columns = zip(*(medians[keys[index]] for index in window), strict=True)
+        together = [_as_one(parts, whole) for parts, whole in zip(columns, _medians(uncut), strict=True)]
+        for index, forward_s, backward_s in zip(window, *together, strict=True):
             scaled[index] = (forward_s, backward_s)
             of_key[keys[index]].append((forward_s, backward_s))
     means = {key: (fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)) for key, pairs in of_key.items()}
@@ -230,6 +230,18 @@ def _summary(keys: Sequence[_Key], runs: Sequence[range], laps: _Laps) -> list[L
         LayerTiming(*scaled.get(index, means[key]), spreads[key], laps.workspace_bytes.get(key))
         for index, key in enumerate(keys)
     ]
+
+
+def _as_one(parts: Sequence[float], whole: float) -> list[float]:
+    """Times of layers as they are within one stage, which takes `whole` seconds.
+
+    A call, an autograd graph and a Python frame cost a small layer as much as a large one, and no layer takes less; so
+    a surplus of the single layers is taken from all alike first. What is left of the difference grows with the layer.
+    """
+    surplus = max(0.0, sum(parts) - whole) / len(parts)
+    own = [part - min(surplus, MOST_OF_A_LAYER * min(parts)) for part in parts]
+    scale = whole / sum(own) if sum(own) > 0 else 1.0
+    return [scale * part for part in own]
 
 
 def _medians(pairs: Sequence[Pair]) -> Pair:

@@ -102,7 +102,7 @@ def _amoebanet() -> Model:
 
 
 def _lstm() -> Model:
-    model = GNMT(1000, width=128, layers=4, dropout=0.1)
+    model = GNMT(1000, width=256, layers=4, dropout=0.1)
     return Model(model, (_tokens(1000, 24), _tokens(1000, 20)), next_token_loss, _tokens(1000, 20))
 
 

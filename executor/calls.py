@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from executor.layout import Layout
-from executor.micro_batch import samples_of_replicas, sizes_for, split_inputs, split_target
+from executor.micro_batch import check_target, samples_of_replicas, sizes_for, split_input, split_target
 from executor.placement import Placement
 from executor.program import Program, compiled
 from executor.stage_runner import MicroBatch, StageLayers
 from planner.plan import Plan
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.sample import batch_extent, of_other_shapes, tensor_leaves
-from profiler.sample_spec import SampleSpec
+from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.sequence import LayerSequence
 from profiler.tracing import trace_again
 
@@ -43,12 +44,22 @@ class Call:
     counts: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Version:
     """The model's layers in one mode and for inputs of one kind, and this process's stages of them."""
 
     sequence: LayerSequence
     layers: dict[int, StageLayers]
+
+    @cached_property
+    def inputs(self) -> frozenset[str]:
+        """Inputs of the model that this process reads."""
+        return frozenset(name for layers in self.layers.values() for name in layers.inputs)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this process computes the loss."""
+        return any(layers.is_last for layers in self.layers.values())
 
 
 class Calls:
@@ -96,12 +107,17 @@ class Calls:
             for samples in samples_of_replicas(batch_size, self._plan.replicas)
         ]
         flat = [size for own in sizes for size in own]
-        inputs = split_inputs(tensors, spec, flat)
-        targets = split_target(target, flat)
+        version = self._version(spec, training=training)
+        dims = [leaf.batch_dim for leaf in spec.leaves if isinstance(leaf, TensorLeaf)]
+        inputs = {
+            name: split_input(tensor, dim, flat)
+            for name, tensor, dim in zip(self._sequence.inputs, tensors, dims, strict=True)
+            if name in version.inputs
+        }
+        check_target(target, batch_size)
+        targets = split_target(target, flat) if version.has_loss else [None] * len(flat)
         batches = [
-            MicroBatch(
-                index, size, size / batch_size, dict(zip(self._sequence.inputs, inputs[index], strict=True)), part
-            )
+            MicroBatch(index, size, size / batch_size, {name: parts[index] for name, parts in inputs.items()}, part)
             for index, (size, part) in enumerate(zip(flat, targets, strict=True))
         ]
         counts = [len(own) for own in sizes]

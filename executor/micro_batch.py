@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
-from profiler.sample_spec import SampleSpec, TensorLeaf
 
 
 def sizes_for(batch_size: int, planned: Sequence[int], only: int | None = None) -> tuple[int, ...]:
@@ -63,30 +61,33 @@ def samples_of_replicas(batch_size: int, replicas: int) -> tuple[int, ...]:
     return (smaller + 1,) * larger + (smaller,) * (replicas - larger)
 
 
-def split_inputs(tensors: Sequence[Tensor], spec: SampleSpec, sizes: Sequence[int]) -> list[list[Tensor]]:
-    """The model's tensor inputs for each micro-batch; inputs without a batch dimension go whole to each."""
-    dims = [leaf.batch_dim for leaf in spec.leaves if isinstance(leaf, TensorLeaf)]
-    parts = [
-        list(tensor.split(list(sizes), dim)) if dim is not None else [tensor] * len(sizes)
-        for tensor, dim in zip(tensors, dims, strict=True)
-    ]
-    return [[part[index] for part in parts] for index in range(len(sizes))]
+def split_input(tensor: Tensor, batch_dim: int | None, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """An input of the model for each micro-batch; one without a batch dimension goes whole to each."""
+    return [tensor] * len(sizes) if batch_dim is None else tensor.split(list(sizes), batch_dim)
 
 
-def split_target(target: Any, sizes: Sequence[int]) -> list[Any]:
+def check_target(target: Any, batch_size: int) -> None:
+    """Refuse a target for another batch.
+
+    Raises:
+        ArgumentError: a tensor has another batch extent than the inputs.
+    """
+    for leaf in pytree.tree_leaves(target):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch_size:
+            raise ArgumentError(f"the target holds {leaf.shape[0]} samples, the inputs {batch_size}")
+
+
+def split_target(target: Any, sizes: Sequence[int]) -> Sequence[Any]:
     """The target for each micro-batch: tensors are cut along dimension 0, other leaves go whole to each.
 
     Raises:
         ArgumentError: a tensor has another batch extent than the inputs.
     """
+    check_target(target, sum(sizes))
     leaves, tree = pytree.tree_flatten(target)
-    batch_size = sum(sizes)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch_size:
-            raise ArgumentError(f"the target holds {leaf.shape[0]} samples, the inputs {batch_size}")
-    bounds = list(pairwise(accumulate(sizes, initial=0)))
-    return [pytree.tree_unflatten([_cut(leaf, first, stop) for leaf in leaves], tree) for first, stop in bounds]
+    parts = [_parts(leaf, sizes) for leaf in leaves]
+    return [pytree.tree_unflatten([part[index] for part in parts], tree) for index in range(len(sizes))]
 
 
-def _cut(leaf: Any, first: int, stop: int) -> Any:
-    return leaf[first:stop] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+def _parts(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    return leaf.split(list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)

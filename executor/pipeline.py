@@ -40,6 +40,7 @@ from executor.position import Phase
 from executor.randomness import generator_of, preserved
 from executor.replicas import GradientSum, group_of_peers
 from executor.runtime import Runtime
+from executor.shared_loss import SharedLoss
 from executor.stage_runner import MicroBatch, StageRunner
 from executor.stopwatch import TimedAction
 from executor.tied import sum_gradients
@@ -137,6 +138,7 @@ class Pipeline:
         push_nobody_off()
         self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
         self._mover = BufferMover(layout, group)
+        self._loss = SharedLoss(layout, devices[layout.stages[0]])
         self._calls = Calls(self._model, plan, layout, self._sequence, devices, self._placement)
         self._steps = 0
         self._seed = seed
@@ -185,7 +187,7 @@ class Pipeline:
             for runner in self._runners.values():
                 self._mover.move(runner, call.own, call.counts)
             self._steps += 1
-            loss = self._shared_loss(call.own)
+            loss = self._loss.of(self._own_losses(call.own))
             self.watch.log.step = self._steps
         return loss
 
@@ -202,7 +204,7 @@ class Pipeline:
             self._begin(None)
             for batches in call.own:
                 self._runtime.run(self._calls.program(call, batches), batches)
-            return self._shared_loss(call.own)
+            return self._loss.of(self._own_losses(call.own))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages so that their common Euclidean norm is at most `max_norm`.
@@ -327,25 +329,14 @@ class Pipeline:
                     "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler in each of several processes"
                 )
             scale = scaler.scale(torch.ones((), device=self._devices[self._layout.stages[0]]))
+        self._loss.begin()
         for runner in self._runners.values():
             runner.begin(self._steps, scale)
 
-    def _shared_loss(self, own: Sequence[Sequence[MicroBatch]]) -> Tensor:
-        """The loss in every process: the sum of the replicas' in their order, each from its last stage."""
-        layout = self._layout
-        losses = torch.zeros(layout.replicas, device=self._devices[layout.stages[0]], dtype=torch.float64)
-        if self.plan.K - 1 in self._runners:
-            for replica, batches in zip(layout.own_replicas, own, strict=True):
-                losses[replica] = self._runners[self.plan.K - 1].loss(batches)
-        if not layout.alone:
-            if layout.replicas == 1:
-                dist.broadcast(losses, src=layout.last_processes[0])
-            else:
-                dist.all_reduce(losses)  # of each element all summands but one are 0
-        total = losses[0]
-        for replica in range(1, layout.replicas):
-            total = total + losses[replica]
-        return total
+    def _own_losses(self, own: Sequence[Sequence[MicroBatch]]) -> list[Tensor]:
+        """By replica of this process, if it runs the last stage."""
+        runner = self._runners.get(self.plan.K - 1)
+        return [] if runner is None else [runner.loss(batches) for batches in own]
 
 
 def _digest(text: str) -> str:

@@ -15,7 +15,6 @@ from profiler.memory_by_size import agree
 from profiler.shelf import Shelf
 from profiler.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.stand_ins import fake_runner, input_bytes, micro_batch, real_runner, resized
-from profiler.timing import computing_with
 from tests.models.tracked import Allocator, allocations, run_stages
 
 Case = tuple[nn.Module, Any]

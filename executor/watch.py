@@ -218,6 +218,7 @@ class Watch:
                 self._blame_the_stuck()
             failed = self._cause is not None
         if failed:
+            self._say_at_once()
             self._end_waits()
         return not failed
 
@@ -319,6 +320,15 @@ class Watch:
                 self._mesh.post({"cause": {"text": cause.text, "error": cause.error, "rank": cause.rank}})
             self._mesh.wake()
         self._changed.notify_all()
+
+    def _say_at_once(self) -> None:
+        """Before the exception itself, where torchrun may end this process any moment because another one has ended."""
+        with self._changed:
+            if self._raised or "TORCHELASTIC_RUN_ID" not in os.environ:
+                return
+            assert self._cause is not None
+            text = f"ExecutionError on {named(self._rank, self._world_size)}: {self._cause.text}"
+        print(text, file=sys.stderr, flush=True)
 
     def _end_waits(self) -> None:
         """Make the training thread raise, or end the process if it cannot."""

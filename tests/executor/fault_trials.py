@@ -169,7 +169,10 @@ def launch_trial(plan: Plan, fault: Fault, folder: Path) -> Outcome:
 
 
 def torchrun_trial(plan: Plan, fault: Fault, folder: Path) -> list[Outcome]:
-    """Run under torchrun; one outcome for each rank that was not itself ended by the fault."""
+    """Run under torchrun; one outcome for each rank that was not itself ended by the fault.
+
+    A rank that its agent ends before the exception is raised has said the error at once, in its log.
+    """
     plan.save(folder / "plan.json")
     (folder / "fault.json").write_text(json.dumps(asdict(fault)))
     with _Leftovers(folder) as leftovers:
@@ -180,13 +183,26 @@ def torchrun_trial(plan: Plan, fault: Fault, folder: Path) -> list[Outcome]:
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script]
         subprocess.run(command, env=environment, capture_output=True, timeout=180, check=False)
     began = float(Path(fault.mark).read_text())
-    outcomes = []
-    for rank in range(plan.K):
-        ends = folder / f"{Path(fault.mark).name}-end-{rank}"
-        if ends.exists():
-            ended, error = json.loads(ends.read_text())
-            outcomes.append(Outcome(error, ended - began, []))
-    return [Outcome(outcome.error, outcome.seconds, leftovers.found()) for outcome in outcomes]
+    found = [_end_of(rank, fault, folder, logs) for rank in range(plan.K) if rank != fault.rank or _speaks(fault)]
+    return [Outcome(error, ended - began, leftovers.found()) for ended, error in found]
+
+
+def _speaks(fault: Fault) -> bool:
+    """Whether the rank in which it happens can tell of it."""
+    return fault.kind not in ("kill", "stop", "endless action", "fewer steps")
+
+
+def _end_of(rank: int, fault: Fault, folder: Path, logs: Path) -> tuple[float, str]:
+    """When a rank told its error, and which."""
+    file = folder / f"{Path(fault.mark).name}-end-{rank}"
+    if file.exists():
+        ended, error = json.loads(file.read_text())
+        return ended, error
+    for log in logs.rglob(f"{rank}/stderr.log"):
+        said = re.search(r"^ExecutionError on rank \d+ of \d+: (.*)", log.read_text(), re.MULTILINE)
+        if said is not None:
+            return log.stat().st_mtime, said[1]
+    return float("inf"), f"rank {rank} said nothing"
 
 
 class _Leftovers:
@@ -246,7 +262,9 @@ def main(folder: Path) -> None:
     try:
         train(Plan.load(folder / "plan.json"), fault)
     except ExecutionError as problem:
-        end.write_text(json.dumps([time.time(), str(problem)]))
+        written = end.with_suffix(".written")
+        written.write_text(json.dumps([time.time(), str(problem)]))
+        written.replace(end)  # whole or not at all: the agent may end this process here
         raise
 
 

@@ -2,10 +2,11 @@
 
     pytest tests/benchmarks/test_peak_memory.py -m benchmark -s
 
-A GPT whose activations outweigh its parameters, planned by a real profile, trained by two processes; with and without
-recompute. Tensors' bytes at the worst moment of a step, the optimizer's state left out on both sides.
+A GPT whose activations outweigh its parameters, planned by a real profile, trained by two processes; both schedules, with
+and without recompute. Tensors' bytes at the worst moment of a step, the optimizer's state left out on both sides.
 """
 
+from itertools import product
 from typing import Any
 
 import pandas
@@ -45,10 +46,10 @@ def test_each_rank_peaks_where_the_plan_says() -> None:
     sequence = trace(make_model(), ids)
     found = profile(sequence, cluster, sample=ids, batch_size=BATCH_SIZE, loss_fn=next_token_loss, target=ids)
     frames = []
-    for recompute in ("never", "always"):
-        settings: dict[str, Any] = {"stages": 2, "micro_batches": M, "recompute": recompute}
+    for schedule, recompute in product(("gpipe", "1f1b"), ("never", "always")):
+        settings: dict[str, Any] = {"stages": 2, "micro_batches": M, "recompute": recompute, "schedule": schedule}
         plan = plan_from_profile(found, cluster, batch_size=BATCH_SIZE, optimizer="AdamW", **settings)
-        frames.append(launch(peaks, plan)[0].assign(recompute=recompute))
-    table = pandas.concat(frames).set_index(["recompute", "stage"])[["predicted", "measured", "ratio"]]
+        frames.append(launch(peaks, plan)[0].assign(schedule=schedule, recompute=recompute))
+    table = pandas.concat(frames).set_index(["schedule", "recompute", "stage"])[["predicted", "measured", "ratio"]]
     print(f"\npeak bytes of each rank, K = 2, M = {M}\n{table.to_string(float_format='{:.3f}'.format)}")
     assert ((table["ratio"] - 1).abs() <= WITHIN).all()

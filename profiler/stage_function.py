@@ -171,10 +171,7 @@ class StageFunction:
                 *[values[name] for name in layer.values],
             )
             values.update(zip(layer.outputs, outputs, strict=True))
-            for position in watched.positions:
-                output = outputs[position]
-                if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(watched.hook(position, output))
+            watched.watch(outputs)
             for buffer, name in layer.written_buffers:
                 current[buffer] = written[buffer] = values.pop(name).detach()
             for entry in layer.statistics:
@@ -197,11 +194,15 @@ class _Watched:
     positions: set[int]
     astray: set[int] = field(default_factory=set)
 
-    def hook(self, position: int, value: Tensor) -> Callable[[Tensor], Tensor | None]:
-        """A hook that brings the value's gradient into the value's memory layout, and notes whether it had to."""
-        bring = layout_hook(value)
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Bring the outputs' gradients into their own memory layouts, and note which of them had to be brought."""
+        for position in self.positions:
+            output = outputs[position]
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._hook(position, layout_hook(output)))
 
-        def watch(gradient: Tensor) -> Tensor | None:
+    def _hook(self, position: int, bring: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+        def hook(gradient: Tensor) -> Tensor | None:
             brought = bring(gradient)
             if brought is not None:
                 self.astray.add(position)
@@ -210,7 +211,7 @@ class _Watched:
                 self.positions.discard(position)
             return brought
 
-        return watch
+        return hook
 
 
 def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:

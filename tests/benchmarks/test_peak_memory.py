@@ -3,7 +3,8 @@
     pytest tests/benchmarks/test_peak_memory.py -m benchmark -s
 
 A GPT whose activations outweigh its parameters, planned by a real profile, trained by two processes under both
-schedules, with and without recompute. Tensors' bytes at the worst moment of a step, the optimizer's state left out on both sides.
+schedules, with and without recompute. Tensors' bytes at the worst moment of a step, the optimizer's state left out on
+both sides.
 """
 
 from itertools import product

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.layout import Layout
-from executor.stage_runner import MicroBatch, Moment, StageRunner
+from executor.stage_runner import MicroBatch, StageRunner
 from profiler.batch_norm import combined
+from profiler.stage_function import Moved
 
 
 class BufferMover:
@@ -49,7 +50,7 @@ class BufferMover:
                 for column in zip(*self._of_all_replicas(rows, counts), strict=True):
                     _move_statistics(runner, column)
 
-    def _of_all_replicas(self, rows: Sequence[Sequence[Moment]], counts: Sequence[int]) -> list[list[Moment]]:
+    def _of_all_replicas(self, rows: Sequence[Sequence[Moved]], counts: Sequence[int]) -> list[list[Moved]]:
         """The statistics of all replicas' micro-batches, a row for each."""
         if self._group is None:
             return [list(row) for row in rows]
@@ -63,14 +64,14 @@ class BufferMover:
         return [_unpacked(line, like) for block, count in zip(gathered, counts, strict=True) for line in block[:count]]
 
 
-def _packed(row: Sequence[Moment]) -> Tensor:
+def _packed(row: Sequence[Moved]) -> Tensor:
     """A micro-batch's statistics as one vector; float64 holds all of them exactly."""
     parts = [part.reshape(-1).to(device=row[0][1].device, dtype=torch.float64) for moment in row for part in moment[1:]]
     return torch.cat(parts)
 
 
-def _unpacked(line: Tensor, like: Sequence[Moment]) -> list[Moment]:
-    row: list[Moment] = []
+def _unpacked(line: Tensor, like: Sequence[Moved]) -> list[Moved]:
+    row: list[Moved] = []
     begin = 0
     for moment in like:
         found = []
@@ -82,7 +83,7 @@ def _unpacked(line: Tensor, like: Sequence[Moment]) -> list[Moment]:
     return row
 
 
-def _move_statistics(runner: StageRunner, column: Sequence[Moment]) -> None:
+def _move_statistics(runner: StageRunner, column: Sequence[Moved]) -> None:
     entry = column[0][0]
     mean, variance = combined([c[1] for c in column], [c[2] for c in column], [c[3] for c in column])
     runner.buffers[entry.running_mean].lerp_(mean, entry.momentum)

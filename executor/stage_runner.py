@@ -23,14 +23,21 @@ from torch.utils import _pytree as pytree
 
 from executor.randomness import generator_of, key
 from planner.plan import Segment
-from profiler.batch_norm import BatchStatistics
 from profiler.errors import ArgumentError
 from profiler.loss import LossFunction, loss_of, model_output
 from profiler.sequence import LayerSequence
-from profiler.stage_function import Pass, Results, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
+from profiler.stage_function import (
+    Moved,
+    Pass,
+    Results,
+    StageFunction,
+    keeping_nothing,
+    leaves_of,
+    roots_of,
+    run_backward,
+)
 
 LOSS = "loss"  # the one value that the last stage leaves while training
-Moment = tuple[BatchStatistics, Tensor, Tensor, Tensor]  # of one batch normalization and micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ class _StepState:
     entering: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     kept: dict[tuple[int, int], Pass] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    statistics: dict[int, list[Moment]] = field(default_factory=dict)
+    statistics: dict[int, list[Moved]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -146,7 +153,7 @@ class StageRunner:
         if before is not None:
             state.buffers[batch.index] = state.buffers[before]
         written: dict[str, Tensor] = {}
-        moments: list[Moment] = []
+        moments: list[Moved] = []
         values: Mapping[str, Tensor] = received
         for position, part in enumerate(layers.parts):
             place = (batch.index, position)
@@ -231,7 +238,7 @@ class StageRunner:
         """The written buffers as micro-batch `index` left them."""
         return self._state.buffers[index]
 
-    def statistics(self, index: int) -> Sequence[Moment]:
+    def statistics(self, index: int) -> Sequence[Moved]:
         """The batch normalizations' statistics of micro-batch `index`."""
         return self._state.statistics[index]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from profiler.batch_norm import BatchStatistics
 from profiler.frontend import autocasting
 from profiler.sequence import BoundaryValue, Layer, LayerSequence
 
+Moved: TypeAlias = tuple[BatchStatistics, Tensor, Tensor, Tensor]
 Seeder = Callable[[int], None]  # called with a layer's index before it draws random numbers
 
 
@@ -60,17 +61,22 @@ class Results:
 
     values: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    statistics: list[tuple[BatchStatistics, Tensor, Tensor, Tensor]]
+    statistics: list[Moved]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One layer: its parameters, what nothing needs after it, and which of its outputs no later layer reads."""
+    """One layer, its parameters, and what nothing needs after it; the rest is the layer's, one look nearer."""
 
     layer: Layer
-    arguments: tuple[Tensor, ...]
+    function: Callable[..., tuple[Any, ...]]
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[str, ...]
+    values: tuple[str, ...]
+    outputs: tuple[str, ...]
     forget: tuple[str, ...]
-    ends: tuple[bool, ...]
+    draws_random: bool
+    writes: bool
 
 
 class StageFunction:
@@ -109,7 +115,7 @@ class StageFunction:
         self._sample = sequence.sample
         self._device = device or next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
         self.draws_random = any(layer.draws_random for layer in layers)
-        self._watched: dict[tuple[torch.Size, ...], list[_Watched]] = {}  # by shapes that enter, of each layer
+        self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
         self._copied = frozenset[str]().union(*(layer.in_place for layer in layers))
         self._steps = _steps(layers, parameters, frozenset(self.leaving))
 
@@ -132,12 +138,12 @@ class StageFunction:
         with self.autocasting():
             return self._forward(leaves, inputs, buffers, seed)
 
-    def _watched_at(self, values: Mapping[str, Any]) -> list[_Watched]:
-        """Of each layer the outputs whose gradients' layouts are watched, for values of these shapes."""
+    def _watched_at(self, values: Mapping[str, Any]) -> list[tuple[_Step, _Watched]]:
+        """Each layer with those of its outputs whose gradients' layouts are watched, for values of these shapes."""
         shapes = tuple(value.shape for value in values.values())
         known = self._watched.get(shapes)
         if known is None:
-            known = self._watched[shapes] = [_Watched(set(range(len(step.layer.outputs)))) for step in self._steps]
+            known = self._watched[shapes] = [(step, _Watched(set(range(len(step.outputs))))) for step in self._steps]
         return known
 
     def autocasting(self) -> contextlib.AbstractContextManager[object]:
@@ -159,26 +165,25 @@ class StageFunction:
             values[name] = values[name].clone()
         sources = [current[name] for name in self.prelude.buffers] + [values[name] for name in self.prelude.inputs]
         values.update(zip(self.prelude.names, self.prelude.function(*sources), strict=True))
-        statistics = []
+        statistics: list[Moved] = []
         written: dict[str, Tensor] = {}
-        for step, watched in zip(self._steps, watching, strict=True):
-            layer = step.layer
-            if seed is not None and layer.draws_random:
-                seed(layer.index)
-            outputs = layer.function(
-                *step.arguments,
-                *[current[name] for name in layer.buffers],
-                *[values[name] for name in layer.values],
-            )
-            values.update(zip(layer.outputs, outputs, strict=True))
-            watched.watch(outputs)
-            for buffer, name in layer.written_buffers:
-                current[buffer] = written[buffer] = values.pop(name).detach()
-            for entry in layer.statistics:
-                moved = (values.pop(entry.mean), values.pop(entry.variance), values.pop(entry.count))
-                statistics.append((entry, *moved))
+        for step, watched in watching:  # beside large kernels caches are cold, and each call costs ten times its time
+            arguments = [values[name] for name in step.values]
+            if step.buffers:
+                arguments = [current[name] for name in step.buffers] + arguments
+            if step.draws_random and seed is not None:
+                seed(step.layer.index)
+            outputs = step.function(*step.parameters, *arguments)
+            del arguments
+            for name, output in zip(step.outputs, outputs, strict=True):
+                values[name] = output
+            if watched.positions:
+                watched.watch(outputs)
+            if step.writes:
+                _take_writes(step.layer, values, current, written, statistics)
             for name in step.forget:
-                values.pop(name, None)
+                del values[name]
+            del output
         return Results({name: values[name] for name in self.leaving}, written, statistics)
 
 
@@ -226,22 +231,44 @@ def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
     return bring
 
 
+def _take_writes(
+    layer: Layer,
+    values: dict[str, Any],
+    current: dict[str, Tensor],
+    written: dict[str, Tensor],
+    statistics: list[Moved],
+) -> None:
+    """What a layer wrote into buffers, and its batch normalizations' statistics, leave the values."""
+    for buffer, name in layer.written_buffers:
+        current[buffer] = written[buffer] = values.pop(name).detach()
+    for entry in layer.statistics:
+        statistics.append((entry, values.pop(entry.mean), values.pop(entry.variance), values.pop(entry.count)))
+
+
 def _steps(
     layers: Sequence[Layer], parameters: Mapping[tuple[int, str], Tensor], leaving: frozenset[str]
 ) -> tuple[_Step, ...]:
     """Each layer with its parameters, and the values that nothing needs after it."""
     needed = set(leaving)
-    read: set[str] = set()
     steps = []
     for layer in reversed(layers):
-        touched = dict.fromkeys((*layer.values, *layer.outputs))
         own = {name for _, name in layer.written_buffers}
         own.update(name for entry in layer.statistics for name in (entry.mean, entry.variance, entry.count))
-        forget = tuple(name for name in touched if name not in needed and name not in own)
-        arguments = tuple(parameters[layer.index, name] for name in layer.parameters)
-        steps.append(_Step(layer, arguments, forget, tuple(name not in read for name in layer.outputs)))
+        touched = dict.fromkeys((*layer.values, *layer.outputs))
+        steps.append(
+            _Step(
+                layer=layer,
+                function=layer.function,
+                parameters=tuple(parameters[layer.index, name] for name in layer.parameters),
+                buffers=layer.buffers,
+                values=layer.values,
+                outputs=layer.outputs,
+                forget=tuple(name for name in touched if name not in needed and name not in own),
+                draws_random=layer.draws_random,
+                writes=bool(own),
+            )
+        )
         needed.update(layer.values)
-        read.update(layer.values)
     return tuple(reversed(steps))
 
 

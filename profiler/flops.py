@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    conv_flop_count,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 aten = torch.ops.aten
 
@@ -18,6 +23,25 @@ def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 
 def _cpu_attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+def _convolution_backward(
+    gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+    **_: Any,
+) -> int:
+    """Each of both gradients multiplies as often as the forward pass; torch's own formula overlooks the groups."""
+    forward = conv_flop_count([*inputs.shape], [*weight.shape], [*gradient.shape], transposed=transposed)
+    return int(forward) * (output_mask[0] + output_mask[1])
 
 
 def _rnn_layer(inputs: Tensor, input_weight: Tensor, hidden_weight: Tensor, *_: Any, **__: Any) -> int:
@@ -45,6 +69,7 @@ FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten.convolution_backward: _convolution_backward,
     aten.mkldnn_rnn_layer: _rnn_layer,
     aten.mkldnn_rnn_layer_backward: _rnn_layer_backward,
     aten.mv: _matrix_vector,

@@ -80,7 +80,7 @@ def use_scratch_buffers(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Nod
 
 def elements_per_channel(values: Tensor) -> Tensor:
     """Elements that one channel (dimension 1) has, as a float64 scalar tensor on the CPU."""
-    return torch.tensor(values.numel() // values.shape[1], dtype=torch.float64)
+    return torch.tensor(values.numel() // values.shape[1], dtype=torch.float64, device="cpu")
 
 
 def combined(means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

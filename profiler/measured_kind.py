@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from profiler.allocator import keep_freed_memory
 from profiler.cache import Cache, CachedCosts, digest_of
 from profiler.device import Cluster, Device
@@ -18,6 +21,7 @@ from profiler.memory_by_size import memory_by_size
 from profiler.neighbours import neighbours
 from profiler.optimizers import optimizer_cost
 from profiler.record import LayerCost, OptimizerCost
+from profiler.sample import call_arguments
 from profiler.sequence import LayerSequence
 from profiler.shelf import Shelf
 from profiler.stand_ins import real_runner
@@ -96,11 +100,13 @@ def measured_kind(
 
 def _key(task: Task, device: Device, neighbour_count: int, size: int) -> dict[str, Any]:
     """All that the costs of a micro-batch size depend on."""
+    leaves = pytree.tree_leaves((call_arguments(task.sample), task.target))
     return {
         "what": "layers",
         "model": task.sequence.fingerprint,
         "layers": [layer.signature for layer in task.sequence.layers],
         "sample": task.sequence.sample.model_dump(mode="json"),
+        "strides": [leaf.stride() for leaf in leaves if isinstance(leaf, Tensor)],
         "trained": [tensor.requires_grad for tensor in task.sequence.parameters.values()],
         "loss": digest_of((task.loss_fn, task.target)),
         "size": size,

@@ -28,19 +28,24 @@ def made_up_leaves(spec: SampleSpec) -> list[Tensor]:
             continue
         dtype = torch_dtype(leaf.dtype)
         if dtype.is_floating_point or dtype.is_complex:
-            leaves.append(torch.randn(leaf.shape, dtype=dtype))
+            leaves.append(torch.randn(leaf.shape, dtype=dtype, device="cpu"))
         else:
-            leaves.append(torch.full(leaf.shape, dtype == torch.bool, dtype=dtype))
+            leaves.append(torch.full(leaf.shape, dtype == torch.bool, dtype=dtype, device="cpu"))
     return leaves
 
 
 def resized(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """The tensor cut, or repeated, to an extent of `size` in `dim`.
+    """The tensor cut, or repeated, to an extent of `size` in `dim`, in the memory layout of a part of it.
 
     >>> resized(torch.tensor([1, 2, 3]), 0, 5)
     tensor([1, 2, 3, 1, 2])
     """
-    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
+    if size <= tensor.shape[dim]:
+        return tensor.narrow(dim, 0, size)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    rows = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+    repeated = tensor.permute(order).index_select(order.index(dim), rows)
+    return repeated.permute([order.index(position) for position in range(tensor.dim())])
 
 
 def micro_batch(sequence: LayerSequence, sample: Any | None, size: int, device: torch.device) -> dict[str, Tensor]:
@@ -70,7 +75,7 @@ def _valued(tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return torch.randn(tensor.shape, dtype=tensor.dtype)
+        return torch.randn_like(tensor, device="cpu")
     return torch.zeros_like(tensor, device="cpu")
 
 

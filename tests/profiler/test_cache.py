@@ -53,6 +53,13 @@ def test_what_changes_figures_changes_the_entry(make_case: Callable[[str], Case]
     assert len(list(tmp_path.iterdir())) == 10
 
 
+def test_a_sample_in_another_memory_layout_has_an_entry_of_its_own(tmp_path: Path) -> None:
+    model, images = nn.Conv2d(3, 4, 3), torch.randn(4, 3, 6, 6)
+    for sample, entries in ((images, 3), (images.to(memory_format=torch.channels_last), 5), (images.clone(), 5)):
+        _profile(model, sample, tmp_path)
+        assert len(list(tmp_path.iterdir())) == entries  # sizes and the optimizer
+
+
 def test_a_damaged_entry_is_measured_again(make_case: Callable[[str], Case], tmp_path: Path) -> None:
     model, x = make_case("dropout")
     _profile(model, x, tmp_path)

@@ -135,6 +135,37 @@ def test_samples_are_cut_and_repeated(make_case: Callable[[str], Case]) -> None:
     assert made_up.shape == (6, 12)
 
 
+def test_a_sample_that_is_cut_or_repeated_keeps_its_memory_layout() -> None:
+    """The executor splits the batch, so micro-batches have its layout, and kernels keep other bytes for another one."""
+    images = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    assert resized(images, 0, 2).stride() == images.split(2)[0].stride()
+    repeated = resized(images, 0, 6)
+    assert repeated.stride() == images.stride()
+    assert torch.equal(repeated, torch.cat([images, images[:2]]))
+    time_major = torch.randn(7, 4, 5).transpose(0, 1)
+    assert resized(time_major, 0, 2).stride() == time_major.split(2)[0].stride()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(72, 2))
+    sequence = trace(model, images)
+    (with_meta,) = micro_batch(sequence, images.to("meta"), 3, CPU).values()
+    assert with_meta.is_contiguous(memory_format=torch.channels_last)
+    memory = _memory(sequence, images, 3, fake=True)
+    assert sum(entry.kept_bytes for entry in memory) == _Real(sequence, images, 3).run(0, len(sequence))[0]
+
+
+def test_a_sample_that_the_model_writes_stays_as_it_is() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.add_(1))
+
+    x = torch.zeros(4, 3)
+    profile(trace(Writing(), x), 1, sample=x, micro_batch_sizes=[2, 4], time_budget_s=0.0, progress=False)
+    assert not x.any()
+
+
 def test_input_bytes_of_one_sample(make_case: Callable[[str], Case]) -> None:
     model, sample = make_case("masked")
     spec = trace(model, sample).sample

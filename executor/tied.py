@@ -55,16 +55,16 @@ def sum_gradients(tied: Sequence[TiedParameter], process: int) -> None:
         total = _total(parameter, process)
         for copy in parameter.copies:
             if copy.requires_grad and total is not None:
-                share = total.to(copy.device)
-                copy.grad = share.clone() if copy.grad is None else copy.grad + share
-        for accumulator in parameter.accumulators:
-            accumulator.grad = None
+                share = total.to(copy.device)  # one of them, with one copy a device, is the total itself
+                copy.grad = share if copy.grad is None else copy.grad.add_(share)
 
 
 def _total(parameter: TiedParameter, process: int) -> Tensor | None:
     """The sum over all using layers, in every process that has one."""
     processes = set(parameter.users)
     gradients = [accumulator.grad for accumulator in parameter.accumulators]
+    for accumulator in parameter.accumulators:
+        accumulator.grad = None
     if len(processes) == 1:
         return _fold(None, gradients)
     like = parameter.accumulators[0]
@@ -73,14 +73,12 @@ def _total(parameter: TiedParameter, process: int) -> Tensor | None:
     tag = _FIRST_TAG + parameter.number * _TAGS_PER_PARAMETER
     chain = [(user, len(list(layers))) for user, layers in groupby(parameter.users)]
     total: Tensor | None = None
-    own = 0
     for link, (user, layers) in enumerate(chain):
         if user == process:
             if link > 0:
                 total = torch.empty_like(like, requires_grad=False)
                 finish(start_receive([total], source=chain[link - 1][0], tag=tag + link))
-            total = _fold(total, gradients[own : own + layers])
-            own += layers
+            total = _fold(total, [gradients.pop(0) for _ in range(layers)])
             if total is None:
                 total = torch.zeros_like(like, requires_grad=False)
             if link + 1 < len(chain):
@@ -96,11 +94,13 @@ def _total(parameter: TiedParameter, process: int) -> Tensor | None:
     return total
 
 
-def _fold(first: Tensor | None, gradients: Sequence[Tensor | None]) -> Tensor | None:
+def _fold(first: Tensor | None, gradients: list[Tensor | None]) -> Tensor | None:
+    """Their sum in order; the first one takes it up, and each is let go once it is added."""
     total = first
-    for gradient in gradients:
+    while gradients:
+        gradient = gradients.pop(0)
         if gradient is not None:
-            total = gradient if total is None else total + gradient.to(total.device)
+            total = gradient if total is None else total.add_(gradient.to(total.device))
     return total
 
 

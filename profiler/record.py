@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from profiler.device import Link
 from profiler.errors import ProfileError
 from profiler.sample_spec import SampleSpec
-from profiler.value import Value, write_atomically
+from profiler.value import Value, read_file, write_atomically
 
 if TYPE_CHECKING:
     import pandas
@@ -297,19 +297,17 @@ class Profile(Value):
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""
-        write_atomically(Path(path), self.to_json())
+        write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a profile that `save` wrote.
 
         Raises:
+            ArgumentError: `path` is no path.
             ProfileError: the file is missing, damaged, or of another schema.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise ProfileError(f"cannot read the profile {path}: {problem}") from problem
+        text = read_file(path, "profile", ProfileError)
         return cls.parse_json(text, source=str(path), error=ProfileError)
 
 

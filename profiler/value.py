@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -42,20 +43,46 @@ class Value(BaseModel):
             raise error(f"{source}: {path}: {first['msg']}{tail}") from problem
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a crash, never meets half a file.
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write `text` to `path` so that a reader, or a crash, never meets half a file; two writers do no harm.
 
     Raises:
         ArgumentError: nothing can be written there.
     """
-    draft = path.with_name(f".{path.name}.draft")
+    path = _path_of(path)
+    draft = path.parent / f".draft-{uuid.uuid4().hex}"  # each writer's own, with the rights that the user's files get
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
-    except OSError as problem:
-        with contextlib.suppress(OSError):
+    except (OSError, ValueError) as problem:  # ValueError: a zero byte in the path
+        reason = getattr(problem, "strerror", None) or problem
+        raise ArgumentError(f"cannot write {str(path)!r}: {reason}; choose a file in a folder of yours") from problem
+    finally:
+        with contextlib.suppress(OSError, ValueError):
             draft.unlink(missing_ok=True)
-        raise ArgumentError(
-            f"cannot write {path}: {problem.strerror or problem}; choose a file in a folder of yours"
-        ) from problem
+
+
+def read_file(path: str | Path, what: str, error: Callable[[str], PlanError]) -> str:
+    """The text of a file.
+
+    Args:
+        path: where it is.
+        what: it holds, for the message.
+        error: builds the error to raise from its message.
+
+    Raises:
+        ArgumentError: that is no path.
+        PlanError: what `error` builds; there is no such file, or it holds no text.
+    """
+    path = _path_of(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        raise error(f"cannot read the {what} {str(path)!r}: {problem}") from problem
+
+
+def _path_of(path: str | Path) -> Path:
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"{path!r} is no path; pass the name of a file")
+    return Path(path)

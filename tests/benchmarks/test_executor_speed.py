@@ -10,6 +10,8 @@ of work per micro-batch and stage and a step of T seconds
 
     share of the bound = (M + K - 1) t / T          overhead per micro-batch and stage of a tiny model = T / (K M)
 
+`bare` is the loop by hand of the same two stages: nothing checked, nothing recorded, no other model.
+
 torchgpipe (from PyPI, if installed) runs both stages in threads of one process, which may use both cores.
 """
 
@@ -17,7 +19,7 @@ import copy
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -101,6 +103,7 @@ def contenders(plans: dict[str, Plan], width: int, layers: int, samples: int, ch
         steps[f"ours {name}"] = lambda pipe=pipe: pipe.step(x, target=y)  # type: ignore[misc]
     for name, kind in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
         steps[f"torch {name}"] = torch_step(copy.deepcopy(stages[rank]), kind, rank, x, y, chunks)
+    steps["bare"] = bare_step(copy.deepcopy(stages[rank]), rank, x.chunk(chunks), y.chunk(chunks))
     return in_turns(steps)
 
 
@@ -108,6 +111,40 @@ def plain_step(model: nn.Module, x: Tensor, y: Tensor, chunks: int) -> Step:
     def step() -> None:
         for part, target in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
             (nn.functional.mse_loss(model(part), target) / chunks).backward()
+
+    return step
+
+
+def bare_step(own: nn.Module, rank: int, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Step:
+    """GPipe's order by hand, for these two stages alone: what messages and passes cost with nothing around them."""
+    group = dist.group.WORLD
+    assert group is not None, "the processes have joined"
+
+    def step() -> None:
+        buffers = [torch.empty_like(x) for x in xs]
+        received = [group.recv([buffer], 1 - rank, number) for number, buffer in enumerate(buffers)]
+        if rank == 0:
+            outputs: list[Tensor] = []
+            sent = []
+            for number, x in enumerate(xs):
+                outputs.append(own(x))
+                sent.append(group.send([outputs[-1].detach()], 1, number))
+            for number in reversed(range(len(xs))):
+                received[number].wait()
+                outputs[number].backward(buffers[number])
+        else:
+            losses = []
+            for work, entering, y in zip(received, buffers, ys, strict=True):
+                work.wait()
+                losses.append(nn.functional.mse_loss(own(entering.requires_grad_()), y) / len(ys))
+            sent = []
+            for number in reversed(range(len(ys))):
+                losses[number].backward()
+                gradient = buffers[number].grad
+                assert gradient is not None, "the stage has parameters"
+                sent.append(group.send([gradient], 0, number))
+        for work in sent:
+            work.wait()
 
     return step
 

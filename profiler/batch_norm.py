@@ -70,17 +70,23 @@ def use_scratch_buffers(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Nod
     with graph.inserting_before(node):
         mean = graph.call_function(torch.zeros_like, (running_mean,))
         variance = graph.call_function(torch.zeros_like, (running_var,))
+        count = graph.call_function(elements_per_channel, (source,))
     arguments[3:5] = [mean, variance]
     arguments[6] = WHOLE_MOMENTUM
     node.args = tuple(arguments)
-    with graph.inserting_after(node):
-        count = graph.call_function(elements_per_channel, (source,))
     return mean, variance, count
 
 
 def elements_per_channel(values: Tensor) -> Tensor:
-    """Elements that one channel (dimension 1) has, as a float64 scalar tensor on the CPU."""
-    return torch.tensor(values.numel() // values.shape[1], dtype=torch.float64, device="cpu")
+    """Elements that one channel (dimension 1) has, as a float64 scalar tensor on the CPU.
+
+    Raises:
+        ValueError: it is one; torch's modules refuse that too, while its operation makes the running variance NaN.
+    """
+    count = values.numel() // values.shape[1]
+    if count == 1:
+        raise ValueError(f"batch normalization of values of shape {list(values.shape)}: one per channel, 2 are needed")
+    return torch.tensor(count, dtype=torch.float64, device="cpu")
 
 
 def combined(means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

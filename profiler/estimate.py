@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from profiler.errors import ArgumentError
 from profiler.memory import LayerMemory, layer_memory
 from profiler.memory_by_size import memory_between
 from profiler.record import Estimate, OptimizerCost
+from profiler.refusals import Refusals
 from profiler.stand_ins import fake_runner
 from profiler.sweeps import LayerTiming
 from profiler.task import Task
@@ -59,9 +61,15 @@ def estimated(
 
     Returns:
         Memory of the layers by size; by kind of device their times by size; by kind optimizer and estimate.
+
+    Raises:
+        ProfileError: the model runs no size.
     """
-    memory = _at_sizes(task, _memory, memory_between)
-    work = _at_sizes(task, _work, work_between)
+    refusals = Refusals()
+    memory = _at_sizes(task, _memory, memory_between, refusals)
+    work = _at_sizes(replace(task, sizes=tuple(memory)), _work, work_between, refusals)
+    if not work:
+        refusals.raise_first()
     timings, optimizers, estimates = {}, [], []
     for kind in dict.fromkeys(device.kind for device in cluster.devices):
         rates = Rates.of(kind)
@@ -78,6 +86,7 @@ def _at_sizes(
     task: Task,
     look: Callable[[Task, int], list[Found]],
     between: Callable[[Found, Found, float], Found | None],
+    refusals: Refusals,
 ) -> dict[int, list[Found]]:
     """What every layer shows at every size: seen at the smallest and the largest, and on the line between them.
 
@@ -85,9 +94,17 @@ def _at_sizes(
     so that the line between two sizes lies above it. Where a layer does other operations at the two sizes, each size
     is looked at.
     """
-    smallest, largest = task.sizes[0], task.sizes[-1]
-    found = {size: look(task, size) for size in {smallest, largest}}
-    for size in task.sizes[1:-1]:
+    sizes, found = list(task.sizes), {}
+    for end in (0, -1):
+        while sizes and sizes[end] not in found:
+            with refusals.noting(sizes[end]):
+                found[sizes[end]] = look(task, sizes[end])
+            if sizes[end] not in found:
+                del sizes[end]
+    if not sizes:
+        return {}
+    smallest, largest = sizes[0], sizes[-1]
+    for size in sizes[1:-1]:
         share = (size - smallest) / (largest - smallest)
         cache: dict[tuple[int, int], Found | None] = {}  # equal layers share what was found
         line = []
@@ -97,8 +114,9 @@ def _at_sizes(
                 cache[key] = between(*pair, share)
             line.append(cache[key])
         whole = [entry for entry in line if entry is not None]
-        found[size] = whole if len(whole) == len(line) else look(task, size)
-    return {size: found[size] for size in task.sizes}
+        with refusals.noting(size):
+            found[size] = whole if len(whole) == len(line) else look(task, size)
+    return dict(sorted(found.items()))
 
 
 def _work(task: Task, size: int) -> list[LayerWork]:

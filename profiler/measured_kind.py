@@ -21,6 +21,7 @@ from profiler.memory_by_size import memory_by_size
 from profiler.neighbours import neighbours
 from profiler.optimizers import optimizer_cost
 from profiler.record import LayerCost, OptimizerCost
+from profiler.refusals import Refusals
 from profiler.sample import call_arguments
 from profiler.sequence import LayerSequence
 from profiler.shelf import Shelf
@@ -53,7 +54,7 @@ def measured_kind(
         remembered: earlier measurements.
 
     Raises:
-        ProfileError: the device's memory holds not even the smallest micro-batch.
+        ProfileError: the device's memory holds not even the smallest micro-batch, or the model runs none.
     """
     neighbour_count = _neighbour_count(device, cluster)
     keys = {size: _key(task, device, neighbour_count, size) for size in task.sizes}
@@ -66,14 +67,15 @@ def measured_kind(
         return costs, optimizer
     place = torch_device(device)
     task = replace(task, sequence=task.sequence.on(place), sizes=missing)
+    refusals = Refusals()
     shelf = Shelf(task.sequence, place, int(SHELF_SHARE * device.memory_bytes))
     with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
         with computing_with(device.threads):
-            memory = _fitting(task, shelf, memory_by_size(task, shelf, place), device) if missing else {}
+            memory = _fitting(task, shelf, memory_by_size(task, shelf, place, refusals), device) if missing else {}
         wait_until_busy()
         keep_freed_memory()
         with computing_with(device.threads):
-            timings = _timings(task, shelf, memory, device) if memory else {}
+            timings = _timings(task, shelf, memory, device, refusals) if memory else {}
             shelf.clear()
             memory = with_measured_workspace(memory, timings)
             for cost in layer_costs(task.sequence, device.kind, memory, timings):
@@ -91,6 +93,7 @@ def measured_kind(
                 remembered.put(optimizer_key, optimizer)
         task.bar.update()
     if not costs:
+        refusals.raise_first()
         raise ProfileError(
             f"device {device.name!r} has no memory for micro-batches of {min(keys)} samples; plan with smaller "
             "micro-batches, or with larger devices"
@@ -162,15 +165,16 @@ def _fitting(
 
 
 def _timings(
-    task: Task, shelf: Shelf, memory: Mapping[int, Sequence[LayerMemory]], device: Device
+    task: Task, shelf: Shelf, memory: Mapping[int, Sequence[LayerMemory]], device: Device, refusals: Refusals
 ) -> dict[int, list[LayerTiming]]:
     """Times of all layers by micro-batch size."""
     place = torch_device(device)
     runners = {}
     for size in task.sizes:
         if size in memory:
-            inputs, about = task.micro_batch(size, place)
-            runners[size] = real_runner(task.sequence, shelf, inputs, **about)
+            with refusals.noting(size):
+                inputs, about = task.micro_batch(size, place)
+                runners[size] = real_runner(task.sequence, shelf, inputs, **about)
     return time_layers(
         task.sequence,
         shelf,

@@ -11,52 +11,52 @@ smallest and the largest, byte by byte, the sizes between are taken from the lin
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
+from profiler.errors import PlanError
 from profiler.memory import LayerMemory, layer_memory
 from profiler.record import InStage
+from profiler.refusals import CANNOT_RUN, Refusals
 from profiler.shelf import Shelf
 from profiler.stand_ins import fake_runner, real_runner
-from profiler.sweeps import is_out_of_memory
 from profiler.task import Task
-
-NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 PAGE_BYTES = 4096  # what oneDNN rounds the workspace of a recurrent layer up to [measured]
 KEPT = ("carried_bytes", "repeated_bytes", "held_bytes")
 PASSING = ("forward_bytes", "backward_bytes", "last_backward_bytes")
 
 
-def memory_by_size(task: Task, shelf: Shelf, place: torch.device) -> dict[int, list[LayerMemory]]:
+def memory_by_size(task: Task, shelf: Shelf, place: torch.device, refusals: Refusals) -> dict[int, list[LayerMemory]]:
     """Memory of all layers by micro-batch size.
 
     Args:
         task: what is measured.
         shelf: brings parameters to the device.
         place: the device.
+        refusals: takes the sizes that cannot be run.
 
     Returns:
-        The memory of all layers; a size that the device's memory does not hold is missing.
+        The memory of all layers; a size that cannot be run is missing.
     """
     sizes = sorted(task.sizes)
-    smallest = sizes[0]
-    fake = _fake(task, smallest, place)
-    real = _real(task, smallest, shelf, place, share=fake is not None)
+    while sizes:
+        task.bar.update()
+        fake = _fake(task, sizes[0], place)
+        real = _real(task, sizes[0], shelf, place, refusals, share=fake is not None)
+        if real is not None:
+            break
+        del sizes[0]
+    else:
+        return {}
     faithful = fake is not None and agree(fake, real)
     unlike = () if fake is None else _unlike(fake, real)
-    memory = {smallest: fake if fake is not None and faithful else _rounded(real, unlike)}
-    task.bar.update()
+    memory = {sizes[0]: fake if fake is not None and faithful else _rounded(real, unlike)}
     ends_first = dict.fromkeys((sizes[-1], sizes[len(sizes) // 2], *sizes))
     for size in ends_first:
         if size in memory:
@@ -65,7 +65,7 @@ def memory_by_size(task: Task, shelf: Shelf, place: torch.device) -> dict[int, l
         task.bar.update()
         found = line or (_fake(task, size, place) if faithful else None)
         if found is None:
-            found = _real_if_it_fits(task, size, shelf, place, share=fake is not None)
+            found = _real(task, size, shelf, place, refusals, share=fake is not None)
         if found is not None:
             memory[size] = found if faithful else _rounded(found, unlike)
     return dict(sorted(memory.items()))
@@ -132,29 +132,22 @@ def _mixed(low: Any, high: Any, share: float) -> Any:
 
 
 def _fake(task: Task, size: int, place: torch.device) -> list[LayerMemory] | None:
-    """From fake tensors; None if they cannot follow."""
-    inputs, about = task.micro_batch(size, place)
-    try:
+    """From fake tensors; None if they cannot follow, or nothing can: real ones will tell."""
+    with suppress(PlanError, *CANNOT_RUN):
+        inputs, about = task.micro_batch(size, place)
         with fake_runner(task.sequence, inputs, **about) as runner:
             return layer_memory(task.sequence, runner, share=True)
-    except NOT_FAKEABLE:
-        return None
+    return None
 
 
-def _real_if_it_fits(
-    task: Task, size: int, shelf: Shelf, place: torch.device, *, share: bool
+def _real(
+    task: Task, size: int, shelf: Shelf, place: torch.device, refusals: Refusals, *, share: bool
 ) -> list[LayerMemory] | None:
-    """From real tensors; None if the memory does not hold them."""
-    try:
-        return _real(task, size, shelf, place, share=share)
-    except (MemoryError, RuntimeError) as problem:
-        if not is_out_of_memory(problem):
-            raise
-        warnings.warn(f"no memory for micro-batches of {size} samples; they are left out", stacklevel=2)
-        return None
+    """From real tensors; equal layers are run once where fake tensors can follow: no shape depends on values there.
 
-
-def _real(task: Task, size: int, shelf: Shelf, place: torch.device, *, share: bool) -> list[LayerMemory]:
-    """From real tensors; equal layers are run once where fake tensors can follow: no shape depends on values there."""
-    inputs, about = task.micro_batch(size, place)
-    return layer_memory(task.sequence, real_runner(task.sequence, shelf, inputs, **about), share=share)
+    None if the size cannot be run.
+    """
+    with refusals.noting(size):
+        inputs, about = task.micro_batch(size, place)
+        return layer_memory(task.sequence, real_runner(task.sequence, shelf, inputs, **about), share=share)
+    return None

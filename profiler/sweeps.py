@@ -28,6 +28,7 @@ from torch import Tensor
 
 from profiler.kernel_memory import KernelMemory, can_watch
 from profiler.layer_runner import Kept, LayerRunner, Stage, backward, keep
+from profiler.refusals import is_out_of_memory
 from profiler.sequence import LayerSequence
 from profiler.shelf import Shelf
 from profiler.stage_function import Pass, leaves_of, roots_of, run_backward
@@ -201,13 +202,6 @@ class _Turns:
             for size, sweep in self._sweeps.items()
             if self._laps[size].layers
         }
-
-
-def is_out_of_memory(problem: BaseException) -> bool:
-    """Whether an exception says that a device has no memory left."""
-    if isinstance(problem, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(problem, RuntimeError) and "not enough memory" in str(problem)  # of torch's CPU allocator
 
 
 def _summary(keys: Sequence[_Key], runs: Sequence[range], laps: _Laps) -> list[LayerTiming]:

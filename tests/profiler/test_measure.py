@@ -15,6 +15,7 @@ from profiler.layer_runner import LayerRunner
 from profiler.optimizers import check_optimizer, optimizer_cost, optimizer_names
 from profiler.shelf import Shelf
 from profiler.swept_layers import windows
+from profiler.task import Task
 from tests.models.tracked import allocations
 
 Case = tuple[nn.Module, Any]
@@ -154,6 +155,47 @@ def test_a_size_at_which_a_layer_does_not_fit_is_left_out(make_case: Callable[[s
         pytest.raises(ProfileError, match="no memory for micro-batches of 2 samples"),
     ):
         _quick(model, ids, devices=[CPU.model_copy(update={"memory_bytes": 9_000})], micro_batch_sizes=[2, 4])
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("devices", [1, Cluster.of("T4")])
+def test_a_size_at_which_the_model_cannot_run_is_left_out(place: str, devices: Any) -> None:
+    """Batch normalization cannot normalize the one value that a channel has at one sample."""
+    with torch.device(place):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(8, 4)
+    left_out = "cannot run micro-batches of 1 samples: ValueError: batch normalization .* one per channel"
+    with pytest.warns(UserWarning, match=left_out):
+        measured = _quick(model, x, devices=devices, batch_size=16)
+    assert {cost.micro_batch_size for cost in measured.costs} == {2, 4}
+    with (
+        pytest.warns(UserWarning, match=left_out),
+        pytest.raises(ProfileError, match=f"no .* size is left.*{left_out}"),
+    ):
+        _quick(model, x, devices=devices, micro_batch_sizes=[1])
+
+
+@pytest.mark.parametrize("says", ["can't allocate memory", "not enough memory"])
+def test_memory_that_runs_out_leaves_sizes_out(
+    make_case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    model, x = make_case("dropout")
+    real, made = Task.micro_batch, count()
+
+    def micro_batch(self: Task, size: int, place: torch.device) -> Any:
+        if size == 2 and next(made) > 0:  # fake tensors fit, real ones do not
+            raise RuntimeError(
+                f"[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: {says}: you tried to allocate 1 bytes"
+            )
+        return real(self, size, place)
+
+    monkeypatch.setattr(Task, "micro_batch", micro_batch)
+    with pytest.warns(UserWarning, match="no memory for micro-batches of 2 samples; they are left out"):
+        assert {cost.micro_batch_size for cost in _quick(model, x, micro_batch_sizes=[1, 2]).costs} == {1}
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(ProfileError, match="no memory for micro-batches of 2 samples"),
+    ):
+        _quick(model, x, micro_batch_sizes=[2])
 
 
 def test_of_many_equal_layers_a_few_are_swept(

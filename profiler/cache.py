@@ -22,17 +22,21 @@ import inspect
 import json
 import os
 import platform
+import re
 import tempfile
 import warnings
 from collections.abc import Mapping
 from functools import cache as remembered
+from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import cloudpickle
+import numpy as np
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
@@ -43,6 +47,8 @@ CacheSetting: TypeAlias = str | Path | bool | None
 
 VARIABLE = "GPIPE_AUTOPLAN_CACHE"  # a folder, or "off"
 FORMAT = 3  # of the entries and of what is measured how; older ones are not found any more
+LONGEST_NAME = 255  # bytes, of a file on the usual file systems
+LONGEST_ENTRY = 64  # bytes, of the names that this module gives to files
 
 Entry = TypeVar("Entry", bound=Value)
 
@@ -73,27 +79,29 @@ class Cache:
                 folder.
 
         Raises:
-            ArgumentError: the setting is something else.
+            ArgumentError: the setting is something else, or no folder can have that name.
         """
         if setting is False or setting == "off":
             return cls(None)
         if isinstance(setting, str | Path) and str(setting):
-            return cls(Path(setting))
+            return cls(_folder(setting))
         if setting is not None and setting is not True:
             raise ArgumentError(f"cache={setting!r}; pass a folder, or False to remember nothing")
         named = os.environ.get(VARIABLE, "")
         if named:
-            return cls(None if named == "off" else Path(named))
+            return cls(None if named == "off" else _folder(named))
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return cls(Path(base).expanduser() / "gpipe-autoplan")
+        return cls(_folder(base) / "gpipe-autoplan")
 
     def get(self, key: Mapping[str, Any], kind: type[Entry]) -> Entry | None:
         """The entry with that key; None if there is none, or if it is damaged."""
         path = self._path(key)
-        if path is None or not path.exists():
+        if path is None:
             return None
         try:
             return kind.model_validate_json(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
         except (OSError, UnicodeDecodeError, ValidationError) as problem:
             first = str(problem).splitlines()[0]
             warnings.warn(f"the cached measurement {path} is damaged and not used: {first}", stacklevel=2)
@@ -131,6 +139,23 @@ class Cache:
         return self.folder / f"{key['what']}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
+def _folder(named: str | Path) -> Path:
+    """The folder of that name, `~` being the user's."""
+    try:
+        folder = Path(named).expanduser()
+        longest = max((len(os.fsencode(part)) for part in folder.parts), default=0)
+        if longest > LONGEST_NAME:
+            raise ValueError(f"a part of it has {longest} bytes, of at most {LONGEST_NAME}")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.lstat(folder / ("x" * LONGEST_ENTRY))
+    except (OSError, RuntimeError, ValueError) as problem:  # RuntimeError: a user without a folder
+        reason = getattr(problem, "strerror", None) or problem
+        shown = repr(str(named))
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        raise ArgumentError(f"cache={shown} is no folder: {reason}; pass another, or False for none") from problem
+    return folder
+
+
 @remembered
 def processor() -> str:
     """The model of this machine's processor."""
@@ -142,19 +167,134 @@ def processor() -> str:
 
 
 def digest_of(value: Any) -> str:
-    """A text that is equal for equal functions (same code) and for targets of the same shapes and dtypes."""
-    leaves, tree = pytree.tree_flatten(value)
-    return hashlib.sha256("\n".join([str(tree), *map(_leaf_text, leaves)]).encode()).hexdigest()
+    """A text that is equal, in any process, for functions and modules that do the same work.
+
+    Of functions it holds the code, what they close over, defaults, and what they use of their file's own; of modules
+    and other objects code and attributes; of tensors shapes and dtypes.
+    """
+    try:
+        text = _Texts().of(value)
+    except RecursionError:  # something endless hangs on a function
+        text = _fallback_text(value)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
-def _leaf_text(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{leaf.dtype} {tuple(leaf.shape)}"
+class _Texts:
+    """Texts of values, without addresses and without the values of tensors; what was met before is not told again."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[int, Any]] = {}  # holds the objects, or their ids would be given away again
+
+    def of(self, value: Any) -> str:
+        """The text of a value with all that it holds."""
+        leaves, tree = pytree.tree_flatten(value)
+        return "\n".join([_without_addresses(str(tree)), *map(self._of_leaf, leaves)])
+
+    def _of_leaf(self, leaf: Any) -> str:
+        if isinstance(leaf, Tensor | np.ndarray):
+            return f"{leaf.dtype} {tuple(leaf.shape)}"
+        if leaf is None or isinstance(leaf, str | bytes | int | float | complex):
+            return repr(leaf)
+        if isinstance(leaf, ModuleType):
+            return leaf.__name__
+        if id(leaf) in self._met:
+            return f"#{self._met[id(leaf)][0]}"
+        self._met[id(leaf)] = len(self._met), leaf
+        if isinstance(leaf, set | frozenset):
+            return repr(sorted(repr(item) for item in leaf))
+        return self._of_object(leaf)
+
+    def _of_object(self, leaf: Any) -> str:
+        if isinstance(leaf, FunctionType):
+            return self._of_function(leaf)
+        if isinstance(leaf, type):
+            return self._of_class(leaf)
+        parts = _parts(leaf)
+        return self._of_parts(*parts) if parts else _fallback_text(leaf)
+
+    def _of_parts(self, *parts: Any) -> str:
+        return "\n".join(map(self.of, parts))
+
+    def _of_function(self, function: FunctionType) -> str:
+        used = []
+        if not _is_torchs(function):
+            names = sorted(_names(function.__code__) & function.__globals__.keys())
+            found = {name: function.__globals__[name] for name in names}
+            used = [(name, value) for name, value in found.items() if _belongs_to(value, function.__module__)]
+        cells = []
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                cells.append(cell.cell_contents)
+        parts = (self._of_code(function.__code__), function.__defaults__, function.__kwdefaults__, cells, used)
+        return f"{_name_of(function)}\n{self._of_parts(*parts)}"
+
+    def _of_code(self, code: CodeType) -> str:
+        constants = [self._of_code(item) if isinstance(item, CodeType) else self.of(item) for item in code.co_consts]
+        return repr((code.co_code.hex(), code.co_names, code.co_freevars, constants))
+
+    def _of_class(self, kind: type) -> str:
+        if _is_torchs(kind) or kind.__module__ == "builtins":
+            return _name_of(kind)
+        code = FunctionType, staticmethod, classmethod, property
+        held = {
+            name: item
+            for name, item in vars(kind).items()
+            if isinstance(item, code) or (not name.startswith("_") and isinstance(item, _PLAIN))
+        }
+        return f"{_name_of(kind)}\n{self._of_parts(kind.__bases__, held)}"
+
+
+def _parts(leaf: Any) -> tuple[Any, ...]:
+    """What an object consists of; nothing where only its own text can say."""
+    if isinstance(leaf, MethodType):
+        return leaf.__func__, leaf.__self__
+    if isinstance(leaf, partial):
+        return leaf.func, leaf.args, leaf.keywords
+    if isinstance(leaf, property):
+        return leaf.fget, leaf.fset
+    if isinstance(leaf, staticmethod | classmethod) or (callable(leaf) and hasattr(leaf, "__wrapped__")):
+        return type(leaf).__qualname__, leaf.__wrapped__
+    held = _attributes(leaf)
+    return (type(leaf), held) if isinstance(leaf, nn.Module) or (held and not _is_torchs(type(leaf))) else ()
+
+
+_PLAIN = (str, bytes, int, float, complex, tuple, list, dict, frozenset, type(None))
+
+
+def _attributes(leaf: Any) -> dict[str, Any]:
+    """The attributes of an object; none where it has no dictionary."""
+    return dict(getattr(leaf, "__dict__", {}))
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names of globals that code and the functions in it may use."""
+    return set(code.co_names).union(*(_names(item) for item in code.co_consts if isinstance(item, CodeType)))
+
+
+def _belongs_to(value: Any, module: str) -> bool:
+    """Whether a global is a setting or something of that module's own."""
+    return isinstance(value, (*_PLAIN, Tensor)) or getattr(value, "__module__", None) == module
+
+
+def _is_torchs(item: Any) -> bool:
+    return str(getattr(item, "__module__", "")).split(".")[0] == "torch"  # the key holds torch's version
+
+
+def _name_of(item: Any) -> str:
+    return f"{getattr(item, '__module__', '')}.{getattr(item, '__qualname__', type(item).__qualname__)}"
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def _fallback_text(leaf: Any) -> str:
+    """Of what this module knows no better."""
     if not callable(leaf):
-        return repr(leaf)
-    texts = [f"{getattr(leaf, '__module__', '')}.{getattr(leaf, '__qualname__', type(leaf).__qualname__)}"]
+        return _without_addresses(repr(leaf))
+    texts = [_name_of(leaf)]
     with contextlib.suppress(OSError, TypeError):
         texts.append(inspect.getsource(leaf))
     with contextlib.suppress(Exception):  # whatever a strange callable raises when it is pickled
-        texts.append(hashlib.sha256(cloudpickle.dumps(leaf)).hexdigest())  # with what a local function closes over
+        texts.append(hashlib.sha256(cloudpickle.dumps(leaf)).hexdigest())
     return "\n".join(texts)

@@ -116,6 +116,81 @@ def test_functions_are_told_apart_by_their_code() -> None:
     assert digest_of({"a": torch.zeros(2)}) != digest_of({"a": torch.zeros(3)})
 
 
+LOSSES = """
+import functools, sys
+import torch
+from torch import nn
+from torch.nn import functional
+from profiler.cache import digest_of
+
+SMOOTHING = float(sys.argv[1])
+
+class Loss(nn.Module):
+    kinds = frozenset({"a", "b", "c"})
+
+    def __init__(self, weight):
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(weight=weight)
+        self.names = {"x", "y", "z"}
+
+    def forward(self, output, target):
+        return self.inner(output, target) * (1.0 if "a" in {"a", "b"} else 2.0)
+
+weight = torch.rand(5)
+loss = Loss(weight)
+
+def closed(output, target):
+    return loss(output, target)
+
+def outer():
+    weighted = Loss(weight)
+    return lambda output, target, share=0.5: weighted(output, target) * share
+
+def smoothed(output, target):
+    return functional.cross_entropy(output, target, label_smoothing=SMOOTHING)
+
+losses = [nn.CrossEntropyLoss(weight=weight), loss, closed, outer(), smoothed, functional.cross_entropy, Loss.forward]
+losses += [functools.partial(functional.cross_entropy, weight=weight), loss.forward]
+print(*(digest_of((each, torch.rand(3))) for each in losses))
+"""
+
+
+def test_losses_are_found_again_by_another_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOSSES)
+
+    def digests(*command: str) -> list[str]:
+        run = subprocess.run([sys.executable, *command], check=True, capture_output=True, text=True)
+        return run.stdout.split()
+
+    first, second, other = (digests(str(script), smoothing) for smoothing in ("0.1", "0.1", "0.2"))
+    assert len(set(first)) == 9
+    assert first == second
+    assert [number for number in range(9) if first[number] != other[number]] == [4]
+    assert digests("-c", LOSSES, "0.1") == first  # without a file
+
+
+def test_modules_are_told_apart_by_what_they_hold() -> None:
+    def cross_entropy(size: int, **settings: Any) -> str:
+        return digest_of(nn.CrossEntropyLoss(weight=torch.rand(size), **settings))
+
+    assert cross_entropy(3) == cross_entropy(3)
+    assert len({cross_entropy(3), cross_entropy(4), cross_entropy(3, label_smoothing=0.1)}) == 3
+    assert digest_of(nn.CrossEntropyLoss()) != digest_of(nn.MSELoss())
+    looped: list[Any] = []
+    looped.append(nn.MSELoss())
+    looped[0].owner = looped[0]
+    assert digest_of(looped) == digest_of(looped)
+
+
+def test_names_that_no_folder_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a\0b", "x" * 300, "y/" * 3000, str(tmp_path / "missing" / ("z" * 300)), "~nobody-of-that-name/c"):
+        with pytest.raises(ArgumentError, match="is no folder"):
+            Cache.of(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Cache.of("~/c").folder == tmp_path / "c"
+
+
 def test_an_interrupt_keeps_what_was_measured(
     make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from profiler.ambient import as_in_training
 from profiler.cache import Cache, CacheSetting
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError
@@ -29,6 +30,7 @@ from profiler.task import Task
 from profiler.workers import usable_cores
 
 
+@as_in_training()
 def profile(
     sequence: LayerSequence,
     devices: Devices = None,
@@ -52,7 +54,8 @@ def profile(
 
     The model is not changed: its gradients, buffers and the random number generators stay as they are. It may be larger
     than the device, which holds a few layers at a time, and it may be on the meta device: then layers are timed with
-    random values.
+    random values. It is measured as it trains, whatever `torch.no_grad`, `torch.inference_mode` or `torch.autocast`
+    the call stands in.
 
     Args:
         sequence: the traced model.

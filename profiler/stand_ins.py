@@ -71,9 +71,12 @@ def micro_batch(sequence: LayerSequence, sample: Any | None, size: int, device: 
 
 
 def _valued(tensor: Tensor) -> Tensor:
-    """The tensor; where it is on the meta device and has no values, normal floats or zeros as made-up ones are."""
+    """The tensor; where it is on the meta device and has no values, normal floats or zeros as made-up ones are.
+
+    Of one from inference mode a copy, since autograd cannot keep it.
+    """
     if not tensor.is_meta:
-        return tensor
+        return tensor.clone() if tensor.is_inference() else tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return torch.randn_like(tensor, device="cpu")
     return torch.zeros_like(tensor, device="cpu")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from profiler.ambient import as_in_training
 from profiler.batch_norm import take_out_counters
 from profiler.cuts import Body, layer_starts
 from profiler.errors import ArgumentError, NotTraceableError
@@ -55,6 +56,7 @@ def _without_collection() -> Iterator[None]:
 
 
 @_without_collection()
+@as_in_training()
 def trace(
     model: nn.Module,
     sample: Any,
@@ -136,6 +138,7 @@ def trace_evaluation(model: nn.Module, sequence: LayerSequence) -> LayerSequence
 
 
 @_without_collection()
+@as_in_training()
 def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec, *, training: bool) -> LayerSequence:
     """The same layers for inputs of other shapes (another sequence length), or as they evaluate.
 

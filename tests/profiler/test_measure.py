@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from profiler import ArgumentError, Cluster, Device, Link, Profile, ProfileError, profile, trace
-from profiler.layer_runner import LayerRunner
+from profiler.layer_runner import Kept, LayerRunner, backward
 from profiler.optimizers import check_optimizer, optimizer_cost, optimizer_names
 from profiler.shelf import Shelf
 from profiler.swept_layers import windows
@@ -123,6 +123,48 @@ def test_layers_are_measured_under_autocast(make_case: Callable[[str], Case]) ->
         for found in (whole, half)
     )
     assert wide_half.output_bytes < wide.output_bytes
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize("devices", [1, Cluster.of("T4")])
+def test_a_model_is_measured_as_it_trains_whatever_stands_around(around: Callable[[], Any], devices: Any) -> None:
+    model, x, y = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(4, 8), torch.zeros(4, 3)
+    settings: dict[str, Any] = {"devices": devices, "loss_fn": functional.mse_loss, "micro_batch_sizes": [2]}
+    expected = _quick(model, x, target=y, **settings)
+    with around():
+        x, y = x * 1, y * 1  # in inference mode autograd cannot keep them
+        measured = _quick(model, x, target=y, **settings)
+        assert torch.is_grad_enabled() == (around not in (torch.no_grad, torch.inference_mode))
+    for cost, like in zip(measured.costs, expected.costs, strict=True):
+        assert (cost.kept_bytes, cost.transient_bytes, cost.output_gradient_bytes) == (
+            like.kept_bytes,
+            like.transient_bytes,
+            like.output_gradient_bytes,
+        )
+
+
+def test_backward_passes_run_under_no_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[int] = []
+
+    def noted(kept: Kept, gradients: Any) -> Callable[[], None]:
+        run.append(len(kept.roots))
+        return backward(kept, gradients)
+
+    monkeypatch.setattr("profiler.sweeps.backward", noted)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(4, 4)
+    with torch.no_grad():
+        _quick(model, x, micro_batch_sizes=[2])
+    assert run
+    assert all(run)
+
+
+def test_a_default_device_does_not_matter() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4, 4)
+    sequence = trace(model, x)
+    for sample in (None, x):
+        with torch.device("meta"):
+            measured = profile(sequence, 1, sample=sample, micro_batch_sizes=[2], time_budget_s=0.0, progress=False)
+        assert all(cost.forward_s > 0 for cost in measured.costs)
 
 
 def test_two_devices_have_a_link_and_a_neighbour(make_case: Callable[[str], Case]) -> None:

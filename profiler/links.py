@@ -2,6 +2,8 @@
 
 Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer. Beside that both ends
 compute, as they do in training: on a machine of two cores that halves the bandwidth between its processes [measured].
+A thread of its own computes here and never waits, as one that trains would; so gloo's threads keep their priority, which
+the executor lowers (`channel.push_nobody_off`).
 
     rank 0   | send ----------> |                | send ----
              | layers without end ...
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from profiler.channel import finish, push_nobody_off, start_receive, start_send
+from profiler.channel import finish, start_receive, start_send
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.local import torch_device
@@ -91,7 +93,6 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: 
     place = torch_device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    push_nobody_off()
     turn = _serve if torch.distributed.get_rank() == 0 else _return
     outgoing, incoming = torch.zeros((2, max(sizes_bytes)), dtype=torch.uint8, device=place)
     seconds: list[list[float]] = [[] for _ in sizes_bytes]

@@ -152,6 +152,8 @@ def data_sheet(name: str) -> DataSheet:
     Raises:
         ArgumentError: it is not in the table.
     """
+    if not isinstance(name, str):
+        raise ArgumentError(f"{name!r} is no kind of device; pass one of {', '.join(DATA_SHEETS)}")
     short = [known for known in DATA_SHEETS if known.split("-")[0] == name]
     if name not in DATA_SHEETS and len(short) != 1:
         hint = f"; which {name}: {' or '.join(short)}" if short else ""
@@ -171,6 +173,6 @@ def link_sheet(name: str) -> LinkSheet:
     Raises:
         ArgumentError: it is not in the table.
     """
-    if name not in LINKS:
+    if not isinstance(name, str) or name not in LINKS:
         raise ArgumentError(f"no data sheet of a link {name!r}; known are {', '.join(LINKS)}")
     return LINKS[name]

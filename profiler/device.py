@@ -105,8 +105,15 @@ class Cluster(Value):
             devices_per_host: names repeat (`cuda:0`, ...) from one host to the next.
 
         Raises:
-            ArgumentError: the text is no such list, a kind is not known, or the link is missing.
+            ArgumentError: the text is no such list, a kind is not known, the link is missing or no link, or no device
+                fits on a host.
         """
+        if not isinstance(devices, str):
+            raise ArgumentError(f"{devices!r} is no list of devices; pass a text such as '8xA100-40GB'")
+        if not (link is None or isinstance(link, str | Link)):
+            raise ArgumentError(f"link={link!r}; pass link='nvlink3', say, or a Link")
+        if isinstance(devices_per_host, bool) or not isinstance(devices_per_host, int) or devices_per_host < 1:
+            raise ArgumentError(f"devices_per_host={devices_per_host!r}; pass how many devices a host has, at least 1")
         kinds: list[str] = []
         for part in devices.split(","):
             match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", part)

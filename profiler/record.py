@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from profiler.device import Link
-from profiler.errors import ProfileError
+from profiler.errors import ArgumentError, ProfileError
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, read_file, write_atomically
 
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     import pandas
 
 
-LayerBytes = tuple[tuple[int, int], ...]
+_Count = Annotated[int, Field(ge=0)]
+
+LayerBytes = tuple[tuple[_Count, _Count], ...]
 """Pairs (index of a layer, bytes)."""
 
-LeafBytes = tuple[tuple[int, int, int, int], ...]
+LeafBytes = tuple[tuple[_Count, _Count, _Count, _Count], ...]
 """Entries (three indices of layers, bytes)."""
 
 
@@ -112,6 +114,22 @@ class InStage(Value):
     passing_bytes: LayerBytes = ()
     copied_bytes: LayerBytes = ()
     workspace_bytes: int = Field(default=0, ge=0)
+
+    def layers_named(self) -> set[int]:
+        """Indices of all layers that an entry is about."""
+        pairs = (
+            self.carried_bytes,
+            self.repeated_bytes,
+            self.waiting_bytes,
+            self.prelude_bytes,
+            self.returning_bytes,
+            self.made_bytes,
+            self.passing_bytes,
+            self.copied_bytes,
+        )
+        return {layer for entries in pairs for layer, _ in entries} | {
+            layer for entry in self.leaf_bytes for layer in entry[:3]
+        }
 
 
 class LayerCost(Value):
@@ -240,6 +258,10 @@ class Profile(Value):
             raise ValueError(
                 f"{len(seen)} costs do not hold each of {len(self.layers)} layers once for each device kind and size"
             )
+        for position, cost in enumerate(self.costs):
+            beyond = max(cost.in_stage.layers_named(), default=0) if cost.in_stage else 0
+            if beyond >= len(self.layers):
+                raise ValueError(f"costs[{position}].in_stage names layer {beyond} of {len(self.layers)} layers")
         return self
 
     def to_frame(self) -> pandas.DataFrame:
@@ -255,17 +277,25 @@ class Profile(Value):
         """This profile with the costs of a frame like `to_frame`'s, which may be changed or have rows left out.
 
         Raises:
+            ArgumentError: that is no frame.
             ProfileError: a column is missing or unknown, a value means nothing, or not every layer has its row.
         """
+        import pandas
+
+        if not isinstance(frame, pandas.DataFrame):
+            raise ArgumentError(f"{type(frame).__name__} is no frame; pass one like Profile.to_frame()'s")
         rows = frame.drop(columns="name", errors="ignore").to_dict("records")
-        text = json.dumps([{str(key): _plain(value) for key, value in row.items()} for row in rows], allow_nan=True)
+        plain = [{str(key): _plain(value) for key, value in row.items()} for row in rows]
         try:
+            text = json.dumps(plain, allow_nan=True)
             costs = TypeAdapter(tuple[LayerCost, ...]).validate_json(text)
-            return type(self)(**{**_fields(self), "costs": costs})
+            return self.model_validate({**_fields(self), "costs": costs})
         except ValidationError as problem:
             first = problem.errors(include_url=False)[0]
             place = ".".join(str(part) for part in first["loc"])
             raise ProfileError(f"the frame is no profile: {place}: {first['msg']}".replace(": :", ":")) from problem
+        except (TypeError, ValueError) as problem:
+            raise ProfileError(f"the frame is no profile: a cell holds no number: {problem}") from problem
 
     def merge(self, *others: Profile) -> Self:
         """What this and other profiles of the same model say, of other sizes, devices or optimizers.
@@ -273,8 +303,12 @@ class Profile(Value):
         Of what several hold, the last one's figures count.
 
         Raises:
+            ArgumentError: that is no profile.
             ProfileError: a profile is of another model.
         """
+        strange = [other for other in others if not isinstance(other, Profile)]
+        if strange:
+            raise ArgumentError(f"{type(strange[0]).__name__} is no profile; pass what profile() or Profile.load gave")
         profiles: tuple[Profile, ...] = (self, *others)
         for other in others:
             if (other.fingerprint, other.layers, other.parameters) != (self.fingerprint, self.layers, self.parameters):

@@ -5,7 +5,7 @@ import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,6 +16,16 @@ class Value(BaseModel):
     """A frozen record; unknown keys, wrong types, NaN and infinity are refused."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **fields: Any) -> None:
+        """Raises ArgumentError: a field is missing, unknown, or has a value that means nothing."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as problem:
+            raise ArgumentError(f"{type(self).__name__}: {first_problem(problem)}") from problem
+
+    # Values inside of values and files are validated without __init__, so that messages keep the path to the field.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def to_json(self) -> str:
         """JSON text with sorted keys and a final newline: the same value always gives the same bytes."""
@@ -36,11 +46,15 @@ class Value(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as problem:
-            first = problem.errors(include_url=False)[0]
-            path = "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-            more = problem.error_count() - 1
-            tail = f" (and {more} more)" if more else ""
-            raise error(f"{source}: {path}: {first['msg']}{tail}") from problem
+            raise error(f"{source}: {first_problem(problem)}") from problem
+
+
+def first_problem(problem: ValidationError) -> str:
+    """The JSON path of the first thing that is wrong, what is wrong with it, and how many more things are."""
+    first = problem.errors(include_url=False)[0]
+    path = "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    more = problem.error_count() - 1
+    return f"{path}: {first['msg']}{f' (and {more} more)' if more else ''}"
 
 
 def write_atomically(path: str | Path, text: str) -> None:

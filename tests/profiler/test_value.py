@@ -1,12 +1,15 @@
 """Values and their files."""
 
+import copy
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from profiler import ArgumentError, Profile, ProfileError
+from profiler import ArgumentError, Cluster, Device, Link, Profile, ProfileError
 from profiler.value import write_atomically
 
 WRITER = """
@@ -39,3 +42,41 @@ def test_a_file_has_the_rights_of_the_users_files(tmp_path: Path) -> None:
     write_atomically(tmp_path / "ours", "")
     (tmp_path / "theirs").touch()
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Device(name="cpu", kind="cpu", memory_bytes=0), r"Device: \$\.memory_bytes: Input should be greater"),
+        (lambda: Cluster(devices=[]), r"Cluster: \$\.devices: Input should be a valid tuple"),  # type: ignore[arg-type]
+        (lambda: Link(bytes_per_s=0.0), r"Link: \$\.latency_s: Field required \(and 1 more\)"),  # type: ignore[call-arg]
+        (lambda: Link(latency_s=0.0, bytes_per_s=float("nan")), r"\$\.bytes_per_s: Input should be a finite number"),
+        (lambda: Cluster.of(8, link="nvlink3"), "8 is no list of devices; pass a text"),  # type: ignore[arg-type]
+        (lambda: Cluster.of("2xT4", link=5), "link=5; pass link='nvlink3'"),  # type: ignore[arg-type]
+        (lambda: Cluster.of("2xT4", link="pcie3", devices_per_host=0), "devices_per_host=0; pass how many"),
+        (lambda: Cluster.of("2xT4", link="pcie3", devices_per_host=-2), "devices_per_host=-2; pass how many"),
+        (lambda: Device.of(["T4"]), r"\['T4'\] is no kind of device; pass one of V100"),  # type: ignore[arg-type]
+        (lambda: Link.of(["nvlink3"]), r"no data sheet of a link \['nvlink3'\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_values_that_mean_nothing_are_arguments(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_value_survives_a_trip() -> None:
+    cluster = Cluster.of("2xT4", link="pcie3")
+    for other in (
+        pickle.loads(pickle.dumps(cluster)),
+        copy.deepcopy(cluster),
+        cluster.model_copy(),
+        Cluster(devices=cluster.devices, link=cluster.link),
+        Cluster.parse_json(cluster.to_json(), source="text", error=ProfileError),
+    ):
+        assert other == cluster
+        assert hash(other) == hash(cluster)
+    with pytest.raises(ProfileError, match=r"text: \$\.devices\[1\]\.memory_bytes: Input should be greater than 0"):
+        text = cluster.to_json()
+        place = text.rindex('"memory_bytes": 16000000000')
+        Cluster.parse_json(text[:place] + text[place:].replace("16000000000", "0"), source="text", error=ProfileError)

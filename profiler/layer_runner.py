@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from profiler.errors import ArgumentError, PlanError
 from profiler.frontend import autocasting
 from profiler.loss import LossFunction, loss_of, model_output
+from profiler.refusals import NOT_FAKEABLE, in_one_line, is_out_of_memory
 from profiler.sequence import LayerSequence
 from profiler.shelf import Shelf
 from profiler.stage_function import StageFunction
@@ -180,7 +182,7 @@ class LayerRunner:
             computed = dict(zip(layer.outputs, outputs, strict=True))
             if index == len(self._sequence) - 1 and self._has_loss:
                 output = model_output(self._sequence, {**entered.values, **computed})
-                computed[LOSS] = loss_of(output, self._target, self._loss_fn)
+                computed[LOSS] = self._loss(output)
         return computed
 
     def leaving(self, index: int, entered: Entered, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -220,7 +222,18 @@ class LayerRunner:
         if not (stage.is_last and self._has_loss):
             return values
         with self._autocasting():
-            return {LOSS: loss_of(model_output(self._sequence, values), self._target, self._loss_fn)}
+            return {LOSS: self._loss(model_output(self._sequence, values))}
+
+    def _loss(self, output: Any) -> Tensor:
+        """The loss; what the user's function raises is told as the user's, unless the memory ran out."""
+        try:
+            return loss_of(output, self._target, self._loss_fn)
+        except PlanError:
+            raise
+        except Exception as problem:
+            if self._loss_fn is None or is_out_of_memory(problem):
+                raise
+            raise ArgumentError(_about_loss(problem)) from problem
 
     def _autocasting(self) -> AbstractContextManager[object]:
         return autocasting(self._sequence.sample, self._device)
@@ -232,6 +245,19 @@ class LayerRunner:
         for entry in layer.statistics:
             names.extend((entry.mean, entry.variance, entry.count))
         return [computed[name] for name in names]
+
+
+def _about_loss(problem: Exception) -> str:
+    if isinstance(problem, NOT_FAKEABLE):
+        return (
+            f"loss_fn depends on values ({in_one_line(problem)}), which are not there where devices are planned for "
+            "from data sheets; pass one without .item() and without selecting by a mask, such as cross_entropy(..., "
+            "ignore_index=...), or profile on a device at hand"
+        )
+    return (
+        f"loss_fn(output, target) raised {in_one_line(problem)}; check it on the model's own output and the target, "
+        "which has the batch as dimension 0"
+    )
 
 
 def keep(entered: Entered, leaving: Mapping[str, Tensor]) -> Kept:

@@ -79,8 +79,13 @@ def profile(
     interrupt goes on.
 
     Raises:
-        ArgumentError: an argument means nothing.
+        ArgumentError: an argument means nothing, or `loss_fn` fails.
+        ProfileError: no micro-batch size can be measured.
     """
+    if not isinstance(sequence, LayerSequence):
+        raise ArgumentError(
+            f"the sequence is a {type(sequence).__name__}; call trace first: profile(trace(model, sample), ...)"
+        )
     cluster = local_devices(devices, threads=threads)
     check_optimizer(optimizer)
     only = sequence.sample.only_micro_batch_size
@@ -148,6 +153,8 @@ def _from_data_sheets(
 def _check(loss_fn: LossFunction | None, target: Any, time_budget_s: float) -> None:
     if not (isinstance(time_budget_s, int | float) and 0 <= time_budget_s < float("inf")):
         raise ArgumentError(f"time_budget_s={time_budget_s!r}; pass seconds, 0 for as few repeats as can be")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ArgumentError(f"loss_fn={loss_fn!r} cannot be called; pass a function of the output and the target")
     if (loss_fn is None) != (target is None):
         given, missing = ("target", "loss_fn") if loss_fn is None else ("loss_fn", "target")
         raise ArgumentError(f"{given} without {missing}; the loss is loss_fn(output, target): pass both or neither")

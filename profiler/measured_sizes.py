@@ -30,6 +30,8 @@ def measured_sizes(
         ArgumentError: a size is not a positive whole number, or there is none, or it is not the only one possible.
     """
     _check_size("batch_size", batch_size)
+    if micro_batch_sizes is not None:
+        _check_list(micro_batch_sizes)
     if only is not None:
         return _only(only, batch_size, micro_batch_sizes)
     if micro_batch_sizes is not None:
@@ -56,11 +58,14 @@ def _only(size: int, batch_size: int, micro_batch_sizes: Sequence[int] | None) -
     return (size,)
 
 
-def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ...]:
+def _check_list(micro_batch_sizes: Sequence[int]) -> None:
     if isinstance(micro_batch_sizes, str) or not isinstance(micro_batch_sizes, Sequence):
         raise ArgumentError(f"micro_batch_sizes={micro_batch_sizes!r} is not a list; pass sizes such as [1, 2, 4]")
     if not micro_batch_sizes:
         raise ArgumentError("micro_batch_sizes holds 0 sizes, at least 1 is needed; leave it out for sizes by default")
+
+
+def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ...]:
     for size in micro_batch_sizes:
         _check_size("micro_batch_sizes", size)
         if size > batch_size:

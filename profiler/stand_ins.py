@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from profiler.errors import ArgumentError
 from profiler.layer_runner import LayerRunner
 from profiler.loss import LossFunction
 from profiler.sample import tensor_leaves, torch_dtype
@@ -39,7 +40,12 @@ def resized(tensor: Tensor, dim: int, size: int) -> Tensor:
 
     >>> resized(torch.tensor([1, 2, 3]), 0, 5)
     tensor([1, 2, 3, 1, 2])
+
+    Raises:
+        ArgumentError: there is nothing to repeat.
     """
+    if not tensor.shape[dim]:
+        raise ArgumentError("the sample or the target holds a tensor of 0 samples; pass at least one")
     if size <= tensor.shape[dim]:
         return tensor.narrow(dim, 0, size)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

@@ -281,6 +281,11 @@ def test_of_many_equal_layers_a_few_are_swept(
         ({"optimizer": "AdaWM"}, "optimizer='AdaWM'; choose one of torch.optim: .*AdamW"),
         ({"time_budget_s": -1.0}, "time_budget_s=-1.0"),
         ({"loss_fn": lambda output, _: output, "target": torch.zeros(4)}, "the loss is a tensor of shape"),
+        ({"loss_fn": "mse", "target": torch.zeros(4)}, "loss_fn='mse' cannot be called"),
+        ({"loss_fn": lambda _: 0, "target": torch.zeros(4)}, r"loss_fn\(output, target\) raised TypeError: .* takes 1"),
+        ({"loss_fn": _loss, "target": torch.full((4,), 99)}, "raised IndexError: Target 99 is out of bounds"),
+        ({"loss_fn": _loss, "target": torch.zeros(0)}, "a tensor of 0 samples"),
+        ({"micro_batch_sizes": 4}, "micro_batch_sizes=4 is not a list"),
         ({"sample": torch.zeros(4, 9)}, r"shape \[4, 9\]; the model was traced with \[4, 8\]"),
     ],
 )
@@ -289,6 +294,26 @@ def test_arguments_that_mean_nothing(make_case: Callable[[str], Case], settings:
     sequence = trace(model, x)
     with pytest.raises(ArgumentError, match=message):
         profile(sequence, **{"devices": 1, "sample": x, "progress": False, "time_budget_s": 0.0, **settings})
+
+
+@pytest.mark.parametrize("given", [None, nn.Linear(2, 2)])
+def test_a_model_is_traced_before_it_is_measured(given: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"the sequence is a {type(given).__name__}; call trace first"):
+        profile(given, 1)
+
+
+def test_data_sheets_need_a_loss_that_looks_at_no_values() -> None:
+    def masked(output: Tensor, target: Tensor) -> Tensor:
+        return output[target > 3].mean()
+
+    def looking(output: Tensor, target: Tensor) -> Tensor:
+        return output.mean() if target.sum().item() else output.sum()
+
+    model, x = nn.Linear(4, 2), torch.randn(4, 4)
+    for loss_fn in (masked, looking):
+        with pytest.raises(ArgumentError, match=r"loss_fn depends on values \(\w+: .*not there .* from data sheets"):
+            _quick(model, x, loss_fn=loss_fn, target=torch.arange(4), devices=Cluster.of("T4"))
+    _quick(model, x, loss_fn=looking, target=torch.arange(4), micro_batch_sizes=[2, 4])
 
 
 def test_readers_of_the_prelude_bear_it_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from executor.layout import Layout
 from executor.message import MessageForm
 from executor.rank_order import RECEIVES
 from planner.schedule import AHEAD_BYTES, RECEIVES_AHEAD, SENDS_AHEAD, Action, ActionKind
-from profiler.channel import Pending, finish, start_receive, start_send
+from profiler.channel import Pending, finish, offer_core, start_receive, start_send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,6 +159,7 @@ class Distributed:
                 group=self._groups.get((other, action.stage)),
             )
             inbox.posted[transfer.tag] = (buffers, pending)
+            offer_core()
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Start to send; before, wait for the oldest message on this way if too many are under way."""
@@ -169,6 +170,7 @@ class Distributed:
             finish(sent.popleft()[0])
         target = action.other_end.stage
         pieces = transfer.form.pack(tensors)
+        offer_core()
         pending = start_send(
             pieces,
             to=self._layout.process_of[target],

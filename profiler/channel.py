@@ -6,8 +6,8 @@ matches by order, and both sides post in the same order). The process group is c
 
 Gloo reads and writes in a thread of its own. Where it wakes up on the core of a thread that is just inside of gloo, it
 finds the connection locked and tries again and again until the system takes the core from it, 4 ms later: steps of
-2.5 ms took up to 7 [measured]. So gloo's threads are told not to push another off its core, and each call here offers
-them the core when nothing is locked.
+2.5 ms took up to 7 [measured]. So the executor tells gloo's threads not to push another off its core, and offers them
+the core when nothing is locked.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ def push_nobody_off() -> None:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
+def offer_core() -> None:
+    """Let gloo's thread have this core if it waits for it; otherwise this takes less than a microsecond."""
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+
+
 def start_send(tensors: Sequence[Tensor], *, to: int, tag: int, group: dist.ProcessGroup | None = None) -> Pending:
     """Begin to send contiguous tensors; they must stay unchanged until `finish`.
 
@@ -51,7 +57,6 @@ def start_send(tensors: Sequence[Tensor], *, to: int, tag: int, group: dist.Proc
         group: process group; None for the default one.
     """
     used, peer = _end(group, to)
-    _offer_core()
     return [used.send([tensor], peer, tag + offset) for offset, tensor in enumerate(tensors)]
 
 
@@ -60,9 +65,7 @@ def start_receive(
 ) -> Pending:
     """Begin to receive into contiguous buffers; they must not be touched until `finish`."""
     used, peer = _end(group, source)
-    pending = [used.recv([buffer], peer, tag + offset) for offset, buffer in enumerate(buffers)]
-    _offer_core()
-    return pending
+    return [used.recv([buffer], peer, tag + offset) for offset, buffer in enumerate(buffers)]
 
 
 def finish(pending: Pending) -> None:
@@ -79,9 +82,3 @@ def _end(group: dist.ProcessGroup | None, rank: int) -> tuple[dist.ProcessGroup,
     world = dist.group.WORLD
     assert world is not None, "the processes have joined"
     return world, rank
-
-
-def _offer_core() -> None:
-    """Let gloo's thread have this core if it waits for it; otherwise this takes less than a microsecond."""
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()

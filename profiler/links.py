@@ -2,8 +2,8 @@
 
 Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer. Beside that both ends
 compute, as they do in training: on a machine of two cores that halves the bandwidth between its processes [measured].
-A thread of its own computes here and never waits, as one that trains would; so gloo's threads keep their priority, which
-the executor lowers (`channel.push_nobody_off`).
+A thread of its own computes here, which never waits as one that trains would; so gloo's threads keep their priority,
+which the executor lowers (`channel.push_nobody_off`).
 
     rank 0   | send ----------> |                | send ----
              | layers without end ...

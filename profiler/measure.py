@@ -64,7 +64,7 @@ def profile(
         sample: real values for the model's inputs; made-up ones can be unlike them (integers are 0).
         batch_size: samples of a mini-batch; the traced sample's by default.
         micro_batch_sizes: sizes to measure. By default powers of two up to a quarter of the batch, and the largest
-            size for each number of stages.
+            size for each number of stages. Between 1 and a larger size 2 is added: one sample is unlike more.
         loss_fn: `loss_fn(output, target)`; None if the model returns its loss. A model without loss is measured with
             gradients of ones for all that it returns.
         target: for `loss_fn`; tensors have the batch as dimension 0.

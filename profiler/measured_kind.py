@@ -58,7 +58,7 @@ def measured_kind(
     """
     neighbour_count = _neighbour_count(device, cluster)
     keys = {size: _key(task, device, neighbour_count, size) for size in task.sizes}
-    known = {size: remembered.get(key, CachedCosts) for size, key in keys.items()}
+    known = {size: _known(task, device, remembered, key, size) for size, key in keys.items()}
     optimizer_key = _optimizer_key(task, device, neighbour_count)
     optimizer = remembered.get(optimizer_key, OptimizerCost)
     costs = [cost for entry in known.values() if entry is not None for cost in entry.costs]
@@ -99,6 +99,22 @@ def measured_kind(
             "micro-batches, or with larger devices"
         )
     return costs, optimizer
+
+
+def _known(task: Task, device: Device, remembered: Cache, key: dict[str, Any], size: int) -> CachedCosts | None:
+    """What was measured at that size; None if there is nothing, or not each layer once."""
+    entry = remembered.get(key, CachedCosts)
+    if entry is None:
+        return None
+    held = sorted((cost.layer, cost.micro_batch_size, cost.device_kind) for cost in entry.costs)
+    if held == [(index, size, device.kind) for index in range(len(task.sequence))]:
+        return entry
+    warnings.warn(
+        f"a cached measurement of micro-batches of {size} samples does not hold each of {len(task.sequence)} layers "
+        "once; it is not used",
+        stacklevel=2,
+    )
+    return None
 
 
 def _key(task: Task, device: Device, neighbour_count: int, size: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def measured_sizes(
 
     Args:
         batch_size: samples of a mini-batch.
-        micro_batch_sizes: sizes that the user asks for instead.
+        micro_batch_sizes: sizes that the user asks for instead; between 1 and a larger one 2 is added.
         cluster: as many stages as it has devices are possible.
         only: the one size that the model was traced for, if there is but one.
 
@@ -73,7 +73,10 @@ def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ..
                 f"micro_batch_sizes holds {size}, but the batch has {batch_size} samples; leave {size} out or raise "
                 "batch_size"
             )
-    return tuple(sorted(set(micro_batch_sizes)))
+    sizes = set(micro_batch_sizes)
+    if 1 in sizes and len(sizes) > 1:
+        sizes.add(2)  # kernels compute one sample in ways of their own: the line from it to a larger size lies too low
+    return tuple(sorted(sizes))
 
 
 def _check_size(name: str, size: int) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from planner import autoplan
 from profiler import ArgumentError, Link, Profile, measured_kind, profile, sweeps, trace
-from profiler.cache import Cache, digest_of
+from profiler.cache import Cache, CachedCosts, digest_of
 
 Case = tuple[nn.Module, Any]
 KEY = {"what": "link", "number": 1}
@@ -70,6 +70,27 @@ def test_a_damaged_entry_is_measured_again(make_case: Callable[[str], Case], tmp
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _profile(model, x, tmp_path)
+
+
+@pytest.mark.parametrize("change", ["fewer", "twice", "another size", "another kind"])
+def test_an_entry_without_each_layer_once_is_measured_again(
+    make_case: Callable[[str], Case], tmp_path: Path, change: str
+) -> None:
+    model, x = make_case("dropout")
+    first = _profile(model, x, tmp_path, micro_batch_sizes=[2])
+    (path,) = tmp_path.glob("layers-*.json")
+    costs = list(CachedCosts.model_validate_json(path.read_text()).costs)
+    changed = {
+        "fewer": costs[1:],
+        "twice": [*costs, costs[0]],
+        "another size": [cost.model_copy(update={"micro_batch_size": 4}) for cost in costs],
+        "another kind": [cost.model_copy(update={"device_kind": "T4"}) for cost in costs],
+    }
+    path.write_text(CachedCosts(costs=tuple(changed[change])).to_json())
+    with pytest.warns(UserWarning, match=f"does not hold each of {len(costs)} layers once; it is not used"):
+        again = _profile(model, x, tmp_path, micro_batch_sizes=[2])
+    assert len(again.costs) == len(first.costs)
+    assert _profile(model, x, tmp_path, micro_batch_sizes=[2]) == again
 
 
 WRITER = """

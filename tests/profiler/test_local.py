@@ -93,6 +93,8 @@ def test_sizes_by_default(batch: int, devices: int, sizes: tuple[int, ...]) -> N
 
 def test_sizes_that_the_user_asks_for() -> None:
     assert measured_sizes(16, [4, 2, 4], _cluster(1)) == (2, 4)
+    assert measured_sizes(16, [1], _cluster(1)) == (1,)
+    assert measured_sizes(16, [8, 1], _cluster(1)) == (1, 2, 8)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.both_branches import sees_both_branches
 from profiler.datasheets import data_sheet
+from profiler.errors import ArgumentError
 from profiler.flops import FLOP_FORMULAS
 from profiler.layer_runner import LayerRunner, backward, keep
 from profiler.optimizers import state_bytes
@@ -53,7 +54,9 @@ class Rates:
     Attributes:
         float32_flops_per_s: matrix products in float32.
         convolution_flops_per_s: convolutions in float32.
-        half_flops_per_s: matrix products and convolutions in bfloat16 and float16.
+        half_flops_per_s: matrix products and convolutions in float16.
+        bfloat16_flops_per_s: those in bfloat16.
+        float64_flops_per_s: those in float64; 0 where the device has no such arithmetic.
         memory_bytes_per_s: bytes read and written.
         launch_s: least seconds of an operation.
     """
@@ -61,6 +64,8 @@ class Rates:
     float32_flops_per_s: float
     convolution_flops_per_s: float
     half_flops_per_s: float
+    bfloat16_flops_per_s: float
+    float64_flops_per_s: float
     memory_bytes_per_s: float
     launch_s: float
 
@@ -72,9 +77,15 @@ class Rates:
             float32_flops_per_s=MATRIX_EFFICIENCY * sheet.float32_flops_per_s,
             convolution_flops_per_s=MATRIX_EFFICIENCY * sheet.tf32_flops_per_s,
             half_flops_per_s=MATRIX_EFFICIENCY * sheet.half_flops_per_s,
+            bfloat16_flops_per_s=MATRIX_EFFICIENCY * sheet.bfloat16_flops_per_s,
+            float64_flops_per_s=MATRIX_EFFICIENCY * (sheet.float64_flops_per_s or 0.0),
             memory_bytes_per_s=MEMORY_EFFICIENCY * sheet.memory_bytes_per_s,
             launch_s=LAUNCH_S,
         )
+
+
+FLOAT32, CONVOLUTION, HALF, BFLOAT16, FLOAT64, MEMORY, LAUNCH = range(7)
+"""Positions of the fields of `Rates`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +105,21 @@ class Operations:
     rate: np.ndarray[Any, np.dtype[np.intp]]
 
     def seconds(self, rates: Rates) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """What each operation takes."""
+        """What each operation takes.
+
+        Raises:
+            ArgumentError: some multiply in float64, and the device cannot.
+        """
+        if not rates.float64_flops_per_s and np.any(self.flops[self.rate == FLOAT64]):
+            raise ArgumentError(
+                "the model multiplies in float64, which a device of the cluster has no arithmetic for; plan it in "
+                "float32, or take other devices"
+            )
         return self._seconds(np.array(astuple(rates)))
 
     def _seconds(self, rates: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        arithmetic, memory = self.flops / rates[self.rate], self.size_bytes / rates[3]
-        return np.asarray(np.maximum(np.maximum(arithmetic, memory), rates[4]))
+        arithmetic = np.divide(self.flops, rates[self.rate], out=np.zeros(len(self.flops)), where=self.flops > 0)
+        return np.asarray(np.maximum(np.maximum(arithmetic, self.size_bytes / rates[MEMORY]), rates[LAUNCH]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +164,14 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _rate(name: str, read: Sequence[Tensor]) -> int:
-    if any(item.dtype in (torch.bfloat16, torch.float16) for item in read):
-        return 2
-    return 1 if "convolution" in name else 0
+    dtypes = {item.dtype for item in read}
+    if dtypes & {torch.float64, torch.complex128}:
+        return FLOAT64
+    if torch.bfloat16 in dtypes:
+        return BFLOAT16
+    if torch.float16 in dtypes:
+        return HALF
+    return CONVOLUTION if "convolution" in name else FLOAT32
 
 
 def work_of_layers(sequence: LayerSequence, runner: LayerRunner, micro_batch_size: int) -> list[LayerWork]:
@@ -235,6 +260,8 @@ def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float
         float32_flops_per_s=rates.float32_flops_per_s,
         convolution_flops_per_s=rates.convolution_flops_per_s,
         half_flops_per_s=rates.half_flops_per_s,
+        bfloat16_flops_per_s=rates.bfloat16_flops_per_s,
+        float64_flops_per_s=rates.float64_flops_per_s,
         memory_bytes_per_s=rates.memory_bytes_per_s,
         launch_s=rates.launch_s,
         without_formula=tuple(WithoutFormula(operation=name, share_of_bytes=share) for share, name in shares),

@@ -29,7 +29,9 @@ class DataSheet(Value):
         float32_flops_per_s: multiply-adds counted as two, in float32 arithmetic.
         tf32_flops_per_s: of float32 convolutions, which torch lets round their factors by default; the float32 rate
             where the device has no such mode.
-        half_flops_per_s: of matrix products in bfloat16 or float16 with float32 sums.
+        half_flops_per_s: of matrix products in float16 with float32 sums.
+        bfloat16_flops_per_s: of those in bfloat16; the float32 rate where the matrix units do not know the type.
+        float64_flops_per_s: of those in float64; None where the device has no such arithmetic.
         source: document that prints these figures.
     """
 
@@ -38,10 +40,22 @@ class DataSheet(Value):
     float32_flops_per_s: float = Field(gt=0)
     tf32_flops_per_s: float = Field(gt=0)
     half_flops_per_s: float = Field(gt=0)
+    bfloat16_flops_per_s: float = Field(gt=0)
+    float64_flops_per_s: float | None = Field(gt=0)
     source: str
 
 
-def _sheet(gigabytes: float, bandwidth: float, float32: float, tf32: float, half: float, source: str) -> DataSheet:
+def _sheet(
+    gigabytes: float,
+    bandwidth: float,
+    float32: float,
+    tf32: float,
+    half: float,
+    float64: float | None,
+    source: str,
+    *,
+    has_bfloat16: bool = True,
+) -> DataSheet:
     """From GB, GB/s and TFLOP/s."""
     return DataSheet(
         memory_bytes=int(gigabytes * GB),
@@ -49,6 +63,8 @@ def _sheet(gigabytes: float, bandwidth: float, float32: float, tf32: float, half
         float32_flops_per_s=float32 * TERA,
         tf32_flops_per_s=tf32 * TERA,
         half_flops_per_s=half * TERA,
+        bfloat16_flops_per_s=(half if has_bfloat16 else float32) * TERA,
+        float64_flops_per_s=None if float64 is None else float64 * TERA,
         source=source,
     )
 
@@ -65,18 +81,20 @@ _TPU = (
     "(https://doi.org/10.1145/3360307); one of a chip's two cores, as GPipe counts accelerators"
 )
 
-# TPUs multiply float32 matrices by rounding factors to bfloat16, so all their rates are one.
+# TPUs multiply float32 matrices by rounding factors to bfloat16, so all their rates are one; float64 they lack.
+# Shares of float32 that are float64: 1/64 by NVIDIA's whitepapers of GA102 (V2.1, 2021; RTX 3090, A10) and Ada (V2.1,
+# 2023; RTX 4090, L4), 1/32 by that of Turing (WP-09183-001, 2018; T4). A100 and later multiply float64 in matrix units.
 DATA_SHEETS: Final = MappingProxyType(
     {
-        "V100-16GB": _sheet(16, 900, 15.7, 15.7, 125, _V100),
-        "V100-32GB": _sheet(32, 900, 15.7, 15.7, 125, _V100),
-        "P100-16GB": _sheet(16, 732, 10.6, 10.6, 21.2, _P100),
-        "A100-40GB": _sheet(40, 1555, 19.5, 156, 312, _A100),
-        "A100-80GB": _sheet(80, 2039, 19.5, 156, 312, _A100),
-        "H100-80GB": _sheet(80, 3350, 67, 494.5, 989, _H100),
-        "H200-141GB": _sheet(141, 4800, 67, 494.5, 989, _H200),
+        "V100-16GB": _sheet(16, 900, 15.7, 15.7, 125, 7.8, _V100, has_bfloat16=False),
+        "V100-32GB": _sheet(32, 900, 15.7, 15.7, 125, 7.8, _V100, has_bfloat16=False),
+        "P100-16GB": _sheet(16, 732, 10.6, 10.6, 21.2, 5.3, _P100, has_bfloat16=False),
+        "A100-40GB": _sheet(40, 1555, 19.5, 156, 312, 19.5, _A100),
+        "A100-80GB": _sheet(80, 2039, 19.5, 156, 312, 19.5, _A100),
+        "H100-80GB": _sheet(80, 3350, 67, 494.5, 989, 67, _H100),
+        "H200-141GB": _sheet(141, 4800, 67, 494.5, 989, 67, _H200),
         "L4-24GB": _sheet(
-            24, 300, 30.3, 60, 121, "NVIDIA L4 data sheet (https://www.nvidia.com/en-us/data-center/l4/)"
+            24, 300, 30.3, 60, 121, 30.3 / 64, "NVIDIA L4 data sheet (https://www.nvidia.com/en-us/data-center/l4/)"
         ),
         "A10-24GB": _sheet(
             24,
@@ -84,19 +102,33 @@ DATA_SHEETS: Final = MappingProxyType(
             31.2,
             62.5,
             125,
+            31.2 / 64,
             "NVIDIA A10 data sheet (https://www.nvidia.com/en-us/data-center/products/a10-gpu/)",
         ),
         "RTX3090-24GB": _sheet(
-            24, 936, 35.6, 35.6, 71, "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (V2.1, 2021)"
+            24,
+            936,
+            35.6,
+            35.6,
+            71,
+            35.6 / 64,
+            "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (V2.1, 2021)",
         ),
         "RTX4090-24GB": _sheet(
-            24, 1008, 82.6, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper, appendix A (V2.1, 2023)"
+            24, 1008, 82.6, 82.6, 165.2, 82.6 / 64, "NVIDIA Ada GPU architecture whitepaper, appendix A (V2.1, 2023)"
         ),
         "T4-16GB": _sheet(
-            16, 320, 8.1, 8.1, 65, "NVIDIA T4 data sheet (https://www.nvidia.com/en-us/data-center/tesla-t4/)"
+            16,
+            320,
+            8.1,
+            8.1,
+            65,
+            8.1 / 32,
+            "NVIDIA T4 data sheet (https://www.nvidia.com/en-us/data-center/tesla-t4/)",
+            has_bfloat16=False,
         ),
-        "TPUv2-8GB": _sheet(8, 350, 23, 23, 23, _TPU),
-        "TPUv3-16GB": _sheet(16, 450, 61.5, 61.5, 61.5, _TPU),
+        "TPUv2-8GB": _sheet(8, 350, 23, 23, 23, None, _TPU),
+        "TPUv3-16GB": _sheet(16, 450, 61.5, 61.5, 61.5, None, _TPU),
     }
 )
 

@@ -187,6 +187,8 @@ class Estimate(Value):
     Attributes:
         error: relative error to expect of a sum of times.
         float32_flops_per_s: rate that matrix products in float32 were priced with; so the other rates.
+        bfloat16_flops_per_s: 0 in profiles of earlier versions, which priced it as the half rate.
+        float64_flops_per_s: 0 where the device has no such arithmetic, and in profiles of earlier versions.
         launch_s: least seconds of an operation.
         without_formula: operations without a FLOP formula, those that touch most bytes first.
     """
@@ -196,6 +198,8 @@ class Estimate(Value):
     float32_flops_per_s: float = Field(gt=0)
     convolution_flops_per_s: float = Field(gt=0)
     half_flops_per_s: float = Field(gt=0)
+    bfloat16_flops_per_s: float = Field(default=0.0, ge=0)
+    float64_flops_per_s: float = Field(default=0.0, ge=0)
     memory_bytes_per_s: float = Field(gt=0)
     launch_s: float = Field(ge=0)
     without_formula: tuple[WithoutFormula, ...] = ()

@@ -28,7 +28,7 @@ CPU = Cluster(devices=(Device(name="cpu", kind="cpu", memory_bytes=2**34, thread
 SIZES = (1, 4)
 TURNS = 3
 BUDGET_S = 3.0
-START = Rates(5e10, 5e10, 5e10, 1e10, 1e-5)  # of the order of one CPU core
+START = Rates(5e10, 5e10, 5e10, 5e10, 3e10, 1e10, 1e-5)  # of the order of one CPU core
 RANK_CORRELATION = 0.9
 TOTAL_WITHIN = 0.25
 SECONDS_FOR_LLAMA = 60.0

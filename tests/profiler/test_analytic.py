@@ -78,19 +78,19 @@ def test_work_is_counted_by_hand():
 
 
 def test_an_operation_takes_the_longest_of_arithmetic_memory_and_launch():
-    rates = Rates(100.0, 50.0, 200.0, 10.0, 0.5)
+    rates = Rates(100.0, 50.0, 200.0, 150.0, 25.0, 10.0, 0.5)
     operations = Operations(
-        ("product", "convolution", "sum", "view"),
-        np.array([1000.0, 1000.0, 0.0, 0.0]),
-        np.array([10.0, 10.0, 70.0, 0.0]),
-        np.array([0, 1, 0, 0]),
+        ("product", "convolution", "sum", "view", "double"),
+        np.array([1000.0, 1000.0, 0.0, 0.0, 1000.0]),
+        np.array([10.0, 10.0, 70.0, 0.0, 10.0]),
+        np.array([0, 1, 0, 0, 4]),
     )
-    assert operations.seconds(rates).tolist() == [10.0, 20.0, 7.0, 0.5]
+    assert operations.seconds(rates).tolist() == [10.0, 20.0, 7.0, 0.5, 40.0]
 
 
 def test_a_fit_finds_the_rates_that_times_were_made_with():
     generator = np.random.default_rng(0)
-    true = Rates(3e10, 1e10, 5e10, 4e9, 2e-5)
+    true = Rates(3e10, 1e10, 5e10, 4e10, 2e10, 4e9, 2e-5)
 
     def some():
         count = int(generator.integers(1, 6))
@@ -112,7 +112,7 @@ def test_a_fit_finds_the_rates_that_times_were_made_with():
                 output_gradient_bytes=0,
             )
         )  # fmt: skip
-    rates, error = fitted_rates([({1: layers}, costs)], Rates(1e10, 1e10, 1e10, 1e10, 1e-5))
+    rates, error = fitted_rates([({1: layers}, costs)], Rates(1e10, 1e10, 1e10, 1e10, 1e10, 1e10, 1e-5))
     assert error < 1e-3
     assert rates.float32_flops_per_s == pytest.approx(true.float32_flops_per_s, rel=1e-2)
     assert rates.memory_bytes_per_s == pytest.approx(true.memory_bytes_per_s, rel=1e-2)
@@ -169,6 +169,29 @@ def test_half_precision_is_faster_where_the_device_is():
         for autocast in (None, torch.bfloat16)
     )
     assert sum(cost.forward_s for cost in single.costs) > 2 * sum(cost.forward_s for cost in half.costs)
+
+
+@pytest.mark.parametrize(("kind", "slower"), [("V100-16GB", 15.7 / 125), ("T4", 8.1 / 65), ("A100-40GB", 1.0)])
+def test_bfloat16_needs_matrix_units_that_know_it(kind, slower):
+    half, brain = (_forward_s(kind, autocast=dtype) for dtype in (torch.float16, torch.bfloat16))
+    assert half / brain == pytest.approx(slower, rel=0.2)
+
+
+def test_float64_has_its_own_rate():
+    assert _forward_s("T4") / _forward_s("T4", dtype=torch.float64) == pytest.approx(1 / 32, rel=0.05)
+    assert _forward_s("A100-40GB") == pytest.approx(_forward_s("A100-40GB", dtype=torch.float64), rel=0.1)
+    with pytest.raises(ArgumentError, match="multiplies in float64"):
+        _forward_s("TPUv3", dtype=torch.float64)
+
+
+def _forward_s(kind, *, autocast=None, dtype=torch.float32):
+    """Seconds of a large matrix product."""
+    with torch.device("meta"):
+        model, sample = nn.Linear(8192, 8192, bias=False, dtype=dtype), torch.empty(8192, 8192, dtype=dtype)
+    sequence = trace(model, sample, autocast=autocast)
+    return sum(
+        cost.forward_s for cost in profile(sequence, Cluster.of(kind), micro_batch_sizes=[8192], progress=False).costs
+    )
 
 
 def test_listed_and_local_devices_do_not_mix():

@@ -14,6 +14,7 @@ from profiler.cache import CacheSetting
 from profiler.local import Devices, local_devices
 from profiler.loss import LossFunction
 from profiler.measure import profile
+from profiler.optimizers import OptimizerChoice
 from profiler.sample import BatchDims
 from profiler.tracing import trace
 
@@ -29,7 +30,7 @@ def autoplan(
     batch_size: int | None = None,
     loss_fn: LossFunction | None = None,
     target: Any = None,
-    optimizer: str = "AdamW",
+    optimizer: OptimizerChoice = "AdamW",
     batch_dims: BatchDims | None = None,
     autocast: torch.dtype | None = None,
     threads: int = 1,
@@ -52,7 +53,8 @@ def autoplan(
         batch_size: samples of a mini-batch; the sample's by default.
         loss_fn: `loss_fn(output, target)`, measured with the last layer; None if the model returns its loss.
         target: what `loss_fn` compares the sample's output with.
-        optimizer: name of a class in `torch.optim` whose time and memory count.
+        optimizer: whose time and memory count: name of a class in `torch.optim`, or what builds an optimizer of
+            parameters, such as `functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
         batch_dims: where the batch dimension is not the first, see `profiler.trace`.
         autocast: dtype of an autocast region around the model and its loss, such as `torch.bfloat16`.
         threads: torch threads of a CPU worker.

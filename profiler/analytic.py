@@ -276,11 +276,11 @@ def estimated_optimizer(name: str, kind: str, parameters: Iterable[Tensor], rate
     """
     trained = [tensor for tensor in parameters if tensor.requires_grad and tensor.numel()]
     if not trained:
-        return OptimizerCost(name=name, device_kind=kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
+        return OptimizerCost(name=str(name), device_kind=kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
     size_bytes, state = sum(tensor.nbytes for tensor in trained), state_bytes(name, trained)
     moved_bytes = 4 * size_bytes + 2 * state  # parameters and state read and written, gradients read and set to zero
     return OptimizerCost(
-        name=name,
+        name=str(name),
         device_kind=kind,
         seconds_per_byte=moved_bytes / rates.memory_bytes_per_s / size_bytes,
         state_bytes_per_byte=state / size_bytes,

@@ -21,7 +21,7 @@ from profiler.local import Devices, context_bytes, local_devices, torch_device
 from profiler.loss import LossFunction, loss_of
 from profiler.measured_kind import is_cuda, layer_costs, measured_kind
 from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, by_importance, measured_sizes
-from profiler.optimizers import check_optimizer
+from profiler.optimizers import OptimizerChoice, named_optimizer
 from profiler.record import LayerInfo, ParameterInfo, Profile
 from profiler.sequence import LayerSequence
 from profiler.stand_ins import fake_runner, input_bytes, micro_batch
@@ -40,7 +40,7 @@ def profile(
     micro_batch_sizes: Sequence[int] | None = None,
     loss_fn: LossFunction | None = None,
     target: Any = None,
-    optimizer: str = "AdamW",
+    optimizer: OptimizerChoice = "AdamW",
     time_budget_s: float = 60.0,
     threads: int = 1,
     progress: bool = True,
@@ -68,7 +68,8 @@ def profile(
         loss_fn: `loss_fn(output, target)`; None if the model returns its loss. A model without loss is measured with
             gradients of ones for all that it returns.
         target: for `loss_fn`; tensors have the batch as dimension 0.
-        optimizer: name of a class in `torch.optim`.
+        optimizer: name of a class in `torch.optim`, or what builds an optimizer of parameters, such as
+            `functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
         time_budget_s: seconds that timing may take; fewer repeats when it is short, but nothing is left out.
         threads: threads of a CPU worker.
         progress: show a progress bar on a terminal.
@@ -87,7 +88,7 @@ def profile(
             f"the sequence is a {type(sequence).__name__}; call trace first: profile(trace(model, sample), ...)"
         )
     cluster = local_devices(devices, threads=threads)
-    check_optimizer(optimizer)
+    optimizer = named_optimizer(optimizer)
     only = sequence.sample.only_micro_batch_size
     batch = sequence.sample.batch_size if batch_size is None else batch_size
     sizes = measured_sizes(batch, micro_batch_sizes, cluster, only)

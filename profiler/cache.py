@@ -172,11 +172,16 @@ def digest_of(value: Any) -> str:
     Of functions it holds the code, what they close over, defaults, and what they use of their file's own; of modules
     and other objects code and attributes; of tensors shapes and dtypes.
     """
-    try:
-        text = _Texts().of(value)
-    except RecursionError:  # something endless hangs on a function
-        text = _fallback_text(value)
+    leaves, tree = pytree.tree_flatten(value)
+    text = "\n".join([_without_addresses(str(tree)), *map(_leaf_text, leaves)])
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+
+
+def _leaf_text(leaf: Any) -> str:
+    try:
+        return _Texts().of(leaf)
+    except Exception:  # whatever strange objects raise when they are looked at; endless ones a RecursionError
+        return _fallback_text(leaf)
 
 
 class _Texts:
@@ -293,7 +298,7 @@ def _fallback_text(leaf: Any) -> str:
     if not callable(leaf):
         return _without_addresses(repr(leaf))
     texts = [_name_of(leaf)]
-    with contextlib.suppress(OSError, TypeError):
+    with contextlib.suppress(OSError, TypeError, ValueError):  # ValueError: wrapped without end
         texts.append(inspect.getsource(leaf))
     with contextlib.suppress(Exception):  # whatever a strange callable raises when it is pickled
         texts.append(hashlib.sha256(cloudpickle.dumps(leaf)).hexdigest())

@@ -198,10 +198,27 @@ def test_modules_are_told_apart_by_what_they_hold() -> None:
     assert cross_entropy(3) == cross_entropy(3)
     assert len({cross_entropy(3), cross_entropy(4), cross_entropy(3, label_smoothing=0.1)}) == 3
     assert digest_of(nn.CrossEntropyLoss()) != digest_of(nn.MSELoss())
+
+
+class Endless:
+    """Each of its attributes has another."""
+
+    def __getattr__(self, name: str) -> "Endless":
+        if name == "__wrapped__":
+            return Endless()
+        raise AttributeError(name)
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        return output
+
+
+def test_what_has_no_end_has_a_digest() -> None:
     looped: list[Any] = []
     looped.append(nn.MSELoss())
     looped[0].owner = looped[0]
     assert digest_of(looped) == digest_of(looped)
+    endless = Endless()
+    assert digest_of((endless, torch.zeros(2))) == digest_of((endless, torch.ones(2)))
 
 
 def test_names_that_no_folder_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from profiler.device import Device
 from profiler.errors import PlanFileError
 from profiler.sample_spec import SampleSpec
-from profiler.value import Value, write_atomically
+from profiler.value import Value, read_file, write_atomically
 
 if TYPE_CHECKING:
     import pandas
@@ -305,7 +305,7 @@ class Plan(Value):
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically; equal plans give equal bytes."""
-        write_atomically(Path(path), self.to_json())
+        write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -315,10 +315,7 @@ class Plan(Value):
             PlanFileError: the file is missing, cut off, or does not hold a plan of this schema version; the message
                 gives the JSON path of the first thing that is wrong.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise PlanFileError(f"cannot read the plan {path}: {problem}") from problem
+        text = read_file(path, "plan", PlanFileError)
         return cls.parse_json(text, source=str(path), error=PlanFileError)
 
     def __repr__(self) -> str:

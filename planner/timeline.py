@@ -134,7 +134,7 @@ def save_timeline_json(plan: Plan, path: str | Path, timeline: Timeline | None =
     records.extend(_slice(event, threads[event.lane]) for event in timeline.events)
     records.extend(_arrows(timeline, threads))
     text = json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, allow_nan=False, indent=0) + "\n"
-    write_atomically(Path(path), text)
+    write_atomically(path, text)
 
 
 def _new_axes(*, height: float) -> Axes:

@@ -198,7 +198,7 @@ def work_of_layers(sequence: LayerSequence, runner: LayerRunner, micro_batch_siz
 def _entering(value: BoundaryValue, size: int) -> Tensor:
     """A tensor as it comes across a boundary; of fake kind inside the mode."""
     shape = value.shape_at(size)
-    memory = torch.empty([shape[dim] for dim in value.dim_order], dtype=value.dtype)
+    memory = torch.empty([shape[dim] for dim in value.dim_order], dtype=value.dtype, device="cpu")
     return memory.permute([value.dim_order.index(dim) for dim in range(len(shape))])
 
 

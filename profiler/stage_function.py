@@ -175,15 +175,13 @@ class StageFunction:
                 seed(step.layer.index)
             outputs = step.function(*step.parameters, *arguments)
             del arguments
-            for name, output in zip(step.outputs, outputs, strict=True):
-                values[name] = output
+            values.update(zip(step.outputs, outputs, strict=True))
             if watched.positions:
                 watched.watch(outputs)
             if step.writes:
                 _take_writes(step.layer, values, current, written, statistics)
             for name in step.forget:
                 del values[name]
-            del output
         return Results({name: values[name] for name in self.leaving}, written, statistics)
 
 

@@ -114,8 +114,11 @@ class Calls:
             for name, tensor, dim in zip(self._sequence.inputs, tensors, dims, strict=True)
             if name in version.inputs
         }
-        check_target(target, batch_size)
-        targets = split_target(target, flat) if version.has_loss else [None] * len(flat)
+        if version.has_loss:
+            targets = split_target(target, flat)
+        else:
+            check_target(target, batch_size)
+            targets = [None] * len(flat)
         batches = [
             MicroBatch(index, size, size / batch_size, {name: parts[index] for name, parts in inputs.items()}, part)
             for index, (size, part) in enumerate(zip(flat, targets, strict=True))

@@ -31,7 +31,7 @@ from profiler.batch_norm import BatchStatistics
 from profiler.frontend import autocasting
 from profiler.sequence import BoundaryValue, Layer, LayerSequence
 
-Moved: TypeAlias = tuple[BatchStatistics, Tensor, Tensor, Tensor]
+Moved: TypeAlias = tuple[BatchStatistics, Tensor, Tensor, Tensor]  # entry, mean, variance and count of a micro-batch
 Seeder = Callable[[int], None]  # called with a layer's index before it draws random numbers
 
 

@@ -17,7 +17,7 @@ from executor.stage_runner import StageLayers
 from executor.transport import Transfer
 from planner.plan import Plan
 from planner.schedule import Action, ActionKind, gpipe_schedule, make_schedule
-from profiler.sequence import BoundaryValue, LayerSequence
+from profiler.sequence import LayerSequence
 
 _GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
 _COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
@@ -28,15 +28,15 @@ class Move:
     """A SEND or RECV action.
 
     Attributes:
-        values: what it moves; of gradients those of these values.
-        shapes: of the values.
+        names: of the values that it moves, or whose gradients.
+        specs: of what it moves, in this order.
         transfer: how.
         is_remote: whether the other end lies in another process.
         says_which: whether a mask of the gradients that exist leads the message.
     """
 
-    values: tuple[BoundaryValue, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
     transfer: Transfer
     is_remote: bool
     says_which: bool
@@ -161,11 +161,10 @@ def _move(
     values = sequence.boundaries[stage.first_layer if before else stage.stop_layer]
     if action.kind in _GRADIENTS:
         values = tuple(value for value in values if value.requires_grad)
-    shapes = tuple(value.shape_at(sizes[action.micro_batch]) for value in values)
-    specs = [TensorSpec(shape, value.dim_order, value.dtype) for value, shape in zip(values, shapes, strict=True)]
+    samples = sizes[action.micro_batch]
+    specs = tuple(TensorSpec(value.shape_at(samples), value.dim_order, value.dtype) for value in values)
     says_which = is_first_back and bool(values)
-    if says_which:
-        specs.insert(0, TensorSpec((len(values),), (0,), torch.bool))
+    mask = [TensorSpec((len(values),), (0,), torch.bool)] if says_which else []
     other = action.other_end.stage
     is_remote = layout.process_of[other] != layout.process
     receiver = other if action.kind in SENDS else action.stage
@@ -173,5 +172,6 @@ def _move(
     # GPipe keeps the inputs of all micro-batches until their backward pass anyway: their buffers may exist from the
     # start. 1F1B keeps few.
     unlimited = action.kind is ActionKind.RECV_F and plan.schedule == "gpipe"
-    transfer = Transfer(action, MessageForm(specs, here), devices.get(receiver, here), unlimited)
-    return Move(values, shapes, transfer, is_remote, says_which)
+    form = MessageForm([*mask, *specs], here)
+    transfer = Transfer(action, form, devices.get(receiver, here), unlimited)
+    return Move(tuple(value.name for value in values), specs, transfer, is_remote, says_which)

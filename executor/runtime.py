@@ -85,7 +85,7 @@ class _Work:
         self._batches = batches
         self._incoming: dict[_Place, dict[str, Tensor]] = {}
         self._outgoing: dict[_Place, dict[str, Tensor]] = {}
-        self._existing: dict[int, list[bool]] = {}  # by way, of what is sent by its complement
+        self._absent: dict[int, list[str]] = {}  # values without a gradient by way, of what is sent by its complement
 
     def carry_out(self, instruction: Instruction) -> None:
         """Do what the action says."""
@@ -101,20 +101,19 @@ class _Work:
         received = (self._remote if move.is_remote else self._local).receive(move.transfer)
         way = move.transfer.way
         if move.says_which:
-            self._existing[way] = received.pop(0).tolist()
-        exists = self._existing.get(way)
-        self._incoming[action.stage, action.micro_batch] = {
-            value.name: tensor
-            for position, (value, tensor) in enumerate(zip(move.values, received, strict=True))
-            if exists is None or exists[position]
-        }
+            exists = received.pop(0).tolist()
+            self._absent[way] = [name for name, there in zip(move.names, exists, strict=True) if not there]
+        values = dict(zip(move.names, received, strict=True))
+        for name in self._absent.get(way, ()):
+            del values[name]
+        self._incoming[action.stage, action.micro_batch] = values
 
     def _send(self, action: Action, move: Move) -> None:
         outgoing = self._outgoing.pop((action.stage, action.micro_batch))
         if action.kind is ActionKind.SEND_B:
             tensors = self._gradients(action, move, outgoing)
         else:
-            tensors = [outgoing[value.name] for value in move.values]
+            tensors = [outgoing[name] for name in move.names]
         (self._remote if move.is_remote else self._local).send(move.transfer, tensors)
 
     def _gradients(self, action: Action, move: Move, found: Mapping[str, Tensor]) -> list[Tensor]:
@@ -123,20 +122,21 @@ class _Work:
         A value without a path to the loss has none, which is not the same as zeros: weight decay would move what no
         gradient reaches. Which ones exist follows from the graph, so the first micro-batch to go back says it for all.
         """
-        device = self._runners[action.stage].device
-        exists = [value.name in found for value in move.values]
-        mask = [torch.tensor(exists, device=device)] if move.says_which else []
-        known = self._existing.setdefault(~move.transfer.way, exists)
-        for value, there, expected in zip(move.values, exists, known, strict=True):
-            if there and not expected:
+        absent = [name for name in move.names if name not in found]
+        for name in self._absent.setdefault(~move.transfer.way, absent):
+            if name in found:
                 raise ExecutionError(
-                    f"{action}: {value.name} has a gradient, but had none in the micro-batches that went back before; "
+                    f"{action}: {name} has a gradient, but had none in the micro-batches that went back before; "
                     "let loss_fn use the same outputs in every micro-batch of a step, with weight 0 where need be"
                 )
-        return mask + [
-            found[value.name] if value.name in found else torch.zeros(shape, dtype=value.dtype, device=device)
-            for value, shape in zip(move.values, move.shapes, strict=True)
+        device = self._runners[action.stage].device
+        tensors = [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=device) if name in absent else found[name]
+            for name, spec in zip(move.names, move.specs, strict=True)
         ]
+        if move.says_which:
+            tensors.insert(0, torch.tensor([name not in absent for name in move.names], device=device))
+        return tensors
 
     def _compute(self, instruction: Instruction) -> None:
         action, layers = instruction.action, instruction.layers
@@ -147,10 +147,11 @@ class _Work:
         place = (action.stage, number)
         if action.kind is ActionKind.R:
             runner.recompute(layers, batch, before)
-        elif action.kind is ActionKind.B:
-            self._outgoing[place] = runner.backward(layers, batch, self._incoming.pop(place, {}), before)
+            return
+        received = self._incoming.pop(place, {})
+        if action.kind is ActionKind.B:
+            self._outgoing[place] = runner.backward(layers, batch, received, before)
         elif self._training:
-            received = self._incoming.pop(place, {})
             self._outgoing[place] = runner.forward(layers, batch, received, before, keep=instruction.keep)
         else:
-            self._outgoing[place] = runner.evaluate(layers, batch, self._incoming.pop(place, {}))
+            self._outgoing[place] = runner.evaluate(layers, batch, received)

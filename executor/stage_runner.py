@@ -150,26 +150,27 @@ class StageRunner:
             The leaving values, detached; empty behind the last stage.
         """
         state = self._state
-        if before is not None:
-            state.buffers[batch.index] = state.buffers[before]
+        index = batch.index
+        carried = state.buffers[index] = {} if before is None else state.buffers[before]
         written: dict[str, Tensor] = {}
         moments: list[Moved] = []
         values: Mapping[str, Tensor] = received
         for position, part in enumerate(layers.parts):
-            place = (batch.index, position)
+            place = (index, position)
             leaves = state.entering[place] = leaves_of(values, part.function.entering)
             if not part.again or (keep and position == layers.last_again):
-                values, results = self._run(layers, position, batch)
+                values, results = self._run(layers, position, batch, carried)
                 state.kept[place] = Pass(leaves, roots_of(values))
             else:
                 with keeping_nothing():
-                    values, results = self._run(layers, position, batch)
+                    values, results = self._run(layers, position, batch, carried)
             written.update(results.buffers)
             moments.extend(results.statistics)
-        state.buffers[batch.index] = {**state.buffers.get(batch.index, {}), **written}
-        state.statistics[batch.index] = moments
+        if written:
+            state.buffers[index] = {**carried, **written}
+        state.statistics[index] = moments
         if layers.is_last:
-            state.losses[batch.index] = values[LOSS].detach()
+            state.losses[index] = values[LOSS].detach()
             return {}
         return {name: value.detach() for name, value in values.items()}
 
@@ -199,9 +200,8 @@ class StageRunner:
         """
         state = self._state
         if layers.is_last:
-            loss = state.losses[batch.index]
-            scale = torch.ones_like(loss) if state.loss_scale is None else state.loss_scale.to(loss)
-            gradients = {LOSS: scale}
+            share = torch.full_like(state.losses[batch.index], batch.weight)
+            gradients = {LOSS: share if state.loss_scale is None else share * state.loss_scale.to(share)}
         for position in reversed(range(len(layers.parts))):
             place = (batch.index, position)
             if place not in state.kept:
@@ -218,20 +218,17 @@ class StageRunner:
             for part in layers.parts:
                 values = part.function.forward(dict(values), self._inputs(batch, part), self.buffers).values
             if layers.is_last:
-                loss = self._loss(layers, batch, values, layers.parts[-1].function)
-                self._state.losses[batch.index] = loss * batch.weight
+                self._state.losses[batch.index] = self._loss(layers, batch, values, layers.parts[-1].function)
                 return {}
         return dict(values)
 
     def loss(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """The loss in float64: the weighted sum over the given micro-batches, in their order."""
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for batch in batches:
-            total = total + self._state.losses[batch.index]
-        return total
+        """The mean loss in float64, weighted by the given micro-batches' shares of the mini-batch."""
+        losses = torch.stack([self._state.losses[batch.index] for batch in batches]).double()
+        return (losses * losses.new_tensor([batch.weight for batch in batches])).sum()
 
     def loss_of(self, batch: MicroBatch) -> Tensor:
-        """The weighted loss of a micro-batch that the last stage has run, a scalar."""
+        """The loss of a micro-batch that the last stage has run, a scalar."""
         return self._state.losses[batch.index]
 
     def written_buffers(self, index: int) -> Mapping[str, Tensor]:
@@ -243,15 +240,14 @@ class StageRunner:
         return self._state.statistics[index]
 
     def _run(
-        self, layers: StageLayers, position: int, batch: MicroBatch, buffers: Mapping[str, Tensor] | None = None
+        self, layers: StageLayers, position: int, batch: MicroBatch, buffers: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Results]:
-        state = self._state
+        """A forward pass of one part; `buffers` are those that earlier micro-batches have written."""
         part = layers.parts[position]
-        current = state.buffers.get(batch.index) if buffers is None else buffers
         results = part.function.forward(
-            state.entering[batch.index, position],
+            self._state.entering[batch.index, position],
             self._inputs(batch, part),
-            {**self.buffers, **current} if current else self.buffers,
+            {**self.buffers, **buffers} if buffers else self.buffers,
             seed=partial(self._seed_layer, batch.index),
         )
         if not layers.is_last or position != len(layers.parts) - 1:
@@ -263,7 +259,7 @@ class StageRunner:
                 "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "
                 "or integers, and the model for requires_grad"
             )
-        return {LOSS: loss * batch.weight}, results
+        return {LOSS: loss}, results
 
     def _loss(
         self, layers: StageLayers, batch: MicroBatch, values: Mapping[str, Tensor], function: StageFunction

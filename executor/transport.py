@@ -23,7 +23,7 @@ from executor.layout import Layout
 from executor.message import MessageForm
 from executor.rank_order import RECEIVES
 from planner.schedule import AHEAD_BYTES, RECEIVES_AHEAD, SENDS_AHEAD, Action, ActionKind
-from profiler.channel import Pending, finish, offer_core, start_receive, start_send
+from profiler.channel import End, Pending, end_at, finish, offer_core
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,25 +35,30 @@ class Transfer:
         form: of the message.
         device: where the receiving stage wants the tensors.
         unlimited: whether all receives of this kind and stage may be posted at once, whatever their size.
+        other: stage at the other end.
         tag: of the message, the same at both ends.
         way: number of the boundary and direction. Numbers are found faster than actions, whose hash Python computes.
+        ahead: how many messages like this one may be under way on its way, seen from this end.
     """
 
     action: Action
     form: MessageForm
     device: torch.device
     unlimited: bool = False
+    other: int = field(init=False)
     tag: int = field(init=False)
     way: int = field(init=False)
+    ahead: int = field(init=False)
 
     def __post_init__(self) -> None:
-        receive = self.action if self.action.kind in RECEIVES else self.action.other_end
+        other_end = self.action.other_end
+        receive = self.action if self.action.kind in RECEIVES else other_end
+        object.__setattr__(self, "other", other_end.stage)
         object.__setattr__(self, "tag", _tag(receive))
         object.__setattr__(self, "way", _tag(Action(receive.stage, receive.kind, 0)))
-
-    def ahead(self, at_least: int) -> int:
-        """How many messages like this one may be under way on its way."""
-        return _ALL if self.unlimited else max(at_least, AHEAD_BYTES // max(1, self.form.size_bytes))
+        fewest = RECEIVES_AHEAD if receive is self.action else SENDS_AHEAD
+        ahead = _ALL if self.unlimited else max(fewest, AHEAD_BYTES // max(1, self.form.size_bytes))
+        object.__setattr__(self, "ahead", ahead)
 
 
 class Transport(Protocol):
@@ -123,6 +128,7 @@ class Distributed:
     def __init__(self, layout: Layout, *, on_cuda: bool) -> None:
         self._layout = layout
         self._groups = _groups_by_way(layout) if on_cuda else {}
+        self._ends: dict[int, End] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._unposted: list[_Inbox] = []
         self._sent: dict[int, deque[tuple[Pending, Sequence[Tensor]]]] = {}
@@ -137,7 +143,9 @@ class Distributed:
         self._inboxes = {}
         self._sent = {}
         for transfer in receives:
-            inbox = self._inboxes.setdefault(transfer.way, _Inbox(transfer.ahead(RECEIVES_AHEAD)))
+            inbox = self._inboxes.get(transfer.way)
+            if inbox is None:
+                inbox = self._inboxes[transfer.way] = _Inbox(transfer.ahead)
             inbox.expected.append(transfer)
         self._unposted = list(self._inboxes.values())
 
@@ -149,42 +157,28 @@ class Distributed:
     def _post(self, inbox: _Inbox, at_most: int) -> None:
         for _ in range(min(at_most, len(inbox.expected), inbox.ahead - len(inbox.posted))):
             transfer = inbox.expected.popleft()
-            action = transfer.action
             buffers = transfer.form.buffers()
-            other = action.other_end.stage
-            pending = start_receive(
-                buffers,
-                source=self._layout.process_of[other],
-                tag=transfer.tag,
-                group=self._groups.get((other, action.stage)),
-            )
-            inbox.posted[transfer.tag] = (buffers, pending)
+            inbox.posted[transfer.tag] = buffers, self._end(transfer).receive(buffers, transfer.tag)
             offer_core()
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Start to send; before, wait for the oldest message on this way if too many are under way."""
-        action = transfer.action
         sent = self._sent.setdefault(transfer.way, deque())
-        while len(sent) >= transfer.ahead(SENDS_AHEAD):
+        while len(sent) >= transfer.ahead:
             self._post_first()
             finish(sent.popleft()[0])
-        target = action.other_end.stage
         pieces = transfer.form.pack(tensors)
         offer_core()
-        pending = start_send(
-            pieces,
-            to=self._layout.process_of[target],
-            tag=transfer.tag,
-            group=self._groups.get((action.stage, target)),
-        )
-        sent.append((pending, pieces))
+        sent.append((self._end(transfer).send(pieces, transfer.tag), pieces))
 
     def receive(self, transfer: Transfer) -> list[Tensor]:
         """Wait for the message, and post next receives before."""
-        self._post_first()
+        if self._unposted:
+            self._post_first()
         inbox = self._inboxes[transfer.way]
         buffers, pending = inbox.posted.pop(transfer.tag)
-        self._post(inbox, POSTED_AT_A_TIME)
+        if inbox.expected:
+            self._post(inbox, POSTED_AT_A_TIME)
         finish(pending)
         return transfer.form.unpack(buffers)
 
@@ -193,6 +187,15 @@ class Distributed:
         for sent in self._sent.values():
             while sent:
                 finish(sent.popleft()[0])
+
+    def _end(self, transfer: Transfer) -> End:
+        """The process at the other end, which is the same for all messages of a way."""
+        end = self._ends.get(transfer.way)
+        if end is None:
+            action, other = transfer.action, transfer.other
+            pair = (other, action.stage) if action.kind in RECEIVES else (action.stage, other)
+            end = self._ends[transfer.way] = end_at(self._layout.process_of[other], self._groups.get(pair))
+        return end
 
 
 _ALL = 2**31

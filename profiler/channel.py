@@ -16,6 +16,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,25 +48,54 @@ def offer_core() -> None:
         os.sched_yield()
 
 
-def start_send(tensors: Sequence[Tensor], *, to: int, tag: int, group: dist.ProcessGroup | None = None) -> Pending:
-    """Begin to send contiguous tensors; they must stay unchanged until `finish`.
+@dataclass(frozen=True, slots=True)
+class End:
+    """The other end of messages, looked up once.
+
+    Attributes:
+        group: process group that carries them.
+        rank: of the other end, within the group.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+
+    def send(self, tensors: Sequence[Tensor], tag: int) -> Pending:
+        """Begin to send contiguous tensors; they must stay unchanged until `finish`.
+
+        Args:
+            tensors: contiguous tensors of any dtype.
+            tag: of the first tensor; the others count up from it.
+        """
+        return [self.group.send([tensor], self.rank, tag + offset) for offset, tensor in enumerate(tensors)]
+
+    def receive(self, buffers: Sequence[Tensor], tag: int) -> Pending:
+        """Begin to receive into contiguous buffers; they must not be touched until `finish`."""
+        return [self.group.recv([buffer], self.rank, tag + offset) for offset, buffer in enumerate(buffers)]
+
+
+def end_at(rank: int, group: dist.ProcessGroup | None = None) -> End:
+    """The end at a rank of the world.
 
     Args:
-        tensors: contiguous tensors of any dtype.
-        to: rank of the receiver.
-        tag: of the first tensor; the others count up from it.
+        rank: of the other end.
         group: process group; None for the default one.
     """
-    used, peer = _end(group, to)
-    return [used.send([tensor], peer, tag + offset) for offset, tensor in enumerate(tensors)]
+    if group is not None:
+        return End(group, dist.get_group_rank(group, rank))
+    world = dist.group.WORLD
+    assert world is not None, "the processes have joined"
+    return End(world, rank)
 
 
-def start_receive(
-    buffers: Sequence[Tensor], *, source: int, tag: int, group: dist.ProcessGroup | None = None
-) -> Pending:
-    """Begin to receive into contiguous buffers; they must not be touched until `finish`."""
-    used, peer = _end(group, source)
-    return [used.recv([buffer], peer, tag + offset) for offset, buffer in enumerate(buffers)]
+def start_send(tensors: Sequence[Tensor], *, to: int, tag: int) -> Pending:
+    """Begin to send to a rank, see `End.send`."""
+    return end_at(to).send(tensors, tag)
+
+
+def start_receive(buffers: Sequence[Tensor], *, source: int, tag: int) -> Pending:
+    """Begin to receive from a rank, see `End.receive`."""
+    return end_at(source).receive(buffers, tag)
 
 
 def finish(pending: Pending) -> None:
@@ -73,12 +103,3 @@ def finish(pending: Pending) -> None:
     for work in pending:
         work.wait()
     pending.clear()
-
-
-def _end(group: dist.ProcessGroup | None, rank: int) -> tuple[dist.ProcessGroup, int]:
-    """The group, and the rank's number within it."""
-    if group is not None:
-        return group, dist.get_group_rank(group, rank)
-    world = dist.group.WORLD
-    assert world is not None, "the processes have joined"
-    return world, rank

@@ -161,10 +161,12 @@ class StageFunction:
         values: dict[str, Any] = {name: inputs[name] for name in self.inputs}
         values.update(leaves)
         watching = self._watched_at(values)
-        for name in self._copied & values.keys():
-            values[name] = values[name].clone()
-        sources = [current[name] for name in self.prelude.buffers] + [values[name] for name in self.prelude.inputs]
-        values.update(zip(self.prelude.names, self.prelude.function(*sources), strict=True))
+        if self._copied:
+            for name in self._copied & values.keys():
+                values[name] = values[name].clone()
+        if self.prelude.names:
+            sources = [current[name] for name in self.prelude.buffers] + [values[name] for name in self.prelude.inputs]
+            values.update(zip(self.prelude.names, self.prelude.function(*sources), strict=True))
         statistics: list[Moved] = []
         written: dict[str, Tensor] = {}
         for step, watched in watching:  # beside large kernels caches are cold, and each call costs ten times its time

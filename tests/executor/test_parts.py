@@ -146,4 +146,4 @@ def test_calls_of_known_kinds_wait_for_nobody() -> None:
 )
 def test_many_short_messages_and_few_long_ones_are_under_way(numbers: int, expected: int) -> None:
     form = MessageForm([TensorSpec((numbers,), (0,), torch.float32)], CPU)
-    assert Transfer(Action.parse("1RECV_B3"), form, CPU).ahead(2) == expected
+    assert Transfer(Action.parse("1RECV_B3"), form, CPU).ahead == expected

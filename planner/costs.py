@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.recurrent_workspace import with_room
 from planner.stage_bytes import StageBytes, pair_sums
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, OptimizerCost, Profile
@@ -79,7 +80,7 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._rows = _rows(profile)
+        self._rows = with_room(_rows(profile))
         self._measured = _measured_arrays(self._rows)
         self._layers: dict[tuple[str, int], LayerArrays] = {}
 

@@ -46,7 +46,7 @@ from profiler.value import Value
 CacheSetting: TypeAlias = str | Path | bool | None
 
 VARIABLE = "GPIPE_AUTOPLAN_CACHE"  # a folder, or "off"
-FORMAT = 3  # of the entries and of what is measured how; older ones are not found any more
+FORMAT = 4  # of the entries and of what is measured how; older ones are not found any more
 LONGEST_NAME = 255  # bytes, of a file on the usual file systems
 LONGEST_ENTRY = 64  # bytes, of the names that this module gives to files
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from profiler.layer_runner import Entered, LayerRunner, gate
+from profiler.record import Workspace
 from profiler.sequence import Layer, LayerSequence
 from profiler.stage_function import layout_hook
 from profiler.storage_watch import Peaks, StorageWatch, storage_bytes, storage_of
@@ -56,6 +57,7 @@ class ForwardLook:
         aliases: leaving values that lie on the storage of a value from outside: (leaving, from outside).
         saved: names of the values from outside whose storages it saves.
         peaks: largest bytes alive.
+        workspaces: of LSTMs.
     """
 
     own_bytes: int
@@ -64,6 +66,7 @@ class ForwardLook:
     aliases: tuple[tuple[str, str], ...]
     saved: tuple[str, ...]
     peaks: Peaks
+    workspaces: tuple[Workspace, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,7 @@ class _Run:
             for tensor in self._held:
                 watch.follow(tensor)
             self._peaks = watch.peaks_above(self._before)
+            self._workspaces = watch.workspaces
         for value in self._leaving.values():
             if value.requires_grad:
                 value.register_hook(layout_hook(value))
@@ -196,6 +200,7 @@ class _Run:
             else:
                 names.setdefault(storage_of(value), []).append(name)
         sizes = self._sizes(self._leaving.values())
+        numbers = {self._watch.number_of(tensor) for tensor in own}
         return ForwardLook(
             own_bytes=sum({**saved, **held}.values()),
             held_bytes=sum(held.values()),
@@ -203,6 +208,9 @@ class _Run:
             aliases=tuple(aliases),
             saved=tuple(self._outside[key] for key in self._saved if key in self._outside),
             peaks=self._peaks,
+            workspaces=tuple(
+                workspace.model_copy(update={"is_kept": number in numbers}) for number, workspace in self._workspaces
+            ),
         )
 
     def _sizes(self, tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -187,6 +187,7 @@ class _Together:
                 passing_bytes=_pairs(_sums(backward_look.passing)),
                 copied_bytes=_pairs(copied),
                 workspace_bytes=max(most - alone for alone, most in zip(tensors, with_workspace, strict=True)),
+                workspaces=look.workspaces,
             ),
         )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -27,7 +26,6 @@ from profiler.shelf import Shelf
 from profiler.stand_ins import fake_runner, real_runner
 from profiler.task import Task
 
-PAGE_BYTES = 4096  # what oneDNN rounds the workspace of a recurrent layer up to [measured]
 KEPT = ("carried_bytes", "repeated_bytes", "held_bytes")
 PASSING = ("forward_bytes", "backward_bytes", "last_backward_bytes")
 
@@ -55,8 +53,7 @@ def memory_by_size(task: Task, shelf: Shelf, place: torch.device, refusals: Refu
     else:
         return {}
     faithful = fake is not None and agree(fake, real)
-    unlike = () if fake is None else _unlike(fake, real)
-    memory = {sizes[0]: fake if fake is not None and faithful else _rounded(real, unlike)}
+    memory = {sizes[0]: fake if fake is not None and faithful else real}
     ends_first = dict.fromkeys((sizes[-1], sizes[len(sizes) // 2], *sizes))
     for size in ends_first:
         if size in memory:
@@ -67,21 +64,8 @@ def memory_by_size(task: Task, shelf: Shelf, place: torch.device, refusals: Refu
         if found is None:
             found = _real(task, size, shelf, place, refusals, share=fake is not None)
         if found is not None:
-            memory[size] = found if faithful else _rounded(found, unlike)
+            memory[size] = found
     return dict(sorted(memory.items()))
-
-
-def _unlike(fake: Sequence[LayerMemory], real: Sequence[LayerMemory]) -> tuple[int, ...]:
-    """The layers that keep something that fake tensors do not show: a kernel's workspace."""
-    return tuple(i for i, (one, other) in enumerate(zip(fake, real, strict=True)) if one.kept_bytes != other.kept_bytes)
-
-
-def _rounded(memory: Sequence[LayerMemory], layers: Sequence[int]) -> list[LayerMemory]:
-    """With a page more for each of these layers: a workspace grows by pages, and lies above the line between sizes."""
-    return [
-        replace(entry, kept_bytes=entry.kept_bytes + PAGE_BYTES) if index in layers else entry
-        for index, entry in enumerate(memory)
-    ]
 
 
 def agree(fake: Sequence[LayerMemory], real: Sequence[LayerMemory]) -> bool:
@@ -124,6 +108,8 @@ def memory_between(low: LayerMemory, high: LayerMemory, share: float) -> LayerMe
 
 
 def _mixed(low: Any, high: Any, share: float) -> Any:
+    if low == high:
+        return low
     if isinstance(low, int):
         return ceil(low + share * (high - low) - 1e-6)
     if [layers for *layers, _ in low] != [layers for *layers, _ in high]:

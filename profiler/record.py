@@ -65,6 +65,25 @@ class LayerInfo(Value):
     module_paths: tuple[str, ...]
 
 
+class Workspace(Value):
+    """What an LSTM's kernel keeps for its backward pass: one direction of one layer of a recurrent module.
+
+    Attributes:
+        steps: of its input.
+        samples: of its input.
+        entering: features of its input.
+        width: features of its output.
+        is_kept: whether autograd saves it; of a layer that is not trained it is there in passing.
+    """
+
+    steps: int = Field(gt=0)
+    samples: int = Field(gt=0)
+    entering: int = Field(gt=0)
+    width: int = Field(gt=0)
+    size_bytes: int = Field(ge=0)
+    is_kept: bool
+
+
 class InStage(Value):
     """What a layer needs of memory as one of the layers of a stage; `planner.costs` adds it up.
 
@@ -97,6 +116,7 @@ class InStage(Value):
         copied_bytes: (earlier layer, bytes): while the layer runs backward, copies of gradients of the earlier layer's
             values in stages that these enter.
         workspace_bytes: what kernels may allocate inside themselves on top of all that.
+        workspaces: what of the layer's bytes grows by pages, and not by the line between two sizes.
     """
 
     carried_bytes: LayerBytes = ()
@@ -114,6 +134,7 @@ class InStage(Value):
     passing_bytes: LayerBytes = ()
     copied_bytes: LayerBytes = ()
     workspace_bytes: int = Field(default=0, ge=0)
+    workspaces: tuple[Workspace, ...] = ()
 
     def layers_named(self) -> set[int]:
         """Indices of all layers that an entry is about."""

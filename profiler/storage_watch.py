@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.both_branches import sees_both_branches
+from profiler.record import Workspace
 from profiler.workspace import workspace_bytes
 
 CUDA_BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
@@ -26,6 +27,7 @@ class StorageWatch(TorchDispatchMode):
         live_bytes: of the storages alive now.
         peak_bytes: largest `live_bytes` since it was last set.
         peak_bytes_with_workspace: the same with what the kernel of the moment may allocate inside itself.
+        workspaces: (number of its storage, what it is): what LSTM's kernels gave back since the last `restart`.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class StorageWatch(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_bytes_with_workspace = 0
+        self.workspaces: list[tuple[int | None, Workspace]] = []
         self._known: dict[int, tuple[int, int]] = {}  # storage -> bytes, number
         self._number = 0
 
@@ -46,12 +49,15 @@ class StorageWatch(TorchDispatchMode):
         for item in results:
             if storage_of(item) not in storages:
                 self.follow(item)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and out[3] is not None:
+            self.workspaces.append((self.number_of(out[3]), _lstm_workspace(args[0], out[0], out[3])))
         workspace = workspace_bytes(func._schema.name, (*arguments, *results))
         self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes + workspace)
         return out
 
     def restart(self) -> None:
-        """Forget the peaks so far."""
+        """Forget the peaks and workspaces so far."""
+        self.workspaces = []
         self.peak_bytes = self.peak_bytes_with_workspace = self.live_bytes
 
     def peaks_above(self, live_bytes: int) -> Peaks:
@@ -82,6 +88,19 @@ class StorageWatch(TorchDispatchMode):
         """A number that no other storage under this watch has or had; None where `bytes_of` is."""
         found = self._known.get(storage_of(tensor))
         return None if found is None else found[1]
+
+
+def _lstm_workspace(entering: Tensor, leaving: Tensor, workspace: Tensor) -> Workspace:
+    """Of an LSTM over tensors of shape (steps, samples, features); not known yet whether it is kept."""
+    steps, samples, features = entering.shape
+    return Workspace(
+        steps=steps,
+        samples=samples,
+        entering=features,
+        width=leaving.shape[-1],
+        size_bytes=storage_bytes(workspace),
+        is_kept=False,
+    )
 
 
 def storage_bytes(tensor: Tensor) -> int:

@@ -73,12 +73,12 @@ def turn(step: Step, seconds: float) -> float:
     times: list[float] = []
     end = time.perf_counter() + seconds
     rounds = torch.zeros(1)
-    while not times or len(times) < 3 or not rounds.item():
+    while len(times) < 2 or not rounds.item():
         begun = time.perf_counter()
         step()
         times.append(time.perf_counter() - begun)
         rounds.fill_(float(time.perf_counter() > end))
-        if dist.is_initialized() and len(times) >= 3:
+        if dist.is_initialized() and len(times) >= 2:
             dist.broadcast(rounds, src=0)  # all take as many steps
     return median(times[1:])
 

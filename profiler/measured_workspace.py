@@ -8,6 +8,10 @@ from dataclasses import replace
 from profiler.memory import LayerMemory
 from profiler.sweeps import LayerTiming
 
+LSTM_SCRATCH_BYTES = 3 * 4096
+"""oneDNN's LSTM also computes in three parts, each in proportion to the samples and rounded up to a page [measured,
+torch 2.13; as in its src/cpu/rnn/rnn_utils.cpp]: at a size between two they lie above the line by less than this."""
+
 
 def with_measured_workspace(
     memory: Mapping[int, Sequence[LayerMemory]], timings: Mapping[int, Sequence[LayerTiming]]
@@ -28,6 +32,8 @@ def _with(entry: LayerMemory, workspace_bytes: int | None) -> LayerMemory:
     if workspace_bytes is None:
         return entry
     stage = entry.in_stage
+    if stage.workspaces:
+        workspace_bytes += LSTM_SCRATCH_BYTES
     forward = stage.forward_bytes + sum(size for _, size in (*stage.waiting_bytes, *stage.prelude_bytes))
     backward = max(stage.backward_bytes, stage.last_backward_bytes) + sum(size for _, size in stage.copied_bytes)
     return replace(

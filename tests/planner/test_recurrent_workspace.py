@@ -15,7 +15,7 @@ from profiler import profile, trace
 from profiler.record import InStage, LayerCost, Workspace
 from profiler.stand_ins import micro_batch
 from profiler.storage_watch import StorageWatch
-from tests.models.tracked import CPU, run_stages
+from tests.models.tracked import CPU, Allocator, run_stages
 
 KIND = "cpu/1 thread"
 LONGEST = 16
@@ -147,9 +147,9 @@ def test_stages_between_sizes_need_no_more_than_predicted(name: str) -> None:
     costs = CostModel(found)
     for size in (2, 3, 5, 11, 14, LONGEST):
         bounds = [0, len(sequence)]
-        ((kept, most),) = run_stages(
-            sequence, bounds, micro_batch(sequence, sample, size, CPU), None, None, has_loss=False
-        )
+        inputs = micro_batch(sequence, sample, size, CPU)
+        ((kept, _),) = run_stages(sequence, bounds, inputs, None, None, has_loss=False)
+        ((_, most),) = run_stages(sequence, bounds, inputs, None, None, has_loss=False, meter=Allocator)
         predicted_kept, predicted_most = costs.stage(KIND, size, *bounds)
         assert kept <= predicted_kept <= kept + 2 * PARTS * PAGE_BYTES
         assert most <= predicted_most

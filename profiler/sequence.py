@@ -187,7 +187,8 @@ class LayerSequence:
             prelude = self.prelude_of(wanted)
             return replace(prelude, function=function_on(prelude.function, traced, device))
 
-        layers = tuple(replace(layer, function=function_on(layer.function, traced, device)) for layer in self.layers)
+        moved = {function: function_on(function, traced, device) for function in {x.function for x in self.layers}}
+        layers = tuple(replace(layer, function=moved[layer.function]) for layer in self.layers)
         return replace(self, layers=layers, prelude_of=prelude_of)
 
     def __repr__(self) -> str:

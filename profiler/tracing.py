@@ -24,6 +24,7 @@ from profiler.errors import ArgumentError, NotTraceableError
 from profiler.front_ends import Served, graph_of
 from profiler.frontend import TracedGraph
 from profiler.layers import (
+    Compiler,
     attribute,
     build_function,
     build_layer,
@@ -190,12 +191,14 @@ def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int
     traced = served.graph
     bounds = list(pairwise((*starts, len(body.nodes))))
     layers = []
+    compiler = Compiler()
     for index, (first, stop) in enumerate(bounds):
-        inside = set(body.nodes[first:stop])
+        own = body.nodes[first:stop]
+        inside = set(own)
         leaving = [node for node in body.alive[stop] if node in inside]
         if stop == len(body.nodes):
-            leaving = [node for node in body.nodes[first:stop] if body.last_use[node] == stop]
-        layers.append(build_layer(index, body.nodes[first:stop], leaving, body.facts, traced.module, counters))
+            leaving = [node for node in own if body.last_use[node] == stop]
+        layers.append(build_layer(index, own, leaving, body.facts, traced.module, counters, compiler))
     names = {node.name: node for node in traced.module.graph.nodes}
     parameters, buffers = _sources(layers, traced.module)
     output = next(node for node in traced.module.graph.nodes if node.op == "output")

@@ -183,6 +183,16 @@ def test_equal_blocks_have_equal_signatures(make_case: Callable[[str], Case]) ->
     assert not {layer.signature for layer in other.layers} & {layer.signature for layer in sequence.layers}
 
 
+def test_layers_share_a_function_where_they_do_the_same() -> None:
+    slopes = (0.1, 0.2, 0.1)
+    model = nn.Sequential(*(part for slope in slopes for part in (nn.Linear(4, 4), nn.LeakyReLU(slope))))
+    sequence = trace(model, torch.randn(2, 4))
+    functions = [layer.function for layer in sequence.layers]
+    linear, leaky = functions[::2], functions[1::2]
+    assert linear[0] == linear[1] == linear[2]
+    assert leaky[0] == leaky[2] != leaky[1]
+
+
 def test_a_tied_parameter_is_one_parameter_of_two_layers(make_case: Callable[[str], Case]) -> None:
     model, ids = make_case("gpt")
     sequence = trace(model, ids)

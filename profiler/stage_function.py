@@ -170,14 +170,11 @@ class StageFunction:
             values.update(zip(self.prelude.names, self.prelude.function(*sources), strict=True))
         statistics: list[Moved] = []
         written: dict[str, Tensor] = {}
+        buffer_of, value_of = current.__getitem__, values.__getitem__
         for step, watched in watching:  # beside large kernels caches are cold, and each call costs ten times its time
-            arguments = [values[name] for name in step.values]
-            if step.buffers:
-                arguments = [current[name] for name in step.buffers] + arguments
             if step.draws_random and seed is not None:
                 seed(step.layer.index)
-            outputs = step.function(*step.parameters, *arguments)
-            del arguments
+            outputs = step.function(*step.parameters, *map(buffer_of, step.buffers), *map(value_of, step.values))
             values.update(zip(step.outputs, outputs, strict=True))
             if watched.positions:
                 watched.watch(outputs)

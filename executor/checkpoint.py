@@ -198,7 +198,7 @@ def load_checkpoint(
 
 def _tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Parameters, buffers and the tensors of the optimizer's state, by original names."""
-    state: dict[str, Any] = {"model": pipe.state_dict()}
+    state: dict[str, Any] = {"model": {**pipe.state_dict(), **pipe.extra_state()}}
     if optimizer is not None:
         state["optimizer"] = {
             _key(name, entry): value

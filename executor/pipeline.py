@@ -35,7 +35,7 @@ from executor.measured import Recorded, measured_frame, real_timelines
 from executor.micro_batch import shapes_of
 from executor.moving import BufferMover
 from executor.peak_memory import Peak, peak_of
-from executor.placement import Placement, place
+from executor.placement import Materialize, Placement, place
 from executor.position import Phase
 from executor.randomness import generator_of, preserved
 from executor.replicas import GradientSum, group_of_peers
@@ -43,12 +43,13 @@ from executor.runtime import Runtime
 from executor.shared_loss import SharedLoss
 from executor.stage_runner import MicroBatch, StageRunner
 from executor.stopwatch import TimedAction
-from executor.tied import sum_gradients
+from executor.tied import forget_gradients, sum_gradients
 from executor.transport import Distributed, InProcess
 from executor.watch import Watch
 from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
 from planner.timeline import save_timeline_json
+from profiler.ambient import as_in_training
 from profiler.channel import push_nobody_off
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
 from profiler.loss import LossFunction
@@ -57,6 +58,9 @@ from profiler.tracing import trace
 
 if TYPE_CHECKING:
     import pandas
+
+
+CPU = torch.device("cpu")
 
 
 class Pipeline:
@@ -108,27 +112,40 @@ class Pipeline:
             self._layout = layout_of(plan, self.rank, world_size)
             self._sequence = _traced(model, plan)
             _check_model(self._sequence, plan)
-            self._build(loss_fn, seed, check_finite, initialize)
+            self._place(loss_fn, seed, initialize)
+        # All meet before process groups are made: nothing could end the wait for one that is stuck.
+        with self.watch.call(Phase.CONSTRUCTION, {"the call": "the end of the construction"}):
+            self._connect(check_finite)
 
-    def _build(
-        self, loss_fn: LossFunction | None, seed: int, check_finite: bool, initialize: Initializer | None
-    ) -> None:
-        """What carries out the stages of this process."""
+    def _place(self, loss_fn: LossFunction | None, seed: int, initialize: Initializer | None) -> None:
+        """The stages of this process."""
         plan, layout = self.plan, self._layout
         self._devices = devices = {stage: _device(plan, stage, layout.replica) for stage in layout.stages}
-        on_cuda = not layout.alone and devices[layout.stages[0]].type == "cuda"
-        if on_cuda:
-            torch.cuda.set_device(devices[layout.stages[0]])  # NCCL works on the current device
-        self._placement: Placement = place(
-            self._sequence,
-            plan,
-            layout,
-            devices,
-            partial(materialized, self._model, initialize=initialize, seed=seed),
-        )
+        materialize = partial(materialized, self._model, initialize=initialize, seed=seed)
+        self._placement: Placement = place(self._sequence, plan, layout, devices, materialize)
+        self._frozen = [(name, held) for name, held in self.named_parameters() if not held.requires_grad]
         self._runners = {
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
+        self._seed = seed
+        self._unread = self._of_no_layer(materialize) if 0 in self._runners else {}
+
+    def _of_no_layer(self, materialize: Materialize) -> dict[str, Tensor]:
+        """Parameters and buffers of the model's state that no layer reads; the first stage holds them."""
+        read = {*self._sequence.parameters, *self._sequence.buffers}
+        used = {alias for name in read for alias in self._sequence.aliases.get(name, ())}
+        whole: dict[str, Any] = self._model.state_dict(keep_vars=True)
+        unread = {name: held for name, held in whole.items() if name not in used and isinstance(held, Tensor)}
+        bare = {name: [CPU] for name, held in unread.items() if held.is_meta}
+        made = materialize(bare) if bare else {}
+        return {name: made.get((name, CPU), held) for name, held in unread.items()}
+
+    def _connect(self, check_finite: bool) -> None:
+        """What carries out the stages of this process, together with the others."""
+        plan, layout, devices = self.plan, self._layout, self._devices
+        on_cuda = not layout.alone and devices[layout.stages[0]].type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(devices[layout.stages[0]])  # NCCL works on the current device
         transport = InProcess() if layout.alone else Distributed(layout, on_cuda=on_cuda)
         self._runtime = Runtime(self._runners, transport, self.watch.log, check_finite)
         group = group_of_peers(layout)
@@ -141,16 +158,18 @@ class Pipeline:
         self._loss = SharedLoss(layout, devices[layout.stages[0]])
         self._calls = Calls(self._model, plan, layout, self._sequence, devices, self._placement)
         self._steps = 0
-        self._seed = seed
         self._peak = Peak()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this process trains.
 
-        A process whose stages have none gets one without elements: torch's optimizers refuse an empty list, and the
-        same lines are to run in every process.
+        A process whose stages have none, or frozen ones only, gets one without elements: torch's optimizers refuse an
+        empty list, and the same lines are to run in every process.
         """
-        return iter(list(self._placement.named_parameters().values()) or [nn.Parameter(torch.empty(0))])
+        own = list(self._placement.named_parameters().values())
+        if not any(parameter.requires_grad for parameter in own):
+            own.append(nn.Parameter(torch.empty(0)))
+        return iter(own)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this process trains, with their original names (a tied one with its first)."""
@@ -175,10 +194,12 @@ class Pipeline:
             ExecutionError: an action failed; the message names stage, micro-batch and cause.
         """
         with self.watch.call(Phase.PREPARATION, self._given("step", args, kwargs, target)):
+            self._refuse_other_modes()
             call = self._calls.understood(args, kwargs, target, training=True)
             self._begin(scaler)
+            forget_gradients(self._placement.tied)
             self._gradients.begin()
-            with torch.enable_grad(), preserved([generator_of(device) for device in set(self._devices.values())]):
+            with as_in_training(), preserved([generator_of(device) for device in set(self._devices.values())]):
                 for batches in call.own:
                     self._runtime.run(self._calls.program(call, batches), batches)
                     sum_gradients(self._placement.tied, self._layout.process)
@@ -200,6 +221,7 @@ class Pipeline:
             NotTraceableError: in evaluation mode the model does other operations than in training.
         """
         with self.watch.call(Phase.PREPARATION, self._given("evaluate", args, kwargs, target)):
+            self._refuse_other_modes()
             call = self._calls.understood(args, kwargs, target, training=False)
             self._begin(None)
             for batches in call.own:
@@ -238,15 +260,17 @@ class Pipeline:
             for alias in self._sequence.aliases.get(name, ())
             if alias in whole
         }
-        if 0 in self._runners:  # what no layer reads belongs to the first stage
-            read = {*self._sequence.parameters, *self._sequence.buffers}
-            used = {alias for name in read for alias in self._sequence.aliases.get(name, ())}
-            named.update({n: value.detach() for n, value in whole.items() if n not in used and not value.is_meta})
+        named.update({name: value.detach() for name, value in self._unread.items()})
         return named
 
     def state_names(self) -> list[str]:
         """Original names of all parameters and buffers of the model that a checkpoint holds, sorted."""
-        return sorted(self._model.state_dict(keep_vars=True))
+        return sorted(name for name, held in self._model.state_dict(keep_vars=True).items() if isinstance(held, Tensor))
+
+    def extra_state(self) -> dict[str, Any]:
+        """What modules keep beside tensors (`get_extra_state`), in the process of the first stage."""
+        whole = self._model.state_dict() if 0 in self._runners else {}
+        return {name: value for name, value in whole.items() if not isinstance(value, Tensor)}
 
     @property
     def steps(self) -> int:
@@ -299,7 +323,7 @@ class Pipeline:
     def _recorded(self) -> list[Recorded]:
         """What the first replica's processes know of their last steps."""
         layout = self._layout
-        with self.watch.call(Phase.PREPARATION, {"the call": "measured"}):
+        with self.watch.call(Phase.MEASURED, {"the call": "measured"}):
             own = Recorded(
                 steps=self._runtime.stopwatch.steps(),
                 offset_s=clock_offset_s(layout, self._devices[layout.stages[0]]),
@@ -317,6 +341,22 @@ class Pipeline:
         if self._layout.alone:
             return {}
         return {"the call": call, "the batch": shapes_of([args, kwargs]), "the target": shapes_of(target)}
+
+    def _refuse_other_modes(self) -> None:
+        """Refuse what would make layers compute something else than planned, and messages hold something else."""
+        planned = self.plan.sample.autocast
+        for kind in {device.type for device in self._devices.values()}:
+            if torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)) != f"torch.{planned}":
+                raise ArgumentError(
+                    f"the call is inside an autocast region of {torch.get_autocast_dtype(kind)}, the plan was made "
+                    f"for {planned or 'none'}; leave the region, or plan with autoplan(..., autocast=...)"
+                )
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            raise ArgumentError(
+                f"{len(thawed)} parameters that were frozen when the pipeline was constructed are not any more, such "
+                f"as {thawed[0]}, and would get no gradient; plan again for the model as it is, and construct anew"
+            )
 
     def _begin(self, scaler: torch.amp.GradScaler | None) -> None:
         scale = None

@@ -25,6 +25,7 @@ class Phase(IntEnum):
     NORM = 6
     SAVE = 7
     LOAD = 8
+    MEASURED = 9
 
 
 _WORDS = {
@@ -37,6 +38,7 @@ _WORDS = {
     Phase.NORM: "in clip_grad_norm_",
     Phase.SAVE: "in save_checkpoint",
     Phase.LOAD: "in load_checkpoint",
+    Phase.MEASURED: "sharing what was measured",
 }
 
 

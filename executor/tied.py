@@ -59,6 +59,13 @@ def sum_gradients(tied: Sequence[TiedParameter], process: int) -> None:
                 copy.grad = share if copy.grad is None else copy.grad.add_(share)
 
 
+def forget_gradients(tied: Sequence[TiedParameter]) -> None:
+    """Drop what a step that failed has left."""
+    for parameter in tied:
+        for accumulator in parameter.accumulators:
+            accumulator.grad = None
+
+
 def _total(parameter: TiedParameter, process: int) -> Tensor | None:
     """The sum over all using layers, in every process that has one."""
     processes = set(parameter.users)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional
 
 from executor import Pipeline, launch
-from executor.checkpoint import save_checkpoint
-from planner import ArgumentError, ForeignPlanError, NotTraceableError, Plan, PlanFileError
+from executor.checkpoint import load_checkpoint, save_checkpoint
+from planner import ArgumentError, ExecutionError, ForeignPlanError, NotTraceableError, Plan, PlanFileError
 from profiler import trace
 
 X = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
@@ -285,3 +286,114 @@ def test_what_cannot_be_a_sample_or_a_plan_is_our_error(plan_for: Callable[..., 
     with pytest.raises(ArgumentError, match="cannot write"):
         plan.save(tmp_path)
     assert list(tmp_path.parent.glob(f".{tmp_path.name}.draft")) == []
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next(plan_for: Callable[..., Plan]) -> None:
+    """A tied parameter's gradients of the micro-batches before the failure were added to the next step's."""
+    model = Tied()
+    plan = plan_for(trace(model, X), [1], batch_size=8, micro_batches=4, schedule="1f1b")
+    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss, check_finite=True)
+    pipe.step(X, target=X)
+    expected = [parameter.grad for parameter in model.parameters()]
+    bad = X.clone()
+    bad[-1] = torch.nan
+    model.zero_grad()
+    with pytest.raises(ExecutionError, match="micro-batch 3, action 1F3: the loss"):
+        pipe.step(X, target=bad)
+    model.zero_grad()
+    pipe.step(X, target=X)
+    assert all(torch.equal(parameter.grad, want) for parameter, want in zip(model.parameters(), expected, strict=True))
+
+
+def test_an_autocast_region_of_the_callers_is_refused(plan_for: Callable[..., Plan]) -> None:
+    """Between processes messages then held bfloat16 where float32 was expected: losses were NaN or anything."""
+    model = Small()
+    pipe = Pipeline(model, two_stages(plan_for, model), loss_fn=functional.cross_entropy)
+    for call in (pipe.step, pipe.evaluate):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ArgumentError, match=r"region of torch.bfloat16, the plan was made for none; .*autocast="),
+        ):
+            call(X, target=Y)
+    with torch.inference_mode():
+        pipe.step(X, target=Y)
+    assert model.first.weight.grad is not None
+    plan = plan_for(trace(model, X, autocast=torch.bfloat16), [1], batch_size=8, micro_batches=4)
+    pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
+    expected = pipe.step(X, target=Y)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(pipe.step(X, target=Y), expected)
+
+
+def test_a_parameter_that_thaws_is_not_left_out_in_silence(plan_for: Callable[..., Plan]) -> None:
+    """Its gradient stayed None; and an optimizer over what trains got an empty list where a stage has nothing."""
+    model = Small()
+    model.first.requires_grad_(requires_grad=False)
+    pipe = Pipeline(model, two_stages(plan_for, model), loss_fn=functional.cross_entropy)
+    pipe.step(X, target=Y)
+    model.first.requires_grad_()
+    with pytest.raises(ArgumentError, match=r"2 parameters that were frozen .* such as first.weight"):
+        pipe.step(X, target=Y)
+    model.requires_grad_(requires_grad=False)
+    assert any(parameter.requires_grad for parameter in pipe.parameters())
+
+
+class Extra(Small):
+    """Has extra state, and a module that no layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Linear(3, 3)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 7}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 7}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_checkpoint_is_whole(plan_for: Callable[..., Plan], tmp_path: Path, device: str) -> None:
+    """Extra state was an AttributeError; of a model on meta what no layer reads was left out."""
+    with torch.device(device):
+        model = Extra()
+    pipe = Pipeline(model, two_stages(plan_for, model), loss_fn=functional.cross_entropy)
+    save_checkpoint(tmp_path, pipe)
+    plain = Extra()
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "latest", no_dist=True)  # type: ignore[attr-defined]
+    plain.load_state_dict(state["model"])
+    assert torch.equal(plain.unread.weight, pipe.state_dict()["unread.weight"])
+    load_checkpoint(tmp_path, Pipeline(Extra(), pipe.plan, loss_fn=functional.cross_entropy))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight.conj()).abs()
+
+
+def test_complex_gradients_are_clipped(plan_for: Callable[..., Plan]) -> None:
+    """It was a RuntimeError of torch's."""
+    model = Complex()
+    pipe = Pipeline(model, plan_for(trace(model, X), batch_size=8, micro_batches=4), loss_fn=functional.mse_loss)
+    pipe.step(X, target=X)
+    assert model.weight.grad is not None
+    expected = model.weight.grad.abs().square().sum().sqrt()
+    torch.testing.assert_close(pipe.clip_grad_norm_(1e-3).float(), expected)
+    torch.testing.assert_close(model.weight.grad.abs().square().sum().sqrt().item(), 1e-3)

@@ -293,3 +293,57 @@ def test_what_nothing_initializes_is_named(plan_for: Callable[..., Plan]) -> Non
     pipe = Pipeline(model, plan, loss_fn=functional.mse_loss, initialize=fill)
     expected = copy.deepcopy(X) * 2.0
     assert pipe.evaluate(X, target=expected).item() == 0.0
+
+
+class Positions(nn.Module):
+    """Fills its weight only; `table` needs values, too."""
+
+    table: Tensor
+
+    def __init__(self, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(16))
+        self.register_buffer("table", torch.arange(16).flip(0), persistent=persistent)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight[self.table]
+
+
+def test_whole_numbers_without_values_are_no_zeros(plan_for: Callable[..., Plan]) -> None:
+    """A buffer of integers or booleans that nothing had filled was 0, in silence."""
+    with torch.device("meta"):
+        model, temporary = Positions(), Positions(persistent=False)
+        plan = plan_for(trace(model, X), batch_size=8, micro_batches=4)
+    with pytest.raises(ArgumentError, match="'table' of module '' is on the meta device, and the module's initializer"):
+        Pipeline(model, plan, loss_fn=functional.mse_loss)
+    Pipeline(model, plan, loss_fn=functional.mse_loss, initialize=lambda _: None)  # a checkpoint is to fill it
+    with pytest.raises(ArgumentError, match="'table' of module ''"):
+        Pipeline(temporary, plan, loss_fn=functional.mse_loss, initialize=lambda _: None)
+
+
+class Scaled(nn.Module):
+    """Scales its child down, as GPT-2 does with output projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.last.weight, std=1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def test_modules_around_initialize_too(plan_for: Callable[..., Plan]) -> None:
+    with torch.device("meta"):
+        model = Scaled()
+        plan = plan_for(trace(model, X), [1], batch_size=8, micro_batches=4)
+    state = Pipeline(model, plan, loss_fn=functional.mse_loss).state_dict()
+    assert 5e-4 < state["last.weight"].std() < 2e-3
+    assert state["first.weight"].std() > 0.1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,12 @@ class LayerRunner:
         self._prelude_function = sequence.prelude_of([name for name in read if name in sequence.prelude_names])
         self._prelude: dict[str, Tensor] = {}
         self._device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+
+    def on_part(self, inputs: Mapping[str, Tensor], target: Any) -> LayerRunner:
+        """A runner with the same parameters and buffers on another micro-batch."""
+        part = copy(self)
+        part._inputs, part._target, part._prelude = inputs, target, {}
+        return part
 
     def run_prelude(self) -> None:
         """Compute what every stage computes for itself; it comes before the first layer."""

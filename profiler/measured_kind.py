@@ -14,6 +14,7 @@ from profiler.allocator import keep_freed_memory
 from profiler.cache import Cache, CachedCosts, digest_of
 from profiler.device import Cluster, Device
 from profiler.errors import ProfileError
+from profiler.layer_runner import LayerRunner
 from profiler.local import torch_device
 from profiler.measured_workspace import with_measured_workspace
 from profiler.memory import LayerMemory
@@ -22,19 +23,18 @@ from profiler.neighbours import neighbours
 from profiler.optimizers import optimizer_cost
 from profiler.record import LayerCost, OptimizerCost
 from profiler.refusals import Refusals
+from profiler.room import Room
 from profiler.sample import call_arguments
 from profiler.sequence import LayerSequence
 from profiler.shelf import Shelf
-from profiler.stand_ins import real_runner
+from profiler.stand_ins import part_of, real_runner, resized_target
 from profiler.sweeps import LayerTiming, time_layers
 from profiler.task import Task
 from profiler.timing import computing_with
 from profiler.workers import usable_cores
 
 OPTIMIZER_SHARE = 0.05  # of the time budget
-# Of a device's memory. The rest is for what is passed on and what layers need in passing.
-SHELF_SHARE = 0.25  # parameters and gradients, of layers that are not run at the moment too
-SWEEP_SHARE = 0.4  # those of a window of layers, and what these keep
+SHELF_SHARE = 0.25  # of a device's memory, for parameters and gradients, of layers that are not run at the moment too
 
 
 def is_cuda(device: Device) -> bool:
@@ -69,13 +69,14 @@ def measured_kind(
     task = replace(task, sequence=task.sequence.on(place), sizes=missing)
     refusals = Refusals()
     shelf = Shelf(task.sequence, place, int(SHELF_SHARE * device.memory_bytes))
+    room = Room(task, shelf, place, device.memory_bytes)
     with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
         with computing_with(device.threads):
-            memory = _fitting(task, shelf, memory_by_size(task, shelf, place, refusals), device) if missing else {}
+            memory = _fitting(task, memory_by_size(task, shelf, place, refusals, room), room, device) if missing else {}
         wait_until_busy()
         keep_freed_memory()
         with computing_with(device.threads):
-            timings = _timings(task, shelf, memory, device, refusals) if memory else {}
+            timings = _timings(task, shelf, memory, room, device, refusals) if memory else {}
             shelf.clear()
             memory = with_measured_workspace(memory, timings)
             for cost in layer_costs(task.sequence, device.kind, memory, timings):
@@ -162,12 +163,12 @@ def _neighbour_count(device: Device, cluster: Cluster) -> int:
 
 
 def _fitting(
-    task: Task, shelf: Shelf, memory: Mapping[int, list[LayerMemory]], device: Device
+    task: Task, memory: Mapping[int, list[LayerMemory]], room: Room, device: Device
 ) -> dict[int, list[LayerMemory]]:
     """The sizes at which the device holds each layer by itself."""
     fitting = {}
     for size, layers in memory.items():
-        needs = [shelf.bytes_of(index) + entry.kept_bytes + entry.transient_bytes for index, entry in enumerate(layers)]
+        needs = room.sweep_bytes(size, layers)
         if max(needs) <= device.memory_bytes:
             fitting[size] = layers
             continue
@@ -181,23 +182,31 @@ def _fitting(
 
 
 def _timings(
-    task: Task, shelf: Shelf, memory: Mapping[int, Sequence[LayerMemory]], device: Device, refusals: Refusals
+    task: Task,
+    shelf: Shelf,
+    memory: Mapping[int, Sequence[LayerMemory]],
+    room: Room,
+    device: Device,
+    refusals: Refusals,
 ) -> dict[int, list[LayerTiming]]:
     """Times of all layers by micro-batch size."""
     place = torch_device(device)
-    runners = {}
-    for size in task.sizes:
-        if size in memory:
-            with refusals.noting(size):
+    runners: dict[int, LayerRunner] = {}
+    for size in sorted(memory, reverse=True):
+        with refusals.noting(size):
+            if not runners:
                 inputs, about = task.micro_batch(size, place)
-                runners[size] = real_runner(task.sequence, shelf, inputs, **about)
+                whole = runners[size] = real_runner(task.sequence, shelf, inputs, **about)
+            else:
+                part = part_of(task.sequence, inputs, size)
+                runners[size] = whole.on_part(part, resized_target(about["target"], size, place))
     return time_layers(
         task.sequence,
         shelf,
-        runners,
+        {size: runners[size] for size in task.sizes if size in runners},
         {size: [entry.kept_bytes for entry in layers] for size, layers in memory.items()},
         place,
-        memory_bytes=int(SWEEP_SHARE * device.memory_bytes),
+        memory_bytes=min(room.window_bytes(size, layers) for size, layers in memory.items()),
         budget_s=(1 - OPTIMIZER_SHARE) * task.time_budget_s,
         sweep_done=task.bar.update,
     )

@@ -1,36 +1,44 @@
 """Memory of all layers at each micro-batch size: from fake tensors where they tell the truth.
 
 Fake tensors may take another path than real ones (recurrent layers do, on CPU, where oneDNN keeps a workspace), or
-none (a loss that selects by a mask). So the smallest size is run for real as well, and if the two do not agree every
-size is. They agree if they keep the same; in passing fake tensors may need more, never less: autograd adds up two
+none (a loss that selects by a mask). So the smallest size is run for real as well (one still smaller where the device
+has no room for that, or nothing says what it needs), and if the two do not agree every size is that there is room for.
+They agree if they keep the same; in passing fake tensors may need more, never less: autograd adds up two
 gradients in place where they are real, and makes a third where they are fake.
 
 Bytes are nearly always linear in the number of samples. Where a size in the middle lies on the line between the
-smallest and the largest, byte by byte, the sizes between are taken from the line; otherwise each one is run.
+smallest and the largest, byte by byte, the sizes between are taken from the line; otherwise each one is run. Real runs
+go from the smallest size up, and each one tells whether there is room for the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from profiler.errors import PlanError
 from profiler.memory import LayerMemory, layer_memory
 from profiler.record import InStage
 from profiler.refusals import CANNOT_RUN, Refusals
+from profiler.room import Room
 from profiler.shelf import Shelf
 from profiler.stand_ins import fake_runner, real_runner
 from profiler.task import Task
 
+UNKNOWN_SIZE = 2  # run first where nothing says what memory a model needs
 KEPT = ("carried_bytes", "repeated_bytes", "held_bytes")
 PASSING = ("forward_bytes", "backward_bytes", "last_backward_bytes")
 
 
-def memory_by_size(task: Task, shelf: Shelf, place: torch.device, refusals: Refusals) -> dict[int, list[LayerMemory]]:
+def memory_by_size(
+    task: Task, shelf: Shelf, place: torch.device, refusals: Refusals, room: Room
+) -> dict[int, list[LayerMemory]]:
     """Memory of all layers by micro-batch size.
 
     Args:
@@ -38,6 +46,7 @@ def memory_by_size(task: Task, shelf: Shelf, place: torch.device, refusals: Refu
         shelf: brings parameters to the device.
         place: the device.
         refusals: takes the sizes that cannot be run.
+        room: what the device holds.
 
     Returns:
         The memory of all layers; a size that cannot be run is missing.
@@ -45,27 +54,59 @@ def memory_by_size(task: Task, shelf: Shelf, place: torch.device, refusals: Refu
     sizes = sorted(task.sizes)
     while sizes:
         task.bar.update()
-        fake = _fake(task, sizes[0], place)
-        real = _real(task, sizes[0], shelf, place, refusals, share=fake is not None)
+        looked_at, fake = _affordable(task, sizes[0], place, room)
+        about = refusals.noting(looked_at) if looked_at in sizes else suppress(*CANNOT_RUN)
+        real = None
+        with about:
+            real = _real(task, looked_at, shelf, place, share=fake is not None)
         if real is not None:
             break
+        if looked_at not in sizes:
+            refusals.no_memory(sizes[0])
         del sizes[0]
     else:
         return {}
     faithful = fake is not None and agree(fake, real)
-    memory = {sizes[0]: fake if fake is not None and faithful else real}
+    seen = fake if fake is not None and faithful else real
+    memory = {looked_at: seen} if looked_at in sizes else {}
     ends_first = dict.fromkeys((sizes[-1], sizes[len(sizes) // 2], *sizes))
-    for size in ends_first:
+    for size in ends_first if faithful else sizes:
         if size in memory:
             continue
-        line = _line(sizes, memory, size)
         task.bar.update()
-        found = line or (_fake(task, size, place) if faithful else None)
-        if found is None:
-            found = _real(task, size, shelf, place, refusals, share=fake is not None)
+        found = _line(sizes, memory, size) or (_fake(task, size, place) if faithful else None)
+        if found is None and not room.holds_run(size, [_grown(entry, size / looked_at) for entry in real]):
+            refusals.no_memory(size)
+        elif found is None:
+            with refusals.noting(size):
+                found = real = _real(task, size, shelf, place, share=fake is not None)
+                looked_at = size
         if found is not None:
             memory[size] = found
     return dict(sorted(memory.items()))
+
+
+def _affordable(task: Task, size: int, place: torch.device, room: Room) -> tuple[int, list[LayerMemory] | None]:
+    """The size that can be run for real, at most that one, and its memory from fake tensors."""
+    fake = _fake(task, size, place)
+    if fake is None:
+        return min(size, UNKNOWN_SIZE), None
+    while size > 1 and fake is not None and not room.holds_run(size, fake):
+        size //= 2
+        fake = _fake(task, size, place)
+    return size, fake
+
+
+def _grown(entry: LayerMemory, times: float) -> LayerMemory:
+    """That memory of a layer with so many times the samples, or a little less."""
+    fields = entry.in_stage.model_dump(include={*PASSING, "workspace_bytes", "prelude_peak_bytes"})
+    grown = {name: ceil(times * size_bytes) for name, size_bytes in fields.items()}
+    return replace(
+        entry,
+        kept_bytes=ceil(times * entry.kept_bytes),
+        transient_bytes=ceil(times * entry.transient_bytes),
+        in_stage=entry.in_stage.model_copy(update=grown),
+    )
 
 
 def agree(fake: Sequence[LayerMemory], real: Sequence[LayerMemory]) -> bool:
@@ -83,7 +124,7 @@ def _line(sizes: Sequence[int], memory: dict[int, list[LayerMemory]], wanted: in
     if len(memory) < 3:
         return None
     first, last = sizes[0], sizes[-1]
-    if last not in memory:
+    if first not in memory or last not in memory:
         return None
     for size in (sizes[len(sizes) // 2], wanted):
         share = (size - first) / (last - first)
@@ -120,20 +161,14 @@ def _mixed(low: Any, high: Any, share: float) -> Any:
 def _fake(task: Task, size: int, place: torch.device) -> list[LayerMemory] | None:
     """From fake tensors; None if they cannot follow, or nothing can: real ones will tell."""
     with suppress(PlanError, *CANNOT_RUN):
-        inputs, about = task.micro_batch(size, place)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            inputs, about = task.micro_batch(size, place)
         with fake_runner(task.sequence, inputs, **about) as runner:
             return layer_memory(task.sequence, runner, share=True)
     return None
 
 
-def _real(
-    task: Task, size: int, shelf: Shelf, place: torch.device, refusals: Refusals, *, share: bool
-) -> list[LayerMemory] | None:
-    """From real tensors; equal layers are run once where fake tensors can follow: no shape depends on values there.
-
-    None if the size cannot be run.
-    """
-    with refusals.noting(size):
-        inputs, about = task.micro_batch(size, place)
-        return layer_memory(task.sequence, real_runner(task.sequence, shelf, inputs, **about), share=share)
-    return None
+def _real(task: Task, size: int, shelf: Shelf, place: torch.device, *, share: bool) -> list[LayerMemory]:
+    """From real tensors; equal layers are run once where fake tensors can follow: no shape depends on values there."""
+    inputs, about = task.micro_batch(size, place)
+    return layer_memory(task.sequence, real_runner(task.sequence, shelf, inputs, **about), share=share)

@@ -42,11 +42,15 @@ class Refusals:
             raise
         except (MemoryError, *CANNOT_RUN) as problem:
             if is_out_of_memory(problem):
-                reason = f"no memory for micro-batches of {size} samples"
-            else:
-                reason = f"the model cannot run micro-batches of {size} samples: {in_one_line(problem)}"
-                self.reasons[size] = reason
+                self.no_memory(size)
+                return
+            reason = f"the model cannot run micro-batches of {size} samples: {in_one_line(problem)}"
+            self.reasons[size] = reason
             warnings.warn(f"{reason}; they are left out", stacklevel=4)
+
+    def no_memory(self, size: int) -> None:
+        """Warn that a size is left out for want of memory."""
+        warnings.warn(f"no memory for micro-batches of {size} samples; they are left out", stacklevel=5)
 
     def raise_first(self) -> None:
         """Say why no size is left, if that is not for memory.

@@ -76,6 +76,15 @@ def micro_batch(sequence: LayerSequence, sample: Any | None, size: int, device: 
     return {name: tensor.detach().to(device) for name, tensor in zip(sequence.inputs, sized, strict=True)}
 
 
+def part_of(sequence: LayerSequence, inputs: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """The first `size` samples of a micro-batch's inputs, on the same memory."""
+    leaves = [leaf for leaf in sequence.sample.leaves if isinstance(leaf, TensorLeaf)]
+    return {
+        name: inputs[name] if leaf.batch_dim is None else inputs[name].narrow(leaf.batch_dim, 0, size)
+        for name, leaf in zip(sequence.inputs, leaves, strict=True)
+    }
+
+
 def _valued(tensor: Tensor) -> Tensor:
     """The tensor; where it is on the meta device and has no values, normal floats or zeros as made-up ones are.
 

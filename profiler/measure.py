@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from profiler.ambient import as_in_training
 from profiler.cache import Cache, CacheSetting
-from profiler.device import Cluster, Link
+from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.estimate import CONTEXT_BYTES, PLACE, estimated, is_listed
 from profiler.links import measure_link
@@ -59,8 +59,8 @@ def profile(
 
     Args:
         sequence: the traced model.
-        devices: see `local_devices`. One device of each kind is measured. Devices from data sheets (`Cluster.of`) are
-            not: their times are estimated, see `profiler.analytic`.
+        devices: see `local_devices`. One device of each kind is measured, the one with the least memory. Devices from
+            data sheets (`Cluster.of`) are not: their times are estimated, see `profiler.analytic`.
         sample: real values for the model's inputs; made-up ones can be unlike them (integers are 0).
         batch_size: samples of a mini-batch; the traced sample's by default.
         micro_batch_sizes: sizes to measure. By default powers of two up to a quarter of the batch, and the largest
@@ -97,7 +97,7 @@ def profile(
         return _from_data_sheets(sequence, cluster, sizes, sample, loss_fn, target, optimizer, progress)
     remembered = Cache.of(cache)
     sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
-    kinds = {device.kind: device for device in reversed(cluster.devices)}
+    kinds = _least_of_each_kind(cluster)
     most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
     bar = tqdm(total=most, desc="profile", unit="measurement", disable=None if progress else True)
     with bar, torch.random.fork_rng(devices=[torch_device(device) for device in kinds.values() if is_cuda(device)]):
@@ -149,6 +149,14 @@ def _from_data_sheets(
         reserve_bytes=CONTEXT_BYTES,
         estimates=tuple(estimates),
     )
+
+
+def _least_of_each_kind(cluster: Cluster) -> dict[str, Device]:
+    """By kind the device with the least memory: a size that is measured fits every one."""
+    kinds: dict[str, Device] = {}
+    for device in cluster.devices:
+        kinds[device.kind] = min(kinds.get(device.kind, device), device, key=lambda one: one.memory_bytes)
+    return kinds
 
 
 def _check(loss_fn: LossFunction | None, target: Any, time_budget_s: float) -> None:

@@ -199,6 +199,15 @@ def test_a_size_at_which_a_layer_does_not_fit_is_left_out(make_case: Callable[[s
         _quick(model, ids, devices=[CPU.model_copy(update={"memory_bytes": 9_000})], micro_batch_sizes=[2, 4])
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_devices_of_one_kind_the_smallest_counts(make_case: Callable[[str], Case], order: int) -> None:
+    model, ids = make_case("gpt")
+    devices = [CPU.model_copy(update={"memory_bytes": 60_000}), CPU]
+    with pytest.warns(UserWarning, match=r"of 4 samples are left out: .* device 'cpu' has 60000"):
+        measured = _quick(model, ids, devices=devices[::order], micro_batch_sizes=[2, 4])
+    assert {cost.micro_batch_size for cost in measured.costs} == {2}
+
+
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 @pytest.mark.parametrize("devices", [1, Cluster.of("T4")])
 def test_a_size_at_which_the_model_cannot_run_is_left_out(place: str, devices: Any) -> None:

@@ -206,6 +206,7 @@ def _timings(
         {size: runners[size] for size in task.sizes if size in runners},
         {size: [entry.kept_bytes for entry in layers] for size, layers in memory.items()},
         place,
+        refusals,
         memory_bytes=min(room.window_bytes(size, layers) for size, layers in memory.items()),
         budget_s=(1 - OPTIMIZER_SHARE) * task.time_budget_s,
         sweep_done=task.bar.update,

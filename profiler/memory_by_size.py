@@ -55,14 +55,18 @@ def memory_by_size(
     while sizes:
         task.bar.update()
         looked_at, fake = _affordable(task, sizes[0], place, room)
-        about = refusals.noting(looked_at) if looked_at in sizes else suppress(*CANNOT_RUN)
         real = None
-        with about:
-            real = _real(task, looked_at, shelf, place, share=fake is not None)
+        if looked_at < sizes[0]:
+            with suppress(MemoryError, *CANNOT_RUN):
+                real = _real(task, looked_at, shelf, place, share=fake is not None)
+        if real is None and looked_at < sizes[0] and fake is not None:
+            refusals.no_memory(sizes[0])
+        elif real is None:
+            looked_at = sizes[0]
+            with refusals.noting(looked_at):
+                real = _real(task, looked_at, shelf, place, share=fake is not None)
         if real is not None:
             break
-        if looked_at not in sizes:
-            refusals.no_memory(sizes[0])
         del sizes[0]
     else:
         return {}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from profiler.kernel_memory import KernelMemory, can_watch
 from profiler.layer_runner import Kept, LayerRunner, Stage, backward, keep
-from profiler.refusals import is_out_of_memory
+from profiler.refusals import Refusals
 from profiler.sequence import LayerSequence
 from profiler.shelf import Shelf
 from profiler.stage_function import Pass, leaves_of, roots_of, run_backward
@@ -85,6 +85,7 @@ def time_layers(
     runners: Mapping[int, LayerRunner],
     kept_bytes: Mapping[int, Sequence[int]],
     device: torch.device,
+    refusals: Refusals,
     *,
     memory_bytes: int,
     budget_s: float,
@@ -98,15 +99,16 @@ def time_layers(
         runners: by size; with a micro-batch of that size, on real tensors.
         kept_bytes: by size; what each layer keeps for its backward pass.
         device: where the tensors are.
+        refusals: takes the sizes that cannot be run.
         memory_bytes: what a window's parameters, their gradients and all that it keeps may occupy together.
         budget_s: seconds after which no further sweep starts; at least `FEWEST_SWEEPS` of each size run.
         sweep_done: called after each sweep, at most `1 + MOST_SWEEPS` times for each size.
 
     Returns:
-        The times by size. A size that the memory does not hold is missing. Interrupted from the keyboard, the sizes
+        The times by size. A size that cannot be run is missing. Interrupted from the keyboard, the sizes
         that were swept by then: the first `FIRST_SIZES` of `runners` come first.
     """
-    turns = _Turns(sequence, shelf, runners, kept_bytes, device, memory_bytes, sweep_done)
+    turns = _Turns(sequence, shelf, runners, kept_bytes, device, refusals, memory_bytes, sweep_done)
     sizes = list(runners)
     start = time.perf_counter()
     try:
@@ -137,11 +139,13 @@ class _Turns:
         runners: Mapping[int, LayerRunner],
         kept_bytes: Mapping[int, Sequence[int]],
         device: torch.device,
+        refusals: Refusals,
         memory_bytes: int,
         sweep_done: Callable[[], object],
     ) -> None:
         self._keys = _keys(sequence)
         self._device = device
+        self._refusals = refusals
         self._watch = stopwatch(device)
         self._sweep_done = sweep_done
         self._sweeps = {}
@@ -157,7 +161,7 @@ class _Turns:
             self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
 
     def take(self, sizes: Sequence[int], *, counted: bool) -> None:
-        """One sweep at each of these sizes; a size for which the memory is too small is left out from then on.
+        """One sweep at each of these sizes; one that cannot be run is left out from then on.
 
         Args:
             sizes: of micro-batches.
@@ -166,19 +170,15 @@ class _Turns:
         for size in sizes:
             if size not in self._sweeps:
                 continue
-            try:
+            with self._refusals.noting(size):
                 if counted:
                     self._note(self._laps[size], *self._sweeps[size].run(self._watch))
                 else:
                     self._warm_up(size)
-            except (MemoryError, RuntimeError) as problem:
-                if not is_out_of_memory(problem):
-                    raise
-                warnings.warn(f"no memory for micro-batches of {size} samples; they are left out", stacklevel=3)
-                self._sweeps.pop(size)
-                self._watch.take()
+                self._sweep_done()
                 continue
-            self._sweep_done()
+            self._sweeps.pop(size)
+            self._watch.take()
 
     def _warm_up(self, size: int) -> None:
         if not can_watch(self._device):

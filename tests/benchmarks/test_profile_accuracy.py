@@ -23,6 +23,7 @@ from profiler import LayerSequence, trace
 from profiler.allocator import keep_freed_memory
 from profiler.layer_runner import LayerRunner, Stage
 from profiler.memory import layer_memory
+from profiler.refusals import Refusals
 from profiler.shelf import Shelf
 from profiler.stage_function import Pass, leaves_of, roots_of, run_backward
 from profiler.stand_ins import micro_batch, real_runner, resized_target
@@ -54,7 +55,9 @@ class Stages:
     def turn(self) -> Iterator[tuple[tuple[int, str], Pair, Pair]]:
         """Key, predicted and measured seconds of each run of a stage."""
         measured = {size: self.runners[size] for size in MEASURED}
-        timings = time_layers(self.sequence, self.shelf, measured, self.kept, CPU, memory_bytes=2**40, budget_s=0.0)
+        timings = time_layers(
+            self.sequence, self.shelf, measured, self.kept, CPU, Refusals(), memory_bytes=2**40, budget_s=0.0
+        )
         for size in RUN:
             for count in (2, 4):
                 bounds = [len(self.sequence) * part // count for part in range(count + 1)]

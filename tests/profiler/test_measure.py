@@ -199,6 +199,18 @@ def test_a_size_at_which_a_layer_does_not_fit_is_left_out(make_case: Callable[[s
         _quick(model, ids, devices=[CPU.model_copy(update={"memory_bytes": 9_000})], micro_batch_sizes=[2, 4])
 
 
+def test_a_size_that_an_index_of_a_later_sample_spoils_is_left_out() -> None:
+    model, ids = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(24, 4)), torch.zeros(4, 3, dtype=torch.long)
+    spoilt = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 20]])
+    sequence = trace(model, ids)
+    about: dict[str, Any] = {"time_budget_s": 0.0, "progress": False, "cache": False, "sample": spoilt}
+    with pytest.warns(UserWarning, match="cannot run micro-batches of 4 samples: IndexError: index out of range"):
+        measured = profile(sequence, 1, micro_batch_sizes=[1, 2, 4], **about)
+    assert {cost.micro_batch_size for cost in measured.costs} == {1, 2}
+    with pytest.raises(ProfileError, match="micro-batches of 4 samples: IndexError"), pytest.warns(UserWarning):
+        profile(sequence, 1, micro_batch_sizes=[4], **about)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_devices_of_one_kind_the_smallest_counts(make_case: Callable[[str], Case], order: int) -> None:
     model, ids = make_case("gpt")

@@ -10,6 +10,9 @@ It is found by everything that its figures depend on: the signatures of all laye
 device, threads and busy neighbours, processor, torch version, autocast, loss function and target. Layers are not found
 one by one: their times are scaled to the stage that they stand in, and their bytes depend on their neighbours.
 
+The time budget is no part of that: figures of a short one are medians of a few repeats, not other figures, and
+`LayerCost.spread` says how good they are. To measure again with a longer one, pass `cache=False` or another folder.
+
 Files are written beside their place and moved there, so that no reader meets half a file and two writers do no harm. A
 damaged file is worth a warning and no more.
 """

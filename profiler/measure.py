@@ -76,8 +76,8 @@ def profile(
         links: measure the link between the first two devices, unless the cluster knows it.
         cache: folder of earlier measurements; None for the user's cache folder, False for none. See `profiler.cache`.
 
-    Interrupted from the keyboard, it keeps what was measured: micro-batch sizes by importance. If that is none, the
-    interrupt goes on.
+    Interrupted from the keyboard, it keeps what was measured, now or earlier: micro-batch sizes by importance. If that
+    is none, the interrupt goes on.
 
     Raises:
         ArgumentError: an argument means nothing, or `loss_fn` fails.

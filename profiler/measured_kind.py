@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -71,19 +72,18 @@ def measured_kind(
     shelf = Shelf(task.sequence, place, int(SHELF_SHARE * device.memory_bytes))
     room = Room(task, shelf, place, device.memory_bytes)
     with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
-        with computing_with(device.threads):
+        with _going_on_with(costs), computing_with(device.threads):
             memory = _fitting(task, memory_by_size(task, shelf, place, refusals, room), room, device) if missing else {}
-        wait_until_busy()
-        keep_freed_memory()
-        with computing_with(device.threads):
+            wait_until_busy()
+            keep_freed_memory()
             timings = _timings(task, shelf, memory, room, device, refusals) if memory else {}
-            shelf.clear()
             memory = with_measured_workspace(memory, timings)
-            for cost in layer_costs(task.sequence, device.kind, memory, timings):
-                costs.append(cost)
+            costs.extend(layer_costs(task.sequence, device.kind, memory, timings))
             for size in timings:
                 found = tuple(cost for cost in costs if cost.micro_batch_size == size)
                 remembered.put(keys[size], CachedCosts(costs=found))
+        shelf.clear()
+        with computing_with(device.threads):
             if optimizer is None:
                 optimizer = optimizer_cost(
                     task.optimizer,
@@ -100,6 +100,18 @@ def measured_kind(
             "micro-batches, or with larger devices"
         )
     return costs, optimizer
+
+
+@contextmanager
+def _going_on_with(costs: Sequence[LayerCost]) -> Iterator[None]:
+    """Within, an interrupt from the keyboard is a warning if there are costs of some size."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not costs:
+            raise
+        sizes = sorted({cost.micro_batch_size for cost in costs})
+        warnings.warn(f"interrupted: the profile holds micro-batches of {sizes} samples alone", stacklevel=4)
 
 
 def _known(task: Task, device: Device, remembered: Cache, key: dict[str, Any], size: int) -> CachedCosts | None:

@@ -264,6 +264,20 @@ def test_an_interrupt_before_anything_was_measured_goes_on(
         _profile(model, x, tmp_path)
 
 
+def test_an_interrupt_keeps_what_was_remembered(
+    make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model, x = make_case("dropout")
+    _profile(model, x, tmp_path, micro_batch_sizes=[1, 2])
+    monkeypatch.setattr(sweeps._Sweep, "run", interrupted)
+    with pytest.warns(UserWarning, match=r"interrupted: the profile holds micro-batches of \[1, 2\] samples alone"):
+        found = _profile(model, x, tmp_path, micro_batch_sizes=[1, 2, 4])
+    assert {cost.micro_batch_size for cost in found.costs} == {1, 2}
+
+
 def test_a_size_without_memory_is_left_out(
     make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

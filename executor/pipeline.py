@@ -102,6 +102,10 @@ class Pipeline:
     ) -> None:
         if not isinstance(plan, Plan):
             raise ArgumentError(f"the plan is a {type(plan).__name__}; pass a Plan, Plan.load(path) reads one")
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ArgumentError(f"the seed is {seed!r}; pass a whole number of at most 64 bits")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ArgumentError(f"timeout_s is {timeout_s}; pass more than 0 seconds, or None")
         self.plan = plan
         self._model = model
         limit_s = wait_limit(plan, timeout_s)

@@ -5,6 +5,7 @@ import json
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -438,3 +439,11 @@ def test_sparse_gradients_are_shared(plan_for: Callable[..., Plan], replicas: in
     plan = plan_for(sequence, cuts, batch_size=8, micro_batches=2, replicas=replicas)
     expected = sparse_steps(plan)
     assert launch(sparse_steps, plan) == [expected, expected]
+
+
+@pytest.mark.parametrize("senseless", [{"seed": "7"}, {"seed": 2**63}, {"timeout_s": 0}])
+def test_senseless_settings_are_refused_at_once(plan_for: Callable[..., Plan], senseless: dict[str, Any]) -> None:
+    """A seed that is no number was an error at the first random number only, in the middle of a step."""
+    model = Small()
+    with pytest.raises(ArgumentError, match=f"{next(iter(senseless)).replace('_s', '')}.* is .*; pass"):
+        Pipeline(model, two_stages(plan_for, model), loss_fn=functional.cross_entropy, **senseless)

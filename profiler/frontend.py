@@ -31,7 +31,7 @@ from profiler.errors import ArgumentError, NotTraceableError
 from profiler.opaque_tracing import OpaqueCalls
 from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call, torch_dtype
 from profiler.sample_spec import SampleSpec, TensorLeaf
-from profiler.silent_losses import refuse_hidden_writes, refuse_own_generators, refuse_sparse_gradients, refused
+from profiler.silent_losses import refuse_hidden_writes, refuse_own_generators, refused
 from profiler.writes import may_write
 
 _ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
@@ -98,7 +98,6 @@ def export_graph(
         _refuse_limited_batches(program, questions)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)
-    refuse_sparse_gradients(module)
     return _tidy(module, program, spec)
 
 

@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 # torch's light profiler; the other one takes milliseconds for each call and writes lines to the terminal.
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.both_branches import sees_both_branches
-from profiler.storage_watch import storage_bytes, storage_of
+from profiler.storage_watch import is_strided, storage_bytes, storage_of
 
 T = TypeVar("T")
 
@@ -66,9 +65,9 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = {storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        known = {storage_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if is_strided(leaf)}
         out, peak = peak_of(self._device, lambda: func(*args, **(kwargs or {})))
-        results = {storage_of(leaf): leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)}
+        results = {storage_of(leaf): leaf for leaf in pytree.tree_leaves(out) if is_strided(leaf)}
         made = sum(storage_bytes(leaf) for storage, leaf in results.items() if storage not in known)
         self.most_bytes = max(self.most_bytes, peak - made)
         return out

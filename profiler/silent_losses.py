@@ -253,21 +253,6 @@ def _given_generator(node: fx.Node) -> bool:
     return any("Generator" in str(argument.type) and value is not None for argument, value in _arguments(node))
 
 
-def refuse_sparse_gradients(root: fx.GraphModule) -> None:
-    """Refuse sparse gradients: stages add up, average and measure dense ones.
-
-    Raises:
-        NotTraceableError: naming the module.
-    """
-    for module in root.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            if any(argument.name in ("sparse", "sparse_grad") and value for argument, value in _arguments(node)):
-                raise NotTraceableError(
-                    f"cannot trace the model: in {place_of_node(node)}: {node.target} makes a sparse gradient, and "
-                    "gradients are added up over micro-batches as dense ones; leave sparse=True out"
-                )
-
-
 def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
     """The arguments of an operation's schema, each with its value in that call; None where it has none."""
     if not isinstance(node.target, torch._ops.OpOverload):

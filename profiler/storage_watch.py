@@ -42,10 +42,10 @@ class StorageWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        arguments = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        arguments = [item for item in pytree.tree_leaves((args, kwargs)) if is_strided(item)]
         storages = {storage_of(item) for item in arguments}
         out = func(*args, **(kwargs or {}))
-        results = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
+        results = [item for item in pytree.tree_leaves(out) if is_strided(item)]
         for item in results:
             if storage_of(item) not in storages:
                 self.follow(item)
@@ -101,6 +101,11 @@ def _lstm_workspace(entering: Tensor, leaving: Tensor, workspace: Tensor) -> Wor
         size_bytes=storage_bytes(workspace),
         is_kept=False,
     )
+
+
+def is_strided(item: Any) -> bool:
+    """Whether it is a tensor with a storage; a sparse one lies on those of its indices and values."""
+    return isinstance(item, Tensor) and item.layout == torch.strided
 
 
 def storage_bytes(tensor: Tensor) -> int:

@@ -199,6 +199,15 @@ def test_a_size_at_which_a_layer_does_not_fit_is_left_out(make_case: Callable[[s
         _quick(model, ids, devices=[CPU.model_copy(update={"memory_bytes": 9_000})], micro_batch_sizes=[2, 4])
 
 
+def test_sparse_gradients_are_measured() -> None:
+    model, ids = (
+        nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Flatten(), nn.Linear(24, 4)),
+        torch.ones(4, 3).long(),
+    )
+    measured = _quick(model, ids, micro_batch_sizes=[2, 4])
+    assert {cost.micro_batch_size for cost in measured.costs} == {2, 4}
+
+
 def test_a_size_that_an_index_of_a_later_sample_spoils_is_left_out() -> None:
     model, ids = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(24, 4)), torch.zeros(4, 3, dtype=torch.long)
     spoilt = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 20]])

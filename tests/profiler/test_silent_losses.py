@@ -55,15 +55,6 @@ class OwnBackwardOfSmallValues(Base):
         return Angle.apply(self.linear(x) / 100, torch.ones(4, 4, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_refused(kind: type[nn.Module]) -> None:
-    model = nn.Sequential(kind(20, 8, sparse=True), nn.Flatten(), nn.LazyLinear(4))
-    ids = torch.randint(20, (4, 3))
-    model(ids)
-    with pytest.raises(NotTraceableError, match=r"module '0'.* makes a sparse gradient.* leave sparse=True out"):
-        trace(model, ids)
-
-
 class Reentrant(Base):
     def forward(self, x):
         return checkpoint(self.linear, x, use_reentrant=True)

@@ -35,6 +35,8 @@ def global_norm(placement: Placement, names: Sequence[str], layout: Layout) -> T
     for position, name in enumerate(names):
         gradient = parameters[name].grad if name in parameters and name not in elsewhere else None
         if gradient is not None:
+            if gradient.is_sparse:
+                gradient = gradient.coalesce().values()
             real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
             squares[position] = torch.linalg.vector_norm(real, dtype=torch.float64).square()
     if not layout.alone:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.layout import Layout
+from executor.tied import dense
 from profiler.errors import ExecutionError
 
 BUCKET_BYTES = 32 * 2**20  # summed at a time: enough to hide the latency of two collectives, little beside a model
@@ -54,9 +55,10 @@ class GradientSum:
     def add_replica(self) -> None:
         """A process that runs all replicas has done one more."""
         if self._layout.replicas > 1 and self._layout.alone:
+            added = [dense(parameter.grad) for parameter in self._parameters]
             self._totals = [
-                parameter.grad if total is None or parameter.grad is None else total + parameter.grad
-                for total, parameter in zip(self._totals, self._parameters, strict=True)
+                gradient if total is None or gradient is None else total + gradient
+                for total, gradient in zip(self._totals, added, strict=True)
             ]
             self._clear()
 
@@ -65,7 +67,7 @@ class GradientSum:
         if self._layout.replicas == 1:
             return
         if not self._layout.alone:
-            self._totals = [parameter.grad for parameter in self._parameters]
+            self._totals = [dense(parameter.grad) for parameter in self._parameters]
             self._check_alike()
             for bucket in _buckets([total for total in self._totals if total is not None]):
                 self._sum(bucket)

@@ -59,6 +59,11 @@ def sum_gradients(tied: Sequence[TiedParameter], process: int) -> None:
                 copy.grad = share if copy.grad is None else copy.grad.add_(share)
 
 
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that can be sent and added to any other; those of `nn.Embedding(sparse=True)` are sparse."""
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
+
+
 def forget_gradients(tied: Sequence[TiedParameter]) -> None:
     """Drop what a step that failed has left."""
     for parameter in tied:
@@ -69,7 +74,7 @@ def forget_gradients(tied: Sequence[TiedParameter]) -> None:
 def _total(parameter: TiedParameter, process: int) -> Tensor | None:
     """The sum over all using layers, in every process that has one."""
     processes = set(parameter.users)
-    gradients = [accumulator.grad for accumulator in parameter.accumulators]
+    gradients = [dense(accumulator.grad) for accumulator in parameter.accumulators]
     for accumulator in parameter.accumulators:
         accumulator.grad = None
     if len(processes) == 1:

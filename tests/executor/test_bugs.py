@@ -404,6 +404,43 @@ def test_complex_gradients_are_clipped(plan_for: Callable[..., Plan]) -> None:
     torch.testing.assert_close(model.weight.grad.abs().square().sum().sqrt().item(), 1e-3)
 
 
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, sparse=True)
+        self.own = nn.Embedding(16, 8, sparse=True)
+        self.last = nn.Linear(8, 8)
+        self.again = nn.Embedding(16, 8, sparse=True)
+        self.again.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.table(ids) + self.own(ids))) + self.again(ids)
+
+
+def sparse_steps(plan: Plan) -> list[float]:
+    torch.manual_seed(0)
+    model = Sparse()
+    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+    losses = []
+    for _ in range(2):
+        losses.append(pipe.step(torch.arange(8), target=torch.ones(8, 8)).item())
+        losses.append(pipe.clip_grad_norm_(0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sparse_gradients_are_shared(plan_for: Callable[..., Plan], replicas: int) -> None:
+    """Between processes those of tied parameters and of replicas were errors of torch's, and so was their norm."""
+    sequence = trace(Sparse(), torch.arange(8))
+    cuts = [len(sequence) - 1] if replicas == 1 else []
+    plan = plan_for(sequence, cuts, batch_size=8, micro_batches=2, replicas=replicas)
+    expected = sparse_steps(plan)
+    assert launch(sparse_steps, plan) == [expected, expected]
+
+
 @pytest.mark.parametrize("senseless", [{"seed": "7"}, {"seed": 2**63}, {"timeout_s": 0}])
 def test_senseless_settings_are_refused_at_once(plan_for: Callable[..., Plan], senseless: dict[str, Any]) -> None:
     """A seed that is no number was an error at the first random number only, in the middle of a step."""

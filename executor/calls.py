@@ -89,6 +89,8 @@ class Calls:
         self._sequence = sequence
         self._devices = devices
         self._placement = placement
+        # A batch normalization needs two samples, unless each of them holds more than one element for a channel.
+        self._at_least = 2 if any(layer.statistics for layer in sequence.layers) else 1
         self._versions: dict[tuple[SampleSpec, bool], _Version] = {}
         self._programs: dict[tuple[SampleSpec, bool, tuple[int, ...]], Program] = {}
 
@@ -102,8 +104,9 @@ class Calls:
             raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
         spec, tensors = self._shaped(kwargs if kwargs else args, training=training)
         batch_size = batch_extent(tensors, spec)
+        at_least = self._at_least if training else 1
         sizes = [
-            sizes_for(samples, self._plan.micro_batch_sizes, spec.only_micro_batch_size)
+            sizes_for(samples, self._plan.micro_batch_sizes, spec.only_micro_batch_size, at_least=at_least)
             for samples in samples_of_replicas(batch_size, self._plan.replicas)
         ]
         flat = [size for own in sizes for size in own]

@@ -11,15 +11,18 @@ from torch.utils import _pytree as pytree
 from profiler.errors import ArgumentError
 
 
-def sizes_for(batch_size: int, planned: Sequence[int], only: int | None = None) -> tuple[int, ...]:
+def sizes_for(
+    batch_size: int, planned: Sequence[int], only: int | None = None, *, at_least: int = 1
+) -> tuple[int, ...]:
     """Micro-batch sizes for a batch: the planned ones, or for another batch as many nearly equal ones.
 
-    A batch smaller than the planned number of micro-batches (the last of an epoch) gets micro-batches of one sample.
+    A batch too small for the planned number of micro-batches (the last of an epoch) gets fewer.
 
     Args:
         batch_size: samples of the batch.
         planned: sizes of the plan.
         only: the one size that the model was traced for, if there is but one.
+        at_least: samples of each micro-batch of another batch than planned, if it has as many.
 
     Raises:
         ArgumentError: the batch cannot be cut into micro-batches of that size.
@@ -33,7 +36,7 @@ def sizes_for(batch_size: int, planned: Sequence[int], only: int | None = None) 
         return (only,) * (batch_size // only)
     if batch_size == sum(planned):
         return tuple(planned)
-    count = min(len(planned), batch_size)
+    count = min(len(planned), max(1, batch_size // at_least))
     smaller, larger = divmod(batch_size, count)
     return (smaller + 1,) * larger + (smaller,) * (count - larger)
 

@@ -57,7 +57,8 @@ class Transfer:
         object.__setattr__(self, "tag", _tag(receive))
         object.__setattr__(self, "way", _tag(Action(receive.stage, receive.kind, 0)))
         fewest = RECEIVES_AHEAD if receive is self.action else SENDS_AHEAD
-        ahead = _ALL if self.unlimited else max(fewest, AHEAD_BYTES // max(1, self.form.size_bytes))
+        wanted = _MICRO_BATCHES if self.unlimited else max(fewest, AHEAD_BYTES // max(1, self.form.size_bytes))
+        ahead = min(wanted, _MICRO_BATCHES)  # tags tell no more apart
         object.__setattr__(self, "ahead", ahead)
 
 
@@ -198,7 +199,6 @@ class Distributed:
         return end
 
 
-_ALL = 2**31
 POSTED_AT_A_TIME = 4  # receives, of each message that is waited for
 PIECES_PER_MESSAGE = 1024  # tags of a message's pieces count up from the message's own
 _STAGES = 1024  # tags tell as many stages apart

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
+from executor.micro_batch import sizes_for
 from planner import ArgumentError, ExecutionError, ForeignPlanError, NotTraceableError, Plan, PlanFileError
 from profiler import trace
 
@@ -447,3 +448,40 @@ def test_senseless_settings_are_refused_at_once(plan_for: Callable[..., Plan], s
     model = Small()
     with pytest.raises(ArgumentError, match=f"{next(iter(senseless)).replace('_s', '')}.* is .*; pass"):
         Pipeline(model, two_stages(plan_for, model), loss_fn=functional.cross_entropy, **senseless)
+
+
+def gradients_of_a_step(plan: Plan) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Small()
+    x = torch.linspace(-1, 1, plan.batch_size * 16).reshape(-1, 16)
+    Pipeline(model, plan, loss_fn=functional.mse_loss).step(x, target=torch.zeros(plan.batch_size, 4))
+    return gradients_of(model)
+
+
+def test_more_micro_batches_than_tags(plan_for: Callable[..., Plan]) -> None:
+    """Receives of 1025 micro-batches and more were posted with the tags of others: a KeyError, or no end of waiting."""
+    sequence = trace(Small(), X)
+    settings = {"batch_size": 1400, "micro_batches": 1400}
+    expected = gradients_of_a_step(plan_for(sequence, **settings))
+    parts = launch(gradients_of_a_step, plan_for(sequence, [1], **settings), timeout_s=10)
+    assert all(map(torch.equal, [gradient for part in parts for gradient in part], expected))
+
+
+class Normalized(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def test_a_small_last_batch_leaves_no_sample_alone(plan_for: Callable[..., Plan]) -> None:
+    """A batch of 5 in 4 micro-batches gave batch normalization a single sample, which it refuses."""
+    model = Normalized()
+    pipe = Pipeline(model, plan_for(trace(model, X), [1], batch_size=8, micro_batches=4), loss_fn=functional.mse_loss)
+    for samples in (5, 3, 2):
+        pipe.step(X[:samples], target=torch.zeros(samples, 4))
+    assert sizes_for(5, (2, 2, 2, 2)) == (2, 1, 1, 1)
+    assert sizes_for(5, (2, 2, 2, 2), at_least=2) == (3, 2)
+    assert sizes_for(1, (2, 2, 2, 2), at_least=2) == (1,)

@@ -141,9 +141,7 @@ def test_calls_of_known_kinds_wait_for_nobody() -> None:
     assert texts == {"the ranks differ in the batch: rank 0 has (8,), rank 1 has None; give every rank the same"}
 
 
-@pytest.mark.parametrize(
-    ("numbers", "expected"), [(1, AHEAD_BYTES // 4), (AHEAD_BYTES // 40, 10), (AHEAD_BYTES, 2), (0, AHEAD_BYTES)]
-)
+@pytest.mark.parametrize(("numbers", "expected"), [(1, 1024), (AHEAD_BYTES // 40, 10), (AHEAD_BYTES, 2), (0, 1024)])
 def test_many_short_messages_and_few_long_ones_are_under_way(numbers: int, expected: int) -> None:
     form = MessageForm([TensorSpec((numbers,), (0,), torch.float32)], CPU)
     assert Transfer(Action.parse("1RECV_B3"), form, CPU).ahead == expected

@@ -39,13 +39,18 @@ class Mesh:
     Args:
         rank: of this process.
         world_size: number of ranks; all of them construct their mesh at the same time.
+        about: what this rank tells the others of itself.
         timeout_s: for the others to connect.
+
+    Attributes:
+        about: what each rank has told, in their order.
     """
 
-    def __init__(self, rank: int, world_size: int, *, timeout_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, about: object, *, timeout_s: float) -> None:
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        self._lines = {other: _Line(line) for other, line in _connected(rank, world_size, timeout_s).items()}
+        connected, self.about = _connected(rank, world_size, about, timeout_s)
+        self._lines = {other: _Line(line) for other, line in connected.items()}
         for other, line in self._lines.items():
             line.connection.setblocking(False)
             line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -147,17 +152,19 @@ def _flush(line: _Line) -> None:
         line.outgoing.clear()  # the other end is gone, which `poll` reports
 
 
-def _connected(rank: int, world_size: int, timeout_s: float) -> dict[int, socket.socket]:
-    """A socket to each other rank: each calls those before it, and is called by those behind it."""
+def _connected(
+    rank: int, world_size: int, about: object, timeout_s: float
+) -> tuple[dict[int, socket.socket], list[Any]]:
+    """A socket to each other rank, and what all ranks tell; each calls those before it, and is called by the others."""
     host = _own_address()
     key = secrets.token_hex(16)
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as on_failure:
         with socket.create_server((host, 0), backlog=world_size, family=_family(host)) as listener:
             addresses: list[Any] = [None] * world_size
-            dist.all_gather_object(addresses, (host, listener.getsockname()[1], key))
+            dist.all_gather_object(addresses, (host, listener.getsockname()[1], key, about))
             for other in range(rank):
-                other_host, port, other_key = addresses[other]
+                other_host, port, other_key, _ = addresses[other]
                 line = socket.create_connection((other_host, port), timeout=timeout_s)
                 found[other] = on_failure.enter_context(line)
                 line.sendall(f"{other_key} {rank:8d}".encode())
@@ -171,7 +178,7 @@ def _connected(rank: int, world_size: int, timeout_s: float) -> dict[int, socket
                 else:
                     line.close()  # a stranger
         on_failure.pop_all()
-    return found
+    return found, [told for *_, told in addresses]
 
 
 def _own_address() -> str:

@@ -37,7 +37,7 @@ from executor.mesh import Mesh, Message
 from executor.position import Logbook, Phase, Position
 from planner.plan import Plan
 from profiler.errors import ExecutionError, PlanError
-from profiler.journal import journal_of_this_process
+from profiler.journal import Address, ForeignJournal, journal_of_this_process
 
 BEAT_S = 0.25
 GRACE_S = 0.6  # from the first cause until a rank that cannot be interrupted is ended
@@ -69,9 +69,15 @@ class _Peer:
     position: Position
     heard_s: float
     changed_s: float
+    journal: ForeignJournal | None = None
     count: int = 0
     gone: bool = False
     finished: bool = False
+
+    @property
+    def last_position(self) -> Position:
+        """Where it is or was last: to the action on this machine, otherwise as it said with its last beat."""
+        return self.position if self.journal is None else Position.of(self.journal.read())
 
 
 class Watch:
@@ -106,12 +112,14 @@ class Watch:
             nowhere = Position(Phase.OUTSIDE, 0, 0)
             self._peers = {other: _Peer(nowhere, now, now) for other in range(world_size) if other != rank}
             try:
-                self._mesh = Mesh(rank, world_size, timeout_s=timeout_s)
+                self._mesh = Mesh(rank, world_size, self.log.journal.address, timeout_s=timeout_s)
             except (OSError, RuntimeError) as problem:
                 raise ExecutionError(
                     f"{named(rank, world_size)} cannot talk to the others ({problem}); let MASTER_ADDR be an address "
                     "of the first machine that all machines reach"
                 ) from problem
+            for other, peer in self._peers.items():
+                peer.journal = _journal_at(self._mesh.about[other])
             thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._mesh), daemon=True)
             thread.start()
             goodbye = weakref.finalize(self, _say_goodbye, self._mesh, self.log, thread)
@@ -272,7 +280,7 @@ class Watch:
                 else:
                     text = (
                         "its process ended without a word (killed, perhaps by the system for want of memory, or "
-                        f"crashed), last heard of at {peer.position}"
+                        f"crashed), last at {peer.last_position}"
                     )
                 self._blame(other, text, tell=True)
 
@@ -288,8 +296,8 @@ class Watch:
             if silent > self._timeout_s / 2 and not peer.gone:
                 return self._blame(
                     other,
-                    f"it has not answered for {silent:.0f} s (stopped, or its machine is out of reach), last heard of "
-                    f"at {peer.position}; {waits}",
+                    f"it has not answered for {silent:.0f} s (stopped, or its machine is out of reach), last at "
+                    f"{peer.last_position}; {waits}",
                     tell=True,
                 )
         behind = min(peer.position.calls for peer in self._peers.values())
@@ -369,6 +377,13 @@ def _watch(reference: weakref.ref[Watch], mesh: Mesh) -> None:
             return
         del watch
     mesh.close()
+
+
+def _journal_at(address: Address) -> ForeignJournal | None:
+    """The journal of a rank on this machine; None of one on another."""
+    with contextlib.suppress(OSError):
+        return ForeignJournal(address)
+    return None
 
 
 def _interrupt(group: dist.ProcessGroup | None) -> None:

@@ -77,6 +77,14 @@ def test_it_comes_back_from_the_last_checkpoint(
     check_equal(parts, alone)
 
 
+def test_a_killed_rank_was_where_its_journal_says(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    folder = prepare(tmp_path / "run", plan_of(plan_for, 2), dies=[[1, 2]], in_loss=True)
+    code, output = run(folder, "--nproc-per-node", "2")
+    assert code != 0
+    assert "rank 1 of 2 failed: its process ended without a word" in output
+    assert "last at step 2, stage 1, micro-batch 1, action 1F1" in output
+
+
 def test_a_wrong_world_size_is_an_error_on_every_rank(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
     folder = prepare(tmp_path / "run", plan_of(plan_for, 3))
     code, _ = run(folder, "--nproc-per-node", "2")

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node K under_torchrun.py FOLDER
 
 `FOLDER` holds plan.json and settings.json; it gets checkpoints and one result-RANK.pt for each rank. In the first runs
-of a rank that the settings name, the process is killed at the step given there.
+of a rank that the settings name, the process is killed at the step given there: before it, or where the settings say so
+in the loss of its second micro-batch.
 """
 
 from __future__ import annotations
@@ -34,15 +35,26 @@ def batch(step: int) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def train(plan: Plan, steps: int, checkpoints: Path, dies: tuple[int, int] = (-1, -1)) -> dict[str, Any]:
+def train(
+    plan: Plan, steps: int, checkpoints: Path, dies: tuple[int, int] = (-1, -1), *, in_loss: bool = False
+) -> dict[str, Any]:
     """Losses and seconds of each step that this process made, and the weights at the end."""
+    micro_batches = 0
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal micro_batches
+        micro_batches += 1
+        if in_loss and (pipe.rank, pipe.steps) == dies and micro_batches % plan.M == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return mean(output, target)
+
     torch.manual_seed(0)
-    pipe = Pipeline(Deep(), plan, loss_fn=mean)
+    pipe = Pipeline(Deep(), plan, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     begun = load_checkpoint(checkpoints, pipe, optimizer) if (checkpoints / "latest").exists() else 0
     losses, seconds = {}, []
     for step in range(begun, steps):
-        if (pipe.rank, step) == dies:
+        if not in_loss and (pipe.rank, step) == dies:
             os.kill(os.getpid(), signal.SIGKILL)
         before = time.perf_counter()
         losses[step] = pipe.step(batch(step), target=batch(step)).item()
@@ -60,8 +72,9 @@ def main(folder: Path) -> None:
     dies = tuple(settings["dies"][restart]) if restart < len(settings["dies"]) else (-1, -1)
     checkpoints = folder / settings.get("checkpoints", "checkpoints")
     rank = os.environ["RANK"]
+    in_loss = settings.get("in_loss", False)
     try:
-        result = train(Plan.load(folder / "plan.json"), settings["steps"], checkpoints, dies)
+        result = train(Plan.load(folder / "plan.json"), settings["steps"], checkpoints, dies, in_loss=in_loss)
     except PlanError as problem:
         (folder / f"error-{rank}.txt").write_text(f"{type(problem).__name__}: {problem}")
         raise

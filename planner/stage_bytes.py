@@ -11,7 +11,7 @@ with `beside` the larger of what is there in the layer's forward and in its back
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -109,16 +109,6 @@ class StageBytes:
             leaves=at_leaves[:, :4],
             leaf_bytes=at_leaves[:, 4],
         )
-
-    def between(self, other: Self, share: float) -> Self:
-        """The line from here (`share` 0) to there (1), rounded up to whole bytes."""
-        mixed = [(1 - share) * getattr(self, f.name) + share * getattr(other, f.name) for f in fields(self)]
-        return type(self)(*(np.ceil(line - 1e-6) for line in mixed))
-
-    def least_kept(self) -> NDArray[np.float64]:
-        """What each layer adds to every stage that holds it, at least; shape (L,)."""
-        least: NDArray[np.float64] = np.maximum(self.own_bytes + np.minimum(self.pairs, 0.0).sum(axis=0), 0.0)
-        return least
 
     def kept(self) -> NDArray[np.float64]:
         """Bytes that one micro-batch keeps until its backward pass, at [i, j] for a stage of layers [i, j)."""

@@ -250,17 +250,12 @@ def refuse_own_generators(root: fx.GraphModule) -> None:
 
 
 def _given_generator(node: fx.Node) -> bool:
-    return any("Generator" in str(argument.type) and value is not None for argument, value in _arguments(node))
-
-
-def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
-    """The arguments of an operation's schema, each with its value in that call; None where it has none."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    return [
-        (argument, node.args[position] if position < len(node.args) else node.kwargs.get(argument.name))
-        for position, argument in enumerate(node.target._schema.arguments)
-    ]
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if "Generator" in str(argument.type):
+            return (node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)) is not None
+    return False
 
 
 def _written_from_outside(region: fx.GraphModule) -> fx.Node | None:

@@ -119,12 +119,10 @@ def test_ranges_are_what_loops_say(layers: list[LayerCost]) -> None:
     found = StageBytes.of(layers)
     kept = found.kept()
     most = found.most(kept)
-    least = found.least_kept()
     for first in range(LAYERS):
         for stop in range(first + 1, LAYERS + 1):
             assert kept[first, stop] == _kept(layers, first, stop)
             assert most[first, stop] == _most(layers, first, stop)
-            assert least[first:stop].sum() <= kept[first, stop]
 
 
 def test_without_more_detail_layers_add_up() -> None:
@@ -147,7 +145,6 @@ def test_without_more_detail_layers_add_up() -> None:
     found = StageBytes.of(layers)
     assert found.kept()[0].tolist() == [0, 5, 12]
     assert found.most(found.kept())[0].tolist() == [0, 14, 14]
-    assert np.array_equal(found.between(found, 0.3).kept(), found.kept())
 
 
 def _translator() -> tuple[nn.Module, Any, LossFunction, Any]:

@@ -25,7 +25,7 @@ from tests.models.transformer import Translator
 from tests.models.unet import UNet
 
 CPU = Cluster(devices=(Device(name="cpu", kind="cpu", memory_bytes=2**34, threads=1),))
-SIZES = (1, 4)
+SIZES = (1, 2, 4)  # between 1 and a larger size the profiler adds 2
 TURNS = 3
 BUDGET_S = 3.0
 START = Rates(5e10, 5e10, 5e10, 5e10, 3e10, 1e10, 1e-5)  # of the order of one CPU core

@@ -140,6 +140,7 @@ class LayerSequence:
         operations: all operations of the graph in order, those of the prelude included.
         prelude_positions: positions among `operations` of those of the prelude.
         outputs: leaves of the model's output in flattened order: the name of a value, or a constant in a tuple.
+        output_shapes: name of a value in `outputs` -> its extents, as of a `BoundaryValue`; None if it is a number.
         output_tree: structure of the model's output.
         parameters: original name -> the model's own parameter, each tied parameter once.
         buffers: original name -> the model's own buffer, or a constant of the graph.
@@ -159,6 +160,7 @@ class LayerSequence:
     operations: tuple[str, ...] = field(repr=False)
     prelude_positions: frozenset[int] = field(repr=False)
     outputs: tuple[str | tuple[Any], ...]
+    output_shapes: Mapping[str, tuple[Any, ...] | None] = field(repr=False)
     output_tree: pytree.TreeSpec
     parameters: Mapping[str, torch.nn.Parameter] = field(repr=False)
     buffers: Mapping[str, Tensor] = field(repr=False)

@@ -214,6 +214,7 @@ def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int
         operations=tuple(operation_name(node) for node in _operations(traced)),
         prelude_positions=frozenset(i for i, n in enumerate(_operations(traced)) if n not in body.last_use),
         outputs=tuple(leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in output.args[0]),
+        output_shapes={node.name: _shape(node.meta["val"]) for node in output.all_input_nodes},
         output_tree=traced.out_spec,
         parameters=parameters,
         buffers=buffers,
@@ -248,6 +249,10 @@ def _value(node: fx.Node, body: Body, producer: int, consumers: set[int]) -> Bou
         producer=producer,
         consumers=tuple(sorted(consumers)),
     )
+
+
+def _shape(value: object) -> tuple[Any, ...] | None:
+    return symbolic_shape(value) if isinstance(value, Tensor) else None
 
 
 def _free_values(bounds: Sequence[tuple[int, int]], body: Body, graph: fx.Graph) -> tuple[BoundaryValue, ...]:

@@ -34,12 +34,14 @@ class Call:
     Attributes:
         spec: their shapes.
         training: whether it trains.
+        sequence: the model's layers for these shapes.
         own: micro-batches of each replica of this process.
         counts: how many micro-batches each replica of the plan has.
     """
 
     spec: SampleSpec
     training: bool
+    sequence: LayerSequence
     own: list[list[MicroBatch]]
     counts: list[int]
 
@@ -129,7 +131,7 @@ class Calls:
         counts = [len(own) for own in sizes]
         bounds = list(accumulate(counts, initial=0))
         own_replicas = [batches[bounds[replica] : bounds[replica + 1]] for replica in self._layout.own_replicas]
-        return Call(spec, training, own_replicas, counts)
+        return Call(spec, training, version.sequence, own_replicas, counts)
 
     def program(self, call: Call, batches: Sequence[MicroBatch]) -> Program:
         """What this process does with one replica's micro-batches; compiled when first needed."""

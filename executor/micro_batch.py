@@ -1,10 +1,11 @@
-"""Cutting a mini-batch into micro-batches along the batch dimension."""
+"""Cutting a mini-batch into micro-batches along the batch dimension, and the mean over its samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -90,6 +91,12 @@ def split_target(target: Any, sizes: Sequence[int]) -> Sequence[Any]:
     leaves, tree = pytree.tree_flatten(target)
     parts = [_parts(leaf, sizes) for leaf in leaves]
     return [pytree.tree_unflatten([part[index] for part in parts], tree) for index in range(len(sizes))]
+
+
+def mean_over_samples(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The sum of micro-batches' means in float64, each weighted by its share of the samples."""
+    means = torch.stack(list(scalars)).double()
+    return (means * means.new_tensor(weights)).sum()
 
 
 def _parts(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.agreement import Given
-from executor.calls import Calls
+from executor.calls import Call, Calls
 from executor.clocks import clock_offset_s
 from executor.gradient_norm import global_norm
 from executor.layout import layout_of
@@ -34,6 +34,7 @@ from executor.materialize import Initializer, materialized
 from executor.measured import Recorded, measured_frame, real_timelines
 from executor.micro_batch import shapes_of
 from executor.moving import BufferMover
+from executor.outputs import check_joinable, whole_output
 from executor.peak_memory import Peak, peak_of
 from executor.placement import Materialize, Placement, place
 from executor.position import Phase
@@ -69,7 +70,8 @@ class Pipeline:
     Args:
         model: the model that the plan was made for. Parameters on the CPU are trained in place.
         plan: the plan.
-        loss_fn: `loss_fn(output, target)` returns the mean loss over the samples; None if the model returns its loss.
+        loss_fn: `loss_fn(output, target)` returns the mean loss over the samples; None if the model returns its loss,
+            or is only to `predict`.
         seed: of all random numbers that the model draws.
         check_finite: end the step with an error that names step and micro-batch when a loss is not finite; this waits
             for each loss to be computed, which on CUDA costs time.
@@ -225,12 +227,55 @@ class Pipeline:
             NotTraceableError: in evaluation mode the model does other operations than in training.
         """
         with self.watch.call(Phase.PREPARATION, self._given("evaluate", args, kwargs, target)):
-            self._refuse_other_modes()
-            call = self._calls.understood(args, kwargs, target, training=False)
-            self._begin(None)
-            for batches in call.own:
-                self._runtime.run(self._calls.program(call, batches), batches)
+            call = self._evaluated(args, kwargs, target, keep_outputs=False)
             return self._loss.of(self._own_losses(call.own))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for a batch in evaluation mode, in the process of the last stage.
+
+            logits = pipe.predict(x)
+            if logits is not None:                              # not in the processes of earlier stages
+                right += (logits.argmax(-1) == y).sum()
+
+        No gradient is kept, and neither a target nor a `loss_fn` is needed. Every process calls it.
+
+        Args:
+            args: what the model is called with, the whole batch, in every process.
+            kwargs: what the model is called with.
+
+        Returns:
+            The model's output, of any structure, in the process of the last stage; None in others. Tensors are joined
+            along the dimension that the trace knows for the batch's. Those without it have to be equal in all
+            micro-batches, but for scalars, which are taken for means over samples, as a loss is, and averaged. Of
+            several replicas each has the output for its own samples, as if it had been called with
+            `x.tensor_split(plan.replicas)[pipe.rank // plan.ranks]`; a process that runs all has it for the batch.
+
+        Raises:
+            ArgumentError: the arguments differ from what the model was traced with, or an output has no one batch
+                dimension to join micro-batches along, before anything runs; or one without differs between them.
+            NotTraceableError: in evaluation mode the model does other operations than in training.
+        """
+        with self.watch.call(Phase.PREPARATION, self._given("predict", args, kwargs, None)):
+            call = self._evaluated(args, kwargs, None, keep_outputs=True)
+            own = [batch for batches in call.own for batch in batches]
+            runner = self._runners.get(self.plan.K - 1)
+            output = None
+            if runner is not None:
+                parts = [runner.take_output(batch) for batch in own]
+                output = whole_output(call.sequence, parts, [batch.size for batch in own])
+            self._loss.of([])  # there is none, but all wait for it, and end together if the last stage fails
+        return output
+
+    def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep_outputs: bool) -> Call:
+        """A call in evaluation mode, carried out; the last stage's runner holds its losses, or its outputs."""
+        self._refuse_other_modes()
+        call = self._calls.understood(args, kwargs, target, training=False)
+        if keep_outputs:
+            check_joinable(call.sequence, sum(call.counts))
+        self._begin(None, keep_outputs=keep_outputs)
+        for batches in call.own:
+            self._runtime.run(self._calls.program(call, batches), batches)
+        return call
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages so that their common Euclidean norm is at most `max_norm`.
@@ -362,7 +407,7 @@ class Pipeline:
                 f"as {thawed[0]}, and would get no gradient; plan again for the model as it is, and construct anew"
             )
 
-    def _begin(self, scaler: torch.amp.GradScaler | None) -> None:
+    def _begin(self, scaler: torch.amp.GradScaler | None, *, keep_outputs: bool = False) -> None:
         scale = None
         if scaler is not None:
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -375,7 +420,7 @@ class Pipeline:
             scale = scaler.scale(torch.ones((), device=self._devices[self._layout.stages[0]]))
         self._loss.begin()
         for runner in self._runners.values():
-            runner.begin(self._steps, scale)
+            runner.begin(self._steps, scale, keep_outputs=keep_outputs)
 
     def _own_losses(self, own: Sequence[Sequence[MicroBatch]]) -> list[Tensor]:
         """By replica of this process, if it runs the last stage."""

@@ -59,8 +59,8 @@ class Runtime:
         self._log.phase(Phase.END_OF_STEP)
         self._remote.end()
 
-    def _refuse_infinite(self, loss: Tensor) -> None:
-        if not bool(torch.isfinite(loss)):
+    def _refuse_infinite(self, loss: Tensor | None) -> None:
+        if loss is not None and not bool(torch.isfinite(loss)):
             raise ExecutionError(
                 f"{self._log.position}: the loss of this micro-batch is {loss.item()}; look at its samples, or "
                 "lower the learning rate"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from executor.micro_batch import mean_over_samples
 from executor.randomness import generator_of, key
 from planner.plan import Segment
 from profiler.errors import ArgumentError
@@ -108,6 +109,7 @@ class _StepState:
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     statistics: dict[int, list[Moved]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, dict[str, Any]] | None = None
 
 
 class StageRunner:
@@ -130,9 +132,15 @@ class StageRunner:
         self._generator = generator_of(device)
         self._state = _StepState(0)
 
-    def begin(self, step: int, loss_scale: Tensor | None = None) -> None:
-        """Forget the step before; `step` keys the random numbers, gradients are `loss_scale` times as large."""
-        self._state = _StepState(step, loss_scale)
+    def begin(self, step: int, loss_scale: Tensor | None = None, *, keep_outputs: bool = False) -> None:
+        """Forget the step before.
+
+        Args:
+            step: keys the random numbers.
+            loss_scale: times as large are the gradients.
+            keep_outputs: whether `evaluate` keeps what the model returns, in place of its loss.
+        """
+        self._state = _StepState(step, loss_scale, outputs={} if keep_outputs else None)
 
     def forward(
         self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor], before: int | None, *, keep: bool
@@ -217,6 +225,9 @@ class StageRunner:
             values: Mapping[str, Tensor] = received
             for part in layers.parts:
                 values = part.function.forward(dict(values), self._inputs(batch, part), self.buffers).values
+            if layers.is_last and self._state.outputs is not None:
+                self._state.outputs[batch.index] = pytree.tree_map_only(Tensor, Tensor.detach, dict(values))
+                return {}
             if layers.is_last:
                 self._state.losses[batch.index] = self._loss(layers, batch, values, layers.parts[-1].function)
                 return {}
@@ -224,12 +235,16 @@ class StageRunner:
 
     def loss(self, batches: Sequence[MicroBatch]) -> Tensor:
         """The mean loss in float64, weighted by the given micro-batches' shares of the mini-batch."""
-        losses = torch.stack([self._state.losses[batch.index] for batch in batches]).double()
-        return (losses * losses.new_tensor([batch.weight for batch in batches])).sum()
+        return mean_over_samples([self._state.losses[batch.index] for batch in batches], [b.weight for b in batches])
 
-    def loss_of(self, batch: MicroBatch) -> Tensor:
-        """The loss of a micro-batch that the last stage has run, a scalar."""
-        return self._state.losses[batch.index]
+    def loss_of(self, batch: MicroBatch) -> Tensor | None:
+        """The loss of a micro-batch that the last stage has run, a scalar; None where the output is kept instead."""
+        return self._state.losses.get(batch.index)
+
+    def take_output(self, batch: MicroBatch) -> dict[str, Any]:
+        """The named values of which the model's output for a micro-batch consists; the stage forgets them."""
+        assert self._state.outputs is not None, "begin was told to keep them"
+        return self._state.outputs.pop(batch.index)
 
     def written_buffers(self, index: int) -> Mapping[str, Tensor]:
         """The written buffers as micro-batch `index` left them."""

@@ -47,6 +47,11 @@ SHORTEST_TIMEOUT_S = 20.0  # predictions of short steps leave out what an operat
 LONGEST_TIMEOUT_S = 60.0
 FEWEST_STEPS = 3.0  # steps may be so long that the longest time-out would cut into them
 BLAME_AFTER = 0.8  # of the time-out; the rest is for the error to reach all
+# Ranks that notice the same at once would each say it in words of their own. So they take turns, in rank order, and all
+# but the first hear it before it is theirs to tell.
+BLAME_WITHIN = 0.1  # of the time-out, in equal parts: between the first rank's turn and the last one's
+TURN_S = 0.2  # between the turns to tell of a rank that has ended too early
+LONGEST_TURN_S = 0.6
 _NEVER = 2**30  # tag of a message that nobody sends
 # Tracing and disks take what they take; ranks that do different things are told apart before they wait.
 _AT_LEISURE = (Phase.CONSTRUCTION, Phase.PREPARATION, Phase.SAVE, Phase.LOAD)
@@ -71,7 +76,7 @@ class _Peer:
     changed_s: float
     journal: ForeignJournal | None = None
     count: int = 0
-    gone: bool = False
+    gone_s: float | None = None  # since when
     finished: bool = False
 
     @property
@@ -98,6 +103,8 @@ class Watch:
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
+        self._turn_s = min(TURN_S * rank, LONGEST_TURN_S)
+        self._blame_after_s = (BLAME_AFTER + BLAME_WITHIN * rank / world_size) * timeout_s
         self._cause: FirstCause | None = None
         self._changed = threading.Condition()  # of the cause, or of what other ranks announced
         self._raised = False
@@ -147,10 +154,11 @@ class Watch:
         self._calling = True
         self.log.calls += 1
         try:
+            self.log.phase(phase)
             self._raise_known()
             if given is not None and self._peers:
                 self._agree(given)
-            self.log.phase(phase)
+                self.log.phase(phase)
             yield
         except BaseException as problem:
             self._conclude(problem)
@@ -230,11 +238,18 @@ class Watch:
             self._end_waits()
         return not failed
 
+    @property
+    def pause_s(self) -> float:
+        """Until this rank's next turn, if nobody says anything."""
+        now = time.monotonic()
+        turns = [peer.gone_s + self._turn_s - now for peer in self._peers.values() if peer.gone_s is not None]
+        return min([BEAT_S, *(pause_s for pause_s in turns if pause_s > 0)])
+
     def _hear(self, other: int, message: Message | None) -> None:
         peer = self._peers[other]
         now = time.monotonic()
         if message is None:
-            peer.gone = True
+            peer.gone_s = now
             return
         peer.heard_s = now
         if "at" in message:
@@ -267,10 +282,13 @@ class Watch:
             self._mesh.post({"at": entry}, droppable=True)
 
     def _blame_the_gone(self) -> None:
+        now = time.monotonic()
         for other, peer in self._peers.items():
-            if peer.gone and self._cause is None:
+            if peer.gone_s is not None and self._cause is None:
                 if peer.finished and peer.position.calls >= self.log.calls:
                     continue  # its part of this call is done, and on its way
+                if peer.finished and now - peer.gone_s < self._turn_s:
+                    continue  # a rank before this one is to tell
                 if peer.finished:
                     text = (
                         f"it ended after {peer.position.calls} of the pipeline's calls (construction, step, evaluate, "
@@ -288,12 +306,12 @@ class Watch:
         """After a wait that is too long, find who it is that all wait for."""
         now = time.monotonic()
         waited = now - self._beat.changed_s
-        if waited < BLAME_AFTER * self._timeout_s or not self._beat.position.waiting:
+        if waited < self._blame_after_s or not self._beat.position.waiting:
             return None
         waits = f"rank {self._rank} has waited {waited:.0f} s at {self._beat.position}"
         for other, peer in self._peers.items():
             silent = now - peer.heard_s
-            if silent > self._timeout_s / 2 and not peer.gone:
+            if silent > self._timeout_s / 2 and peer.gone_s is None:
                 return self._blame(
                     other,
                     f"it has not answered for {silent:.0f} s (stopped, or its machine is out of reach), last at "
@@ -336,7 +354,7 @@ class Watch:
                 return
             assert self._cause is not None
             text = f"ExecutionError on {named(self._rank, self._world_size)}: {self._cause.text}"
-        print(text, file=sys.stderr, flush=True)
+        _say(text)
 
     def _end_waits(self) -> None:
         """Make the training thread raise, or end the process if it cannot."""
@@ -353,7 +371,7 @@ class Watch:
             assert self._cause is not None
             position = self.log.position
         # The training thread hangs inside a call that nothing interrupts, so no exception can say it: last words.
-        print(f"ExecutionError: {self._cause.text} (ended while at {position})", file=sys.stderr, flush=True)
+        _say(f"ExecutionError: {self._cause.text} (ended while at {position})")
         sys.stdout.flush()
         os._exit(1)
 
@@ -370,13 +388,25 @@ class Watch:
 
 def _watch(reference: weakref.ref[Watch], mesh: Mesh) -> None:
     """The watching thread; it ends with the watch, or when it has ended the training."""
+    pause_s = BEAT_S
     while not mesh.closing:
-        heard = mesh.poll(BEAT_S)
+        heard = mesh.poll(pause_s)
         watch = reference()
-        if watch is not None and not watch.turn(heard):
-            return
+        if watch is not None:
+            if not watch.turn(heard):
+                return
+            pause_s = watch.pause_s
         del watch
     mesh.close()
+
+
+def _say(text: str) -> None:
+    """Print a line on the standard error, in one piece: the training thread may print a traceback meanwhile.
+
+    `print` writes text and end of line apart where Python does not buffer, and torchrun starts it so.
+    """
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _journal_at(address: Address) -> ForeignJournal | None:

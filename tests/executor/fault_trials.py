@@ -12,6 +12,7 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,9 +34,11 @@ from profiler import trace
 BATCH = 16
 WIDTH = 32
 TIMEOUT_S = 8.0
+AGENT_PATIENCE_S = 2  # torchrun's agent otherwise gives a process 30 s to end, which one that is stopped does not
 STEPS = 100_000
 FAULTS = ("kill", "exception", "stop", "endless action", "fewer steps", "nan", "out of memory")
 STUCK = ("stop", "endless action")
+SPEECHLESS = ("kill", "stop", "fewer steps")  # in these the rank itself has no error
 X = torch.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH)
 
 
@@ -62,11 +65,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended: the one error, seconds from the fault to it, and what was left behind."""
+    """How a trial ended for the caller or a rank: the error, seconds from the fault to it, and what was left behind."""
 
     error: str
     seconds: float
     left: list[str]
+
+    def wrong(self, fault: Fault, ranks: int) -> bool:
+        """Whether it is not the error that it should be, or late, or not all."""
+        late = self.seconds > (TIMEOUT_S if fault.kind in STUCK else 1.0)
+        return late or bool(self.left) or not expected(fault, ranks).match(self.error)
 
 
 class _Switch:
@@ -103,7 +111,7 @@ def _arm(fault: Fault, switch: _Switch) -> None:
 
     def strike() -> None:
         time.sleep(fault.after_s)
-        Path(fault.mark).write_text(repr(time.time()))
+        Path(fault.mark).write_text(json.dumps([time.time(), int(os.environ["MASTER_PORT"])]))
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "stop":
@@ -145,9 +153,9 @@ def expected(fault: Fault, ranks: int) -> re.Pattern[str]:
     return re.compile(EXPECTED[fault.kind].format(rank=fault.rank, n=ranks), re.DOTALL)
 
 
-def allowed_s(fault: Fault) -> float:
-    """Seconds from the fault to the error: one, or the time-out when a rank is stuck."""
-    return TIMEOUT_S if fault.kind in STUCK else 1.0
+def began(fault: Fault) -> float:
+    """When it struck."""
+    return json.loads(Path(fault.mark).read_text())[0]
 
 
 def random_fault(kind: str, ranks: int, folder: Path, random_numbers: random.Random) -> Fault:
@@ -165,11 +173,11 @@ def launch_trial(plan: Plan, fault: Fault, folder: Path) -> Outcome:
         except ExecutionError as problem:
             error = str(problem)
         ended = time.time()
-    return Outcome(error, ended - float(Path(fault.mark).read_text()), leftovers.found())
+    return Outcome(error, ended - began(fault), leftovers.found(fault))
 
 
 def torchrun_trial(plan: Plan, fault: Fault, folder: Path) -> list[Outcome]:
-    """Run under torchrun; one outcome for each rank that was not itself ended by the fault.
+    """Run under torchrun; one outcome for each rank that can speak.
 
     A rank that its agent ends before the exception is raised has said the error at once, in its log.
     """
@@ -179,17 +187,20 @@ def torchrun_trial(plan: Plan, fault: Fault, folder: Path) -> list[Outcome]:
         logs = folder / f"logs-{uuid.uuid4().hex}"
         launcher = ["--standalone", "--nproc-per-node", str(plan.K), "--log-dir", str(logs), "--redirects", "3"]
         script = [str(Path(__file__).resolve()), str(folder)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(AGENT_PATIENCE_S),
+        }
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script]
-        subprocess.run(command, env=environment, capture_output=True, timeout=180, check=False)
-    began = float(Path(fault.mark).read_text())
-    found = [_end_of(rank, fault, folder, logs) for rank in range(plan.K) if rank != fault.rank or _speaks(fault)]
-    return [Outcome(error, ended - began, leftovers.found()) for ended, error in found]
-
-
-def _speaks(fault: Fault) -> bool:
-    """Whether the rank in which it happens can tell of it."""
-    return fault.kind not in ("kill", "stop", "endless action", "fewer steps")
+        agent = subprocess.run(command, env=environment, capture_output=True, timeout=180, check=False)
+    left = leftovers.found(fault) + ([] if agent.returncode else ["an agent that ended with 0"])
+    ranks = [rank for rank in range(plan.K) if rank != fault.rank or fault.kind not in SPEECHLESS]
+    found = {rank: _end_of(rank, fault, folder, logs) for rank in ranks}
+    if len({error.partition("\n")[0] for _, error in found.values()}) > 1:  # of a log the first line was read
+        left.append(f"several errors: {found}")
+    return [Outcome(error, ended - began(fault), left) for ended, error in found.values()]
 
 
 def _end_of(rank: int, fault: Fault, folder: Path, logs: Path) -> tuple[float, str]:
@@ -206,7 +217,7 @@ def _end_of(rank: int, fault: Fault, folder: Path, logs: Path) -> tuple[float, s
 
 
 class _Leftovers:
-    """Processes, files of temporary folders and of shared memory, and descriptors that a block leaves behind."""
+    """Processes, files of temporary folders and of shared memory, descriptors and a port that a block leaves behind."""
 
     def __init__(self, folder: Path) -> None:
         self._token = uuid.uuid4().hex
@@ -229,10 +240,19 @@ class _Leftovers:
         own = Path("/proc/self/fd")
         return shared | {f"{len(list(own.iterdir()))} descriptors" if own.exists() else ""}
 
-    def found(self) -> list[str]:
+    def found(self, fault: Fault) -> list[str]:
         """What is there now and was not before."""
         new = {str(path) for path in self._temporary.rglob("*")} | (self._files() - self._before)
-        return sorted(new) + [f"process {number}" for number in self._processes()]
+        return sorted(new) + self._port(fault) + [f"process {number}" for number in self._processes()]
+
+    def _port(self, fault: Fault) -> list[str]:
+        """That of the store at which the ranks met, if it cannot be had again."""
+        _, port = json.loads(Path(fault.mark).read_text())
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as problem:
+            return [f"port {port}: {problem}"]
+        return []
 
     def _processes(self) -> list[str]:
         found = []

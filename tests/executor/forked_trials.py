@@ -27,9 +27,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from profiler import trace
-from tests.executor.fault_trials import STUCK, Deep, Fault, X, expected, random_fault, train
+from tests.executor.fault_trials import SPEECHLESS, STUCK, Deep, Fault, X, began, expected, random_fault, train
 
-WITHOUT_ERROR = ("kill", "stop", "fewer steps")  # faults whose rank has none
 LAST_WORDS = "endless action"  # the fault whose rank cannot be interrupted: its error is printed before it is ended
 PATIENCE_S = 60.0  # no trial takes as long
 
@@ -49,22 +48,22 @@ class Trial:
         children = {rank: self._fork(rank) for rank in ranks}
         hung = self._wait(dict(children))
         wrong = [f"rank {rank} had to be killed" for rank in hung if (self.fault.kind, rank) != ("stop", self._odd)]
-        began = float(Path(self.fault.mark).read_text())
-        seconds = []
+        seconds, errors = [], set()
         for rank in ranks:
             said = self._file("stderr", rank).read_text()
             if rank == self._odd and self.fault.kind == LAST_WORDS:
                 wrong += [] if expected(self.fault, len(ranks)).search(said) else [f"last words: {said}"]
-            elif rank != self._odd or self.fault.kind not in WITHOUT_ERROR:
+            elif rank != self._odd or self.fault.kind not in SPEECHLESS:
                 if not self._file("end", rank).exists():  # it could not be interrupted in time: last words
                     wrong += [] if expected(self.fault, len(ranks)).search(said) else [f"rank {rank} said: {said}"]
                     continue
                 ended, error = json.loads(self._file("end", rank).read_text())
-                seconds.append(ended - began)
+                seconds.append(ended - began(self.fault))
+                errors.add(error)
                 wrong += [] if expected(self.fault, len(ranks)).match(error) else [f"rank {rank}: {error}"]
                 wrong += [] if seconds[-1] <= allowed_s else [f"rank {rank} took {seconds[-1]:.2f} s"]
                 wrong += [f"rank {rank} printed {said}"] if said else []
-        return seconds, wrong
+        return seconds, wrong + ([f"several errors: {errors}"] if len(errors) > 1 else [])
 
     @property
     def _odd(self) -> int:

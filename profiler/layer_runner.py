@@ -26,7 +26,7 @@ from profiler.loss import LossFunction, loss_of, model_output
 from profiler.refusals import NOT_FAKEABLE, in_one_line, is_out_of_memory
 from profiler.sequence import LayerSequence
 from profiler.shelf import Shelf
-from profiler.stage_function import StageFunction
+from profiler.stage_function import StageFunction, layout_hook
 
 
 class _Gate(torch.autograd.Function):
@@ -69,10 +69,12 @@ class Kept:
     Attributes:
         roots: where the gradients of leaving values enter, by name.
         caught: gradients of entering values, filled by the backward pass.
+        layout_hooks: by name of what the layer computes; a stage has them, and kernels compute by what they bring.
     """
 
     roots: dict[str, GradientEdge]
     caught: dict[str, Tensor]
+    layout_hooks: dict[str, Callable[[Tensor], Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +271,22 @@ def _about_loss(problem: Exception) -> str:
 
 def keep(entered: Entered, leaving: Mapping[str, Tensor]) -> Kept:
     """What the backward pass needs; unlike the values it keeps no memory alive that autograd does not."""
-    roots = {name: get_gradient_edge(value) for name, value in leaving.items() if value.requires_grad}
-    return Kept(roots, entered.caught)
+    trained = {name: value for name, value in leaving.items() if value.requires_grad}
+    hooks = {name: layout_hook(value) for name, value in trained.items() if name not in entered.values}
+    return Kept({name: get_gradient_edge(value) for name, value in trained.items()}, entered.caught, hooks)
 
 
 def backward(kept: Kept, gradients: Mapping[str, Tensor]) -> Callable[[], None]:
     """The backward pass of a layer, ready to be called."""
     names = [name for name in kept.roots if name in gradients]
     roots, starts = [kept.roots[name] for name in names], [gradients[name] for name in names]
+    hooks = [kept.layout_hooks.get(name) for name in names]
     kept.roots = {}
     if not roots:
         return lambda: None
-    return lambda: torch.autograd.backward(roots, starts)
+    return lambda: torch.autograd.backward(roots, [*map(_laid_out, starts, hooks)])
+
+
+def _laid_out(gradient: Tensor, hook: Callable[[Tensor], Tensor | None] | None) -> Tensor:
+    brought = hook(gradient) if hook else None
+    return gradient if brought is None else brought

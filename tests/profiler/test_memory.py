@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from planner.costs import CostModel
 from profiler import LayerSequence, profile, trace
@@ -114,6 +115,25 @@ def test_what_kernels_allocate_is_measured(make_case: Callable[[str], Case], nam
             for (first, stop), (_, most) in zip(pairwise(bounds), found, strict=True):
                 _, predicted = costs.stage(kind, size, first, stop)
                 assert most <= predicted <= 1.1 * most + 2**14, (size, first, stop)
+
+
+def test_kernels_are_watched_with_gradients_in_the_layout_that_a_stage_gives_them() -> None:
+    """The backward pass of attention copies a gradient that comes in its result's layout, not one as it came back."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.leave = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.enter(x).unflatten(-1, (4, 8)).transpose(1, 2).contiguous()
+            attended = functional.scaled_dot_product_attention(heads, heads, heads)
+            return self.leave(attended.transpose(1, 2).flatten(2))
+
+    x = torch.randn(4, 64, 32)
+    settings: dict[str, Any] = {"micro_batch_sizes": [4], "time_budget_s": 0.0, "progress": False, "cache": False}
+    measured = profile(trace(Attention(), x), 1, sample=x, **settings)
+    assert max(cost.in_stage.workspace_bytes for cost in measured.costs if cost.in_stage) > x.nbytes
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "masked", "keywords", "dropout"])

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.next_kernels import with_next_kernels
 from planner.recurrent_workspace import with_room
 from planner.stage_bytes import StageBytes, pair_sums
 from profiler.errors import ProfileError
@@ -60,19 +61,22 @@ class StageStack:
     Attributes:
         costs: whose stages these are.
         position: of each device kind and measured size.
+        position_below: the same, where it stands for larger sizes that were not measured, see `with_next_kernels`.
         kept: bytes that one micro-batch keeps until its backward pass.
         most: the most bytes that it has at any moment.
     """
 
     costs: CostModel
     position: dict[tuple[str, int], int]
+    position_below: dict[tuple[str, int], int]
     kept: Floats
     most: Floats
 
     def around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
         """Positions of the measured sizes around one, and where between them it lies."""
         below, above, share = self.costs.around(device_kind, micro_batch_size)
-        return self.position[device_kind, below], self.position[device_kind, above], share
+        positions = self.position_below if share else self.position
+        return positions[device_kind, below], self.position[device_kind, above], share
 
 
 class CostModel:
@@ -81,7 +85,9 @@ class CostModel:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._rows = with_room(_rows(profile))
+        self._rows_below = with_next_kernels(self._rows)
         self._measured = _measured_arrays(self._rows)
+        self._measured_below = _measured_arrays(self._rows_below)
         self._layers: dict[tuple[str, int], LayerArrays] = {}
 
     def measured_sizes(self, device_kind: str) -> tuple[int, ...]:
@@ -135,10 +141,14 @@ class CostModel:
     @cached_property
     def stage_stack(self) -> StageStack:
         """What `stage` says, for all stages and measured sizes."""
-        pairs = [_stage_bytes(rows) for rows in self._rows.values()]
-        return StageStack(
-            self, {key: position for position, key in enumerate(self._rows)}, *map(np.stack, zip(*pairs, strict=True))
-        )
+        position = {key: number for number, key in enumerate(self._rows)}
+        stacked = [*self._rows.values()]
+        position_below = dict(position)
+        for key, rows in self._rows_below.items():
+            if rows is not self._rows[key]:
+                position_below[key] = len(stacked)
+                stacked.append(rows)
+        return StageStack(self, position, position_below, *map(np.stack, zip(*map(_stage_bytes, stacked), strict=True)))
 
     def optimizer(self, device_kind: str, name: str) -> OptimizerCost:
         """What a step of that optimizer costs on that kind of device.
@@ -158,7 +168,9 @@ class CostModel:
     def _interpolated(self, device_kind: str, micro_batch_size: int) -> LayerArrays:
         below, above, share = self.around(device_kind, micro_batch_size)
         measured = self._measured[device_kind]
-        return _between(measured[below], measured[above], share) if share else measured[below]
+        if not share:
+            return measured[below]
+        return _between(self._measured_below[device_kind][below], measured[above], share)
 
     def around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
         """The measured sizes around one, and where between them it lies; 0 when it was measured itself."""

@@ -116,7 +116,7 @@ class Cluster(Value):
             raise ArgumentError(f"devices_per_host={devices_per_host!r}; pass how many devices a host has, at least 1")
         kinds: list[str] = []
         for part in devices.split(","):
-            match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S+)\s*", part)
+            match = re.fullmatch(r"\s*(?:(\d{1,6})\s*x\s*)?(\S+)\s*", part)
             if match is None or (match[1] and int(match[1]) < 1):
                 raise ArgumentError(f"{part.strip()!r} is not a count and a kind of device, such as 8xA100-40GB")
             kinds.extend([match[2]] * int(match[1] or 1))

@@ -236,13 +236,19 @@ class LayerRunner:
     def _loss(self, output: Any) -> Tensor:
         """The loss; what the user's function raises is told as the user's, unless the memory ran out."""
         try:
-            return loss_of(output, self._target, self._loss_fn)
+            loss = loss_of(output, self._target, self._loss_fn)
         except PlanError:
             raise
         except Exception as problem:
             if self._loss_fn is None or is_out_of_memory(problem):
                 raise
             raise ArgumentError(_about_loss(problem)) from problem
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ArgumentError(
+                "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "
+                "or integers, and the model for requires_grad"
+            )
+        return loss
 
     def _autocasting(self) -> AbstractContextManager[object]:
         return autocasting(self._sequence.sample, self._device)

@@ -19,6 +19,7 @@ from profiler.errors import ArgumentError
 Devices: TypeAlias = int | Sequence[torch.device | str | Device] | Cluster | None
 
 DEFAULT_CPU_WORKERS = 2
+MOST_THREADS = 1024  # torch ends the process with a segmentation fault where the system starts no more
 WHAT_TO_PASS = "pass a count, a list of devices such as ['cpu', 'cuda:1'], or a Cluster"
 
 
@@ -35,10 +36,12 @@ def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
         The devices in pipeline order. CPU workers share the machine's memory equally.
 
     Raises:
-        ArgumentError: no devices, more than there are, or something else than devices.
+        ArgumentError: no devices, more than there are, or something else than devices; threads that cannot be.
     """
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ArgumentError(f"threads={threads!r}; a CPU worker computes with at least 1 thread")
+    if threads > MOST_THREADS:
+        raise ArgumentError(f"threads={threads}; a CPU worker computes with at most {MOST_THREADS} threads")
     if isinstance(devices, Cluster):
         return devices
     if devices is None:

@@ -80,7 +80,7 @@ def profile(
     is none, the interrupt goes on.
 
     Raises:
-        ArgumentError: an argument means nothing, or `loss_fn` fails.
+        ArgumentError: an argument means nothing, `loss_fn` fails, or its loss depends on no trainable parameter.
         ProfileError: no micro-batch size can be measured.
     """
     if not isinstance(sequence, LayerSequence):

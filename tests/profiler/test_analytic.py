@@ -48,6 +48,7 @@ def test_a_cluster_from_its_text():
         ("2xT4", "string", r"no data sheet of a link 'string'; known are nvlink1"),
         ("0xT4", "pcie3", r"'0xT4' is not a count and a kind of device"),
         ("", "pcie3", r"'' is not a count and a kind"),
+        (f"{10**20}xT4", "pcie3", r"no data sheet of a device '1000"),
         ("8x A100 40GB", "pcie3", r"is not a count and a kind"),
     ],
 )

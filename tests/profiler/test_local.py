@@ -73,6 +73,11 @@ def test_workers_without_threads() -> None:
         local_devices(1, threads=0)
 
 
+def test_more_threads_than_a_system_starts() -> None:
+    with pytest.raises(ArgumentError, match="threads=1000000; a CPU worker computes with at most 1024 threads"):
+        local_devices(1, threads=10**6)
+
+
 def _cluster(count: int) -> Cluster:
     return Cluster(devices=(Device(name="cpu", kind="cpu", memory_bytes=1, threads=1),) * count)
 

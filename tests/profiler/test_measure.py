@@ -105,6 +105,14 @@ def test_a_loss_that_selects_by_a_mask(make_case: Callable[[str], Case]) -> None
     assert measured.costs[-1].kept_bytes > 0
 
 
+@pytest.mark.parametrize("devices", [1, Cluster.of("T4")])
+def test_a_loss_that_trains_nothing_is_refused(devices: Any) -> None:
+    """Its backward pass takes no time and no memory, and a plan by that would be wrong without a word."""
+    model, x, y = nn.Linear(8, 3), torch.randn(4, 8), torch.zeros(4, 3)
+    with pytest.raises(ArgumentError, match=r"the loss depends on no trainable parameter.*detach\(\)"):
+        _quick(model, x, devices=devices, loss_fn=lambda out, want: functional.mse_loss(out, want).detach(), target=y)
+
+
 def test_layers_are_measured_under_autocast(make_case: Callable[[str], Case]) -> None:
     model, ids = make_case("gpt")
     whole, half = (

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -85,12 +86,7 @@ def measured_kind(
         shelf.clear()
         with computing_with(device.threads):
             if optimizer is None:
-                optimizer = optimizer_cost(
-                    task.optimizer,
-                    task.sequence.parameters.values(),
-                    device,
-                    budget_s=OPTIMIZER_SHARE * task.time_budget_s,
-                )
+                optimizer = _optimizer(task, device, costs)
                 remembered.put(optimizer_key, optimizer)
         task.bar.update()
     if not costs:
@@ -100,6 +96,14 @@ def measured_kind(
             "micro-batches, or with larger devices"
         )
     return costs, optimizer
+
+
+def _optimizer(task: Task, device: Device, costs: Sequence[LayerCost]) -> OptimizerCost:
+    """What the optimizer costs; after an interrupt that must not take the layers' costs along, with fewest repeats."""
+    measure = partial(optimizer_cost, task.optimizer, task.sequence.parameters.values(), device)
+    with _going_on_with(costs):
+        return measure(budget_s=OPTIMIZER_SHARE * task.time_budget_s)
+    return measure(budget_s=0.0)
 
 
 @contextmanager

@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from planner import autoplan
-from profiler import ArgumentError, Link, Profile, measured_kind, profile, sweeps, trace
+from profiler import ArgumentError, Link, Profile, measured_kind, optimizers, profile, sweeps, trace
 from profiler.cache import Cache, CachedCosts, digest_of
+from profiler.record import OptimizerCost
 
 Case = tuple[nn.Module, Any]
 KEY = {"what": "link", "number": 1}
 LINK = Link(latency_s=1.0, bytes_per_s=2.0)
 
 
-def _profile(model: nn.Module, x: Any, folder: Path, **settings: Any) -> Profile:
+def _profile(model: nn.Module, x: Any, folder: Path | bool, **settings: Any) -> Profile:
     given: dict[str, Any] = {"micro_batch_sizes": [1, 2], "time_budget_s": 0.0, "progress": False, **settings}
     return profile(trace(model, x), 1, sample=x, cache=folder, **given)
 
@@ -250,6 +251,27 @@ def test_an_interrupt_keeps_what_was_measured(
     done.clear()
     monkeypatch.setattr(sweeps._Sweep, "run", run)
     assert {cost.micro_batch_size for cost in _profile(model, x, tmp_path, micro_batch_sizes=sizes).costs} == {*sizes}
+
+
+def test_an_interrupt_at_the_optimizer_keeps_the_layers(
+    make_case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[float] = []
+    measure = optimizers.optimizer_cost
+
+    def interrupted(*args: Any, budget_s: float) -> OptimizerCost:
+        budgets.append(budget_s)
+        if len(budgets) == 1:
+            raise KeyboardInterrupt
+        return measure(*args, budget_s=budget_s)
+
+    monkeypatch.setattr(measured_kind, "optimizer_cost", interrupted)
+    model, x = make_case("dropout")
+    with pytest.warns(UserWarning, match="interrupted: the profile holds"):
+        found = _profile(model, x, False, micro_batch_sizes=[1, 2])
+    assert {cost.micro_batch_size for cost in found.costs} == {1, 2}
+    assert [entry.name for entry in found.optimizers] == ["AdamW"]
+    assert budgets[1:] == [0.0]
 
 
 def test_an_interrupt_before_anything_was_measured_goes_on(

@@ -24,7 +24,7 @@ from profiler.errors import ArgumentError, NotTraceableError
 from profiler.sample import batch_extent, of_other_shapes, tensor_leaves
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.sequence import LayerSequence
-from profiler.tracing import trace_again
+from profiler.tracing import trace_again, trace_evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,6 @@ class Calls:
             known = self._programs[call.spec, call.training, sizes] = compiled(
                 self._plan,
                 self._layout,
-                version.sequence,
                 version.layers,
                 self._devices,
                 sizes,
@@ -168,18 +167,31 @@ class Calls:
 
     def _version(self, spec: SampleSpec, *, training: bool) -> _Version:
         """This process's layers as they train or evaluate on inputs of these shapes; traced when first needed."""
-        if (spec, training) not in self._versions:
-            planned = training and spec == self._sequence.sample
-            sequence = self._sequence if planned else trace_again(self._model, self._sequence, spec, training=training)
-            layers = {
-                index: StageLayers(
-                    sequence.on(self._devices[index]),
-                    self._plan.stages[index].first_layer,
-                    self._plan.stages[index].stop_layer,
-                    self._plan.stages[index].recompute if training else (),
-                    self._placement.read_by[index],
-                )
-                for index in self._layout.stages
+        key = (spec, training)
+        if key not in self._versions:
+            self._versions[key] = self._training_version(spec) if training else self._evaluation_version(spec)
+        return self._versions[key]
+
+    def _training_version(self, spec: SampleSpec) -> _Version:
+        planned = spec == self._sequence.sample
+        sequence = self._sequence if planned else trace_again(self._model, self._sequence, spec)
+        layers = {}
+        for index in self._layout.stages:
+            stage = self._plan.stages[index]
+            here, own = sequence.on(self._devices[index]), self._placement.read_by[index]
+            layers[index] = StageLayers(here, stage.first_layer, stage.stop_layer, stage.recompute, own)
+        return _Version(sequence, layers)
+
+    def _evaluation_version(self, spec: SampleSpec) -> _Version:
+        """Each stage is one layer then."""
+        planned = [range(stage.first_layer, stage.stop_layer) for stage in self._plan.stages]
+        sequence = trace_evaluation(self._model, self._sequence, spec, planned)
+        layers = {}
+        for index in self._layout.stages:
+            device = self._devices[index]
+            own = {(index, name): tensor for (_, name), tensor in self._placement.read_by[index].items()}
+            constants = {
+                name: tensor.to(device) for name, tensor in sequence.buffers.items() if name not in sequence.aliases
             }
-            self._versions[spec, training] = _Version(sequence, layers)
-        return self._versions[spec, training]
+            layers[index] = StageLayers(sequence.on(device), index, index + 1, (), own, constants)
+        return _Version(sequence, layers)

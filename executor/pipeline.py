@@ -224,7 +224,7 @@ class Pipeline:
         Arguments and result are those of `step`; nothing is trained.
 
         Raises:
-            NotTraceableError: in evaluation mode the model does other operations than in training.
+            NotTraceableError: in evaluation mode the model reads parameters elsewhere than in training.
         """
         with self.watch.call(Phase.PREPARATION, self._given("evaluate", args, kwargs, target)):
             call = self._evaluated(args, kwargs, target, keep_outputs=False)
@@ -253,7 +253,7 @@ class Pipeline:
         Raises:
             ArgumentError: the arguments differ from what the model was traced with, or an output has no one batch
                 dimension to join micro-batches along, before anything runs; or one without differs between them.
-            NotTraceableError: in evaluation mode the model does other operations than in training.
+            NotTraceableError: in evaluation mode the model reads parameters elsewhere than in training.
         """
         with self.watch.call(Phase.PREPARATION, self._given("predict", args, kwargs, None)):
             call = self._evaluated(args, kwargs, None, keep_outputs=True)

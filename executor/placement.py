@@ -112,12 +112,7 @@ def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | Non
 
 def _buffer_names(sequence: LayerSequence, layers: range) -> set[str]:
     """All buffers that the layers, their statistics or a prelude may read."""
-    names = {name for layer in layers for name in sequence.layers[layer].buffers}
-    for layer in layers:
-        for entry in sequence.layers[layer].statistics:
-            names |= {entry.running_mean, entry.running_var}
-            names |= {entry.num_batches_tracked} if entry.num_batches_tracked else set()
-    names.update(sequence.prelude_of(sorted(sequence.prelude_names)).buffers)
+    names = sequence.names_read(layers) | set(sequence.prelude_of(sorted(sequence.prelude_names)).buffers)
     return names & sequence.buffers.keys()
 
 

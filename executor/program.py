@@ -17,7 +17,6 @@ from executor.stage_runner import StageLayers
 from executor.transport import Transfer
 from planner.plan import Plan
 from planner.schedule import Action, ActionKind, gpipe_schedule, make_schedule
-from profiler.sequence import LayerSequence
 
 _GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
 _COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
@@ -77,7 +76,6 @@ class Program:
 def compiled(
     plan: Plan,
     layout: Layout,
-    sequence: LayerSequence,
     layers: Mapping[int, StageLayers],
     devices: Mapping[int, torch.device],
     sizes: Sequence[int],
@@ -89,8 +87,7 @@ def compiled(
     Args:
         plan: the plan.
         layout: of this process.
-        sequence: the layers as they are run; they say what crosses each boundary.
-        layers: of this process's stages.
+        layers: of this process's stages; they say what crosses each boundary.
         devices: of this process's stages.
         sizes: samples of each micro-batch of one replica.
         training: with backward passes, else forward only.
@@ -103,7 +100,7 @@ def compiled(
     for action in lists:
         move = None
         if action.kind not in _COMPUTED:
-            move = _move(plan, layout, sequence, devices, sizes, action, action in first_back)
+            move = _move(plan, layout, layers[action.stage], devices, sizes, action, action in first_back)
             if move.is_remote and action.kind in RECEIVES:
                 remote.append(move.transfer)
         keep = (action.stage, action.micro_batch) not in recomputed
@@ -149,16 +146,14 @@ def _first_back(actions: Sequence[Action]) -> frozenset[Action]:
 def _move(
     plan: Plan,
     layout: Layout,
-    sequence: LayerSequence,
+    layers: StageLayers,
     devices: Mapping[int, torch.device],
     sizes: Sequence[int],
     action: Action,
     is_first_back: bool,
 ) -> Move:
     """What travels: all values of a boundary, or the gradients of those that have one."""
-    stage = plan.stages[action.stage]
-    before = action.kind in (ActionKind.RECV_F, ActionKind.SEND_B)
-    values = sequence.boundaries[stage.first_layer if before else stage.stop_layer]
+    values = layers.entering if action.kind in (ActionKind.RECV_F, ActionKind.SEND_B) else layers.leaving
     if action.kind in _GRADIENTS:
         values = tuple(value for value in values if value.requires_grad)
     samples = sizes[action.micro_batch]

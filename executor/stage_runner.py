@@ -77,6 +77,11 @@ class StageLayers:
         stop: index behind its last layer.
         segments: that are recomputed.
         parameters: by (layer, name), see `StageFunction`.
+        constants: of the graph by name, where they are others than those that the stage's buffers hold.
+
+    Attributes:
+        entering: what the stage receives.
+        leaving: what it sends.
     """
 
     def __init__(
@@ -86,8 +91,12 @@ class StageLayers:
         stop: int,
         segments: Sequence[Segment],
         parameters: Mapping[tuple[int, str], Tensor],
+        constants: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.sequence = sequence
+        self.entering = sequence.boundaries[first]
+        self.leaving = sequence.boundaries[stop]
+        self.constants = constants or {}
         self.is_last = stop == len(sequence)
         again = {segment.first for segment in segments}
         borders = sorted({first, stop, *again, *(segment.stop for segment in segments)})
@@ -223,8 +232,9 @@ class StageRunner:
         """The forward pass without gradient."""
         with torch.no_grad():
             values: Mapping[str, Tensor] = received
+            buffers = {**self.buffers, **layers.constants}
             for part in layers.parts:
-                values = part.function.forward(dict(values), self._inputs(batch, part), self.buffers).values
+                values = part.function.forward(dict(values), self._inputs(batch, part), buffers).values
             if layers.is_last and self._state.outputs is not None:
                 self._state.outputs[batch.index] = pytree.tree_map_only(Tensor, Tensor.detach, dict(values))
                 return {}

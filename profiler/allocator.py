@@ -22,10 +22,24 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the settings are in force; False where there is no glibc.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
-        return False
+    library = _glibc()
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, NEVER), (M_TOP_PAD, TOP_PAD_BYTES))
-    return all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
+    return library is not None and all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
+
+
+def give_back_freed_memory() -> None:
+    """Return the pages of freed blocks to the system once, those in holes between live blocks too.
+
+    Blocks of layers of unlike sizes do not fit the holes that other layers left: profiling a model of four times the
+    memory limit, kept pages came to 1.6 times the bytes of all tensors.
+    """
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None

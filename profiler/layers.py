@@ -89,7 +89,7 @@ def build_layer(
 
     Args:
         index: of the layer.
-        nodes: its operations in order.
+        nodes: its operations in order; a stage may have none in evaluation.
         leaving: those of its nodes whose values are alive behind it.
         facts: of every node of the graph.
         root: where `get_attr` targets resolve.
@@ -261,7 +261,7 @@ def source_line(node: fx.Node) -> str:
 def _layer_name(nodes: Sequence[fx.Node]) -> str:
     """Module path of the first and the last operation; operations outside any submodule by their own name."""
     names = [module_path(node) or operation_name(node).removeprefix("aten.").split(".")[0] for node in nodes]
-    return names[0] if names[0] == names[-1] else f"{names[0]} .. {names[-1]}"
+    return " .. ".join(dict.fromkeys((*names[:1], *names[-1:])))
 
 
 def symbolic_shape(value: Tensor) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ are numbers that no transport carries. Every stage computes those that it reads,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx, nn
@@ -19,11 +19,18 @@ from profiler.layers import attribute
 FLOPS_PER_BYTE_AT_MOST = 16
 
 
-def prelude_nodes(graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts]) -> set[fx.Node]:
+def prelude_nodes(
+    graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts], not_everywhere: Collection[str] = ()
+) -> set[fx.Node]:
     """The operations whose values every stage computes for itself.
 
     They read only inputs, buffers that nothing writes, and each other; draw no random numbers; carry no gradient;
     touch no storage that something writes in place; and are cheap for their size.
+
+    Args:
+        graph: of the model.
+        facts: of its nodes.
+        not_everywhere: names of buffers that only some stages have.
     """
     written = frozenset().union(*(fact.writes for fact in facts.values()))
     chosen: set[fx.Node] = set()
@@ -38,14 +45,18 @@ def prelude_nodes(graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts]) -> set[fx
             plain
             and cheap
             and own
-            and all(_available(source, facts, written, chosen) for source in node.all_input_nodes)
+            and all(_available(source, facts, written, chosen, not_everywhere) for source in node.all_input_nodes)
         ):
             chosen.add(node)
     return chosen
 
 
 def _available(
-    source: fx.Node, facts: Mapping[fx.Node, NodeFacts], written: frozenset[int], chosen: set[fx.Node]
+    source: fx.Node,
+    facts: Mapping[fx.Node, NodeFacts],
+    written: frozenset[int],
+    chosen: set[fx.Node],
+    not_everywhere: Collection[str],
 ) -> bool:
     """Whether every stage can have the value: an input, a constant buffer, or another prelude value.
 
@@ -53,8 +64,10 @@ def _available(
     """
     root = source.graph.owning_module
     assert root is not None, "the graph is the one that the model was traced to"
-    if source.op == "get_attr" and isinstance(attribute(root, str(source.target)), nn.Parameter):
-        return False
+    if source.op == "get_attr":
+        name = str(source.target)
+        if name in not_everywhere or isinstance(attribute(root, name), nn.Parameter):
+            return False
     if source.op in ("placeholder", "get_attr"):
         return not facts[source].requires_grad and facts[source].storage not in written
     return source in chosen

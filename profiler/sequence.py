@@ -174,6 +174,16 @@ class LayerSequence:
         """Number of layers."""
         return len(self.layers)
 
+    def names_read(self, layers: range) -> set[str]:
+        """Names of all parameters, buffers and constants that these layers read or write."""
+        names: set[str] = set()
+        for layer in self.layers[layers.start : layers.stop]:
+            names.update(layer.parameters, layer.buffers)
+            for entry in layer.statistics:
+                names |= {entry.running_mean, entry.running_var}
+                names |= {entry.num_batches_tracked} if entry.num_batches_tracked else set()
+        return names
+
     @property
     def device(self) -> torch.device:
         """Where the model was when it was traced."""

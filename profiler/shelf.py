@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from profiler.allocator import give_back_freed_memory
 from profiler.sequence import LayerSequence
 
 Key = tuple[int, str]  # index of a layer, name of a parameter that it reads
@@ -68,6 +69,7 @@ class Shelf(Mapping[Key, Tensor]):
             self._room = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._device)
         if self._filled_bytes + sum(map(self.bytes_of, new)) > len(self._room):
             self._held, self._filled_bytes, new = {}, 0, list(layers)
+            give_back_freed_memory()  # what the layers before left is of other sizes
             assert sum(map(self.bytes_of, new)) <= len(self._room), "a window fits the shelf"
         for index in new:
             self._held[index] = {name: self._placed(name) for name in self._sequence.layers[index].parameters}
@@ -75,6 +77,7 @@ class Shelf(Mapping[Key, Tensor]):
     def clear(self) -> None:
         """Remove all parameters from the device."""
         self._held, self._room, self._filled_bytes = {}, None, 0
+        give_back_freed_memory()
 
     @property
     def capacity_bytes(self) -> int:

@@ -10,8 +10,8 @@ import contextlib
 import difflib
 import gc
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from profiler.ambient import as_in_training
 from profiler.batch_norm import take_out_counters
 from profiler.cuts import Body, layer_starts
 from profiler.errors import ArgumentError, NotTraceableError
+from profiler.evaluation import stage_starts
 from profiler.front_ends import Served, graph_of
 from profiler.frontend import TracedGraph
 from profiler.layers import (
@@ -125,49 +126,79 @@ def _check_paths(model: nn.Module, paths: Sequence[str]) -> None:
             raise ArgumentError(f"keep_together names {path!r}, which is no module of the model; nearest: {near}")
 
 
-def trace_evaluation(model: nn.Module, sequence: LayerSequence) -> LayerSequence:
-    """The same layers as `model.eval()` computes them: no dropout, batch normalization by running statistics.
+@_without_collection()
+@as_in_training()
+def trace_evaluation(
+    model: nn.Module, sequence: LayerSequence, sample: SampleSpec, stages: Sequence[range]
+) -> LayerSequence:
+    """The model as `model.eval()` leaves it, one layer for each stage: no dropout, running statistics.
 
     Args:
         model: the model that `sequence` was traced from.
-        sequence: how it trains; the result has the same layers, operation for operation.
+        sequence: its layers as they train.
+        sample: what the model is called with.
+        stages: layers of each of K stages.
+
+    Returns:
+        K layers, of which layer k reads those of the model's parameters and buffers that stage k has for its training.
 
     Raises:
-        NotTraceableError: in evaluation mode the model does other operations than in training.
+        NotTraceableError: there are no such layers.
     """
-    return trace_again(model, sequence, sequence.sample, training=False)
+    served = graph_of(model, _as_traced(sample, sequence), training=False)
+    everywhere = sequence.prelude_of(sorted(sequence.prelude_names)).buffers
+    held = [sequence.names_read(stage) for stage in stages]
+    named = _names(model).difference(everywhere)
+    body = _body(served, not_everywhere=named)
+    starts = stage_starts(body, held, named)
+    if starts is None:
+        read = chain(*_sources((), served.graph.module))
+        unknown = sorted(named.intersection(read).difference(*held))
+        reads = (
+            f"reads {unknown[0]}, which training does not read" if unknown else "reads its parameters in other places"
+        )
+        raise NotTraceableError(
+            f"in evaluation mode the model {reads}, so its {len(stages)} stages cannot carry it out; load the state "
+            "into the plain model to evaluate it"
+        )
+    return _assemble(model, served, body, starts, set())
+
+
+def _names(model: nn.Module) -> set[str]:
+    """All names of parameters and buffers."""
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in named}
+
+
+def _as_traced(sample: SampleSpec, sequence: LayerSequence) -> SampleSpec:
+    """What the model is called with, to be traced by the same means as before."""
+    means = {"front_end": sequence.sample.front_end, "called_as_is": sequence.sample.called_as_is}
+    return sample.model_copy(update=means)
 
 
 @_without_collection()
 @as_in_training()
-def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec, *, training: bool) -> LayerSequence:
-    """The same layers for inputs of other shapes (another sequence length), or as they evaluate.
+def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec) -> LayerSequence:
+    """The same layers for inputs of other shapes, such as another sequence length.
 
     Args:
         model: the model that `sequence` was traced from.
         sequence: its layers; the result has the same, operation for operation.
         sample: what the model is called with.
-        training: trace it as it trains, else as `model.eval()` leaves it.
 
     Raises:
         NotTraceableError: the model does other operations then.
     """
-    means = {"front_end": sequence.sample.front_end, "called_as_is": sequence.sample.called_as_is}
-    served = graph_of(model, sample.model_copy(update=means), training=training)
-    counters = take_out_counters(served.graph.module.graph) if training else set()
+    served = graph_of(model, _as_traced(sample, sequence))
+    counters = take_out_counters(served.graph.module.graph)
     nodes = _operations(served.graph)
-    trained, again = sequence.operations, tuple(operation_name(node) for node in nodes)
-    if trained != again:
-        same = next((i for i, (a, b) in enumerate(zip(trained, again, strict=False)) if a != b), len(trained))
+    planned, again = sequence.operations, tuple(operation_name(node) for node in nodes)
+    if planned != again:
+        same = next((i for i, (a, b) in enumerate(zip(planned, again, strict=False)) if a != b), len(planned))
         place = source_line(nodes[min(same, len(nodes) - 1)])
-        when, cure = (
-            ("for inputs of these shapes", "pad the batch to the planned shape, or plan for this one")
-            if training
-            else ("in evaluation mode", "load the state into the plain model to evaluate it")
-        )
         raise NotTraceableError(
-            f"the model computes something else {when}: {len(again)} operations, {len(trained)} in training as "
-            f"planned, from {place or 'the end'} on; {cure}"
+            f"the model computes something else for inputs of these shapes: {len(again)} operations, {len(planned)} as "
+            f"planned, from {place or 'the end'} on; pad the batch to the planned shape, or plan for this one"
         )
     prelude = {nodes[position] for position in sequence.prelude_positions}
     body = Body.of(served.graph.module.graph, prelude, served.facts)
@@ -179,9 +210,9 @@ def _operations(traced: TracedGraph) -> list[fx.Node]:
     return [node for node in traced.module.graph.nodes if node.op == "call_function"]
 
 
-def _body(served: Served) -> Body:
+def _body(served: Served, not_everywhere: Collection[str] = ()) -> Body:
     graph = served.graph.module.graph
-    body = Body.of(graph, prelude_nodes(graph, served.facts), served.facts)
+    body = Body.of(graph, prelude_nodes(graph, served.facts, not_everywhere), served.facts)
     if not body.nodes:
         raise NotTraceableError("cannot trace the model: its forward pass computes nothing from its parameters")
     return body

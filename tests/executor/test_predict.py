@@ -58,6 +58,24 @@ class Everything(nn.Module):
         }
 
 
+class OtherInEvaluation(nn.Module):
+    """Stochastic depth, and in evaluation fewer operations with a constant of another value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for branch in self.branches:
+            if self.training:
+                kept = torch.bernoulli(torch.full((x.shape[0], 1, 1), 0.8)) / torch.tensor(0.8)
+                x = x + torch.tanh(branch(x)) * kept
+            else:
+                x = x + torch.tanh(branch(x)) * torch.tensor(0.9)
+        return self.norm(x) if self.training else self.norm(x) * 2
+
+
 class WithLoss(nn.Module):
     """Takes labels and returns its loss, as models of transformers do."""
 
@@ -108,7 +126,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-@pytest.mark.parametrize("kind", [Normalized, Everything])
+@pytest.mark.parametrize("kind", [Normalized, Everything, OtherInEvaluation])
 def test_the_models_own_output_for_every_cut_and_size(kind: type[nn.Module], plan_for: Callable[..., Plan]) -> None:
     """No loss_fn, no target; a smaller last batch and a batch of one, which is a micro-batch alone."""
     model = made(kind)
@@ -147,7 +165,7 @@ def twice(plan: Plan, kind: type[nn.Module]) -> tuple[int, list[Any]]:
     return pipe.rank, [pipe.predict(x) for x in (X, X[:1].flip(2), X[:3], X)]
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [(Normalized, [0, 1]), (Everything, [0, 1, 0])])
+@pytest.mark.parametrize(("kind", "ranks"), [(OtherInEvaluation, [0, 1]), (Everything, [0, 1, 0])])
 def test_the_process_of_the_last_stage_gets_it(
     kind: type[nn.Module], ranks: list[int], plan_for: Callable[..., Plan]
 ) -> None:
@@ -203,7 +221,6 @@ def bert() -> nn.Module:
         num_attention_heads=2,
         intermediate_size=32,
         num_labels=5,
-        attention_probs_dropout_prob=0.0,
     )
     return package.BertForSequenceClassification(config)
 

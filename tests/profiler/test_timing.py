@@ -4,11 +4,12 @@ import gc
 import os
 import time
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 
-from profiler.allocator import keep_freed_memory
+from profiler.allocator import give_back_freed_memory, keep_freed_memory
 from profiler.errors import ProfileError
 from profiler.neighbours import neighbours
 from profiler.timing import Timing, collecting_no_garbage, computing_with, rounds, stopwatch, time_call
@@ -72,6 +73,22 @@ def test_threads_and_collector_are_restored() -> None:
 
 def test_freed_memory_is_kept_where_there_is_glibc() -> None:
     assert keep_freed_memory() is (os.confstr("CS_GNU_LIBC_VERSION") is not None)
+
+
+def test_memory_in_holes_between_blocks_is_given_back() -> None:
+    if not keep_freed_memory():
+        pytest.skip("the C library is not glibc")
+    blocks = [torch.ones(2**18) for _ in range(200)]  # of 1 MiB
+    holding = _resident_bytes()
+    del blocks[::2]
+    assert _resident_bytes() > holding - 20 * 2**20, "freed memory is kept"
+    give_back_freed_memory()
+    assert _resident_bytes() < holding - 80 * 2**20
+    assert len(blocks) == 100
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_neighbours_are_busy_and_end() -> None:

@@ -73,6 +73,33 @@ def test_processes_train_the_same_for_twenty_steps(name: str, schedule: Schedule
     print(f"\nin 2, 3 and 4 processes: {name}, {schedule}: equal in every bit")
 
 
+@pytest.mark.benchmark
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # the plain model's
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
+def test_every_cut_evaluates_the_same(entry: Entry) -> None:
+    """Outputs of the whole batch for K = 1, 2, 3, 4, against `model.eval()`; most models do other operations then."""
+    case = entry.build(dropout=DROPOUT)
+    args, kwargs = call_arguments(case.sample)
+    with torch.no_grad():
+        expected = _tensors(copy.deepcopy(case.model).eval()(*args, **kwargs))
+    sequence = trace(case.model, case.sample)
+    chance = random.Random(entry.name)
+    whole: list[Tensor] = []
+    for stages in (1, 2, 3, 4):
+        cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
+        plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=1)
+        found = _tensors(Pipeline(case.model, plan).predict(*args, **kwargs))
+        whole = whole or found
+        assert len(found) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True)), f"K = {stages}"
+    for one, other in zip(whole, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _tensors(output: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
 def gradient_error(entry: Entry) -> float:
     """Largest difference to the gradients of plain accumulation, dropout off, relative to the gradient's largest."""
     case = entry.build()

@@ -77,6 +77,7 @@ def measured_kind(
             memory = _fitting(task, memory_by_size(task, shelf, place, refusals, room), room, device) if missing else {}
             wait_until_busy()
             keep_freed_memory()
+            shelf.timed = True
             timings = _timings(task, shelf, memory, room, device, refusals) if memory else {}
             memory = with_measured_workspace(memory, timings)
             costs.extend(layer_costs(task.sequence, device.kind, memory, timings))

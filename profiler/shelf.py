@@ -31,6 +31,9 @@ class Shelf(Mapping[Key, Tensor]):
         sequence: the layers.
         device: where the parameters go.
         room_bytes: that they and their gradients may occupy; one layer may take more. None for no limit.
+
+    Attributes:
+        timed: whether what layers do is timed while others give way: fresh pages would cost them time.
     """
 
     def __init__(self, sequence: LayerSequence, device: torch.device, room_bytes: int | None = None) -> None:
@@ -40,6 +43,8 @@ class Shelf(Mapping[Key, Tensor]):
         self._held: dict[int, dict[str, Tensor]] = {}
         self._room: Tensor | None = None  # one block for all: blocks that come and go would leave holes between them
         self._filled_bytes = 0
+        self._in_turns = False
+        self.timed = False
 
     def __getitem__(self, key: Key) -> Tensor:
         """The parameter `key[1]` of layer `key[0]`, which comes to the device if it is not there."""
@@ -69,7 +74,9 @@ class Shelf(Mapping[Key, Tensor]):
             self._room = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._device)
         if self._filled_bytes + sum(map(self.bytes_of, new)) > len(self._room):
             self._held, self._filled_bytes, new = {}, 0, list(layers)
-            give_back_freed_memory()  # what the layers before left is of other sizes
+            self._in_turns = True
+            if not self.timed:
+                self.tidy()
             assert sum(map(self.bytes_of, new)) <= len(self._room), "a window fits the shelf"
         for index in new:
             self._held[index] = {name: self._placed(name) for name in self._sequence.layers[index].parameters}
@@ -78,6 +85,11 @@ class Shelf(Mapping[Key, Tensor]):
         """Remove all parameters from the device."""
         self._held, self._room, self._filled_bytes = {}, None, 0
         give_back_freed_memory()
+
+    def tidy(self) -> None:
+        """Where layers of unlike sizes take turns, give back the pages of what they freed: the next do not fit in."""
+        if self._in_turns:
+            give_back_freed_memory()
 
     @property
     def capacity_bytes(self) -> int:

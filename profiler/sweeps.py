@@ -144,6 +144,7 @@ class _Turns:
         sweep_done: Callable[[], object],
     ) -> None:
         self._keys = _keys(sequence)
+        self._shelf = shelf
         self._device = device
         self._refusals = refusals
         self._watch = stopwatch(device)
@@ -170,6 +171,7 @@ class _Turns:
         for size in sizes:
             if size not in self._sweeps:
                 continue
+            self._shelf.tidy()
             with self._refusals.noting(size):
                 if counted:
                     self._note(self._laps[size], *self._sweeps[size].run(self._watch))

@@ -243,6 +243,7 @@ class Watch:
         """Until this rank's next turn, if nobody says anything."""
         now = time.monotonic()
         turns = [peer.gone_s + self._turn_s - now for peer in self._peers.values() if peer.gone_s is not None]
+        turns.append(self._beat.changed_s + self._blame_after_s - now)
         return min([BEAT_S, *(pause_s for pause_s in turns if pause_s > 0)])
 
     def _hear(self, other: int, message: Message | None) -> None:

@@ -50,7 +50,7 @@ def least(body: Body, held: list[set[str]], named: set[str]) -> tuple[float, flo
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     widths=st.lists(st.sampled_from([2, 6, 9]), min_size=1, max_size=4).map(tuple),
     tied=st.booleans(),

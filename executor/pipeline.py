@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.agreement import Given
+from executor.belonging import check_model, device_of, traced_as_planned
 from executor.calls import Call, Calls
 from executor.clocks import clock_offset_s
 from executor.gradient_norm import global_norm
@@ -52,10 +53,8 @@ from planner.plan import Plan
 from planner.timeline import save_timeline_json
 from profiler.ambient import as_in_training
 from profiler.channel import push_nobody_off
-from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
+from profiler.errors import ArgumentError
 from profiler.loss import LossFunction
-from profiler.sequence import LayerSequence
-from profiler.tracing import trace
 
 if TYPE_CHECKING:
     import pandas
@@ -116,8 +115,8 @@ class Pipeline:
         with self.watch.call(Phase.CONSTRUCTION, {"the plan": _digest(plan.to_json()), "the seed": str(seed)}):
             check_world_size(plan, world_size)
             self._layout = layout_of(plan, self.rank, world_size)
-            self._sequence = _traced(model, plan)
-            _check_model(self._sequence, plan)
+            self._sequence = traced_as_planned(model, plan)
+            check_model(self._sequence, plan)
             self._place(loss_fn, seed, initialize)
         # All meet before process groups are made: nothing could end the wait for one that is stuck.
         with self.watch.call(Phase.CONSTRUCTION, {"the call": "the end of the construction"}):
@@ -126,7 +125,7 @@ class Pipeline:
     def _place(self, loss_fn: LossFunction | None, seed: int, initialize: Initializer | None) -> None:
         """The stages of this process."""
         plan, layout = self.plan, self._layout
-        self._devices = devices = {stage: _device(plan, stage, layout.replica) for stage in layout.stages}
+        self._devices = devices = {stage: device_of(plan, stage, layout.replica) for stage in layout.stages}
         materialize = partial(materialized, self._model, initialize=initialize, seed=seed)
         self._placement: Placement = place(self._sequence, plan, layout, devices, materialize)
         self._frozen = [(name, held) for name, held in self.named_parameters() if not held.requires_grad]
@@ -430,46 +429,3 @@ class Pipeline:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _device(plan: Plan, stage: int, replica: int) -> torch.device:
-    """The torch device of a stage.
-
-    Raises:
-        ForeignPlanError: this machine has no such device.
-    """
-    name = plan.stages[stage].devices[replica].name
-    try:
-        device = torch.device(name)
-    except RuntimeError as problem:
-        raise PlanFileError(f"stage {stage} is planned for {name!r}, which is no torch device; plan again") from problem
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ForeignPlanError(
-            f"stage {stage} is planned for {device}, but this process sees {torch.cuda.device_count()} CUDA devices; "
-            "plan for the devices that are here"
-        )
-    return device
-
-
-def _traced(model: nn.Module, plan: Plan) -> LayerSequence:
-    """The model's layers, traced as the plan says."""
-    try:
-        return trace(model, plan.sample)
-    except PlanError:
-        raise
-    except Exception as problem:
-        raise PlanFileError(
-            f"the plan's sample does not describe a call of a model ({type(problem).__name__}: {problem}); plan again"
-        ) from problem
-
-
-def _check_model(sequence: LayerSequence, plan: Plan) -> None:
-    if sequence.fingerprint != plan.model_fingerprint:
-        raise ForeignPlanError(
-            f"the plan was made for a model with fingerprint {plan.model_fingerprint}, this model has "
-            f"{sequence.fingerprint} (torch {torch.__version__}); plan again for this model"
-        )
-    if plan.stages[-1].stop_layer != len(sequence):
-        raise ForeignPlanError(
-            f"the plan's stages hold {plan.stages[-1].stop_layer} layers, the model has {len(sequence)}; plan again"
-        )

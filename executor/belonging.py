@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -9,6 +12,7 @@ from planner.plan import Plan
 from profiler.errors import ForeignPlanError, PlanError, PlanFileError
 from profiler.sequence import LayerSequence
 from profiler.tracing import trace
+from profiler.travel import skip_users
 
 
 def device_of(plan: Plan, stage: int, replica: int) -> torch.device:
@@ -50,7 +54,8 @@ def check_model(sequence: LayerSequence, plan: Plan) -> None:
     """Refuse a plan of another model.
 
     Raises:
-        ForeignPlanError: the model's fingerprint or number of layers is not the plan's.
+        ForeignPlanError: the model's fingerprint or number of layers is not the plan's, or a value cannot skip stages
+            as the plan says.
     """
     if sequence.fingerprint != plan.model_fingerprint:
         raise ForeignPlanError(
@@ -61,3 +66,18 @@ def check_model(sequence: LayerSequence, plan: Plan) -> None:
         raise ForeignPlanError(
             f"the plan's stages hold {plan.stages[-1].stop_layer} layers, the model has {len(sequence)}; plan again"
         )
+    if plan.skips:
+        _check_skips(sequence, plan)
+
+
+def _check_skips(sequence: LayerSequence, plan: Plan) -> None:
+    stops = [stage.stop_layer for stage in plan.stages]
+    users = {value.name: layers for value, layers in skip_users(sequence).items()}
+    for skip in plan.skips:
+        for name in skip.values:
+            stages = [bisect_right(stops, layer) for layer in users.get(name, ())]
+            if skip.ends not in pairwise(stages):
+                raise ForeignPlanError(
+                    f"the plan sends {name} from stage {skip.sender} to stage {skip.receiver}; this model uses it in "
+                    f"stages {sorted(set(stages))}, so it cannot go there directly; plan again for this model"
+                )

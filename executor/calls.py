@@ -179,7 +179,10 @@ class Calls:
         for index in self._layout.stages:
             stage = self._plan.stages[index]
             here, own = sequence.on(self._devices[index]), self._placement.read_by[index]
-            layers[index] = StageLayers(here, stage.first_layer, stage.stop_layer, stage.recompute, own)
+            past = {name for skip in self._plan.skips if skip.passes_by(index) for name in skip.values}
+            layers[index] = StageLayers(
+                here, stage.first_layer, stage.stop_layer, stage.recompute, own, past=frozenset(past)
+            )
         return _Version(sequence, layers)
 
     def _evaluation_version(self, spec: SampleSpec) -> _Version:

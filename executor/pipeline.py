@@ -151,7 +151,8 @@ class Pipeline:
         on_cuda = not layout.alone and devices[layout.stages[0]].type == "cuda"
         if on_cuda:
             torch.cuda.set_device(devices[layout.stages[0]])  # NCCL works on the current device
-        transport = InProcess() if layout.alone else Distributed(layout, on_cuda=on_cuda)
+        skips = [skip.ends for skip in plan.skips]
+        transport = InProcess() if layout.alone else Distributed(layout, skips, on_cuda=on_cuda)
         self._runtime = Runtime(self._runners, transport, self.watch.log, check_finite)
         group = group_of_peers(layout)
         for used in (transport.groups, [group] if group is not None else []):

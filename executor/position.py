@@ -9,7 +9,7 @@ from planner.schedule import Action, ActionKind
 from profiler.journal import Entry, Journal
 
 _KINDS = tuple(ActionKind)
-_NUMBER_OF_KIND = {kind: number for number, kind in enumerate(_KINDS)}
+_NUMBER_OF_KIND = {kind: number for number, kind in enumerate(_KINDS)}  # plus a multiple of their count: the peer
 _TRANSFERS = frozenset({ActionKind.RECV_F, ActionKind.RECV_B, ActionKind.SEND_F, ActionKind.SEND_B})
 
 
@@ -62,7 +62,8 @@ class Position:
     def of(cls, entry: Entry) -> Position:
         """The position that a journal's entry holds."""
         _, phase, calls, step, stage, kind, micro_batch = entry
-        action = Action(stage, _KINDS[kind], micro_batch) if phase == Phase.ACTION else None
+        peer, kind = divmod(kind, len(_KINDS))
+        action = Action(stage, _KINDS[kind], micro_batch, peer - 1 if peer else None) if phase == Phase.ACTION else None
         return cls(Phase(phase), calls, step, action)
 
     @property
@@ -100,6 +101,8 @@ class Logbook:
     def action(self, action: Action) -> None:
         """Begin an action."""
         kind = _NUMBER_OF_KIND[action.kind]
+        if action.peer is not None:
+            kind += len(_KINDS) * (action.peer + 1)
         self.journal.write(Phase.ACTION, self.calls, self.step, action.stage, kind, action.micro_batch)
 
     @property

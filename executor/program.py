@@ -17,6 +17,7 @@ from executor.stage_runner import StageLayers
 from executor.transport import Transfer
 from planner.plan import Plan
 from planner.schedule import Action, ActionKind, gpipe_schedule, make_schedule
+from profiler.sequence import BoundaryValue
 
 _GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
 _COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
@@ -32,6 +33,7 @@ class Move:
         transfer: how.
         is_remote: whether the other end lies in another process.
         says_which: whether a mask of the gradients that exist leads the message.
+        is_last: of the messages that the stage sends or receives with one another.
     """
 
     names: tuple[str, ...]
@@ -39,6 +41,7 @@ class Move:
     transfer: Transfer
     is_remote: bool
     says_which: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,13 +97,13 @@ def compiled(
     """
     lists = _lists(plan, layout, len(sizes), training=training)
     recomputed = {(action.stage, action.micro_batch) for action in lists if action.kind is ActionKind.R}
-    first_back = _first_back(lists)
+    moves = _Moves(plan, layout, layers, devices, sizes, lists, training)
     instructions = []
     remote = []
     for action in lists:
         move = None
         if action.kind not in _COMPUTED:
-            move = _move(plan, layout, layers[action.stage], devices, sizes, action, action in first_back)
+            move = moves.of(action)
             if move.is_remote and action.kind in RECEIVES:
                 remote.append(move.transfer)
         keep = (action.stage, action.micro_batch) not in recomputed
@@ -112,7 +115,13 @@ def _lists(plan: Plan, layout: Layout, micro_batches: int, *, training: bool) ->
     """This process's actions in order."""
     if training:
         recompute = [bool(stage.recompute) for stage in plan.stages]
-        schedule = make_schedule(plan.schedule, stages=plan.K, micro_batches=micro_batches, recompute=recompute)
+        schedule = make_schedule(
+            plan.schedule,
+            stages=plan.K,
+            micro_batches=micro_batches,
+            recompute=recompute,
+            skips=[skip.ends for skip in plan.skips],
+        )
     else:
         whole = gpipe_schedule(stages=plan.K, micro_batches=micro_batches, recompute=(False,) * plan.K)
         forward_only = (ActionKind.RECV_F, ActionKind.F, ActionKind.SEND_F)
@@ -134,39 +143,85 @@ def _seconds(plan: Plan) -> Callable[[Action], float]:
     return lambda action: table[action.kind][action.stage]
 
 
-def _first_back(actions: Sequence[Action]) -> frozenset[Action]:
-    """Of each stage the first action that receives gradients and the first that sends them."""
-    first: dict[tuple[int, ActionKind], Action] = {}
-    for action in actions:
-        if action.kind in _GRADIENTS:
-            first.setdefault((action.stage, action.kind), action)
-    return frozenset(first.values())
+class _Moves:
+    """What the SEND and RECV actions of one process move.
+
+    Args:
+        plan: the plan.
+        layout: of this process.
+        layers: of its stages.
+        devices: of its stages.
+        sizes: samples of each micro-batch.
+        actions: that it carries out.
+        training: whether values skip stages, as they do in the graph that trains.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: Layout,
+        layers: Mapping[int, StageLayers],
+        devices: Mapping[int, torch.device],
+        sizes: Sequence[int],
+        actions: Sequence[Action],
+        training: bool,
+    ) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._layers = layers
+        self._devices = devices
+        self._sizes = sizes
+        self._skips = {skip.ends: frozenset(skip.values) for skip in plan.skips} if training else {}
+        self._number = {skip.ends: plan.K + position for position, skip in enumerate(plan.skips)}
+        first: dict[tuple[int, ActionKind, int | None], Action] = {}
+        last: dict[tuple[int, ActionKind, int], Action] = {}
+        for action in actions:
+            first.setdefault((action.stage, action.kind, action.peer), action)
+            last[action.stage, action.kind, action.micro_batch] = action
+        self._first, self._last = frozenset(first.values()), frozenset(last.values())
+
+    def of(self, action: Action) -> Move:
+        """Values of a boundary, or the gradients of those that have one."""
+        values = self._values(action)
+        samples = self._sizes[action.micro_batch]
+        specs = tuple(TensorSpec(value.shape_at(samples), value.dim_order, value.dtype) for value in values)
+        says_which = action.kind in _GRADIENTS and action in self._first and bool(values)
+        mask = [TensorSpec((len(values),), (0,), torch.bool)] if says_which else []
+        here = self._devices[action.stage]
+        other = action.other_end.stage
+        receiver = other if action.kind in SENDS else action.stage
+        # GPipe keeps the inputs of all micro-batches until their backward pass anyway: their buffers may exist from the
+        # start. 1F1B keeps few.
+        unlimited = action.kind is ActionKind.RECV_F and self._plan.schedule == "gpipe"
+        form = MessageForm([*mask, *specs], here)
+        return Move(
+            names=tuple(value.name for value in values),
+            specs=specs,
+            transfer=Transfer(action, form, self._devices.get(receiver, here), self._way(action), unlimited),
+            is_remote=self._layout.process_of[other] != self._layout.process,
+            says_which=says_which,
+            is_last=action in self._last,
+        )
+
+    def _values(self, action: Action) -> tuple[BoundaryValue, ...]:
+        """Those of the boundary that the message holds."""
+        inward = action.kind in (ActionKind.RECV_F, ActionKind.SEND_B)
+        alive = self._layers[action.stage].entering if inward else self._layers[action.stage].leaving
+        if action.peer is not None:
+            own = self._skips[_ends(action.stage, action.peer)]
+            alive = tuple(value for value in alive if value.name in own)
+        elif self._skips:
+            skipping = [names for ends, names in self._skips.items() if ends[inward] == action.stage]
+            alive = tuple(value for value in alive if not any(value.name in names for names in skipping))
+        return tuple(value for value in alive if value.requires_grad or action.kind not in _GRADIENTS)
+
+    def _way(self, action: Action) -> int:
+        """A number of the boundary, or of the skip, and of the direction; the same at both ends."""
+        receive = action if action.kind in RECEIVES else action.other_end
+        number = receive.stage if receive.peer is None else self._number[_ends(receive.stage, receive.peer)]
+        return 2 * number + (receive.kind is ActionKind.RECV_B)
 
 
-def _move(
-    plan: Plan,
-    layout: Layout,
-    layers: StageLayers,
-    devices: Mapping[int, torch.device],
-    sizes: Sequence[int],
-    action: Action,
-    is_first_back: bool,
-) -> Move:
-    """What travels: all values of a boundary, or the gradients of those that have one."""
-    values = layers.entering if action.kind in (ActionKind.RECV_F, ActionKind.SEND_B) else layers.leaving
-    if action.kind in _GRADIENTS:
-        values = tuple(value for value in values if value.requires_grad)
-    samples = sizes[action.micro_batch]
-    specs = tuple(TensorSpec(value.shape_at(samples), value.dim_order, value.dtype) for value in values)
-    says_which = is_first_back and bool(values)
-    mask = [TensorSpec((len(values),), (0,), torch.bool)] if says_which else []
-    other = action.other_end.stage
-    is_remote = layout.process_of[other] != layout.process
-    receiver = other if action.kind in SENDS else action.stage
-    here = devices[action.stage]
-    # GPipe keeps the inputs of all micro-batches until their backward pass anyway: their buffers may exist from the
-    # start. 1F1B keeps few.
-    unlimited = action.kind is ActionKind.RECV_F and plan.schedule == "gpipe"
-    form = MessageForm([*mask, *specs], here)
-    transfer = Transfer(action, form, devices.get(receiver, here), unlimited)
-    return Move(tuple(value.name for value in values), specs, transfer, is_remote, says_which)
+def _ends(stage: int, other: int) -> tuple[int, int]:
+    """Sender and receiver of a skip."""
+    return min(stage, other), max(stage, other)

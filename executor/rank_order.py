@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.schedule import RECEIVES_AHEAD, SENDS_AHEAD, Action, ActionKind, Schedule
+from planner.schedule import SENDS_AHEAD, Action, ActionKind, Schedule, receives_ahead
 from profiler.errors import ExecutionError
 
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
@@ -25,7 +25,7 @@ def rank_lists(
     """The actions of each rank in the order in which it carries them out.
 
     Of several stages that can go on a rank takes the last one, which leads to the backward pass and frees memory. A
-    message waits for its turn if `RECEIVES_AHEAD + SENDS_AHEAD` before it have not been received, as it will between
+    message waits for its turn if as many before it as may be under way have not been received, as it will between
     processes.
 
     Args:
@@ -83,8 +83,12 @@ def _blockers(schedule: Schedule) -> dict[Action, Action]:
     """For each SEND the receive that must have been carried out before, if any."""
     found: dict[Action, Action] = {}
     for actions in schedule:
-        for kind in SENDS:
-            sends = [action for action in actions if action.kind is kind]
-            for earlier, later in zip(sends, sends[RECEIVES_AHEAD + SENDS_AHEAD :], strict=False):
+        by_way: dict[tuple[ActionKind, int | None], list[Action]] = {}
+        for action in actions:
+            if action.kind in SENDS:
+                by_way.setdefault((action.kind, action.peer), []).append(action)
+        for sends in by_way.values():
+            distance = abs(sends[0].other_end.stage - sends[0].stage)
+            for earlier, later in zip(sends, sends[receives_ahead(distance) + SENDS_AHEAD :], strict=False):
                 found[later] = earlier.other_end
     return found

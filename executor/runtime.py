@@ -106,10 +106,11 @@ class _Work:
         values = dict(zip(move.names, received, strict=True))
         for name in self._absent.get(way, ()):
             del values[name]
-        self._incoming[action.stage, action.micro_batch] = values
+        self._incoming.setdefault((action.stage, action.micro_batch), {}).update(values)
 
     def _send(self, action: Action, move: Move) -> None:
-        outgoing = self._outgoing.pop((action.stage, action.micro_batch))
+        place = (action.stage, action.micro_batch)
+        outgoing = self._outgoing.pop(place) if move.is_last else self._outgoing[place]
         if action.kind is ActionKind.SEND_B:
             tensors = self._gradients(action, move, outgoing)
         else:

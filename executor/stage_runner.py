@@ -78,9 +78,10 @@ class StageLayers:
         segments: that are recomputed.
         parameters: by (layer, name), see `StageFunction`.
         constants: of the graph by name, where they are others than those that the stage's buffers hold.
+        past: names of values that skip the stage.
 
     Attributes:
-        entering: what the stage receives.
+        entering: what the stage receives, from whichever stage.
         leaving: what it sends.
     """
 
@@ -92,16 +93,18 @@ class StageLayers:
         segments: Sequence[Segment],
         parameters: Mapping[tuple[int, str], Tensor],
         constants: Mapping[str, Tensor] | None = None,
+        past: frozenset[str] = frozenset(),
     ) -> None:
         self.sequence = sequence
-        self.entering = sequence.boundaries[first]
-        self.leaving = sequence.boundaries[stop]
+        self.entering = tuple(value for value in sequence.boundaries[first] if value.name not in past)
+        self.leaving = tuple(value for value in sequence.boundaries[stop] if value.name not in past)
         self.constants = constants or {}
         self.is_last = stop == len(sequence)
         again = {segment.first for segment in segments}
         borders = sorted({first, stop, *again, *(segment.stop for segment in segments)})
         self.parts = tuple(
-            Part(StageFunction(sequence, begin, end, parameters), begin in again) for begin, end in pairwise(borders)
+            Part(StageFunction(sequence, begin, end, parameters, past=past), begin in again)
+            for begin, end in pairwise(borders)
         )
         self.last_again = max((index for index, part in enumerate(self.parts) if part.again), default=-1)
         self.inputs = tuple(dict.fromkeys(name for part in self.parts for name in part.function.inputs))

@@ -22,7 +22,7 @@ from torch import Tensor
 from executor.layout import Layout
 from executor.message import MessageForm
 from executor.rank_order import RECEIVES
-from planner.schedule import AHEAD_BYTES, RECEIVES_AHEAD, SENDS_AHEAD, Action, ActionKind
+from planner.schedule import AHEAD_BYTES, SENDS_AHEAD, Action, receives_ahead
 from profiler.channel import End, Pending, end_at, finish, offer_core
 
 
@@ -34,32 +34,34 @@ class Transfer:
         action: the SEND or RECV.
         form: of the message.
         device: where the receiving stage wants the tensors.
+        way: number of the pair of stages and direction, the same at both ends. Numbers are found faster than actions,
+            whose hash Python computes.
         unlimited: whether all receives of this kind and stage may be posted at once, whatever their size.
         other: stage at the other end.
         tag: of the message, the same at both ends.
-        way: number of the boundary and direction. Numbers are found faster than actions, whose hash Python computes.
-        ahead: how many messages like this one may be under way on its way, seen from this end.
+        at_least: how many messages like this one may be under way on its way, however long, seen from this end.
+        ahead: how many may be.
     """
 
     action: Action
     form: MessageForm
     device: torch.device
+    way: int
     unlimited: bool = False
     other: int = field(init=False)
     tag: int = field(init=False)
-    way: int = field(init=False)
+    at_least: int = field(init=False)
     ahead: int = field(init=False)
 
     def __post_init__(self) -> None:
-        other_end = self.action.other_end
-        receive = self.action if self.action.kind in RECEIVES else other_end
-        object.__setattr__(self, "other", other_end.stage)
-        object.__setattr__(self, "tag", _tag(receive))
-        object.__setattr__(self, "way", _tag(Action(receive.stage, receive.kind, 0)))
-        fewest = RECEIVES_AHEAD if receive is self.action else SENDS_AHEAD
-        wanted = _MICRO_BATCHES if self.unlimited else max(fewest, AHEAD_BYTES // max(1, self.form.size_bytes))
-        ahead = min(wanted, _MICRO_BATCHES)  # tags tell no more apart
-        object.__setattr__(self, "ahead", ahead)
+        other = self.action.other_end.stage
+        distance = abs(other - self.action.stage)
+        at_least = receives_ahead(distance) if self.action.kind in RECEIVES else SENDS_AHEAD
+        wanted = _MICRO_BATCHES if self.unlimited else max(at_least, AHEAD_BYTES // max(1, self.form.size_bytes))
+        object.__setattr__(self, "other", other)
+        object.__setattr__(self, "tag", _tag(self.way, self.action.micro_batch))
+        object.__setattr__(self, "at_least", at_least)
+        object.__setattr__(self, "ahead", min(wanted, _MICRO_BATCHES))  # tags tell no more apart
 
 
 class Transport(Protocol):
@@ -111,8 +113,9 @@ class InProcess:
 
 @dataclass(slots=True)
 class _Inbox:
-    """Receives of one kind and stage: up to `ahead` of them are posted."""
+    """Receives of one way: up to `ahead` of them are posted, at least `at_least` from the start."""
 
+    at_least: int
     ahead: int
     expected: deque[Transfer] = field(default_factory=deque)
     posted: dict[int, tuple[list[Tensor], Pending]] = field(default_factory=dict)
@@ -123,12 +126,13 @@ class Distributed:
 
     Args:
         layout: where the stages run.
+        skips: pairs of stages that are no neighbours, of which the first sends values to the second.
         on_cuda: whether NCCL carries the messages.
     """
 
-    def __init__(self, layout: Layout, *, on_cuda: bool) -> None:
+    def __init__(self, layout: Layout, skips: Sequence[tuple[int, int]] = (), *, on_cuda: bool) -> None:
         self._layout = layout
-        self._groups = _groups_by_way(layout) if on_cuda else {}
+        self._groups = _groups_by_way(layout, skips) if on_cuda else {}
         self._ends: dict[int, End] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._unposted: list[_Inbox] = []
@@ -146,14 +150,15 @@ class Distributed:
         for transfer in receives:
             inbox = self._inboxes.get(transfer.way)
             if inbox is None:
-                inbox = self._inboxes[transfer.way] = _Inbox(transfer.ahead)
+                inbox = self._inboxes[transfer.way] = _Inbox(transfer.at_least, transfer.ahead)
             inbox.expected.append(transfer)
         self._unposted = list(self._inboxes.values())
 
     def _post_first(self) -> None:
         """Without them two processes might wait for each other: the order of actions counts on them."""
         while self._unposted:
-            self._post(self._unposted.pop(0), RECEIVES_AHEAD)
+            inbox = self._unposted.pop(0)
+            self._post(inbox, inbox.at_least)
 
     def _post(self, inbox: _Inbox, at_most: int) -> None:
         for _ in range(min(at_most, len(inbox.expected), inbox.ahead - len(inbox.posted))):
@@ -201,24 +206,23 @@ class Distributed:
 
 POSTED_AT_A_TIME = 4  # receives, of each message that is waited for
 PIECES_PER_MESSAGE = 1024  # tags of a message's pieces count up from the message's own
-_STAGES = 1024  # tags tell as many stages apart
+_WAYS = 2048  # tags tell as many pairs of stages and directions apart
 _MICRO_BATCHES = 1024
 
 
-def _tag(receive: Action) -> int:
+def _tag(way: int, micro_batch: int) -> int:
     """Tag of a message's first piece, unique among those under way between two processes."""
-    direction = int(receive.kind is ActionKind.RECV_B)
-    place = (receive.micro_batch % _MICRO_BATCHES) * 2 + direction
-    return (receive.stage % _STAGES * 2 * _MICRO_BATCHES + place) * PIECES_PER_MESSAGE % 2**31
+    return (way % _WAYS * _MICRO_BATCHES + micro_batch % _MICRO_BATCHES) * PIECES_PER_MESSAGE
 
 
-def _groups_by_way(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]:
+def _groups_by_way(layout: Layout, skips: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
     """For NCCL, one communicator per pair of stages and direction: a posted receive must not hold up sends."""
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     stages = range(len(layout.process_of))
     for replica in range(layout.replicas):
         process_of = [layout.peers_of(process)[replica] for process in layout.process_of]
-        for pair in [(k, k + 1) for k in stages[:-1]] + [(k + 1, k) for k in stages[:-1]]:
+        forward = [*((k, k + 1) for k in stages[:-1]), *skips]
+        for pair in [*forward, *((receiver, sender) for sender, receiver in forward)]:
             ends = sorted({process_of[stage] for stage in pair})
             if len(ends) == 2:
                 group = dist.new_group(ends)

@@ -102,7 +102,8 @@ def _row(stage: Stage, size: int) -> dict[str, Any]:
 
 def _problem_of(plan: Plan, profile: Profile) -> Problem:
     """The problem whose only freedom is recompute and cuts."""
-    from planner.from_profile import fingerprint_of, make_problem
+    from planner.drafting import fingerprint_of
+    from planner.from_profile import make_problem
 
     if fingerprint_of(profile) != plan.profile_fingerprint:
         raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
@@ -119,6 +120,7 @@ def _problem_of(plan: Plan, profile: Profile) -> Problem:
             "micro_batches": plan.M,
             "micro_batches_per_stage": 1,
             "replicas": plan.replicas,
+            "skips": "direct" if plan.skips else "relayed",
         },
     )
 
@@ -129,8 +131,8 @@ def _devices(plan: Plan, replica: int) -> list[Device]:
 
 def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     """Seconds of the step with these cuts on the plan's devices; not a number when they do not fit."""
-    from planner.many_devices import balance_any
     from planner.problem import device_classes
+    from planner.routing import best_plan
 
     positions = [0, *cuts, problem.layers]
     if any(stop <= first for first, stop in itertools.pairwise(positions)):
@@ -144,8 +146,8 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
         for position, (first, stop) in enumerate(itertools.pairwise(positions)):
             pinned[first:stop] = position
     rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
-    found = balance_any(replace(problem, rules=rules, classes=device_classes(problem.devices, rules)))
-    return float("nan") if found is None else found.step_s
+    found = best_plan(replace(problem, rules=rules, classes=device_classes(problem.devices, rules)))
+    return float("nan") if found is None else found.prediction.step_s
 
 
 def compare(plan: Plan, other: Plan) -> pandas.DataFrame:

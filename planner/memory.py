@@ -14,15 +14,34 @@ the layer that created them, and where that one is recomputed nobody has counted
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from planner.costs import CostModel, Floats, LayerArrays, ParameterRanges
+from planner.messages import Message
 from planner.micro_batches import MicroBatches
 from planner.plan import ScheduleName, Segment, StageMemory
-from planner.schedule import AHEAD_BYTES, RECEIVES_AHEAD, SENDS_AHEAD
 from profiler.device import Device
 from profiler.record import OptimizerCost
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageSkips:
+    """What comes to a stage, leaves it and goes past it other than from neighbour to neighbour.
+
+    Attributes:
+        incoming: messages from stages before its neighbour.
+        outgoing: messages to stages behind its neighbour.
+        past: bytes of outputs that go past it, and of their gradients, for a large and for a small micro-batch.
+    """
+
+    incoming: tuple[Message, ...] = ()
+    outgoing: tuple[Message, ...] = ()
+    past: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
+
+
+NO_SKIPS = StageSkips()
 
 
 def stage_memory(
@@ -37,6 +56,7 @@ def stage_memory(
     first: int,
     stop: int,
     segments: Sequence[Segment],
+    skips: StageSkips = NO_SKIPS,
 ) -> StageMemory:
     """Peak bytes of the stage of layers [first, stop).
 
@@ -51,9 +71,13 @@ def stage_memory(
         first: of its layers.
         stop: behind its layers.
         segments: what is recomputed.
+        skips: of the values alive at its boundaries those that do not come from, or go to, its neighbours.
     """
     profile = costs.profile
-    large, small = (costs.layers(device.kind, size) for size in (micro_batches.largest, micro_batches.smallest))
+    large, small = (
+        _without(costs.layers(device.kind, size), range(max(0, first - 1), stop), past)
+        for size, past in zip((micro_batches.largest, micro_batches.smallest), skips.past, strict=True)
+    )
     many_large, many_small = micro_batches.in_flight(schedule, number)
     entering = behind_boundary(many_large * large.output_bytes + many_small * small.output_bytes)
     remaining = (many_large * large.held_bytes + many_small * small.held_bytes)[first:stop].sum()
@@ -81,14 +105,20 @@ def stage_memory(
         for segment in segments:
             behind = stop if segment is segments[-1] else segment.stop
             peak = max(peak, one[segment.first : segment.stop].sum() + temporary[segment.first : behind].max())
-    at_first, at_last = message_bytes(costs, device.kind, schedule, micro_batches, number)
+    incoming, outgoing = [*skips.incoming], [*skips.outgoing]
+    if first > 0:
+        incoming.append(Message.behind(large, small, first - 1).less(skips.incoming))
+    if stop < len(large.output_bytes):
+        outgoing.append(Message.behind(large, small, stop - 1).less(skips.outgoing))
+    under_way = sum(float(message.at_receiver(schedule, micro_batches, number)) for message in incoming)
+    under_way += sum(float(message.at_sender(micro_batches)) for message in outgoing)
     return StageMemory(
         parameters=int(parameters.unique[first, stop] + parameters.buffers[first, stop]),
         gradients=int(parameters.gradients[first, stop]),
         optimizer=int(np.ceil(optimizer.state_bytes_per_byte * parameters.trainable[first, stop])),
         activations=int(entering[first] + micro_batches.batch_size * profile.input_bytes + held),
         transient=int(peak),
-        receive_buffers=int(at_first[first] + at_last[stop]),
+        receive_buffers=int(under_way),
         reserve=profile.reserve_bytes,
     )
 
@@ -101,46 +131,14 @@ def temporary_bytes(large: LayerArrays, small: LayerArrays) -> Floats:
     return most
 
 
-def message_bytes(
-    costs: CostModel, kind: str, schedule: ScheduleName, micro_batches: MicroBatches, number: int
-) -> tuple[Floats, Floats]:
-    """Messages under way at a stage's first and at its last boundary, two arrays of shape (L + 1,).
-
-    Behind the stage outputs that have not left, gradients whose receives are posted, and the one that is read; before
-    it gradients of its inputs that have not left and, with 1F1B, inputs whose receives are posted. With GPipe the
-    inputs of all micro-batches are kept anyway, and so are those that are under way here.
-
-    Args:
-        costs: costs of the layers.
-        kind: of the device.
-        schedule: says how many micro-batches are under way.
-        micro_batches: how a replica's samples are cut.
-        number: of the stage from the end, 1 for the last.
-    """
-    large, small = (costs.layers(kind, size) for size in (micro_batches.largest, micro_batches.smallest))
-    outputs = np.maximum(large.output_bytes, small.output_bytes)
-    gradients = np.maximum(large.output_gradient_bytes, small.output_gradient_bytes)
-    shortest = np.minimum(large.output_gradient_bytes, small.output_gradient_bytes)
-    sent_back = np.minimum(_ahead(SENDS_AHEAD, shortest), micro_batches.count)
-    posted_and_read = np.minimum(_ahead(RECEIVES_AHEAD, shortest) + 1, micro_batches.count)
-    shortest = np.minimum(large.output_bytes, small.output_bytes)
-    sent = np.minimum(_ahead(SENDS_AHEAD, shortest), micro_batches.count)
-    inputs = np.zeros(len(outputs))
-    if schedule == "1f1b":
-        flying = sum(micro_batches.in_flight(schedule, number))
-        soon = np.minimum(number + _ahead(RECEIVES_AHEAD, shortest), micro_batches.count)
-        soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))
-        more_large = soon_large - now_large
-        inputs = more_large * large.output_bytes + (soon - flying - more_large) * small.output_bytes
-    return behind_boundary(sent_back * gradients + inputs), behind_boundary(
-        posted_and_read * gradients + sent * outputs
-    )
-
-
-def _ahead(at_least: int, message_bytes: Floats) -> Floats:
-    """How many messages of a length may be under way on one way."""
-    many: Floats = np.maximum(at_least, AHEAD_BYTES // np.maximum(1, message_bytes))
-    return many
+def _without(layers: LayerArrays, at: range, past: tuple[float, float]) -> LayerArrays:
+    """The costs without outputs and gradients, of so many bytes behind each of these layers, that go past a stage."""
+    if not past[0]:
+        return layers
+    outputs, gradients = layers.output_bytes.copy(), layers.output_gradient_bytes.copy()
+    outputs[at.start : at.stop] -= past[0]
+    gradients[at.start : at.stop] -= past[1]
+    return replace(layers, output_bytes=outputs, output_gradient_bytes=gradients)
 
 
 def behind_boundary(layer_bytes: Floats) -> Floats:

@@ -66,6 +66,55 @@ class StageTimes(Value):
     send_backward_s: float = Field(ge=0)
 
 
+class SkipTimes(Value):
+    """Predicted seconds of a skip's messages for one micro-batch of a given size.
+
+    Attributes:
+        micro_batch_size: samples.
+        send_forward_s: of the values.
+        send_backward_s: of their gradients.
+    """
+
+    micro_batch_size: int = Field(gt=0)
+    send_forward_s: float = Field(ge=0)
+    send_backward_s: float = Field(ge=0)
+
+
+class Skip(Value):
+    """Values that one stage sends to a later one past the stages between, which do not read them.
+
+    Values that no skip names are relayed: every stage between passes them on to its neighbour. One that several stages
+    read goes from each of these to the next, so its gradient is summed from the last reader to the first either way.
+
+    Attributes:
+        sender: stage that computes the values, or is the last before the receiver that reads them.
+        receiver: the next stage that reads them.
+        values: their names.
+        times: one entry for each distinct micro-batch size of the plan.
+    """
+
+    sender: int = Field(ge=0)
+    receiver: int = Field(gt=0)
+    values: tuple[str, ...] = Field(min_length=1)
+    times: tuple[SkipTimes, ...] = Field(min_length=1)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Sender and receiver."""
+        return self.sender, self.receiver
+
+    def passes_by(self, stage: int) -> bool:
+        """Whether the values go past that stage."""
+        return self.sender < stage < self.receiver
+
+    def times_at(self, micro_batch_size: int) -> SkipTimes:
+        """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
+        for entry in self.times:
+            if entry.micro_batch_size == micro_batch_size:
+                return entry
+        raise KeyError(micro_batch_size)
+
+
 class StageMemory(Value):
     """Predicted peak bytes of one stage on its device, by class.
 
@@ -189,6 +238,7 @@ class Plan(Value):
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
         optimizer: class name of the optimizer that the predictions assume.
         stages: in pipeline order.
+        skips: what goes past stages, one entry for each pair of ends; all else is sent from neighbour to neighbour.
         prediction: step time and how good the plan is.
     """
 
@@ -202,6 +252,7 @@ class Plan(Value):
     replicas: int = Field(ge=1, default=1)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
+    skips: tuple[Skip, ...] = ()
     prediction: Prediction
 
     @property
@@ -250,7 +301,20 @@ class Plan(Value):
                         f"[{behind}, {stage.stop_layer})"
                     )
                 behind = segment.stop
+        self._check_skips()
         return self
+
+    def _check_skips(self) -> None:
+        if len({skip.ends for skip in self.skips}) != len(self.skips):
+            raise ValueError(f"skips {[skip.ends for skip in self.skips]} name a pair of stages twice")
+        for skip in self.skips:
+            if not skip.sender + 1 < skip.receiver < self.K:
+                raise ValueError(
+                    f"a skip leads from stage {skip.sender} to stage {skip.receiver} of {self.K}, and none lies between"
+                )
+            sizes = {entry.micro_batch_size for entry in skip.times}
+            if sizes != set(self.micro_batch_sizes) or len(sizes) != len(skip.times):
+                raise ValueError(f"the skip {skip.ends} has times for micro-batches of {sorted(sizes)} samples")
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a stage: layers, device, parameters, times of the largest micro-batch, bytes by class.

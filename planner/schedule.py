@@ -20,6 +20,9 @@ gradient travels. Where no other pass stands between the forward and the backwar
 are kept and there is nothing to recompute. The simulator and the executor walk exactly these lists: RECV waits for a
 message whose receive was posted ahead, SEND starts a transfer and does not wait for it.
 
+Messages go to the neighbour. One that skips stages names the other end: `0SEND_F1@2` sends what stage 2 reads of stage
+0, past stage 1, and `2RECV_F1@0` waits for it.
+
     >>> print(schedule_text(gpipe_schedule(stages=2, micro_batches=2, recompute=(True, False))))
     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0R0 0RECV_B0 0B0
     1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0
@@ -45,6 +48,15 @@ SENDS_AHEAD = 2
 AHEAD_BYTES = 4 * 2**20
 
 
+def receives_ahead(distance: int) -> int:
+    """Receives posted ahead at least, of messages over that many stages: one that skips stages waits for the pipeline.
+
+    Its sender leads by one micro-batch a stage. With 1F1B two ranks could wait for each other if fewer than half as
+    many receives as stages were posted.
+    """
+    return RECEIVES_AHEAD + distance - 1
+
+
 class ActionKind(StrEnum):
     """What a rank does in one action.
 
@@ -68,7 +80,9 @@ _OTHER_END = {
     ActionKind.RECV_B: (ActionKind.SEND_B, +1),
 }
 _NUMBER = "(0|[1-9][0-9]*)"
-_TOKEN = re.compile(f"{_NUMBER}({'|'.join(sorted(ActionKind, key=len, reverse=True))}){_NUMBER}", re.ASCII)
+_TOKEN = re.compile(
+    f"{_NUMBER}({'|'.join(sorted(ActionKind, key=len, reverse=True))}){_NUMBER}(?:@{_NUMBER})?", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +96,16 @@ class Action:
         stage: the stage whose rank acts.
         kind: what it does.
         micro_batch: position of the micro-batch in the mini-batch.
+        peer: of a transfer that skips stages, the stage at its other end; None for a neighbour.
     """
 
     stage: int
     kind: ActionKind
     micro_batch: int
+    peer: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
+        return f"{self.stage}{self.kind}{self.micro_batch}" + ("" if self.peer is None else f"@{self.peer}")
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -99,12 +115,13 @@ class Action:
             ArgumentError: `text` is not the token of an action.
         """
         match = _TOKEN.fullmatch(text)
-        if match is None:
+        kind = ActionKind(match[2]) if match else None
+        if match is None or kind is None or (match[4] and kind not in _OTHER_END):
             raise ArgumentError(
-                f"{text!r} is not an action; expected stage, kind and micro-batch such as 2F0 or 1RECV_B3, "
-                f"with a kind of {', '.join(ActionKind)}"
+                f"{text!r} is not an action; expected stage, kind and micro-batch such as 2F0, 1RECV_B3 or, of a "
+                f"transfer that skips stages, 0SEND_F1@2, with a kind of {', '.join(ActionKind)}"
             )
-        return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
+        return cls(int(match[1]), kind, int(match[3]), int(match[4]) if match[4] else None)
 
     @property
     def other_end(self) -> Action:
@@ -116,6 +133,8 @@ class Action:
         if self.kind not in _OTHER_END:
             raise ArgumentError(f"{self} computes; only SEND and RECV have another end")
         kind, step = _OTHER_END[self.kind]
+        if self.peer is not None:
+            return Action(self.peer, kind, self.micro_batch, self.stage)
         return Action(self.stage + step, kind, self.micro_batch)
 
 
@@ -141,7 +160,14 @@ def parse_schedule(text: str) -> Schedule:
     return schedule
 
 
-def make_schedule(name: ScheduleName, *, stages: int, micro_batches: int, recompute: Sequence[bool]) -> Schedule:
+def make_schedule(
+    name: ScheduleName,
+    *,
+    stages: int,
+    micro_batches: int,
+    recompute: Sequence[bool],
+    skips: Sequence[tuple[int, int]] = (),
+) -> Schedule:
     """The lists of actions of a schedule.
 
     Args:
@@ -150,6 +176,7 @@ def make_schedule(name: ScheduleName, *, stages: int, micro_batches: int, recomp
         stages: K.
         micro_batches: M.
         recompute: for each stage whether it runs a segment again before each backward pass.
+        skips: pairs of stages, not neighbours, of which the first sends to the second past those between.
 
     Returns:
         One list of actions a stage.
@@ -164,22 +191,35 @@ def make_schedule(name: ScheduleName, *, stages: int, micro_batches: int, recomp
         raise ArgumentError(f"{stages} stages and {micro_batches} micro-batches; a schedule needs at least 1 of both")
     if len(recompute) != stages:
         raise ArgumentError(f"recompute has {len(recompute)} entries for {stages} stages; give one a stage")
+    for sender, receiver in skips:
+        if not 0 <= sender < receiver - 1 < stages - 1:
+            raise ArgumentError(f"stage {sender} cannot skip to stage {receiver} of {stages}: none lies between them")
     computed = _COMPUTED[name]
     return tuple(
-        tuple(_with_transfers(stage, stages, computed(stage, stages, micro_batches), recompute[stage]))
+        tuple(
+            _with_transfers(computed(stage, stages, micro_batches), recompute[stage], _Peers.of(stage, stages, skips))
+        )
         for stage in range(stages)
     )
 
 
-def gpipe_schedule(*, stages: int, micro_batches: int, recompute: Sequence[bool]) -> Schedule:
+def gpipe_schedule(
+    *, stages: int, micro_batches: int, recompute: Sequence[bool], skips: Sequence[tuple[int, int]] = ()
+) -> Schedule:
     """`make_schedule` for GPipe."""
-    return make_schedule("gpipe", stages=stages, micro_batches=micro_batches, recompute=recompute)
+    return make_schedule("gpipe", stages=stages, micro_batches=micro_batches, recompute=recompute, skips=skips)
 
 
 def schedule_of(plan: Plan) -> Schedule:
     """The schedule that the plan runs, of one replica."""
     recompute = [bool(stage.recompute) for stage in plan.stages]
-    return make_schedule(plan.schedule, stages=plan.K, micro_batches=plan.M, recompute=recompute)
+    return make_schedule(
+        plan.schedule,
+        stages=plan.K,
+        micro_batches=plan.M,
+        recompute=recompute,
+        skips=[skip.ends for skip in plan.skips],
+    )
 
 
 Pass: TypeAlias = tuple[ActionKind, int]  # F or B of a micro-batch
@@ -205,17 +245,36 @@ def _one_f_one_b_passes(stage: int, stages: int, micro_batches: int) -> list[Pas
 _COMPUTED: Mapping[str, Callable[[int, int, int], list[Pass]]] = {"gpipe": _gpipe_passes, "1f1b": _one_f_one_b_passes}
 
 
-def _with_transfers(stage: int, stages: int, passes: Sequence[Pass], recompute: bool) -> Iterator[Action]:
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """Which stages a stage receives outputs from, and which it sends them to; None stands for the neighbour."""
+
+    stage: int
+    before: tuple[int | None, ...]
+    behind: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, stage: int, stages: int, skips: Sequence[tuple[int, int]]) -> _Peers:
+        before = [None] if stage else []
+        behind = [None] if stage < stages - 1 else []
+        return cls(
+            stage,
+            (*before, *sorted(sender for sender, receiver in skips if receiver == stage)),
+            (*behind, *sorted(receiver for sender, receiver in skips if sender == stage)),
+        )
+
+
+def _with_transfers(passes: Sequence[Pass], recompute: bool, peers: _Peers) -> Iterator[Action]:
     """The passes with recompute before the wait for a gradient, unless the micro-batch has just gone forward."""
-    first, last = stage == 0, stage == stages - 1
+    stage = peers.stage
     before: Pass | None = None
     for kind, number in passes:
         forward = kind is ActionKind.F
         if not forward and recompute and before != (ActionKind.F, number):
             yield Action(stage, ActionKind.R, number)
-        if not (first if forward else last):
-            yield Action(stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number)
+        for peer in peers.before if forward else peers.behind:
+            yield Action(stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number, peer)
         yield Action(stage, kind, number)
-        if not (last if forward else first):
-            yield Action(stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number)
+        for peer in peers.behind if forward else peers.before:
+            yield Action(stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number, peer)
         before = (kind, number)

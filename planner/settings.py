@@ -11,6 +11,7 @@ from profiler.device import Device
 from profiler.errors import ArgumentError, InfeasibleError
 
 RecomputeMode: TypeAlias = Literal["auto", "always", "never"]
+SkipMode: TypeAlias = Literal["relayed", "direct"]
 MemoryLimit: TypeAlias = int | Sequence[int | None] | Mapping[str, int]
 WhichDevice: TypeAlias = str | int
 
@@ -22,6 +23,9 @@ class SettingKeywords(TypedDict, total=False):
         schedule: order of forward and backward passes; `"auto"` takes the faster one that fits. `"gpipe"` by default.
         recompute: `"auto"` (default) recomputes no more than must be for a stage to fit or the step to be fast,
             `"always"` every stage as a whole, as GPipe does, `"never"` nothing.
+        skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or
+            `"direct"`, past them, where that fits: stages between need no memory and no time for them, and ranks that
+            are no neighbours talk.
         stages: K, if it is to be fixed.
         max_stages: largest K.
         micro_batches: M, if it is to be fixed.
@@ -40,6 +44,7 @@ class SettingKeywords(TypedDict, total=False):
 
     schedule: ScheduleName | Literal["auto"]
     recompute: RecomputeMode
+    skips: SkipMode
     stages: int | None
     max_stages: int | None
     micro_batches: int | None
@@ -67,6 +72,7 @@ class Settings:
     batch_size: int
     schedules: tuple[ScheduleName, ...] = ("gpipe",)
     recompute: RecomputeMode = "auto"
+    skips: SkipMode = "relayed"
     stages: int | None = None
     max_stages: int
     micro_batches: int | None = None
@@ -101,6 +107,7 @@ class Settings:
                 _count(name, given[name])
         schedule = _choice("schedule", given.pop("schedule", "gpipe"), (*get_args(ScheduleName), "auto"))
         _choice("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
+        _choice("skips", given.get("skips", "relayed"), get_args(SkipMode))
         replicas = given.pop("replicas", 1)
         if replicas != "auto":
             _count("replicas", replicas)

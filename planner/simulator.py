@@ -3,9 +3,9 @@
     timeline = simulate_plan(plan)
     timeline.makespan_s, timeline.bubble
 
-Each stage is a machine that takes its actions in the order of its list. Each neighbour pair has one more machine for
-each direction: a link, which takes messages first in, first out. A SEND hands the message over and costs the sender
-nothing; a RECV blocks its stage until the message has arrived.
+Each stage is a machine that takes its actions in the order of its list. Each pair of stages that talk has one more
+machine for each direction: a link, which takes messages first in, first out. A SEND hands the message over and costs
+the sender nothing; a RECV blocks its stage until the message has arrived.
 
     stage 0   |F0 |F1 |F2 |                 F, R, B: the stage computes
     link 0>1      |==0==|==1==|==2==|       from SEND_F (or the message before) on, for the transfer time
@@ -15,7 +15,8 @@ nothing; a RECV blocks its stage until the message has arrived.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from planner.schedule import Action, ActionKind, Schedule, schedule_of
@@ -38,6 +39,7 @@ class Durations:
         backward_s: of B.
         send_forward_s: of the transfer that SEND_F starts.
         send_backward_s: of the transfer that SEND_B starts.
+        skips: by sender and receiver of a message that skips stages: of its SEND_F and its SEND_B by micro-batch.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
@@ -45,6 +47,9 @@ class Durations:
     backward_s: tuple[tuple[float, ...], ...]
     send_forward_s: tuple[tuple[float, ...], ...]
     send_backward_s: tuple[tuple[float, ...], ...]
+    skips: Mapping[tuple[int, int], tuple[tuple[float, ...], tuple[float, ...]]] = field(
+        default_factory=dict, kw_only=True
+    )
 
     @classmethod
     def of(cls, plan: Plan) -> Durations:
@@ -59,10 +64,21 @@ class Durations:
             backward_s=tuple(tuple(entry.backward_s for entry in row) for row in times),
             send_forward_s=tuple(tuple(entry.send_forward_s for entry in row) for row in times),
             send_backward_s=tuple(tuple(entry.send_backward_s for entry in row) for row in times),
+            skips={
+                skip.ends: (
+                    tuple(skip.times_at(size).send_forward_s for size in plan.micro_batch_sizes),
+                    tuple(skip.times_at(size).send_backward_s for size in plan.micro_batch_sizes),
+                )
+                for skip in plan.skips
+            },
         )
 
     def seconds(self, action: Action) -> float:
         """Seconds of an action; of the transfer for a SEND."""
+        if action.peer is not None:
+            forward = action.kind is ActionKind.SEND_F
+            ends = (action.stage, action.peer) if forward else (action.peer, action.stage)
+            return self.skips[ends][0 if forward else 1][action.micro_batch]
         match action.kind:
             case ActionKind.F:
                 table = self.forward_s

@@ -8,7 +8,8 @@ import numpy as np
 
 from planner.arcs import ALWAYS, AUTO, NEVER, Tables
 from planner.costs import Floats, LayerArrays, prefix_sums
-from planner.memory import behind_boundary, message_bytes, temporary_bytes
+from planner.memory import behind_boundary, temporary_bytes
+from planner.messages import Message
 from planner.micro_batches import MicroBatches
 from planner.problem import Candidate, Problem
 from planner.rules import FREE
@@ -61,7 +62,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     }
     again = {kind: steady_mean(split, large[kind].recompute_s, small[kind].recompute_s) for kind in kinds}
     messages = [
-        [message_bytes(problem.costs, kind, candidate.schedule, split, number + 1) for number in range(len(flying))]
+        [message_bytes(candidate, Message.behind(large[kind], small[kind]), n + 1) for n in range(len(flying))]
         for kind in kinds
     ]
     optimizers = [problem.costs.optimizer(kind, problem.optimizer) for kind in kinds]
@@ -122,6 +123,21 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         demanded=np.cumsum(problem.rules.demanded),
         pinned=np.array([FREE if device == FREE else class_of[int(device)] for device in problem.rules.pinned]),
         capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in classes]),
+    )
+
+
+def message_bytes(candidate: Candidate, behind: Message, number: int) -> tuple[Floats, Floats]:
+    """Messages under way at a stage's first and at its last boundary, two arrays of shape (L + 1,).
+
+    Args:
+        candidate: schedule and micro-batches.
+        behind: what crosses the boundary behind each layer.
+        number: of the stage from the end, 1 for the last.
+    """
+    split = candidate.split
+    return (
+        behind_boundary(behind.at_receiver(candidate.schedule, split, number)),
+        behind_boundary(behind.at_sender(split)),
     )
 
 

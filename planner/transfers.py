@@ -28,9 +28,15 @@ def all_reduce_s(link: Link | None, replicas: int) -> tuple[float, float]:
     return 2 * (replicas - 1) * link.latency_s, 2 * (replicas - 1) / replicas / link.bytes_per_s
 
 
+def message_s(link: Link | None, size_bytes: Floats) -> Floats:
+    """Seconds of messages of so many bytes; an empty one is not sent."""
+    if link is None:
+        return np.zeros_like(size_bytes)
+    seconds: Floats = np.where(size_bytes > 0, link.latency_s + size_bytes / link.bytes_per_s, 0.0)
+    return seconds
+
+
 def _transfer_s(link: Link | None, layer_bytes: Floats) -> Floats:
     seconds = np.zeros(len(layer_bytes) + 1)
-    if link is not None:
-        inner = layer_bytes[:-1]
-        seconds[1:-1] = np.where(inner > 0, link.latency_s + inner / link.bytes_per_s, 0.0)
+    seconds[1:-1] = message_s(link, layer_bytes[:-1])
     return seconds

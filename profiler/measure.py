@@ -27,6 +27,7 @@ from profiler.sequence import LayerSequence
 from profiler.stand_ins import fake_runner, input_bytes, micro_batch
 from profiler.sweeps import MOST_SWEEPS
 from profiler.task import Task
+from profiler.travel import skip_values
 from profiler.workers import usable_cores
 
 
@@ -108,12 +109,14 @@ def profile(
         measured = [measured_kind(task, device, cluster, remembered) for device in kinds.values()]
         bar.total = bar.n  # short of time there were fewer sweeps
         bar.refresh()
+    costs = tuple(cost for costs, _ in measured for cost in costs)
     return Profile(
         fingerprint=sequence.fingerprint,
         sample=sequence.sample,
         parameters=_parameters(sequence),
         layers=_layers(sequence),
-        costs=tuple(cost for costs, _ in measured for cost in costs),
+        costs=costs,
+        skips=skip_values(sequence, {cost.micro_batch_size for cost in costs}),
         optimizers=tuple(entry for _, entry in measured),
         links=found_links,
         input_bytes=input_bytes(sequence.sample, target),
@@ -143,6 +146,7 @@ def _from_data_sheets(
         parameters=_parameters(sequence),
         layers=_layers(sequence),
         costs=tuple(cost for kind in timings for cost in layer_costs(sequence, kind, memory, timings[kind])),
+        skips=skip_values(sequence, sizes),
         optimizers=tuple(optimizers),
         links=() if cluster.link is None else (cluster.link,),
         input_bytes=input_bytes(sequence.sample, target),

@@ -190,6 +190,30 @@ class LayerCost(Value):
     output_gradient_bytes: int = Field(ge=0)
 
 
+class SkipValue(Value):
+    """A value that some layer between two of its users does not read, so that it may go past a stage.
+
+    Attributes:
+        name: of the value.
+        users: the layer that computes it and those that read it, ascending; the last layer stands for the model's
+            output.
+        has_gradient: whether a gradient comes back for it.
+        size_bytes: (micro-batch size, bytes) for each size of the profile.
+    """
+
+    name: str
+    users: tuple[_Count, ...] = Field(min_length=2)
+    has_gradient: bool
+    size_bytes: tuple[tuple[_Count, _Count], ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name, numbers in (("users", self.users), ("sizes", [size for size, _ in self.size_bytes])):
+            if list(numbers) != sorted(set(numbers)):
+                raise ValueError(f"{name} {list(numbers)} of {self.name} do not ascend")
+        return self
+
+
 class WithoutFormula(Value):
     """An operation that is priced by the bytes that it touches alone.
 
@@ -250,6 +274,7 @@ class Profile(Value):
         input_bytes: bytes of the model's inputs for one sample of the batch; a rank holds the whole mini-batch.
         reserve_bytes: memory of a process before any stage is loaded (a CUDA context and its allocator's reserve).
         estimates: kinds of device whose times were estimated from a data sheet, not measured.
+        skips: values that may go past stages; None in profiles that do not say.
     """
 
     schema_version: Literal[1] = 1
@@ -263,6 +288,7 @@ class Profile(Value):
     input_bytes: int = Field(ge=0)
     reserve_bytes: int = Field(default=0, ge=0)
     estimates: tuple[Estimate, ...] = ()
+    skips: tuple[SkipValue, ...] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -287,6 +313,12 @@ class Profile(Value):
             beyond = max(cost.in_stage.layers_named(), default=0) if cost.in_stage else 0
             if beyond >= len(self.layers):
                 raise ValueError(f"costs[{position}].in_stage names layer {beyond} of {len(self.layers)} layers")
+        sizes = {cost.micro_batch_size for cost in self.costs}
+        for value in self.skips or ():
+            if value.users[-1] >= len(self.layers):
+                raise ValueError(f"{value.name} is read by layer {value.users[-1]} of {len(self.layers)} layers")
+            if not sizes <= {size for size, _ in value.size_bytes}:
+                raise ValueError(f"{value.name} lacks its bytes at some of the sizes {sorted(sizes)}")
         return self
 
     def to_frame(self) -> pandas.DataFrame:
@@ -349,6 +381,7 @@ class Profile(Value):
             "optimizers": tuple(optimizers.values()),
             "estimates": tuple(estimates.values()),
             "links": next((p.links for p in reversed(profiles) if p.links), ()),
+            "skips": _merged_skips(profiles),
             "input_bytes": max(p.input_bytes for p in profiles),
             "reserve_bytes": max(p.reserve_bytes for p in profiles),
         }
@@ -372,6 +405,18 @@ class Profile(Value):
 
 def _fields(profile: Profile) -> dict[str, Any]:
     return {name: getattr(profile, name) for name in Profile.model_fields}
+
+
+def _merged_skips(profiles: tuple[Profile, ...]) -> tuple[SkipValue, ...] | None:
+    """The same values at all sizes; None where a profile does not say."""
+    if any(profile.skips is None for profile in profiles):
+        return None
+    merged: dict[str, SkipValue] = {}
+    for value in (value for profile in profiles for value in profile.skips or ()):
+        known = dict(merged[value.name].size_bytes) if value.name in merged else {}
+        sizes = tuple(sorted({**known, **dict(value.size_bytes)}.items()))
+        merged[value.name] = value.model_copy(update={"size_bytes": sizes})
+    return tuple(merged.values())
 
 
 def _plain(value: Any) -> Any:

@@ -89,6 +89,7 @@ class StageFunction:
         stop: index behind the last layer.
         parameters: by (layer index, name): the tensor that this layer reads and whose `.grad` it adds to.
         device: where the layers run; by default where the first of the parameters is.
+        past: names of values alive at both ends that do not come here; none of the layers reads them.
     """
 
     def __init__(
@@ -99,10 +100,15 @@ class StageFunction:
         parameters: Mapping[tuple[int, str], Tensor],
         *,
         device: torch.device | None = None,
+        past: frozenset[str] = frozenset(),
     ) -> None:
         layers = sequence.layers[first:stop]
-        self.entering: tuple[BoundaryValue, ...] = sequence.boundaries[first]
-        self.leaving: tuple[str, ...] = tuple(value.name for value in sequence.boundaries[stop])
+        entering, leaving = (
+            tuple(value for value in sequence.boundaries[position] if value.name not in past)
+            for position in (first, stop)
+        )
+        self.entering: tuple[BoundaryValue, ...] = entering
+        self.leaving: tuple[str, ...] = tuple(value.name for value in leaving)
         if stop == len(sequence):
             self.leaving = tuple(dict.fromkeys(leaf for leaf in sequence.outputs if isinstance(leaf, str)))
         read = dict.fromkeys(name for layer in layers for name in (*layer.values, *self.leaving))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import ArgumentError
+from profiler.record import SkipValue
 
 if TYPE_CHECKING:
     import networkx
@@ -17,6 +20,33 @@ MOST_LAYERS_IN_A_PICTURE = 60
 SENT = "sent: computed with parameters, random numbers or a gradient, or dear for its size"
 RECOMPUTED = "computed by each stage: depends on inputs alone and is cheaper than sending"
 INPUT = "raw input: each stage has it"
+
+
+def skip_users(sequence: LayerSequence) -> dict[BoundaryValue, tuple[int, ...]]:
+    """The values that some layer between two of their users does not read, each with these users, ascending.
+
+    They are the layer that computes it and those that read it; the last layer stands for the model's output.
+    """
+    found = {}
+    for value in dict.fromkeys(value for boundary in sequence.boundaries for value in boundary):
+        users = tuple(sorted({value.producer, *(min(user, len(sequence) - 1) for user in value.consumers)}))
+        if any(later - earlier > 1 for earlier, later in pairwise(users)):
+            found[value] = users
+    return found
+
+
+def skip_values(sequence: LayerSequence, sizes: Iterable[int]) -> tuple[SkipValue, ...]:
+    """The values of `skip_users` as a profile holds them."""
+    ascending = sorted(set(sizes))
+    return tuple(
+        SkipValue(
+            name=value.name,
+            users=users,
+            has_gradient=value.requires_grad,
+            size_bytes=tuple((size, value.size_bytes(size)) for size in ascending),
+        )
+        for value, users in skip_users(sequence).items()
+    )
 
 
 def travel_frame(sequence: LayerSequence) -> pandas.DataFrame:

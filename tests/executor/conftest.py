@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from planner.plan import Plan, Prediction, ScheduleName, Segment, Stage, StageMemory, StageTimes
+from planner.skips import plan_skips, routes_of
 from profiler.device import Device
 from profiler.sequence import LayerSequence
+from profiler.travel import skip_values
 
 PlanFor = Callable[..., Plan]
 Segments = Sequence[Sequence[tuple[int, int]]]  # for each stage the recomputed segments
@@ -29,7 +31,8 @@ def one_thread() -> None:
 def plan_for() -> PlanFor:
     """Builds a plan from cuts: `plan_for(sequence, [3, 5], batch_size=10, micro_batches=4, recompute=True)`.
 
-    `recompute` is one flag, one flag a stage, or for each stage its segments; `batch_size` is that of all replicas.
+    `recompute` is one flag, one flag a stage, or for each stage its segments; `batch_size` is that of all replicas;
+    with `skips` values go past stages that do not read them.
     """
     return _plan
 
@@ -44,6 +47,7 @@ def _plan(
     schedule: ScheduleName = "gpipe",
     ranks: Sequence[int] | None = None,
     replicas: int = 1,
+    skips: bool = False,
 ) -> Plan:
     bounds = [0, *cuts, len(sequence)]
     smaller, larger = divmod(batch_size // replicas, micro_batches)
@@ -81,6 +85,7 @@ def _plan(
         )
         for index, (first, stop) in enumerate(stages_bounds)
     )
+    routes = routes_of(skip_values(sequence, sizes), bounds[1:]) if skips else ()
     return Plan(
         model_fingerprint=sequence.fingerprint,
         profile_fingerprint="0",
@@ -91,6 +96,7 @@ def _plan(
         replicas=replicas,
         optimizer="AdamW",
         stages=stages,
+        skips=plan_skips(routes, None, sorted(set(sizes))),
         prediction=Prediction(
             step_s=1.0, optimizer_s=0.0, bubble=0.0, samples_per_s=1.0, lower_bound_s=1.0, gap=0.0, one_device_s=1.0
         ),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from executor.rank_order import RECEIVES, SENDS, rank_lists
 from planner import ExecutionError
-from planner.schedule import RECEIVES_AHEAD, SENDS_AHEAD, Action, ActionKind, Schedule, make_schedule, parse_schedule
+from planner.schedule import SENDS_AHEAD, Action, ActionKind, Schedule, make_schedule, parse_schedule, receives_ahead
 
 SECONDS = {ActionKind.F: 1.0, ActionKind.R: 1.0, ActionKind.B: 2.0}
 
@@ -19,12 +19,14 @@ def seconds(action: Action) -> float:
 
 @st.composite
 def rank_problems(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
-    stages, micro_batches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    stages, micro_batches = draw(st.integers(1, 8)), draw(st.integers(1, 12))
     name = draw(st.sampled_from(["gpipe", "1f1b"]))
     recompute = draw(st.lists(st.booleans(), min_size=stages, max_size=stages))
     drawn = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages))
     numbers = {rank: number for number, rank in enumerate(dict.fromkeys(drawn))}
-    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, recompute=recompute)  # type: ignore[arg-type]
+    pairs = [(sender, receiver) for sender in range(stages) for receiver in range(sender + 2, stages)]
+    skips = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, recompute=recompute, skips=skips)  # type: ignore[arg-type]
     return schedule, [numbers[rank] for rank in drawn]
 
 
@@ -32,8 +34,8 @@ def rank_problems(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
 def test_ranks_that_wait_for_each_other_finish(problem: tuple[Schedule, list[int]]) -> None:
     """Each rank holds its stages' lists in their order, and blind walking ends whoever is fast.
 
-    The oracle is a world in which a send waits while `RECEIVES_AHEAD + SENDS_AHEAD` messages before it on its way are
-    not received, and a receive waits for its message; ranks are walked in any order, so none waits for ever.
+    The oracle is a world in which a send waits while as many messages before it on its way as may be under way are not
+    received, and a receive waits for its message; ranks are walked in any order, so none waits for ever.
     """
     schedule, rank_of = problem
     lists = rank_lists(schedule, rank_of, seconds)
@@ -42,7 +44,7 @@ def test_ranks_that_wait_for_each_other_finish(problem: tuple[Schedule, list[int
     assert sum(map(len, lists)) == sum(map(len, schedule))
     position = [0] * len(lists)
     sent: set[Action] = set()
-    under_way: Counter[tuple[ActionKind, int]] = Counter()
+    under_way: Counter[tuple[int, int]] = Counter()
     moved = True
     while moved:
         moved = False
@@ -52,12 +54,13 @@ def test_ranks_that_wait_for_each_other_finish(problem: tuple[Schedule, list[int
                 if action.kind in RECEIVES:
                     if action not in sent:
                         break
-                    under_way[action.kind, action.stage] -= 1
+                    under_way[action.other_end.stage, action.stage] -= 1
                 elif action.kind in SENDS:
                     receive = action.other_end
-                    if under_way[receive.kind, receive.stage] >= RECEIVES_AHEAD + SENDS_AHEAD:
+                    way = action.stage, receive.stage
+                    if under_way[way] >= receives_ahead(abs(receive.stage - action.stage)) + SENDS_AHEAD:
                         break
-                    under_way[receive.kind, receive.stage] += 1
+                    under_way[way] += 1
                     sent.add(receive)
                 position[rank] += 1
                 moved = True

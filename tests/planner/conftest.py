@@ -12,7 +12,7 @@ import pytest
 from planner.schedule import make_schedule
 from planner.simulator import Durations, simulate
 from profiler.device import Device, Link
-from profiler.record import Profile
+from profiler.record import Profile, SkipValue
 from tests.planner.made_up import FIELDS, build_profile
 
 
@@ -62,6 +62,7 @@ class Oracle:
     micro_batches_per_stage: int = 4
     schedules: tuple[str, ...] = ("gpipe",)
     replicas: tuple[int, ...] = (1,)
+    skips: str = "relayed"
 
     def best_step_s(self, counts: Sequence[int] | None = None) -> float | None:
         """The smallest simulated step time over all schedules, R, M, K, cuts, devices and segments; None if none
@@ -190,18 +191,33 @@ class Oracle:
         back, inside = sums("backward_s", whole), sums("recompute_s", [segments[:-1] for segments in chosen])
         return simulate(
             make_schedule(
-                schedule, stages=len(ranges), micro_batches=len(sizes), recompute=[bool(one) for one in chosen]
+                schedule,
+                stages=len(ranges),
+                micro_batches=len(sizes),
+                recompute=[bool(one) for one in chosen],
+                skips=sorted(self._hops(ranges)),
             ),
             Durations(
                 forward_s=sums("forward_s", whole),
                 recompute_s=sums("recompute_s", [segments[-1:] for segments in chosen]),
                 backward_s=tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(back, inside, strict=True)),
                 send_forward_s=tuple(
-                    tuple(self._send("output_bytes", stop - 1, s) for s in sizes) for _, stop in ranges
+                    tuple(self._send("output_bytes", stop - 1, s, ranges) for s in sizes) for _, stop in ranges
                 ),
                 send_backward_s=tuple(
-                    tuple(self._send("output_gradient_bytes", first - 1, s) for s in sizes) for first, _ in ranges
+                    tuple(self._send("output_gradient_bytes", first - 1, s, ranges) for s in sizes)
+                    for first, _ in ranges
                 ),
+                skips={
+                    ends: (
+                        tuple(self._link_s(sum(self._value_bytes(value, s) for value in values)) for s in sizes),
+                        tuple(
+                            self._link_s(sum(self._value_bytes(value, s) for value in values if value.has_gradient))
+                            for s in sizes
+                        ),
+                    )
+                    for ends, values in self._hops(ranges).items()
+                },
             ),
         ).makespan_s
 
@@ -256,18 +272,23 @@ class Oracle:
             (first - 1, "output_gradient_bytes"),
         ]
         buffers = sum(  # messages as short as these are all under way at once
-            len(sizes) * max(self.cost(kind, layer, s, name) for s in sizes)
+            len(sizes) * max(self._there(layer, s, name, first, stop) for s in sizes)
             for layer, name in ends
             if 0 <= layer < len(self.profile.layers) - 1
         )
         if first > 0:  # inputs whose receives are posted ahead of those in flight
-            buffers += sum(self.cost(kind, first - 1, s, "output_bytes") for s in sizes[len(held) :])
+            buffers += sum(self._there(first - 1, s, "output_bytes", first, stop) for s in sizes[len(held) :])
         return (
             self._unique(first, stop)
             + sum(layer.buffers_bytes for layer in inside)
             + gradients
             + state * self._unique(first, stop, trainable_only=True)
-            + sum(self.cost(kind, edge - 1, s, "output_bytes") for s in held for edge in {first, *edges} if edge > 0)
+            + sum(
+                self._there(edge - 1, s, "output_bytes", first, stop)
+                for s in held
+                for edge in {first, *edges}
+                if edge > 0
+            )
             + sum(
                 self.cost(kind, layer, s, "kept_bytes")
                 for s in held
@@ -296,10 +317,45 @@ class Oracle:
                 points.setdefault((row.device_kind, row.layer, name), {})[row.micro_batch_size] = getattr(row, name)
         return points
 
-    def _send(self, name: str, layer: int, size: int) -> float:
+    def _send(self, name: str, layer: int, size: int, ranges: Sequence[tuple[int, int]]) -> float:
         if layer < 0 or layer == len(self.profile.layers) - 1:
             return 0.0
-        return self.profile.links[0].transfer_s(self.cost(self.devices[0].kind, layer, size, name))
+        boundary = 1 + next(stage for stage, (_, stop) in enumerate(ranges) if stop == layer + 1)
+        skipping = [
+            value
+            for (sender, receiver), values in self._hops(ranges).items()
+            for value in values
+            if sender < boundary <= receiver and (value.has_gradient or name == "output_bytes")
+        ]
+        crossing = self.cost(self.devices[0].kind, layer, size, name)
+        return self._link_s(crossing - sum(self._value_bytes(value, size) for value in skipping))
+
+    def _link_s(self, size_bytes: float) -> float:
+        return self.profile.links[0].transfer_s(size_bytes) if size_bytes else 0.0
+
+    def _hops(self, ranges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], list[SkipValue]]:
+        """What goes past stages, by the stages at both ends."""
+        hops: dict[tuple[int, int], list[SkipValue]] = {}
+        for value in (self.profile.skips or ()) if self.skips == "direct" else ():
+            users = [k for k, span in enumerate(ranges) for user in value.users if user in range(*span)]
+            for sender, receiver in itertools.pairwise(users):
+                if receiver > sender + 1:
+                    hops.setdefault((sender, receiver), []).append(value)
+        return hops
+
+    def _there(self, layer: int, size: int, name: str, first: int, stop: int) -> float:
+        """Bytes behind a layer of a stage, or before its first, without what goes past the stage."""
+        crossing = self.cost(self.devices[0].kind, layer, size, name)
+        for value in (self.profile.skips or ()) if self.skips == "direct" else ():
+            goes_past = value.users[0] < first and value.users[-1] >= stop
+            if goes_past and not any(first <= user < stop for user in value.users):
+                crossing -= self._value_bytes(value, size) * (value.has_gradient or name == "output_bytes")
+        return crossing
+
+    @staticmethod
+    def _value_bytes(value: SkipValue, size: int) -> int:
+        """Every value has as many bytes a sample."""
+        return dict(value.size_bytes)[1] * size
 
     def _unique(self, first: int, stop: int, *, trainable_only: bool = False) -> int:
         names = {name for layer in self.profile.layers[first:stop] for name in layer.parameters}

@@ -4,7 +4,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.costs import CostModel, ParameterRanges, range_sums
-from planner.memory import message_bytes, stage_memory
+from planner.memory import stage_memory
+from planner.messages import Message
 from planner.micro_batches import MicroBatches
 from planner.plan import Segment
 from planner.schedule import AHEAD_BYTES
@@ -123,11 +124,11 @@ def test_few_long_and_many_short_messages_are_under_way(profile_of, device):
     rows = [(1, 1, 2, 0, 0, long, long), (1, 1, 2, 0, 0, short, short), (1, 1, 2, 0, 0, 0, 0)]
     model = CostModel(profile_of({("a", 2): rows}, parameters=[(4, True)] * 3, readers=[(0,), (1,), (2,)]))
     split = MicroBatches(batch_size=16, count=8)
-    before, behind = message_bytes(model, "a", "gpipe", split, 1)
-    assert before.tolist() == [0, 2 * long, 3 * short, 0]
-    assert behind.tolist() == [0, (3 + 2) * long, (4 + 3) * short, 0]
-    before, _ = message_bytes(model, "a", "1f1b", split, 2)
-    assert before.tolist() == [0, (2 + 2) * long, (3 + 3) * short, 0]
+    costs = model.layers("a", 2)
+    messages = Message.behind(costs, costs)
+    assert messages.at_receiver("gpipe", split, 1).tolist() == [2 * long, 3 * short, 0]
+    assert messages.at_sender(split).tolist() == [(3 + 2) * long, (4 + 3) * short, 0]
+    assert messages.at_receiver("1f1b", split, 2).tolist() == [(2 + 2) * long, (3 + 3) * short, 0]
 
 
 @given(st.data())

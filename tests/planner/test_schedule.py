@@ -30,10 +30,18 @@ def test_1f1b_schedule_of_three_stages():
     ]
 
 
+def pairs_that_skip(stages):
+    pairs = [(sender, receiver) for sender in range(stages) for receiver in range(sender + 2, stages)]
+    return st.lists(st.sampled_from(pairs), unique=True) if pairs else st.just([])
+
+
 @given(st.integers(1, 5), st.integers(1, 8), st.sampled_from(["gpipe", "1f1b"]), st.data())
 def test_every_micro_batch_goes_forward_and_back_once_and_in_time(stages, micro_batches, name, data):
     recompute = data.draw(st.lists(st.booleans(), min_size=stages, max_size=stages))
-    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, recompute=recompute)
+    skips = data.draw(pairs_that_skip(stages))
+    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, recompute=recompute, skips=skips)
+    ways = {(min(a.stage, a.peer), max(a.stage, a.peer)) for actions in schedule for a in actions if a.peer is not None}
+    assert ways == set(skips)
     for stage, actions in enumerate(schedule):
         assert len(set(actions)) == len(actions)
         flying, most = 0, 0
@@ -43,20 +51,30 @@ def test_every_micro_batch_goes_forward_and_back_once_and_in_time(stages, micro_
         assert flying == 0
         assert most == (micro_batches if name == "gpipe" else min(stages - stage, micro_batches))
         sends = [a for a in actions if a.kind in ("SEND_F", "SEND_B")]
-        for neighbour in (stage - 1, stage + 1):  # in the order in which the neighbour receives
-            if 0 <= neighbour < stages:
-                sent = [a.other_end for a in sends if a.other_end.stage == neighbour]
-                receives = [a for a in schedule[neighbour] if a in sent]
-                assert sent == receives
+        for other in range(stages):  # in the order in which the other receives
+            sent = [a.other_end for a in sends if a.other_end.stage == other]
+            receives = [a for a in schedule[other] if a.kind in ("RECV_F", "RECV_B") and a.other_end.stage == stage]
+            assert sent == receives
+            linked = abs(other - stage) == 1 or tuple(sorted((stage, other))) in skips
+            assert len(sent) == (micro_batches if linked else 0)
 
 
 def test_one_stage_recomputes_all_but_the_last_micro_batch():
     assert schedule_text(gpipe_schedule(stages=1, micro_batches=2, recompute=(True,))) == "0F0 0F1 0B1 0R0 0B0"
 
 
-@given(st.integers(0, 999), st.sampled_from(ActionKind), st.integers(0, 9999))
-def test_action_text_round_trip(stage, kind, micro_batch):
-    action = Action(stage, kind, micro_batch)
+def test_what_skips_a_stage_comes_after_what_the_neighbours_send():
+    schedule = gpipe_schedule(stages=3, micro_batches=1, recompute=(False,) * 3, skips=[(0, 2)])
+    assert schedule_text(schedule).splitlines() == [
+        "0F0 0SEND_F0 0SEND_F0@2 0RECV_B0 0RECV_B0@2 0B0",
+        "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0",
+        "2RECV_F0 2RECV_F0@0 2F0 2B0 2SEND_B0 2SEND_B0@0",
+    ]
+
+
+@given(st.integers(0, 999), st.sampled_from(ActionKind), st.integers(0, 9999), st.none() | st.integers(0, 999))
+def test_action_text_round_trip(stage, kind, micro_batch, peer):
+    action = Action(stage, kind, micro_batch, peer if "_" in kind else None)
     assert Action.parse(str(action)) == action
 
 
@@ -68,7 +86,9 @@ def test_schedule_text_round_trip(data):
     assert parse_schedule(schedule_text(schedule)) == schedule
 
 
-@pytest.mark.parametrize("text", ["", "F0", "0F", "0X0", "00F0", "0F01", "0F0 ", "-1F0", "0recv_b0", "٣F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "0F", "0X0", "00F0", "0F01", "0F0 ", "-1F0", "0recv_b0", "٣F0", "0F0@2", "0SEND_F0@"]
+)
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ArgumentError, match="is not an action"):
         Action.parse(text)
@@ -98,6 +118,12 @@ def test_a_transfer_has_two_ends():
 def test_impossible_schedules_are_refused(stages, micro_batches, recompute, message):
     with pytest.raises(ArgumentError, match=message):
         gpipe_schedule(stages=stages, micro_batches=micro_batches, recompute=recompute)
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (2, 0), (0, 3), (-1, 2)])
+def test_skips_over_no_stage_are_refused(ends):
+    with pytest.raises(ArgumentError, match=f"stage {ends[0]} cannot skip to stage {ends[1]} of 3"):
+        gpipe_schedule(stages=3, micro_batches=1, recompute=(False,) * 3, skips=[ends])
 
 
 def test_an_unknown_schedule_is_refused():

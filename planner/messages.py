@@ -1,0 +1,83 @@
+"""What messages between stages take of memory while they are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.costs import Floats, LayerArrays
+from planner.micro_batches import MicroBatches
+from planner.plan import ScheduleName
+from planner.schedule import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """What one stage sends to a later one for each micro-batch, or for many places at once; all arrays have one shape.
+
+    Attributes:
+        outputs: bytes for a large and for a small micro-batch.
+        gradients: the part of them that gradients come back for, likewise.
+        distance: how many stages it goes.
+    """
+
+    outputs: tuple[Floats, Floats]
+    gradients: tuple[Floats, Floats]
+    distance: int = 1
+
+    @classmethod
+    def behind(cls, large: LayerArrays, small: LayerArrays, layer: int | slice = slice(None)) -> Message:
+        """What crosses the boundary behind a layer, or behind each."""
+        return cls(
+            (large.output_bytes[layer], small.output_bytes[layer]),
+            (large.output_gradient_bytes[layer], small.output_gradient_bytes[layer]),
+        )
+
+    def less(self, others: Iterable[Message]) -> Message:
+        """What is left of it when parts of it travel by themselves."""
+        left = [*self.outputs, *self.gradients]
+        for other in others:
+            left = [mine - theirs for mine, theirs in zip(left, (*other.outputs, *other.gradients), strict=True)]
+        return Message((left[0], left[1]), (left[2], left[3]), self.distance)
+
+    def at_sender(self, micro_batches: MicroBatches) -> Floats:
+        """Bytes under way at the stage that sends it.
+
+        Outputs that have not left, gradients whose receives are posted, and the one that is read.
+        """
+        sent = np.minimum(_ahead(SENDS_AHEAD, np.minimum(*self.outputs)), micro_batches.count)
+        posted = _ahead(receives_ahead(self.distance), np.minimum(*self.gradients))
+        posted_and_read = np.minimum(posted + 1, micro_batches.count)
+        under_way: Floats = posted_and_read * np.maximum(*self.gradients) + sent * np.maximum(*self.outputs)
+        return under_way
+
+    def at_receiver(self, schedule: ScheduleName, micro_batches: MicroBatches, number: int) -> Floats:
+        """Bytes under way at the stage that it comes to.
+
+        Gradients that have not left and, with 1F1B, inputs whose receives are posted. With GPipe the inputs of all
+        micro-batches are kept anyway, and so are those that are under way here.
+
+        Args:
+            schedule: says how many micro-batches are under way.
+            micro_batches: how a replica's samples are cut.
+            number: of the stage from the end, 1 for the last.
+        """
+        sent_back = np.minimum(_ahead(SENDS_AHEAD, np.minimum(*self.gradients)), micro_batches.count)
+        gradients: Floats = sent_back * np.maximum(*self.gradients)
+        if schedule == "gpipe":
+            return gradients
+        large, small = self.outputs
+        flying = sum(micro_batches.in_flight(schedule, number))
+        soon = np.minimum(number + _ahead(receives_ahead(self.distance), np.minimum(large, small)), micro_batches.count)
+        soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))
+        more_large = soon_large - now_large
+        posted: Floats = more_large * large + (soon - flying - more_large) * small
+        return gradients + posted
+
+
+def _ahead(at_least: int, message_bytes: Floats) -> Floats:
+    """How many messages of a length may be under way on one way."""
+    many: Floats = np.maximum(at_least, AHEAD_BYTES // np.maximum(1, message_bytes))
+    return many

@@ -1,0 +1,114 @@
+"""Values that go past stages: the same training as when they are relayed, and stages between know nothing of them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor import Pipeline, launch
+from planner import Plan
+from planner.plan import ScheduleName
+from profiler import ForeignPlanError, trace
+
+M = 4
+BATCH = 10  # micro-batches of 3, 3, 2, 2
+
+
+class Ladder(nn.Module):
+    """Each step down is read by one step up; the first value by every step, and by the output."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(16, 8) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = []
+        for layer in self.down:
+            x = functional.dropout(torch.tanh(layer(x)), 0.2, self.training)
+            steps.append(x)
+        for layer, step in zip(self.up, reversed(steps), strict=True):
+            x = torch.tanh(layer(torch.cat((x, step), 1))) * steps[0]
+        return x + steps[0]
+
+
+X = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(2))
+
+
+def ladder(depth: int = 3) -> Ladder:
+    torch.manual_seed(3)
+    return Ladder(depth)
+
+
+def train(plan: Plan, depth: int = 3) -> dict[str, Tensor]:
+    """Losses and parameters of some steps, of this process's stages."""
+    pipe = Pipeline(ladder(depth), plan, loss_fn=nn.functional.mse_loss, seed=7)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(pipe.step(X, target=Y))
+        optimizer.step()
+    losses.append(pipe.evaluate(X, target=Y))
+    return {"losses": torch.stack(losses), **{name: value.clone() for name, value in pipe.state_dict().items()}}
+
+
+def cuts_of(model: nn.Module) -> list[int]:
+    """Between the steps."""
+    layers = trace(model, X).layers
+    down = [layer.index for layer in layers if any(name.startswith("down") for name in layer.parameters)]
+    return [*down[1:], *(layer.index for layer in layers if "aten.cat.default" in layer.operations)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_skipping_stages_changes_no_bit(plan_for: Callable[..., Plan], schedule: ScheduleName, recompute: bool) -> None:
+    depth = 4
+    sequence = trace(ladder(depth), X)
+    settings = {"batch_size": BATCH, "micro_batches": M, "schedule": schedule}
+    whole = train(plan_for(sequence, **settings), depth)
+    plan = plan_for(sequence, cuts_of(ladder(depth)), **settings, recompute=recompute, skips=True)
+    assert [skip.ends for skip in plan.skips] == [(1, 4), (2, 6), (3, 5)]
+    found = train(plan, depth)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
+def test_stages_between_neither_receive_nor_send_it(plan_for: Callable[..., Plan]) -> None:
+    sequence = trace(ladder(), X)
+    plan = plan_for(sequence, cuts_of(ladder()), batch_size=BATCH, micro_batches=M, skips=True)
+    pipe = Pipeline(ladder(), plan, loss_fn=nn.functional.mse_loss)
+    call = pipe._calls.understood((X,), {}, Y, training=True)
+    program = pipe._calls.program(call, call.own[0])
+    moved = {(str(i.action), i.move.names) for i in program.instructions if i.move and i.action.micro_batch == 0}
+    for skip in plan.skips:
+        ends = skip.ends
+        assert (f"{ends[0]}SEND_F0@{ends[1]}", skip.values) in moved
+        assert (f"{ends[0]}RECV_B0@{ends[1]}", skip.values) in moved
+        for text, names in moved:
+            if skip.passes_by(int(text[0])):
+                assert not set(skip.values) & set(names)
+
+
+def test_skips_between_processes(plan_for: Callable[..., Plan]) -> None:
+    """Also where the neighbour and the stage before it are one process."""
+    sequence = trace(ladder(), X)
+    settings = {"batch_size": BATCH, "micro_batches": M, "schedule": "1f1b", "recompute": True}
+    whole = train(plan_for(sequence, **settings))
+    plan = plan_for(sequence, cuts_of(ladder()), **settings, skips=True, ranks=(0, 1, 1, 2, 0, 2))
+    parts = launch(train, plan)
+    assert {name for part in parts for name in part} == whole.keys()
+    for part in parts:
+        assert all(torch.equal(value, whole[name]) for name, value in part.items())
+
+
+def test_a_plan_that_skips_a_reader_is_refused(plan_for: Callable[..., Plan]) -> None:
+    sequence = trace(ladder(), X)
+    plan = plan_for(sequence, cuts_of(ladder()), batch_size=BATCH, micro_batches=M, skips=True)
+    first, second = plan.skips
+    wrong = plan.model_copy(update={"skips": (first.model_copy(update={"values": second.values}), second)})
+    with pytest.raises(ForeignPlanError, match=f"sends {second.values[0]} from stage 1 to stage 3; this model uses it"):
+        Pipeline(ladder(), wrong, loss_fn=nn.functional.mse_loss)

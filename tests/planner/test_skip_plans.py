@@ -1,0 +1,144 @@
+"""Values that go past stages: what plans with them cost, against brute force over all plans."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.from_profile import plan_from_profile
+from planner.plan import Plan
+from planner.schedule import schedule_of
+from planner.simulator import simulate_plan
+from profiler.device import Link
+from profiler.errors import ArgumentError, InfeasibleError, ProfileError
+from profiler.record import SkipValue
+
+ROUNDING = 1e-9
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def with_skips(profile, values):
+    """The profile with further values, which cross all boundaries between their users."""
+    saved: dict[tuple[int, int], tuple[int, int]] = {}
+    for value in values:
+        for layer in range(value.users[0], value.users[-1]):
+            for size, size_bytes in value.size_bytes:
+                outputs, gradients = saved.get((layer, size), (0, 0))
+                saved[layer, size] = outputs + size_bytes, gradients + size_bytes * value.has_gradient
+
+    def more(cost):
+        outputs, gradients = saved.get((cost.layer, cost.micro_batch_size), (0, 0))
+        update = {"output_bytes": cost.output_bytes + outputs}
+        return cost.model_copy(update={**update, "output_gradient_bytes": cost.output_gradient_bytes + gradients})
+
+    return profile.model_copy(update={"costs": tuple(map(more, profile.costs)), "skips": tuple(values)})
+
+
+def skip(name, users, sample_bytes, sizes=(1, 5, 14), *, has_gradient=True):
+    return SkipValue(
+        name=name,
+        users=users,
+        has_gradient=has_gradient,
+        size_bytes=tuple((size, sample_bytes * size) for size in sizes),
+    )
+
+
+@st.composite
+def skipping_profiles(draw, profiles):
+    profile = draw(profiles(kinds=("a",), most_layers=6).filter(lambda profile: len(profile.layers) > 2))
+    layers = len(profile.layers)
+    users = st.lists(st.integers(0, layers - 1), min_size=2, max_size=4, unique=True).map(lambda u: tuple(sorted(u)))
+    far = users.filter(lambda users: any(later - earlier > 1 for earlier, later in pairwise(users)))
+    values = [
+        skip(f"v{number}", draw(far), draw(st.integers(1, 60)), has_gradient=draw(st.booleans()))
+        for number in range(draw(st.integers(1, 3)))
+    ]
+    return with_skips(profile, values)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@given(st.data())
+@settings(max_examples=60, suppress_health_check=SLOW)
+def test_plans_with_skips_lie_between_their_bound_and_the_best_of_all(profiles, oracle, device, schedule, data):
+    profile = data.draw(skipping_profiles(profiles))
+    batch_size, count = data.draw(st.sampled_from([(4, 4), (8, 4), (10, 5), (12, 6)]))
+    roomy = oracle(profile, (device("a"),), batch_size)
+    sizes = roomy.sizes(count)
+    first = data.draw(st.integers(0, len(profile.layers) - 1))
+    stop = data.draw(st.integers(first + 1, len(profile.layers)))
+    needed = int(roomy.memory("a", first, stop, sizes, sizes, [])) + data.draw(st.integers(-2, 20))
+    devices = (device("a", max(1, needed)),) * data.draw(st.integers(2, 4))
+    mode = data.draw(st.sampled_from(["auto", "never"]))
+    direct = oracle(profile, devices, batch_size, mode, 1, (schedule,), skips="direct")
+    best_s = direct.best_step_s([count])
+    relayed_s = oracle(profile, devices, batch_size, mode, 1, (schedule,)).best_step_s([count])
+    asked = {
+        "batch_size": batch_size,
+        "micro_batches": count,
+        "micro_batches_per_stage": 1,
+        "schedule": schedule,
+        "recompute": mode,
+    }
+    try:
+        plan = plan_from_profile(profile, devices, skips="direct", **asked)
+    except InfeasibleError:
+        assert relayed_s is None  # no plan was found, though there may be one
+        return
+    assert best_s is not None
+    prediction = plan.prediction
+    assert prediction.lower_bound_s <= best_s * (1 + ROUNDING)
+    assert prediction.step_s >= best_s * (1 - ROUNDING)
+    assert relayed_s is None or prediction.step_s <= relayed_s * (1 + ROUNDING)
+    assert prediction.step_s == pytest.approx(simulate_plan(plan).step_s, rel=ROUNDING)
+    assert all(stage.memory.total <= stage.device.memory_bytes for stage in plan.stages)
+    if mode == "never" and plan.skips:  # no freedom is left but the cuts
+        cuts = (0, *(stage.stop_layer for stage in plan.stages))
+        assert prediction.step_s == pytest.approx(direct.step_s(cuts, count, None, schedule), rel=ROUNDING)
+        for stage in plan.stages:
+            held = sizes if schedule == "gpipe" else sizes[: plan.K - stage.rank]
+            needed = direct.memory("a", stage.first_layer, stage.stop_layer, sizes, held, [])
+            assert stage.memory.total == pytest.approx(needed, abs=len(profile.layers))
+    assert Plan.model_validate_json(plan.to_json()) == plan
+
+
+@pytest.fixture
+def chain(profile_of):
+    """Four layers of 1 s each way; what layer 0 computes is 100 bytes a sample and read by layer 3 alone."""
+    rows = {("a", size): [(1, 1, 1, 10, 0, 2, 2)] * 3 + [(1, 1, 1, 10, 0, 0, 0)] for size in (1, 2)}
+    return with_skips(
+        profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=50.0),)), [skip("x", (0, 3), 100, (1, 2))]
+    )
+
+
+def plan_of(profile, device, **asked):
+    return plan_from_profile(profile, [device("a")] * 4, batch_size=8, micro_batches=8, stages=4,
+                             micro_batches_per_stage=1, **asked)  # fmt: skip
+
+
+def test_what_skips_stages_costs_them_neither_time_nor_memory(chain, device):
+    relayed, direct = plan_of(chain, device), plan_of(chain, device, skips="direct")
+    assert relayed.skips == ()
+    [far] = direct.skips
+    assert (far.ends, far.values) == ((0, 3), ("x",))
+    assert far.times_at(1).send_forward_s == pytest.approx(100 / 50)
+    assert direct.stages[0].times_at(1).send_forward_s == pytest.approx(2 / 50)
+    assert relayed.stages[0].times_at(1).send_forward_s == pytest.approx(102 / 50)
+    for stage in (1, 2):
+        less = relayed.stages[stage].memory.activations - direct.stages[stage].memory.activations
+        assert less == 8 * 100  # of each micro-batch
+    assert direct.prediction.step_s < relayed.prediction.step_s
+    assert "0SEND_F5@3" in {str(action) for action in schedule_of(direct)[0]}
+    lanes = simulate_plan(direct).lanes
+    assert {"link 0>3", "link 3>0"} <= set(lanes)
+
+
+def test_a_profile_that_does_not_know_skips_is_refused(profile_of, device):
+    rows = {("a", size): [(1, 1, 1, 10, 0, 2, 2)] * 3 + [(1, 1, 1, 10, 0, 0, 0)] for size in (1, 2)}
+    with pytest.raises(ProfileError, match="profile the model again"):
+        plan_of(profile_of(rows), device, skips="direct")
+
+
+def test_skips_are_relayed_or_direct(chain, device):
+    with pytest.raises(ArgumentError, match="choose one of 'relayed', 'direct'"):
+        plan_of(chain, device, skips="both")

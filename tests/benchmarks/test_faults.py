@@ -65,7 +65,7 @@ def test_every_rank_has_one_error_soon(plan_for: Callable[..., Plan], tmp_path: 
     plan_of(plan_for, RANKS).save(tmp_path / "plan.json")
     done = subprocess.run(
         [sys.executable, str(Path(forked_trials.__file__).resolve()), str(tmp_path), kind, str(FORKS), str(TIMEOUT_S)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        env={**os.environ, **forked_trials.ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,

@@ -31,6 +31,10 @@ from tests.executor.fault_trials import SPEECHLESS, STUCK, Deep, Fault, X, began
 
 LAST_WORDS = "endless action"  # the fault whose rank cannot be interrupted: its error is printed before it is ended
 PATIENCE_S = 60.0  # no trial takes as long
+ENVIRONMENT = {  # of this script; torch must not warn of a name server that does not answer where nothing is printed
+    "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 @dataclass
@@ -104,14 +108,32 @@ class Trial:
         return list(running)
 
 
+def port_of_store() -> int:
+    """Port of the store at which the ranks meet, held by a process of its own, which ends with this one.
+
+    For each rank that connects, torch's store looks up a name in a thread of its own. A fork of its process meanwhile
+    may get the C library's lock on the name servers as held by that thread, which a fork does not have: the rank waited
+    for the lock when it connected itself, and all others for the rank, in 1 of about 250 trials.
+    """
+    port_read, port_written = os.pipe()
+    end_of_this_read, lifeline = os.pipe()
+    if not os.fork():
+        os.close(lifeline)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(port_written, str(store.port).encode())
+        os.read(end_of_this_read, 1)  # returns when nobody holds the lifeline any more
+        os._exit(0)
+    os.close(port_written)
+    return int(os.read(port_read, 8))
+
+
 def main(folder: Path, kinds: str, trials: int, timeout_s: float) -> None:
     torch.set_num_threads(1)
     plan = Plan.load(folder / "plan.json")
     trace(Deep(), X)  # loads all that the forks will need
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(port_of_store()),
         "WORLD_SIZE": str(plan.K),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         TIMEOUT_VARIABLE: str(timeout_s),

@@ -17,6 +17,7 @@ from torch.nn import functional
 from executor import Pipeline, launch
 from planner import ExecutionError, Plan
 from profiler import trace
+from tests.executor import forked_trials
 from tests.executor.fault_trials import FAULTS, expected, launch_trial, plan_of, random_fault
 
 RANKS = 3
@@ -24,10 +25,10 @@ RANKS = 3
 
 def test_every_rank_ends_with_one_error(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
     plan_of(plan_for, RANKS).save(tmp_path / "plan.json")
-    script = Path(__file__).with_name("forked_trials.py").resolve()
+    script = str(Path(forked_trials.__file__).resolve())
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), ",".join(FAULTS), "1", "3"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        [sys.executable, script, str(tmp_path), ",".join(FAULTS), "1", "3"],
+        env={**os.environ, **forked_trials.ENVIRONMENT},
         capture_output=True,
         text=True,
         timeout=200,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from executor.blame import timeout_for
 from executor.position import describe
-from executor.watch import timeout_for
 from executor.world import PROCESS_GROUP_TIMEOUT_S, TIMEOUT_VARIABLE
 from planner.plan import Plan
 from profiler.errors import ArgumentError

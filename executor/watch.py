@@ -7,8 +7,8 @@ A thread beside the training exchanges short messages with all other ranks (`exe
     rank 2   RECV_F0 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~x  raises the same
 
 - A rank that fails tells the others why. A process that ends without a word closes its connections.
-- Every rank says four times a second where it is. Who has waited longer than the time-out looks at the others: the one
-  that does not answer, computes, or makes no further call is to blame.
+- Every rank says four times a second where it is. From that a rank that has waited longer than the time-out tells which
+  one is to blame (`executor.blame`).
 - To end a wait of gloo, the watch lets a receive of its own time out: gloo then breaks all connections of the process
   group, and what waits raises. A rank that computes instead is ended after a grace, its error printed before.
 """
@@ -23,7 +23,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -32,57 +31,17 @@ import torch
 import torch.distributed as dist
 
 from executor.agreement import Agreement, Given
+from executor.blame import Blame
 from executor.failure import FirstCause, named
 from executor.mesh import Mesh, Message
-from executor.position import Logbook, Phase, Position
-from planner.plan import Plan
+from executor.position import Logbook, Phase
 from profiler.errors import ExecutionError, PlanError
 from profiler.journal import Address, ForeignJournal, journal_of_this_process
 
 BEAT_S = 0.25
 GRACE_S = 0.6  # from the first cause until a rank that cannot be interrupted is ended
 ECHO_S = 1.0  # within which the cause of a broken connection becomes known
-STEPS_UNTIL_TIMEOUT = 20.0  # a message that takes this many predicted steps will not come any more
-SHORTEST_TIMEOUT_S = 20.0  # predictions of short steps leave out what an operating system may do in between
-LONGEST_TIMEOUT_S = 60.0
-FEWEST_STEPS = 3.0  # steps may be so long that the longest time-out would cut into them
-BLAME_AFTER = 0.8  # of the time-out; the rest is for the error to reach all
-# Ranks that notice the same at once would each say it in words of their own. So they take turns, in rank order, and all
-# but the first hear it before it is theirs to tell.
-BLAME_WITHIN = 0.1  # of the time-out, in equal parts: between the first rank's turn and the last one's
-TURN_S = 0.2  # between the turns to tell of a rank that has ended too early
-LONGEST_TURN_S = 0.6
 _NEVER = 2**30  # tag of a message that nobody sends
-# Tracing and disks take what they take; ranks that do different things are told apart before they wait.
-_AT_LEISURE = (Phase.CONSTRUCTION, Phase.PREPARATION, Phase.SAVE, Phase.LOAD)
-
-
-def timeout_for(plan: Plan) -> float:
-    """Seconds after which a rank that waits gives up: 20 predicted steps, at least 20 s and at most 60 s.
-
-    Never less than three predicted steps, however long these are.
-    """
-    step_s = plan.prediction.step_s
-    patience = min(max(STEPS_UNTIL_TIMEOUT * step_s, SHORTEST_TIMEOUT_S), LONGEST_TIMEOUT_S)
-    return max(patience, FEWEST_STEPS * step_s)
-
-
-@dataclass(slots=True)
-class _Peer:
-    """What is known of another rank."""
-
-    position: Position
-    heard_s: float
-    changed_s: float
-    journal: ForeignJournal | None = None
-    count: int = 0
-    gone_s: float | None = None  # since when
-    finished: bool = False
-
-    @property
-    def last_position(self) -> Position:
-        """Where it is or was last: to the action on this machine, otherwise as it said with its last beat."""
-        return self.position if self.journal is None else Position.of(self.journal.read())
 
 
 class Watch:
@@ -102,39 +61,30 @@ class Watch:
         self.log = Logbook(journal_of_this_process())
         self._rank = rank
         self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._turn_s = min(TURN_S * rank, LONGEST_TURN_S)
-        self._blame_after_s = (BLAME_AFTER + BLAME_WITHIN * rank / world_size) * timeout_s
         self._cause: FirstCause | None = None
         self._changed = threading.Condition()  # of the cause, or of what other ranks announced
         self._raised = False
         self._calling = False
         self._agreement = Agreement(rank, world_size)
         self._groups: list[dist.ProcessGroup | None] = [None]
-        self._beat = _Peer(self.log.position, time.monotonic(), time.monotonic())
-        self._peers: dict[int, _Peer] = {}
-        self._mesh: Mesh | None = None
-        if world_size > 1:
-            now = time.monotonic()
-            nowhere = Position(Phase.OUTSIDE, 0, 0)
-            self._peers = {other: _Peer(nowhere, now, now) for other in range(world_size) if other != rank}
-            try:
-                self._mesh = Mesh(rank, world_size, self.log.journal.address, timeout_s=timeout_s)
-            except (OSError, RuntimeError) as problem:
-                raise ExecutionError(
-                    f"{named(rank, world_size)} cannot talk to the others ({problem}); let MASTER_ADDR be an address "
-                    "of the first machine that all machines reach"
-                ) from problem
-            for other, peer in self._peers.items():
-                peer.journal = _journal_at(self._mesh.about[other])
-            thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._mesh), daemon=True)
-            thread.start()
-            goodbye = weakref.finalize(self, _say_goodbye, self._mesh, self.log, thread)
-            # At the exit of Python before all other finalizers: their list must not change while it is read, and the
-            # watching thread, inside of torch, may change it.
-            goodbye.atexit = False
-            atexit.register(goodbye)
-            _report_uncaught(self)
+        self._said_s = time.monotonic()  # when this rank last told the others where it is
+        self._mesh = _meet(rank, world_size, self.log, timeout_s) if world_size > 1 else None
+        about = () if self._mesh is None else self._mesh.about
+        journals = {other: _journal_at(address) for other, address in enumerate(about) if other != rank}
+        self._blame = Blame(rank, world_size, journals, timeout_s=timeout_s, now_s=time.monotonic())
+        if self._mesh is not None:
+            self._begin(self._mesh)
+
+    def _begin(self, mesh: Mesh) -> None:
+        """Watch over the others, until this rank says goodbye to them."""
+        thread = threading.Thread(target=_watch, args=(weakref.ref(self), mesh), daemon=True)
+        thread.start()
+        goodbye = weakref.finalize(self, _say_goodbye, mesh, self.log, thread)
+        # At the exit of Python before all other finalizers: their list must not change while it is read, and the
+        # watching thread, inside of torch, may change it.
+        goodbye.atexit = False
+        atexit.register(goodbye)
+        _report_uncaught(self)
 
     def add_group(self, group: dist.ProcessGroup) -> None:
         """Watch over waits in a further process group that this rank belongs to."""
@@ -156,7 +106,7 @@ class Watch:
         try:
             self.log.phase(phase)
             self._raise_known()
-            if given is not None and self._peers:
+            if given is not None and self._mesh is not None:
                 self._agree(given)
                 self.log.phase(phase)
             yield
@@ -170,7 +120,7 @@ class Watch:
 
     def _raise_known(self) -> None:
         with self._changed:
-            self._blame_the_gone()
+            self._accuse(self._blame.gone(self.log.position, now_s=time.monotonic()))
             if self._cause is not None:
                 raise self._cause.exception()
 
@@ -179,7 +129,7 @@ class Watch:
         with self._changed:
             wait = self._agreement.enter(number, given)
             self._say_given(number)
-            self._refuse_difference(number)
+            self._accuse(self._agreement.difference(number))
         if wait:
             self.log.phase(Phase.AGREEMENT)
             with self._changed:
@@ -192,27 +142,22 @@ class Watch:
         if given is not None and self._mesh is not None:
             self._mesh.post({"call": number, "given": dict(given)})
 
-    def _refuse_difference(self, number: int) -> None:
-        difference = self._agreement.difference(number)
-        if difference is not None:
-            self._set_cause(difference, tell=True)
-
     def _conclude(self, problem: BaseException) -> None:
         """Raise the first cause; that is `problem` itself unless another rank has failed before."""
         position = self.log.position
         own = isinstance(problem, PlanError) and problem.first_rank is None
         with self._changed:
-            if position.waiting and not own and self._peers:
+            if position.waiting and not own and self._mesh is not None:
                 self._changed.wait_for(lambda: self._cause is not None, ECHO_S)
             if self._cause is None:
-                if not self._peers and not isinstance(problem, Exception):
+                if self._mesh is None and not isinstance(problem, Exception):
                     raise problem
                 first = FirstCause.of(problem, rank=self._rank, world_size=self._world_size, position=str(position))
                 self._set_cause(first, tell=True)
             assert self._cause is not None
             cause = self._cause
             self._raised = True
-        if not self._peers:
+        if self._mesh is None:
             self._cause, self._raised = None, False  # alone, the caller may mend what was wrong and go on
         if not isinstance(problem, Exception):
             raise problem
@@ -225,13 +170,13 @@ class Watch:
     def turn(self, heard: list[tuple[int, Message | None]]) -> bool:
         """One turn of the watching thread; False when it has done its work."""
         with self._changed:
+            now_s = time.monotonic()
             for other, message in heard:
-                self._hear(other, message)
+                self._hear(other, message, now_s)
+            self._say_where(now_s)
             if self._calling:
-                self._blame_the_gone()
-            self._send_beat()
-            if self._cause is None and self._calling:
-                self._blame_the_stuck()
+                self._accuse(self._blame.gone(self.log.position, now_s=now_s))
+                self._accuse(self._blame.stuck(now_s=now_s))
             failed = self._cause is not None
         if failed:
             self._say_at_once()
@@ -241,102 +186,32 @@ class Watch:
     @property
     def pause_s(self) -> float:
         """Until this rank's next turn, if nobody says anything."""
-        now = time.monotonic()
-        turns = [peer.gone_s + self._turn_s - now for peer in self._peers.values() if peer.gone_s is not None]
-        turns.append(self._beat.changed_s + self._blame_after_s - now)
-        return min([BEAT_S, *(pause_s for pause_s in turns if pause_s > 0)])
+        return min(BEAT_S, self._blame.pause_s(now_s=time.monotonic()))
 
-    def _hear(self, other: int, message: Message | None) -> None:
-        peer = self._peers[other]
-        now = time.monotonic()
+    def _hear(self, other: int, message: Message | None, now_s: float) -> None:
+        self._blame.hear(other, message, now_s=now_s)
         if message is None:
-            peer.gone_s = now
             return
-        peer.heard_s = now
-        if "at" in message:
-            count, *_ = message["at"]
-            if count != peer.count:
-                peer.count, peer.changed_s = count, now
-            peer.position = Position.of(tuple(message["at"]))
-        elif "given" in message:
+        if "given" in message:
             number = message["call"]
             if self._agreement.hear(other, number, message["given"]):
                 self._say_given(number)
-            self._refuse_difference(number)
+            self._accuse(self._agreement.difference(number))
             self._changed.notify_all()
-        elif "finished" in message:
-            peer.finished = True
-            peer.position = Position(Phase.OUTSIDE, message["finished"], peer.position.step)
-        else:
+        elif "cause" in message:
             self._set_cause(FirstCause(**message["cause"]), tell=False)
 
-    def _send_beat(self) -> None:
-        if self._mesh is None:
-            return
-        now = time.monotonic()
+    def _say_where(self, now_s: float) -> None:
         entry = self.log.journal.read()
-        if entry[0] != self._beat.count:
-            self._beat.count, self._beat.changed_s = entry[0], now
-        self._beat.position = Position.of(entry)
-        if now - self._beat.heard_s >= BEAT_S:
-            self._beat.heard_s = now
+        self._blame.note(entry, now_s=now_s)
+        if self._mesh is not None and now_s - self._said_s >= BEAT_S:
+            self._said_s = now_s
             self._mesh.post({"at": entry}, droppable=True)
 
-    def _blame_the_gone(self) -> None:
-        now = time.monotonic()
-        for other, peer in self._peers.items():
-            if peer.gone_s is not None and self._cause is None:
-                if peer.finished and peer.position.calls >= self.log.calls:
-                    continue  # its part of this call is done, and on its way
-                if peer.finished and now - peer.gone_s < self._turn_s:
-                    continue  # a rank before this one is to tell
-                if peer.finished:
-                    text = (
-                        f"it ended after {peer.position.calls} of the pipeline's calls (construction, step, evaluate, "
-                        f"...), rank {self._rank} makes a call more: {self.log.position}; every rank must make the "
-                        "same calls"
-                    )
-                else:
-                    text = (
-                        "its process ended without a word (killed, perhaps by the system for want of memory, or "
-                        f"crashed), last at {peer.last_position}"
-                    )
-                self._blame(other, text, tell=True)
-
-    def _blame_the_stuck(self) -> None:
-        """After a wait that is too long, find who it is that all wait for."""
-        now = time.monotonic()
-        waited = now - self._beat.changed_s
-        if waited < self._blame_after_s or not self._beat.position.waiting:
-            return None
-        waits = f"rank {self._rank} has waited {waited:.0f} s at {self._beat.position}"
-        for other, peer in self._peers.items():
-            silent = now - peer.heard_s
-            if silent > self._timeout_s / 2 and peer.gone_s is None:
-                return self._blame(
-                    other,
-                    f"it has not answered for {silent:.0f} s (stopped, or its machine is out of reach), last at "
-                    f"{peer.last_position}; {waits}",
-                    tell=True,
-                )
-        behind = min(peer.position.calls for peer in self._peers.values())
-        for other, peer in self._peers.items():
-            if peer.position.phase in _AT_LEISURE:
-                return None
-            idle = now - peer.changed_s
-            if not peer.position.waiting and peer.position.calls == behind and idle > self._timeout_s / 2:
-                does = f"it has been at {peer.position} for {idle:.0f} s, after {peer.position.calls} calls"
-                return self._blame(other, f"{does}; {waits}, in call {self.log.calls}; {self._advice}", tell=True)
-        others = ", ".join(f"rank {other} at {peer.position}" for other, peer in self._peers.items())
-        return self._blame(self._rank, f"{waits}, {others}; {self._advice}", tell=True)
-
-    @property
-    def _advice(self) -> str:
-        return f"every rank must make the same calls, and if it needs more than {self._timeout_s:.0f} s, set timeout_s"
-
-    def _blame(self, rank: int, text: str, *, tell: bool) -> None:
-        whole = f"{named(rank, self._world_size)} failed: {text}"
-        self._set_cause(FirstCause(whole, ExecutionError.__name__, rank), tell=tell)
+    def _accuse(self, cause: FirstCause | None) -> None:
+        """Take what this rank has found out, if anything, for the cause unless one is known; the others hear of it."""
+        if cause is not None:
+            self._set_cause(cause, tell=True)
 
     def _set_cause(self, cause: FirstCause, *, tell: bool) -> None:
         if self._cause is not None:
@@ -399,6 +274,17 @@ def _watch(reference: weakref.ref[Watch], mesh: Mesh) -> None:
             pause_s = watch.pause_s
         del watch
     mesh.close()
+
+
+def _meet(rank: int, world_size: int, log: Logbook, timeout_s: float) -> Mesh:
+    """The connections to the others, who learn where this rank's journal is."""
+    try:
+        return Mesh(rank, world_size, log.journal.address, timeout_s=timeout_s)
+    except (OSError, RuntimeError) as problem:
+        raise ExecutionError(
+            f"{named(rank, world_size)} cannot talk to the others ({problem}); let MASTER_ADDR be an address of the "
+            "first machine that all machines reach"
+        ) from problem
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from executor.watch import timeout_for
+from executor.blame import timeout_for
 from planner.plan import Plan
 from profiler.channel import default_backend
 from profiler.errors import ExecutionError, ForeignPlanError

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from executor import blame
 from executor import watch as watching
 from executor.mesh import Message
 from executor.position import Phase
@@ -62,8 +63,8 @@ def test_the_first_rank_tells_what_all_notice_at_once(mesh: Posted) -> None:
 
 def test_the_others_repeat_it(mesh: Posted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each told it with its own number and place, so that two ranks could end with two errors."""
-    monkeypatch.setattr(watching, "TURN_S", 60.0)
-    monkeypatch.setattr(watching, "LONGEST_TURN_S", 60.0)
+    monkeypatch.setattr(blame, "TURN_S", 60.0)
+    monkeypatch.setattr(blame, "LONGEST_TURN_S", 60.0)
     watch = Watch(1, 3, timeout_s=60)
     with pytest.raises(ExecutionError, match=r"^as rank 0 tells it$"), watch.call(Phase.NORM):
         watch.turn(ENDED)
@@ -75,7 +76,7 @@ def test_the_others_repeat_it(mesh: Posted, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_whose_turn_it_is_speaks_when_those_before_are_silent(
     mesh: Posted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "TURN_S", 0.0)
+    monkeypatch.setattr(blame, "TURN_S", 0.0)
     watch = Watch(1, 3, timeout_s=60)
     told = r"rank 1 makes a call more: step 0, in clip_grad_norm_"
     with pytest.raises(ExecutionError, match=told), watch.call(Phase.NORM):

@@ -225,6 +225,13 @@ def main() -> None:
     show_default=True,
     help="Whether stages run their forward pass again instead of keeping activations.",
 )
+@click.option(
+    "--skips",
+    type=click.Choice(["relayed", "direct"]),
+    default="relayed",
+    show_default=True,
+    help="Whether stages pass on values that they do not read, or these go past them where that fits.",
+)
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
 @click.option("--time-budget", "time_budget_s", type=float, default=60.0, show_default=True, help="Seconds of timing.")
 @click.option(

@@ -128,10 +128,12 @@ def _timeline(plan: Plan, spans: Mapping[Action, tuple[float, float]]) -> Timeli
 def _transfers(spans: Mapping[Action, tuple[float, float]]) -> list[Event]:
     """The transfers on each link, in the order in which they were sent."""
     events: list[Event] = []
-    ways = sorted({(action.stage, action.kind) for action in spans if action.kind in _TRANSFERS})
-    for stage, kind in ways:
-        sends = sorted((a for a in spans if (a.stage, a.kind) == (stage, kind)), key=lambda action: spans[action])
-        lane = f"link {stage}>{sends[0].other_end.stage}"
+    by_link: dict[tuple[int, int], list[Action]] = {}
+    for action in sorted(spans, key=spans.__getitem__):
+        if action.kind in _TRANSFERS:
+            by_link.setdefault((action.stage, action.other_end.stage), []).append(action)
+    for (sender, receiver), sends in sorted(by_link.items()):
+        lane = f"link {sender}>{receiver}"
         awaited: list[float] = []
         behind_s = 0.0
         spent: list[tuple[Action, float, float, bool]] = []
@@ -159,7 +161,8 @@ def measured_frame(plan: Plan, processes: Sequence[Recorded]) -> pandas.DataFram
     Returns:
         Columns `stage` (-1 for all), `what`, `predicted`, `measured` and their `ratio`. Seconds (`what` ends in `_s`)
         of passes and transfers are means over the micro-batches; everything measured is a median over the last steps.
-        A transfer is measured where its receiver waited for it. `peak_bytes` holds neither the optimizer's state nor
+        A transfer is measured where its receiver waited for it; `skip_to_3_send_forward_s` is one that goes past
+        stages to stage 3. `peak_bytes` holds neither the optimizer's state nor
         the reserve on CPU, not the reserve on CUDA; it is measured if `Pipeline.watch_memory` saw a step.
     """
     import pandas
@@ -182,10 +185,11 @@ def measured_frame(plan: Plan, processes: Sequence[Recorded]) -> pandas.DataFram
                 event.end_s - event.start_s
                 for timeline in timelines
                 for event in timeline.events
-                if event.action.stage == index and event.action.kind is kind
+                if (event.action.stage, event.action.kind, event.action.peer) == (index, kind, None)
             ]
             if lasted:
                 rows.append((index, field, _predicted(plan, index, field), median(lasted)))
+        rows.extend(_skip_rows(plan, index, timelines))
         for process in processes:
             if index in process.stages:
                 memory = stage.memory.total - stage.memory.reserve
@@ -196,6 +200,26 @@ def measured_frame(plan: Plan, processes: Sequence[Recorded]) -> pandas.DataFram
     frame = pandas.DataFrame(rows, columns=["stage", "what", "predicted", "measured"])
     frame["ratio"] = frame["measured"] / frame["predicted"]
     return frame
+
+
+def _skip_rows(plan: Plan, stage: int, timelines: Sequence[Timeline]) -> list[tuple[int, str, float, float]]:
+    """What a stage sends past others."""
+    rows = []
+    for skip in plan.skips:
+        for kind, field, ends in (
+            (ActionKind.SEND_F, "send_forward_s", skip.ends),
+            (ActionKind.SEND_B, "send_backward_s", skip.ends[::-1]),
+        ):
+            lasted = [
+                event.end_s - event.start_s
+                for timeline in timelines
+                for event in timeline.events
+                if (event.action.kind, event.action.stage, event.action.peer) == (kind, *ends)
+            ]
+            if ends[0] == stage and lasted:
+                predicted = fmean(getattr(skip.times_at(size), field) for size in plan.micro_batch_sizes)
+                rows.append((stage, f"skip_to_{ends[1]}_{field}", predicted, median(lasted)))
+    return rows
 
 
 def _predicted(plan: Plan, stage: int, field: str) -> float:

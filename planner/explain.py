@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas
 
-from planner.plan import Plan, Stage
+from planner.plan import Plan
 from planner.schedule import ActionKind
 from planner.simulator import Timeline, simulate_plan
 from profiler.device import Cluster, Device
@@ -42,7 +42,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
             stage one layer earlier or later, its best recompute included (missing where that does not fit).
 
     Returns:
-        Columns: `forward_s`, `backward_s` (recompute included) and the transfers behind the stage for the largest
+        Columns: `forward_s`, `backward_s` (recompute included) and the longest transfers from the stage for the largest
         micro-batch; `bottleneck`, whether the stage or its link takes the longest of all in `"forward"`, `"backward"`,
         `"both"` or `""`; `busy`, the share of the time before the optimizer that it computes; `memory_share` of its
         device; `recomputed_layers`; `memory_binds`, whether its memory costs time: it recomputes, or (with the profile)
@@ -53,7 +53,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
     """
     timeline = simulate_plan(plan)
     size = max(plan.micro_batch_sizes)
-    rows = [_row(stage, size) for stage in plan.stages]
+    rows = [_row(plan, index, size) for index in range(plan.K)]
     frame = pandas.DataFrame(rows).rename_axis("stage")
     forward = frame[["forward_s", "send_forward_s"]].max(axis=1)
     backward = frame["backward_s"].combine(frame["send_backward_s"], max)
@@ -86,16 +86,19 @@ def _full(plan: Plan, frame: pandas.DataFrame) -> list[bool]:
     ]
 
 
-def _row(stage: Stage, size: int) -> dict[str, Any]:
+def _row(plan: Plan, index: int, size: int) -> dict[str, Any]:
+    stage = plan.stages[index]
     times = stage.times_at(size)
+    ahead = [skip.times_at(size).send_forward_s for skip in plan.skips if skip.sender == index]
+    back = [skip.times_at(size).send_backward_s for skip in plan.skips if skip.receiver == index]
     return {
         "first_layer": stage.first_layer,
         "stop_layer": stage.stop_layer,
         "device": stage.device.name,
         "forward_s": times.forward_s,
         "backward_s": times.backward_s + times.recompute_s,
-        "send_forward_s": times.send_forward_s,
-        "send_backward_s": times.send_backward_s,
+        "send_forward_s": max(times.send_forward_s, *ahead, 0.0),
+        "send_backward_s": max(times.send_backward_s, *back, 0.0),
         "recomputed_layers": sum(segment.stop - segment.first for segment in stage.recompute),
     }
 
@@ -170,6 +173,7 @@ def _quantities(plan: Plan) -> dict[str, Any]:
         "R": plan.replicas,
         "cuts": " ".join(str(stage.stop_layer) for stage in plan.stages[:-1]),
         "recomputed_layers": sum(segment.stop - segment.first for stage in plan.stages for segment in stage.recompute),
+        "skips": " ".join(f"{skip.sender}>{skip.receiver}" for skip in plan.skips),
         "step_s": prediction.step_s,
         "optimizer_s": prediction.optimizer_s,
         "samples_per_s": prediction.samples_per_s,

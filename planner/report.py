@@ -26,13 +26,17 @@ def _headline(plan: Plan) -> list[str]:
         if gap == 0
         else f"at most {max(gap, 1e-4):.2%} above the lower bound of {seconds_text(prediction.lower_bound_s)}"
     )
-    return [
+    lines = [
         f"K = {plan.K} stages, M = {plan.M} micro-batches of {_sizes(plan)} samples, batch {plan.batch_size}, "
         f"schedule {plan.schedule}, {plan.optimizer}",
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
         f"{prediction.samples_per_s:.4g} samples/s, bubble {prediction.bubble:.1%}",
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}), {optimal}",
     ]
+    if plan.skips:
+        ways = ", ".join(f"{skip.sender} to {skip.receiver} ({len(skip.values)})" for skip in plan.skips)
+        lines.append(f"values that go past the stages between: {ways}")
+    return lines
 
 
 def _sizes(plan: Plan) -> str:

@@ -3,10 +3,11 @@
     pytest tests/benchmarks/test_peak_memory.py -m benchmark -s
 
 A GPT whose activations outweigh its parameters, planned by a real profile, trained by two processes under both
-schedules, with and without recompute. Tensors' bytes at the worst moment of a step, the optimizer's state left out on
-both sides.
+schedules, with and without recompute; and a U-Net in four, its long skips relayed and sent past the stages between.
+Tensors' bytes at the worst moment of a step, the optimizer's state left out on both sides.
 """
 
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,43 +15,89 @@ import pandas
 import pytest
 import torch
 from gpt import GPT, Config, next_token_loss
+from torch import Tensor, nn
+from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
-from profiler import profile, trace
+from profiler import Profile, profile, trace
 from profiler.local import local_devices
+from profiler.loss import LossFunction
+from tests.models.unet import UNet
 
 CONFIG = Config(context=128, width=192, heads=4, blocks=6)
 BATCH_SIZE, M = 16, 8
 WITHIN = 0.05
 
 
-def make_model() -> GPT:
+@dataclass(frozen=True)
+class Task:
+    """A model and a mini-batch."""
+
+    model: nn.Module
+    x: Tensor
+    target: Tensor
+    loss_fn: LossFunction
+
+    def profiled(self, devices: int) -> Profile:
+        cluster = local_devices(["cpu"] * devices)
+        sequence = trace(self.model, self.x)
+        return profile(
+            sequence, cluster, sample=self.x, batch_size=BATCH_SIZE, loss_fn=self.loss_fn, target=self.target
+        )
+
+
+def gpt() -> Task:
     torch.manual_seed(0)
-    return GPT(CONFIG)
-
-
-def peaks(plan: Plan) -> pandas.DataFrame:
-    pipe = Pipeline(make_model(), plan, loss_fn=next_token_loss)
     ids = torch.randint(256, (BATCH_SIZE, CONFIG.context), generator=torch.Generator().manual_seed(0))
-    pipe.step(ids, target=ids)
+    return Task(GPT(CONFIG), ids, ids, next_token_loss)
+
+
+def unet() -> Task:
+    torch.manual_seed(0)
+    images = torch.randn(BATCH_SIZE, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return Task(UNet(depth=3, channels=16), images, images[:, 0].gt(0).long(), functional.cross_entropy)
+
+
+def peaks(plan: Plan, task: Task) -> pandas.DataFrame:
+    pipe = Pipeline(task.model, plan, loss_fn=task.loss_fn)
+    pipe.step(task.x, target=task.target)
     with pipe.watch_memory():
-        pipe.step(ids, target=ids)
+        pipe.step(task.x, target=task.target)
     frame = pipe.measured()
     return frame[frame["what"] == "peak_bytes"]
 
 
+def table_of(task: Task, found: Profile, stages: int, chosen: list[dict[str, Any]]) -> pandas.DataFrame:
+    frames = []
+    cluster = local_devices(["cpu"] * stages)
+    for settings in chosen:
+        plan = plan_from_profile(
+            found, cluster, batch_size=BATCH_SIZE, optimizer="AdamW", stages=stages, micro_batches=M,
+            micro_batches_per_stage=1, **settings
+        )  # fmt: skip
+        frames.append(launch(peaks, plan, (task,))[0].assign(**settings))
+    table = pandas.concat(frames).set_index([*chosen[0], "stage"])[["predicted", "measured", "ratio"]]
+    print(f"\npeak bytes of each rank, K = {stages}, M = {M}\n{table.to_string(float_format='{:.3f}'.format)}")
+    return table
+
+
 @pytest.mark.benchmark
 def test_each_rank_peaks_where_the_plan_says() -> None:
-    cluster = local_devices(["cpu", "cpu"])
-    ids = torch.zeros(BATCH_SIZE, CONFIG.context, dtype=torch.int64)
-    sequence = trace(make_model(), ids)
-    found = profile(sequence, cluster, sample=ids, batch_size=BATCH_SIZE, loss_fn=next_token_loss, target=ids)
-    frames = []
-    for schedule, recompute in product(("gpipe", "1f1b"), ("never", "always")):
-        settings: dict[str, Any] = {"stages": 2, "micro_batches": M, "recompute": recompute, "schedule": schedule}
-        plan = plan_from_profile(found, cluster, batch_size=BATCH_SIZE, optimizer="AdamW", **settings)
-        frames.append(launch(peaks, plan)[0].assign(schedule=schedule, recompute=recompute))
-    table = pandas.concat(frames).set_index(["schedule", "recompute", "stage"])[["predicted", "measured", "ratio"]]
-    print(f"\npeak bytes of each rank, K = 2, M = {M}\n{table.to_string(float_format='{:.3f}'.format)}")
+    task = gpt()
+    chosen = [{"schedule": s, "recompute": r} for s, r in product(("gpipe", "1f1b"), ("never", "always"))]
+    table = table_of(task, task.profiled(2), 2, chosen)
     assert ((table["ratio"] - 1).abs() <= WITHIN).all()
+
+
+@pytest.mark.benchmark
+def test_stages_hold_nothing_of_what_goes_past_them() -> None:
+    task = unet()
+    chosen = [{"schedule": s, "skips": how} for s, how in product(("gpipe", "1f1b"), ("relayed", "direct"))]
+    table = table_of(task, task.profiled(4), 4, chosen)
+    assert (table["measured"] <= table["predicted"]).all()
+    rows = table.reset_index()
+    inner = rows[rows["stage"].isin([1, 2])].groupby(["schedule", "skips"])["measured"].sum().unstack("skips")
+    shares = inner["direct"] / inner["relayed"]
+    print(f"what stages 1 and 2 hold, of what they hold with skips relayed\n{shares.to_string()}")
+    assert (shares < 1).all()

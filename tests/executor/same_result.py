@@ -54,7 +54,8 @@ def differing(part: Trained, whole: Trained) -> list[str]:
 def random_plan(sequence: LayerSequence, chance: random.Random, stages: int, **settings: Any) -> Plan:
     cuts = sorted(chance.sample(range(1, len(sequence)), min(stages, len(sequence)) - 1))
     segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])]
-    return plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=segments, **settings)
+    past = chance.random() < 0.5
+    return plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=segments, skips=past, **settings)
 
 
 def random_segments(chance: random.Random, first: int, stop: int) -> list[tuple[int, int]]:

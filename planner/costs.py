@@ -9,6 +9,7 @@ Ranges of layers are half open, [i, j), and matrices over them hold the range [i
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -139,6 +140,11 @@ class CostModel:
         return kept, most
 
     @cached_property
+    def fingerprint(self) -> str:
+        """`fingerprint_of` the profile."""
+        return fingerprint_of(self.profile)
+
+    @cached_property
     def stage_stack(self) -> StageStack:
         """What `stage` says, for all stages and measured sizes."""
         position = {key: number for number, key in enumerate(self._rows)}
@@ -186,6 +192,11 @@ class CostModel:
         below = max(size for size in sizes if size < micro_batch_size)
         above = min(size for size in sizes if size > micro_batch_size)
         return below, above, (micro_batch_size - below) / (above - below)
+
+
+def fingerprint_of(profile: Profile) -> str:
+    """What a plan says of the profile that it was made from."""
+    return hashlib.sha256(profile.to_json().encode()).hexdigest()
 
 
 def _rows(profile: Profile) -> dict[tuple[str, int], list[LayerCost]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from planner.balancer import Balance, StageChoice, end_seconds, stage_seconds
@@ -30,7 +29,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
     candidate = found.candidate
     draft = Plan(
         model_fingerprint=profile.fingerprint,
-        profile_fingerprint=fingerprint_of(profile),
+        profile_fingerprint=problem.costs.fingerprint,
         sample=profile.sample,
         batch_size=problem.settings.batch_size,
         micro_batch_sizes=candidate.split.sizes,
@@ -50,11 +49,6 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         ),
     )
     return draft.model_copy(update={"prediction": _prediction(problem, found, draft)})
-
-
-def fingerprint_of(profile: Profile) -> str:
-    """What a plan says of the profile that it was made from."""
-    return hashlib.sha256(profile.to_json().encode()).hexdigest()
 
 
 def _prediction(problem: Problem, found: Balance, draft: Plan) -> Prediction:

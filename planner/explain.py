@@ -105,7 +105,7 @@ def _row(plan: Plan, index: int, size: int) -> dict[str, Any]:
 
 def _problem_of(plan: Plan, profile: Profile) -> Problem:
     """The problem whose only freedom is recompute and cuts."""
-    from planner.drafting import fingerprint_of
+    from planner.costs import fingerprint_of
     from planner.from_profile import make_problem
 
     if fingerprint_of(profile) != plan.profile_fingerprint:

@@ -1,14 +1,16 @@
 """Whether values that stages between do not read are relayed by these, or go past them.
 
 The balancer charges every boundary with all that crosses it: that is what relaying costs. What skipping saves depends
-on the cuts on both sides, which its search does not know. So with skips some problems are solved that differ in what
-boundaries are charged with, and of all their plans, with skips and without, the fastest that fits is taken:
+on the cuts on both sides, which its search does not know. So with skips three problems are solved that differ in what
+boundaries are charged with:
 
 - with what must cross them in any case, from the layer before to the layer behind: no plan with skips is faster than
   this problem's bound, and none needs less memory;
 - with all but the values that no layer uses for as long as an even stage is;
-- with everything, as if it were relayed;
-- with all but what skips stages in a plan found before, for a few rounds.
+- with everything, as if it were relayed.
+
+From the plan of each, one cut after the other is moved to where the simulator finds the step shortest, until none is
+worth moving; the fastest plan that fits is taken, with skips or without.
 """
 
 from __future__ import annotations
@@ -19,21 +21,27 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
+
 from planner.balancer import Balance
+from planner.clock import Clock
 from planner.costs import CostModel
 from planner.drafting import make_plan
 from planner.infeasible import nothing_fits_text
 from planner.many_devices import balance_any, with_fewer_classes
-from planner.plan import Plan
+from planner.plan import Plan, Segment
 from planner.problem import Problem
+from planner.rules import FREE
 from planner.skips import routes_of
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, Profile, SkipValue
 
 NEXT = 2
 """Least distance, in layers, of two users of a value that have another layer between them."""
-ROUNDS = 4
-"""Problems solved one after the other, each charged as the plan of the one before skips stages [chosen]."""
+REACH = 12
+"""Positions on either side of a cut that it is tried at [chosen]."""
+MOST_TRIED = 600
+"""Plans tried around one that a search found [chosen: 2 to 5 s for some hundred layers]."""
 
 
 def best_plan(problem: Problem) -> Plan | None:
@@ -46,22 +54,19 @@ def best_plan(problem: Problem) -> Plan | None:
     if not values:
         relayed = balance_any(problem)
         return None if relayed is None else make_plan(problem, relayed)
+    clock = Clock(problem.settings.time_limit_s)
+    problem = _with_share_of_time(problem)
     bound = balance_any(_charged_without(problem, _apart(values, NEXT)))
     if bound is None:
         return None
     even = max(NEXT, -(-problem.layers // problem.settings.max_stages))
+    found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
+    starts = {(one.candidate, one.stages): one for one in found if one is not None}
     best: Plan | None = None
-    seen = set()
-    for first in (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound):
-        found = first
-        for _ in range(ROUNDS):
-            if found is None or (found.candidate, found.stages) in seen:
-                break
-            seen.add((found.candidate, found.stages))
-            for plan in _drafts(problem, values, replace(found, lower_bound_s=min(found.step_s, bound.lower_bound_s))):
-                if best is None or plan.prediction.step_s < best.prediction.step_s:
-                    best = plan
-            found = balance_any(_charged_without(problem, _skipping(values, found)))
+    for start in starts.values():
+        for plan in _Around(problem, values, bound.lower_bound_s, clock).plans(start):
+            if best is None or plan.prediction.step_s < best.prediction.step_s:
+                best = plan
     return best
 
 
@@ -99,18 +104,114 @@ def _apart(values: Iterable[SkipValue], distance: int) -> list[Gap]:
     return [gap for gap in gaps if gap[2] - gap[1] >= distance]
 
 
-def _skipping(values: Iterable[SkipValue], found: Balance) -> list[Gap]:
-    """Gaps that a stage lies in."""
-    stops = [stage.stop for stage in found.stages]
-    return [gap for gap in _apart(values, NEXT) if bisect_right(stops, gap[2]) - bisect_right(stops, gap[1]) > 1]
+def _with_share_of_time(problem: Problem) -> Problem:
+    """The problem with a quarter of its time: there are three of them, and plans to try around theirs."""
+    limit_s = problem.settings.time_limit_s
+    if limit_s is None:
+        return problem
+    return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s / 4))
 
 
-def _drafts(problem: Problem, values: Sequence[SkipValue], found: Balance) -> Iterator[Plan]:
-    """The plans of a balance with skips and without, if they fit."""
-    for routes in (routes_of(values, [stage.stop for stage in found.stages]), ()):
-        plan = make_plan(problem, found, routes)
-        if all(stage.memory.total <= stage.device.memory_bytes for stage in plan.stages):
-            yield plan
+class _Around:
+    """Plans with skips around one that the balancer found.
+
+    Args:
+        problem: the problem.
+        values: that may skip stages.
+        lower_bound_s: no plan is faster.
+        clock: how much time is left.
+    """
+
+    def __init__(self, problem: Problem, values: Sequence[SkipValue], lower_bound_s: float, clock: Clock) -> None:
+        self._problem = problem
+        self._values = values
+        self._lower_bound_s = lower_bound_s
+        self._clock = clock
+        self._tried: dict[tuple[int, ...], Plan | None] = {}
+
+    def plans(self, found: Balance) -> Iterator[Plan]:
+        """The plan itself with skips and without, and better ones."""
+        relayed = make_plan(self._problem, replace(found, lower_bound_s=self._lower_bound_s))
+        plans: list[Plan | None] = [self._direct(found), relayed]
+        stops = self._climbed(found)
+        if stops is not None:
+            plans.append(self._tried[stops])
+            exact = balance_any(self._cut_at(stops)) if self._problem.settings.recompute == "auto" else None
+            plans.append(None if exact is None else self._direct(exact))
+        yield from (plan for plan in plans if plan is not None and not any(_over(plan)))
+
+    def _climbed(self, found: Balance) -> tuple[int, ...] | None:
+        """Where the cuts end up; None where nothing around fits, or a rule says which device runs what."""
+        rules = self._problem.rules
+        stops = tuple(stage.stop for stage in found.stages)
+        if (rules.pinned != FREE).any():
+            return None
+        places = np.flatnonzero(rules.allowed)
+        moved = True
+        while moved:
+            moved = False
+            for cut in range(len(stops) - 1):
+                if rules.demanded[stops[cut]]:
+                    continue
+                least, most = stops[cut - 1] if cut else 0, stops[cut + 1]
+                near = sorted(places[(places > least) & (places < most)], key=lambda place: abs(place - stops[cut]))
+                choices = [(*stops[:cut], int(place), *stops[cut + 1 :]) for place in near[: 2 * REACH]]
+                best = min(choices, key=lambda choice: self._step_s(found, choice), default=stops)
+                if self._step_s(found, best) < self._step_s(found, stops):
+                    stops, moved = best, True
+        return stops if self._step_s(found, stops) < np.inf else None
+
+    def _step_s(self, found: Balance, stops: tuple[int, ...]) -> float:
+        """Seconds of the step with other cuts; infinite where it does not fit, or enough was tried."""
+        if stops not in self._tried:
+            if len(self._tried) >= MOST_TRIED or self._clock.over:
+                return np.inf
+            self._tried[stops] = self._moved(found, stops)
+        plan = self._tried[stops]
+        return np.inf if plan is None else plan.prediction.step_s
+
+    def _moved(self, found: Balance, stops: tuple[int, ...]) -> Plan | None:
+        """The plan with other cuts; a stage that may is recomputed as a whole where it does not fit otherwise."""
+        mode = self._problem.settings.recompute
+        bounds = list(pairwise((0, *stops)))
+        whole = [(Segment(first=first, stop=stop),) for first, stop in bounds]
+        segments: list[tuple[Segment, ...]] = list(whole) if mode == "always" else [()] * len(bounds)
+        for _ in range(2):
+            stages = tuple(
+                replace(stage, first=first, stop=stop, segments=again)
+                for stage, (first, stop), again in zip(found.stages, bounds, segments, strict=True)
+            )
+            plan = self._direct(replace(found, stages=stages))
+            over = _over(plan)
+            if not any(over):
+                return plan
+            if mode != "auto":
+                return None
+            segments = [again if full else kept for again, full, kept in zip(whole, over, segments, strict=True)]
+        return None
+
+    def _direct(self, found: Balance) -> Plan:
+        """The plan with skips."""
+        routes = routes_of(self._values, [stage.stop for stage in found.stages])
+        return make_plan(self._problem, replace(found, lower_bound_s=self._lower_bound_s), routes)
+
+    def _cut_at(self, stops: tuple[int, ...]) -> Problem:
+        """The problem with these cuts, where boundaries are charged with what does not skip stages."""
+        skipping = [
+            gap for gap in _apart(self._values, NEXT) if bisect_right(stops, gap[2]) - bisect_right(stops, gap[1]) > 1
+        ]
+        rules = self._problem.rules
+        allowed, demanded = rules.allowed & False, rules.demanded & False
+        allowed[[0, *stops]] = True
+        demanded[list(stops[:-1])] = True
+        return replace(
+            _charged_without(self._problem, skipping), rules=replace(rules, allowed=allowed, demanded=demanded)
+        )
+
+
+def _over(plan: Plan) -> list[bool]:
+    """For each stage whether it needs more memory than its device has."""
+    return [stage.memory.total > stage.device.memory_bytes for stage in plan.stages]
 
 
 def _charged_without(problem: Problem, gaps: Iterable[Gap]) -> Problem:

@@ -272,19 +272,19 @@ class Oracle:
             (first - 1, "output_gradient_bytes"),
         ]
         buffers = sum(  # messages as short as these are all under way at once
-            len(sizes) * max(self._there(layer, s, name, first, stop) for s in sizes)
+            len(sizes) * max(self._there(kind, layer, s, name, first, stop) for s in sizes)
             for layer, name in ends
             if 0 <= layer < len(self.profile.layers) - 1
         )
         if first > 0:  # inputs whose receives are posted ahead of those in flight
-            buffers += sum(self._there(first - 1, s, "output_bytes", first, stop) for s in sizes[len(held) :])
+            buffers += sum(self._there(kind, first - 1, s, "output_bytes", first, stop) for s in sizes[len(held) :])
         return (
             self._unique(first, stop)
             + sum(layer.buffers_bytes for layer in inside)
             + gradients
             + state * self._unique(first, stop, trainable_only=True)
             + sum(
-                self._there(edge - 1, s, "output_bytes", first, stop)
+                self._there(kind, edge - 1, s, "output_bytes", first, stop)
                 for s in held
                 for edge in {first, *edges}
                 if edge > 0
@@ -343,9 +343,9 @@ class Oracle:
                     hops.setdefault((sender, receiver), []).append(value)
         return hops
 
-    def _there(self, layer: int, size: int, name: str, first: int, stop: int) -> float:
+    def _there(self, kind: str, layer: int, size: int, name: str, first: int, stop: int) -> float:
         """Bytes behind a layer of a stage, or before its first, without what goes past the stage."""
-        crossing = self.cost(self.devices[0].kind, layer, size, name)
+        crossing = self.cost(kind, layer, size, name)
         for value in (self.profile.skips or ()) if self.skips == "direct" else ():
             goes_past = value.users[0] < first and value.users[-1] >= stop
             if goes_past and not any(first <= user < stop for user in value.users):

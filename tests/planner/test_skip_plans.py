@@ -133,6 +133,21 @@ def test_what_skips_stages_costs_them_neither_time_nor_memory(chain, device):
     assert {"link 0>3", "link 3>0"} <= set(lanes)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_cuts_move_to_where_skipping_saves_most(profile_of, device, oracle, schedule):
+    """Six layers over a slow link: none of the three problems that are solved has the best cuts."""
+    rows = {("a", size): [(1, 1, 1, 0, 0, more, more) for more in (1, 1, 1, 9, 5, 0)] for size in (1, 2)}
+    plain = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=40.0),))
+    values = [skip("x", (0, 2, 5), 60, (1, 2)), skip("y", (1, 4), 40, (1, 2))]
+    profile, devices = with_skips(plain, values), (device("a"),) * 4
+    asked = {"micro_batches": 8, "micro_batches_per_stage": 1, "schedule": schedule, "recompute": "never"}
+    best_s = oracle(profile, devices, 8, "never", 1, (schedule,), skips="direct").best_step_s([8])
+    relayed = plan_from_profile(profile, devices, batch_size=8, **asked)
+    direct = plan_from_profile(profile, devices, batch_size=8, skips="direct", **asked)
+    assert direct.prediction.step_s == pytest.approx(best_s, rel=ROUNDING)
+    assert direct.prediction.step_s < relayed.prediction.step_s
+
+
 def test_a_profile_that_does_not_know_skips_is_refused(profile_of, device):
     rows = {("a", size): [(1, 1, 1, 10, 0, 2, 2)] * 3 + [(1, 1, 1, 10, 0, 0, 0)] for size in (1, 2)}
     with pytest.raises(ProfileError, match="profile the model again"):

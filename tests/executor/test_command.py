@@ -165,6 +165,7 @@ def test_plan_passes_on_what_it_is_told(folder: Path, planned: dict[str, Any]) -
         ("--micro-batch-sizes 4,8", {"micro_batch_sizes": [4, 8]}),
         ("--batch-dim 0=1 --batch-dim mask=none --batch-dim x=-1", {"batch_dims": {0: 1, "mask": None, "x": -1}}),
         ("--max-stages 3 --micro-batches-per-stage 2", {"max_stages": 3, "micro_batches_per_stage": 2}),
+        ("--skips direct", {"skips": "direct"}),
         ("--cut-at a.b --cut-at c", {"cut_at": ("a.b", "c")}),
         ("--keep-together a.b --keep-together c", {"keep_together": ("a.b", "c")}),
         (
@@ -253,6 +254,7 @@ def test_a_failing_import_of_the_model_file_shows_its_own_error(folder: Path, pl
         ("--batch-dim", "x=last"),
         ("--autocast", "int8"),
         ("--recompute", "perhaps"),
+        ("--skips", "both"),
         ("--timeline", "timeline.txt"),
     ],
 )

@@ -36,7 +36,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         schedule=candidate.schedule,
         replicas=candidate.replicas,
         optimizer=problem.optimizer,
-        stages=_stages(problem, found, routes),
+        stages=stages_of(problem, found, routes),
         skips=plan_skips(routes, problem.link, sorted({*candidate.split.sizes}, reverse=True)),
         prediction=Prediction(
             step_s=found.step_s,
@@ -68,7 +68,7 @@ def _prediction(problem: Problem, found: Balance, draft: Plan) -> Prediction:
     )
 
 
-def _stages(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[Stage, ...]:
+def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[Stage, ...]:
     """The plan's stages; equal devices are taken in the order in which they were given."""
     sizes = sorted({*found.candidate.split.sizes}, reverse=True)
     seconds = {size: stage_seconds(problem, size, found.stages) for size in sizes}

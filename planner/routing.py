@@ -16,23 +16,23 @@ worth moving; the fastest plan that fits is taken, with skips or without.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 
-from planner.balancer import Balance
+from planner.balancer import Balance, StageChoice
 from planner.clock import Clock
 from planner.costs import CostModel
-from planner.drafting import make_plan
+from planner.drafting import make_plan, stages_of
 from planner.infeasible import nothing_fits_text
 from planner.many_devices import balance_any, with_fewer_classes
-from planner.plan import Plan, Segment
-from planner.problem import Problem
+from planner.plan import Plan, Segment, Stage
+from planner.problem import Candidate, Problem
 from planner.rules import FREE
-from planner.skips import routes_of
+from planner.skips import Route, routes_of
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, Profile, SkipValue
 
@@ -40,8 +40,12 @@ NEXT = 2
 """Least distance, in layers, of two users of a value that have another layer between them."""
 REACH = 12
 """Positions on either side of a cut that it is tried at [chosen]."""
-MOST_TRIED = 600
-"""Plans tried around one that a search found [chosen: 2 to 5 s for some hundred layers]."""
+MOST_WORK = 80_000
+"""Plans tried around those that searches found, each counted as its K M, and as this more for all else that it takes:"""
+EACH_PLAN = 100
+"""[measured: 2 to 5 s in all]."""
+CLOSE_ENOUGH = 1e-3
+"""Relative distance from the lower bound at which none is tried [chosen]."""
 
 
 def best_plan(problem: Problem) -> Plan | None:
@@ -61,13 +65,13 @@ def best_plan(problem: Problem) -> Plan | None:
         return None
     even = max(NEXT, -(-problem.layers // problem.settings.max_stages))
     found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
-    starts = {(one.candidate, one.stages): one for one in found if one is not None}
-    best: Plan | None = None
-    for start in starts.values():
-        for plan in _Around(problem, values, bound.lower_bound_s, clock).plans(start):
-            if best is None or plan.prediction.step_s < best.prediction.step_s:
-                best = plan
-    return best
+    starts = list({(one.candidate, one.stages): one for one in found if one is not None}.values())
+    around = _Around(problem, values, bound.lower_bound_s, clock)
+    nearest = [around.nearest(start) for start in starts]
+    for place in sorted(range(len(starts)), key=lambda place: _step_s(nearest[place])):
+        if _step_s(min(nearest, key=_step_s)) > bound.lower_bound_s * (1 + CLOSE_ENOUGH):
+            nearest.append(around.better(starts[place]))
+    return min(nearest, key=_step_s)
 
 
 def no_plan_text(problem: Problem) -> str:
@@ -113,7 +117,7 @@ def _with_share_of_time(problem: Problem) -> Problem:
 
 
 class _Around:
-    """Plans with skips around one that the balancer found.
+    """Plans with skips around those that the balancer found.
 
     Args:
         problem: the problem.
@@ -127,25 +131,29 @@ class _Around:
         self._values = values
         self._lower_bound_s = lower_bound_s
         self._clock = clock
-        self._tried: dict[tuple[int, ...], Plan | None] = {}
+        self._work = 0
+        self._tried: dict[tuple[Candidate, tuple[StageChoice, ...]], Plan | None] = {}
 
-    def plans(self, found: Balance) -> Iterator[Plan]:
-        """The plan itself with skips and without, and better ones."""
-        relayed = make_plan(self._problem, replace(found, lower_bound_s=self._lower_bound_s))
-        plans: list[Plan | None] = [self._direct(found), relayed]
+    def nearest(self, found: Balance) -> Plan | None:
+        """The better of the plan itself with skips and without; None where neither fits."""
+        plans = self._direct(found), self._plan(found, ())
+        return min((plan for plan in plans if plan is not None), key=_step_s, default=None)
+
+    def better(self, found: Balance) -> Plan | None:
+        """The plan with its cuts moved; None where none fits, or a rule says which device runs what."""
+        if (self._problem.rules.pinned != FREE).any():
+            return None
         stops = self._climbed(found)
-        if stops is not None:
-            plans.append(self._tried[stops])
-            exact = balance_any(self._cut_at(stops)) if self._problem.settings.recompute == "auto" else None
+        plans = [self._tried.get((found.candidate, _with_stops(found, stops).stages))]
+        if self._problem.settings.recompute == "auto":
+            exact = balance_any(self._cut_at(stops))
             plans.append(None if exact is None else self._direct(exact))
-        yield from (plan for plan in plans if plan is not None and not any(_over(plan)))
+        return min(plans, key=_step_s)
 
-    def _climbed(self, found: Balance) -> tuple[int, ...] | None:
-        """Where the cuts end up; None where nothing around fits, or a rule says which device runs what."""
+    def _climbed(self, found: Balance) -> tuple[int, ...]:
+        """Where the cuts end up."""
         rules = self._problem.rules
         stops = tuple(stage.stop for stage in found.stages)
-        if (rules.pinned != FREE).any():
-            return None
         places = np.flatnonzero(rules.allowed)
         moved = True
         while moved:
@@ -156,43 +164,49 @@ class _Around:
                 least, most = stops[cut - 1] if cut else 0, stops[cut + 1]
                 near = sorted(places[(places > least) & (places < most)], key=lambda place: abs(place - stops[cut]))
                 choices = [(*stops[:cut], int(place), *stops[cut + 1 :]) for place in near[: 2 * REACH]]
-                best = min(choices, key=lambda choice: self._step_s(found, choice), default=stops)
-                if self._step_s(found, best) < self._step_s(found, stops):
+                best = min(choices, key=lambda choice: _step_s(self._moved(found, choice)), default=stops)
+                if _step_s(self._moved(found, best)) < _step_s(self._moved(found, stops)):
                     stops, moved = best, True
-        return stops if self._step_s(found, stops) < np.inf else None
-
-    def _step_s(self, found: Balance, stops: tuple[int, ...]) -> float:
-        """Seconds of the step with other cuts; infinite where it does not fit, or enough was tried."""
-        if stops not in self._tried:
-            if len(self._tried) >= MOST_TRIED or self._clock.over:
-                return np.inf
-            self._tried[stops] = self._moved(found, stops)
-        plan = self._tried[stops]
-        return np.inf if plan is None else plan.prediction.step_s
+        return stops
 
     def _moved(self, found: Balance, stops: tuple[int, ...]) -> Plan | None:
-        """The plan with other cuts; a stage that may is recomputed as a whole where it does not fit otherwise."""
-        mode = self._problem.settings.recompute
-        bounds = list(pairwise((0, *stops)))
-        whole = [(Segment(first=first, stop=stop),) for first, stop in bounds]
-        segments: list[tuple[Segment, ...]] = list(whole) if mode == "always" else [()] * len(bounds)
-        for _ in range(2):
-            stages = tuple(
-                replace(stage, first=first, stop=stop, segments=again)
-                for stage, (first, stop), again in zip(found.stages, bounds, segments, strict=True)
-            )
-            plan = self._direct(replace(found, stages=stages))
-            over = _over(plan)
-            if not any(over):
-                return plan
-            if mode != "auto":
+        """The plan with other cuts; None where it does not fit, or enough was tried."""
+        balance = _with_stops(found, stops)
+        key = balance.candidate, balance.stages
+        if key not in self._tried:
+            if self._work >= MOST_WORK or self._clock.over:
                 return None
-            segments = [again if full else kept for again, full, kept in zip(whole, over, segments, strict=True)]
+            self._work += len(stops) * found.candidate.split.count + EACH_PLAN
+            self._tried[key] = self._fitted(balance)
+        return self._tried[key]
+
+    def _fitted(self, balance: Balance) -> Plan | None:
+        """The plan with nothing recomputed but, as a whole, stages that have to be, or that the settings say."""
+        mode = self._problem.settings.recompute
+        whole = [(Segment(first=stage.first, stop=stage.stop),) for stage in balance.stages]
+        segments = [again if mode == "always" else () for again in whole]
+        for _ in range(2 if mode == "auto" else 1):
+            stages = tuple(
+                replace(stage, segments=again) for stage, again in zip(balance.stages, segments, strict=True)
+            )
+            plan = self._direct(replace(balance, stages=stages))
+            if plan is not None:
+                return plan
+            over = _over(stages_of(self._problem, replace(balance, stages=stages), self._routes(balance)))
+            segments = [again if full else () for again, full in zip(whole, over, strict=True)]
         return None
 
-    def _direct(self, found: Balance) -> Plan:
-        """The plan with skips."""
-        routes = routes_of(self._values, [stage.stop for stage in found.stages])
+    def _direct(self, found: Balance) -> Plan | None:
+        """The plan with skips if it fits."""
+        return self._plan(found, self._routes(found))
+
+    def _routes(self, found: Balance) -> tuple[Route, ...]:
+        return routes_of(self._values, [stage.stop for stage in found.stages])
+
+    def _plan(self, found: Balance, routes: Sequence[Route]) -> Plan | None:
+        """The plan with these routes if it fits."""
+        if any(_over(stages_of(self._problem, found, routes))):
+            return None
         return make_plan(self._problem, replace(found, lower_bound_s=self._lower_bound_s), routes)
 
     def _cut_at(self, stops: tuple[int, ...]) -> Problem:
@@ -209,9 +223,22 @@ class _Around:
         )
 
 
-def _over(plan: Plan) -> list[bool]:
+def _step_s(plan: Plan | None) -> float:
+    """Seconds of its step; infinite where there is none."""
+    return np.inf if plan is None else plan.prediction.step_s
+
+
+def _over(stages: Iterable[Stage]) -> list[bool]:
     """For each stage whether it needs more memory than its device has."""
-    return [stage.memory.total > stage.device.memory_bytes for stage in plan.stages]
+    return [stage.memory.total > stage.device.memory_bytes for stage in stages]
+
+
+def _with_stops(found: Balance, stops: tuple[int, ...]) -> Balance:
+    """A balance with other cuts, nothing recomputed."""
+    stages = zip(found.stages, pairwise((0, *stops)), strict=True)
+    return replace(
+        found, stages=tuple(replace(one, first=first, stop=stop, segments=()) for one, (first, stop) in stages)
+    )
 
 
 def _charged_without(problem: Problem, gaps: Iterable[Gap]) -> Problem:

@@ -49,10 +49,10 @@ AHEAD_BYTES = 4 * 2**20
 
 
 def receives_ahead(distance: int) -> int:
-    """Receives posted ahead at least, of messages over that many stages: one that skips stages waits for the pipeline.
+    """How many receives are posted ahead at least, of messages that go over so many stages.
 
-    Its sender leads by one micro-batch a stage. With 1F1B two ranks could wait for each other if fewer than half as
-    many receives as stages were posted.
+    Their sender leads by one micro-batch a stage. With fewer it would wait for the receiver, and with 1F1B and many
+    stages between the two could wait for each other.
     """
     return RECEIVES_AHEAD + distance - 1
 

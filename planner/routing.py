@@ -40,10 +40,9 @@ NEXT = 2
 """Least distance, in layers, of two users of a value that have another layer between them."""
 REACH = 12
 """Positions on either side of a cut that it is tried at [chosen]."""
-MOST_WORK = 80_000
-"""Plans tried around those that searches found, each counted as its K M, and as this more for all else that it takes:"""
-EACH_PLAN = 100
-"""[measured: 2 to 5 s in all]."""
+MOST_WORK, EACH_PLAN = 80_000, 100
+"""What may be tried around plans that searches found; a plan counts as K M of its own and `EACH_PLAN` for all else
+[measured: 2 to 5 s]."""
 CLOSE_ENOUGH = 1e-3
 """Relative distance from the lower bound at which none is tried [chosen]."""
 
@@ -67,11 +66,11 @@ def best_plan(problem: Problem) -> Plan | None:
     found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
     starts = list({(one.candidate, one.stages): one for one in found if one is not None}.values())
     around = _Around(problem, values, bound.lower_bound_s, clock)
-    nearest = [around.nearest(start) for start in starts]
-    for place in sorted(range(len(starts)), key=lambda place: _step_s(nearest[place])):
-        if _step_s(min(nearest, key=_step_s)) > bound.lower_bound_s * (1 + CLOSE_ENOUGH):
-            nearest.append(around.better(starts[place]))
-    return min(nearest, key=_step_s)
+    plans = [around.nearest(start) for start in starts]
+    for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place])):
+        if _step_s(min(plans, key=_step_s)) > bound.lower_bound_s * (1 + CLOSE_ENOUGH):
+            plans.append(around.better(starts[place]))
+    return min(plans, key=_step_s)
 
 
 def no_plan_text(problem: Problem) -> str:

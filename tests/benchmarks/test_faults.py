@@ -4,7 +4,7 @@
 
 Under `launch` seconds count from the fault to the error in the caller; under torchrun, and in forks that meet as under
 torchrun but start in a moment, to the error in each rank that can still speak. A rank that is stuck costs the time-out,
-here 8 s, and a stopped one under torchrun 2 s more, which its agent (by default 30 s) waits before it kills a process.
+here 8 s; a stopped one costs the trial 30 s more under torchrun, whose agent waits as long before it kills a process.
 """
 
 import json

@@ -77,7 +77,8 @@ def _check_skips(sequence: LayerSequence, plan: Plan) -> None:
         for name in skip.values:
             stages = [bisect_right(stops, layer) for layer in users.get(name, ())]
             if skip.ends not in pairwise(stages):
+                why = f"uses it in stages {sorted(set(stages))}" if stages else "has no such value that skips layers"
                 raise ForeignPlanError(
-                    f"the plan sends {name} from stage {skip.sender} to stage {skip.receiver}; this model uses it in "
-                    f"stages {sorted(set(stages))}, so it cannot go there directly; plan again for this model"
+                    f"the plan sends {name} from stage {skip.sender} to stage {skip.receiver}; this model {why}, so it "
+                    "cannot go there directly; plan again for this model"
                 )

@@ -9,7 +9,8 @@ from planner.schedule import Action, ActionKind
 from profiler.journal import Entry, Journal
 
 _KINDS = tuple(ActionKind)
-_NUMBER_OF_KIND = {kind: number for number, kind in enumerate(_KINDS)}  # plus a multiple of their count: the peer
+_NUMBER_OF_KIND = {kind: number for number, kind in enumerate(_KINDS)}
+# A transfer that skips stages is entered as its kind plus (peer + 1) times the number of kinds.
 _TRANSFERS = frozenset({ActionKind.RECV_F, ActionKind.RECV_B, ActionKind.SEND_F, ActionKind.SEND_B})
 
 

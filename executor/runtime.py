@@ -9,6 +9,7 @@ from torch import Tensor
 
 from executor.position import Logbook, Phase
 from executor.program import Instruction, Move, Program
+from executor.rank_order import RECEIVES
 from executor.stage_runner import MicroBatch, StageRunner
 from executor.stopwatch import Stopwatch
 from executor.transport import InProcess, Transport
@@ -51,7 +52,11 @@ class Runtime:
                     work.carry_out(instruction)
             else:
                 work.carry_out(instruction)
-            mark(instruction.action)
+            move = instruction.move
+            if move is not None and move.is_remote and instruction.action.kind in RECEIVES:
+                mark(instruction.action, self._remote.waiting_since_s)
+            else:
+                mark(instruction.action)
             if self._check_finite and instruction.action.kind is ActionKind.F and instruction.layers.is_last:
                 self._refuse_infinite(
                     self._runners[instruction.action.stage].loss_of(batches[instruction.action.micro_batch])

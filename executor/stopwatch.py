@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +20,7 @@ class TimedAction:
 
     Attributes:
         action: what was done.
-        start_s: seconds after the step began on this rank.
+        start_s: seconds after the step began on this rank; of a RECV when it began to wait.
         end_s: likewise.
     """
 
@@ -59,6 +58,7 @@ class _Marks:
     actions: list[Action] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     events: list[torch.cuda.Event] = field(default_factory=list)
+    since: dict[int, float] = field(default_factory=dict)  # by position of an action: when it began to wait
 
 
 class Stopwatch:
@@ -78,8 +78,10 @@ class Stopwatch:
         if self._cuda:
             self._current.events.append(_recorded())
 
-    def mark(self, action: Action) -> None:
-        """The action has just been carried out."""
+    def mark(self, action: Action, since_s: float | None = None) -> None:
+        """The action has just been carried out; `since_s` is when a receive began to wait, by `time.perf_counter`."""
+        if since_s is not None:
+            self._current.since[len(self._current.actions)] = since_s
         self._current.actions.append(action)
         if self._cuda:
             self._current.events.append(_recorded())
@@ -90,26 +92,27 @@ class Stopwatch:
         """The last steps, oldest first; waits for the device on CUDA."""
         if self._cuda:
             torch.cuda.synchronize()
-        return tuple(
-            TimedStep(step.number, step.began_s, _timed(step.actions, self._seconds(step))) for step in self._steps
-        )
+        return tuple(TimedStep(step.number, step.began_s, self._timed(step)) for step in self._steps)
 
     def read(self) -> tuple[TimedAction, ...]:
         """The actions of the last step that computed."""
         if self._cuda:
             torch.cuda.synchronize()
-        actions = _timed(self._current.actions, self._seconds(self._current))
-        return tuple(timed for timed in actions if timed.action.kind in _COMPUTED)
+        return tuple(timed for timed in self._timed(self._current) if timed.action.kind in _COMPUTED)
+
+    def _timed(self, step: _Marks) -> tuple[TimedAction, ...]:
+        """Actions with the marks before and behind them; an aborted step has fewer marks."""
+        marks = self._seconds(step)
+        starts = [
+            mark if since is None or self._cuda else since - step.began_s
+            for mark, since in zip(marks, map(step.since.get, range(len(marks))), strict=True)
+        ]
+        return tuple(TimedAction(*each) for each in zip(step.actions, starts, marks[1:], strict=False))
 
     def _seconds(self, step: _Marks) -> list[float]:
         if self._cuda:
             return [step.events[0].elapsed_time(event) / 1e3 for event in step.events]
         return [0.0, *(mark - step.began_s for mark in step.times)]
-
-
-def _timed(actions: Sequence[Action], marks: Sequence[float]) -> tuple[TimedAction, ...]:
-    """Actions with the marks before and behind them; an aborted step has fewer marks."""
-    return tuple(TimedAction(*each) for each in zip(actions, marks, marks[1:], strict=False))
 
 
 def _recorded() -> torch.cuda.Event:

@@ -10,6 +10,7 @@ A receive takes 25 us to post, so none is posted before its process would wait a
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,13 @@ class Transfer:
 
 
 class Transport(Protocol):
-    """Moves lists of tensors from a SEND action to the RECV action at its other end."""
+    """Moves lists of tensors from a SEND action to the RECV action at its other end.
+
+    Attributes:
+        waiting_since_s: when the last receive began to wait, by `time.perf_counter`; None where none ever waits.
+    """
+
+    waiting_since_s: float | None
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -88,6 +95,7 @@ class InProcess:
     """Between stages of one process: a message is a list of references, moved to the receiver's device."""
 
     groups: Sequence[dist.ProcessGroup] = ()
+    waiting_since_s: float | None = None
 
     def __init__(self) -> None:
         self._messages: dict[int, list[Tensor]] = {}
@@ -137,6 +145,7 @@ class Distributed:
         self._inboxes: dict[int, _Inbox] = {}
         self._unposted: list[_Inbox] = []
         self._sent: dict[int, deque[tuple[Pending, Sequence[Tensor]]]] = {}
+        self.waiting_since_s: float | None = None
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -185,6 +194,7 @@ class Distributed:
         buffers, pending = inbox.posted.pop(transfer.tag)
         if inbox.expected:
             self._post(inbox, POSTED_AT_A_TIME)
+        self.waiting_since_s = time.perf_counter()
         finish(pending)
         return transfer.form.unpack(buffers)
 

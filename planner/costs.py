@@ -195,8 +195,9 @@ class CostModel:
 
 
 def fingerprint_of(profile: Profile) -> str:
-    """What a plan says of the profile that it was made from."""
-    return hashlib.sha256(profile.to_json().encode()).hexdigest()
+    """What a plan says of the profile that it was made from; of one without `skips` what earlier versions said."""
+    unsaid = frozenset({"skips"} if profile.skips is None else ())
+    return hashlib.sha256(profile.to_json(without=unsaid).encode()).hexdigest()
 
 
 def _rows(profile: Profile) -> dict[tuple[str, int], list[LayerCost]]:

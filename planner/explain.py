@@ -173,7 +173,7 @@ def _quantities(plan: Plan) -> dict[str, Any]:
         "R": plan.replicas,
         "cuts": " ".join(str(stage.stop_layer) for stage in plan.stages[:-1]),
         "recomputed_layers": sum(segment.stop - segment.first for stage in plan.stages for segment in stage.recompute),
-        "skips": " ".join(f"{skip.sender}>{skip.receiver}" for skip in plan.skips),
+        "sent_past_stages": " ".join(f"{skip.sender}>{skip.receiver}" for skip in plan.skips),
         "step_s": prediction.step_s,
         "optimizer_s": prediction.optimizer_s,
         "samples_per_s": prediction.samples_per_s,

@@ -107,9 +107,9 @@ def stage_memory(
             peak = max(peak, one[segment.first : segment.stop].sum() + temporary[segment.first : behind].max())
     incoming, outgoing = [*skips.incoming], [*skips.outgoing]
     if first > 0:
-        incoming.append(Message.behind(large, small, first - 1).less(skips.incoming))
+        incoming.append(Message.behind(large, small).at(first - 1).less(skips.incoming))
     if stop < len(large.output_bytes):
-        outgoing.append(Message.behind(large, small, stop - 1).less(skips.outgoing))
+        outgoing.append(Message.behind(large, small).at(stop - 1).less(skips.outgoing))
     under_way = sum(float(message.at_receiver(schedule, micro_batches, number)) for message in incoming)
     under_way += sum(float(message.at_sender(micro_batches)) for message in outgoing)
     return StageMemory(

@@ -60,6 +60,8 @@ class Problem:
         optimizer: name of the optimizer.
         settings: what the caller asks.
         rules: masks over the layers.
+        short_messages: whether more messages may be under way the shorter they are, as the executor has it. Without,
+            memory grows with the messages, so that a bound can be had.
     """
 
     costs: CostModel
@@ -70,6 +72,7 @@ class Problem:
     optimizer: str
     settings: Settings
     rules: Rules
+    short_messages: bool = True
 
     @property
     def layers(self) -> int:

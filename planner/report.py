@@ -34,8 +34,13 @@ def _headline(plan: Plan) -> list[str]:
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}), {optimal}",
     ]
     if plan.skips:
-        ways = ", ".join(f"{skip.sender} to {skip.receiver} ({len(skip.values)})" for skip in plan.skips)
-        lines.append(f"values that go past the stages between: {ways}")
+        times = [skip.times_at(max(plan.micro_batch_sizes)) for skip in plan.skips]
+        ways = ", ".join(
+            f"{skip.sender} to {skip.receiver} ({len(skip.values)}, "
+            f"{seconds_text(entry.send_forward_s + entry.send_backward_s)})"
+            for skip, entry in zip(plan.skips, times, strict=True)
+        )
+        lines.append(f"values sent past the stages between: {ways}")
     return lines
 
 

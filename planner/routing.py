@@ -4,8 +4,8 @@ The balancer charges every boundary with all that crosses it: that is what relay
 on the cuts on both sides, which its search does not know. So with skips three problems are solved that differ in what
 boundaries are charged with:
 
-- with what must cross them in any case, from the layer before to the layer behind: no plan with skips is faster than
-  this problem's bound, and none needs less memory;
+- with what must cross them in any case, from the layer before to the layer behind, and as few messages under way as may
+  be: no plan with skips is faster than this problem's bound, and none needs less memory;
 - with all but the values that no layer uses for as long as an even stage is;
 - with everything, as if it were relayed.
 
@@ -33,6 +33,7 @@ from planner.plan import Plan, Segment, Stage
 from planner.problem import Candidate, Problem
 from planner.rules import FREE
 from planner.skips import Route, routes_of
+from planner.work_bound import work_bound_s
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, Profile, SkipValue
 
@@ -59,35 +60,40 @@ def best_plan(problem: Problem) -> Plan | None:
         return None if relayed is None else make_plan(problem, relayed)
     clock = Clock(problem.settings.time_limit_s)
     problem = _with_share_of_time(problem)
-    bound = balance_any(_charged_without(problem, _apart(values, NEXT)))
-    if bound is None:
-        return None
+    least = replace(_charged_without(problem, _apart(values, NEXT)), short_messages=False)
+    bound = balance_any(least)
+    lower_bound_s = _bound_s(least) if bound is None else bound.lower_bound_s
     even = max(NEXT, -(-problem.layers // problem.settings.max_stages))
     found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
     starts = list({(one.candidate, one.stages): one for one in found if one is not None}.values())
-    around = _Around(problem, values, bound.lower_bound_s, clock)
+    around = _Around(problem, values, lower_bound_s, clock)
     plans = [around.nearest(start) for start in starts]
     for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place])):
-        if _step_s(min(plans, key=_step_s)) > bound.lower_bound_s * (1 + CLOSE_ENOUGH):
+        if _step_s(min(plans, key=_step_s)) > lower_bound_s * (1 + CLOSE_ENOUGH):
             plans.append(around.better(starts[place]))
-    return min(plans, key=_step_s)
+    return min(plans, key=_step_s, default=None)
 
 
 def no_plan_text(problem: Problem) -> str:
-    """Why there is none."""
-    values = _values(problem)
-    if values:
-        least = _charged_without(problem, _apart(values, NEXT))
-        if balance_any(least) is None:
-            return nothing_fits_text(with_fewer_classes(least))
-        note = "no plan was found that fits with values that skip stages; with all of them relayed, "
-        return note + nothing_fits_text(with_fewer_classes(problem))
-    return nothing_fits_text(with_fewer_classes(problem))
+    """Why there is none. Cures are those of relaying, which is tried in any case."""
+    text = nothing_fits_text(with_fewer_classes(problem))
+    if _values(problem):
+        return "no plan was found that fits with values that skip stages; with all of them relayed, " + text
+    direct = replace(problem, settings=replace(problem.settings, skips="direct"))
+    if problem.costs.profile.skips and _values(direct) and best_plan(direct) is not None:
+        return f'{text}. Or set skips="direct": values then go past stages that do not read them, and it fits'
+    return text
+
+
+def _bound_s(problem: Problem) -> float:
+    """What no plan is below, from the work alone; infinite where there is no schedule, R and M."""
+    return min((work_bound_s(problem, candidate) for candidate in problem.candidates()), default=np.inf)
 
 
 def _values(problem: Problem) -> tuple[SkipValue, ...]:
     """Those that may skip stages."""
-    if problem.settings.skips == "relayed" or problem.settings.stages == 1:
+    settings = problem.settings
+    if settings.skips == "relayed" or min(settings.max_stages, settings.stages or settings.max_stages) < 3:
         return ()
     values = problem.costs.profile.skips
     if values is None:
@@ -246,10 +252,12 @@ def _charged_without(problem: Problem, gaps: Iterable[Gap]) -> Problem:
 
 
 def _without(profile: Profile, gaps: Iterable[Gap]) -> Profile:
+    sizes = {cost.micro_batch_size for cost in profile.costs}
     saved: dict[tuple[int, int], tuple[int, int]] = {}  # by layer and size
     for value, before, after in gaps:
         for layer in range(before, after):
-            for size, size_bytes in value.size_bytes:
+            for size in sizes:
+                size_bytes = int(np.ceil(value.bytes_at(size) - 1e-6))
                 outputs, gradients = saved.get((layer, size), (0, 0))
                 saved[layer, size] = outputs + size_bytes, gradients + size_bytes * value.has_gradient
 

@@ -3,9 +3,9 @@
     timeline = simulate_plan(plan)
     timeline.makespan_s, timeline.bubble
 
-Each stage is a machine that takes its actions in the order of its list. Each pair of stages that talk has one more
-machine for each direction: a link, which takes messages first in, first out. A SEND hands the message over and costs
-the sender nothing; a RECV blocks its stage until the message has arrived.
+Each stage is a machine that takes its actions in the order of its list. Each has one more machine for each direction
+that it sends in: its link, which takes messages first in, first out, those that skip stages behind the neighbour's. A
+SEND hands the message over and costs the sender nothing; a RECV blocks its stage until the message has arrived.
 
     stage 0   |F0 |F1 |F2 |                 F, R, B: the stage computes
     link 0>1      |==0==|==1==|==2==|       from SEND_F (or the message before) on, for the transfer time
@@ -171,7 +171,8 @@ def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0
     if any(position < len(actions) for position, actions in zip(run.position, schedule, strict=True)):
         raise PlanError(_deadlock_text(schedule, run.position))
     makespan_s = max(run.clock_s)
-    lanes = [*(_stage_lane(stage) for stage in range(len(schedule))), *sorted(run.link_free_s)]
+    stages = [_stage_lane(stage) for stage in range(len(schedule))]
+    lanes = [*stages, *sorted(lane for lane in run.events if lane not in stages)]
     return Timeline(
         events=tuple(event for lane in lanes for event in run.events.get(lane, ())),
         makespan_s=makespan_s,
@@ -189,7 +190,7 @@ class _Run:
         self.clock_s = [0.0] * len(schedule)
         self.busy_s = [0.0] * len(schedule)
         self.position = [0] * len(schedule)
-        self.link_free_s: dict[str, float] = {}
+        self.link_free_s: dict[tuple[int, ActionKind], float] = {}
         self.arrival_s: dict[Action, float] = {}
         self.waiting: set[Action] = set()
         self.ready = deque(range(len(schedule)))
@@ -221,9 +222,10 @@ class _Run:
     def _send(self, action: Action) -> None:
         receive = action.other_end
         lane = f"link {action.stage}>{receive.stage}"
-        start_s = max(self.clock_s[action.stage], self.link_free_s.get(lane, 0.0))
+        link = action.stage, action.kind
+        start_s = max(self.clock_s[action.stage], self.link_free_s.get(link, 0.0))
         end_s = start_s + self.durations.seconds(action)
-        self.link_free_s[lane] = end_s
+        self.link_free_s[link] = end_s
         self.arrival_s[receive] = end_s
         self._note(lane, action, start_s, end_s)
         if receive in self.waiting:

@@ -43,7 +43,7 @@ class Route:
 
     def bytes_at(self, size: int) -> tuple[float, float]:
         """Bytes of the values, and of the part that gradients come back for, for a micro-batch of that size."""
-        each = [(_bytes_at(value, size), value.has_gradient) for value in self.values]
+        each = [(float(np.ceil(value.bytes_at(size) - 1e-6)), value.has_gradient) for value in self.values]
         return sum(size_bytes for size_bytes, _ in each), sum(size_bytes for size_bytes, has in each if has)
 
     def message(self, micro_batches: MicroBatches) -> Message:
@@ -112,9 +112,3 @@ def neighbour_s(problem: Problem, size: int, stops: Sequence[int], routes: Seque
 def _sums(routes: Sequence[Route], size: int) -> tuple[float, float]:
     each = [route.bytes_at(size) for route in routes]
     return sum(outputs for outputs, _ in each), sum(gradients for _, gradients in each)
-
-
-def _bytes_at(value: SkipValue, size: int) -> float:
-    """Between the profile's sizes the line, rounded up, as for layers."""
-    sizes, size_bytes = zip(*value.size_bytes, strict=True)
-    return float(np.ceil(np.interp(size, sizes, size_bytes) - 1e-6))

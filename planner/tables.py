@@ -13,6 +13,7 @@ from planner.messages import Message
 from planner.micro_batches import MicroBatches
 from planner.problem import Candidate, Problem
 from planner.rules import FREE
+from planner.schedule import AHEAD_BYTES
 from planner.transfers import all_reduce_s, boundary_s
 
 PRICES = 16
@@ -61,8 +62,9 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         for kind in kinds
     }
     again = {kind: steady_mean(split, large[kind].recompute_s, small[kind].recompute_s) for kind in kinds}
+    ahead = AHEAD_BYTES if problem.short_messages else 0
     messages = [
-        [message_bytes(candidate, Message.behind(large[kind], small[kind]), n + 1) for n in range(len(flying))]
+        [message_bytes(candidate, Message.behind(large[kind], small[kind], ahead), n + 1) for n in range(len(flying))]
         for kind in kinds
     ]
     optimizers = [problem.costs.optimizer(kind, problem.optimizer) for kind in kinds]

@@ -7,6 +7,7 @@ kind of device; `Profile.layers` says once per layer what does not depend on eit
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -211,7 +212,21 @@ class SkipValue(Value):
         for name, numbers in (("users", self.users), ("sizes", [size for size, _ in self.size_bytes])):
             if list(numbers) != sorted(set(numbers)):
                 raise ValueError(f"{name} {list(numbers)} of {self.name} do not ascend")
+        if all(later - earlier == 1 for earlier, later in pairwise(self.users)):
+            raise ValueError(f"every layer from {self.users[0]} to {self.users[-1]} uses {self.name}: it skips none")
         return self
+
+    def bytes_at(self, size: int) -> float:
+        """Bytes for a micro-batch of that size: on the line between sizes that are known, in proportion beyond them."""
+        known = dict(self.size_bytes)
+        if size in known:
+            return float(known[size])
+        below = max((other for other in known if other < size), default=None)
+        above = min((other for other in known if other > size), default=None)
+        if below is None or above is None:
+            nearest = max(known) if above is None else min(known)
+            return known[nearest] / nearest * size
+        return known[below] + (known[above] - known[below]) * (size - below) / (above - below)
 
 
 class WithoutFormula(Value):
@@ -313,13 +328,24 @@ class Profile(Value):
             beyond = max(cost.in_stage.layers_named(), default=0) if cost.in_stage else 0
             if beyond >= len(self.layers):
                 raise ValueError(f"costs[{position}].in_stage names layer {beyond} of {len(self.layers)} layers")
-        sizes = {cost.micro_batch_size for cost in self.costs}
-        for value in self.skips or ():
+        self._check_skips()
+        return self
+
+    def _check_skips(self) -> None:
+        values = self.skips or ()
+        if len({value.name for value in values}) != len(values):
+            raise ValueError(f"skips {[value.name for value in values]} name a value twice")
+        for value in values:
             if value.users[-1] >= len(self.layers):
                 raise ValueError(f"{value.name} is read by layer {value.users[-1]} of {len(self.layers)} layers")
-            if not sizes <= {size for size, _ in value.size_bytes}:
-                raise ValueError(f"{value.name} lacks its bytes at some of the sizes {sorted(sizes)}")
-        return self
+        for cost in self.costs if values else ():
+            crossing = [value for value in values if value.users[0] <= cost.layer < value.users[-1]]
+            needed = sum(value.bytes_at(cost.micro_batch_size) for value in crossing)
+            if needed > cost.output_bytes * (1 + 1e-9):
+                raise ValueError(
+                    f"behind layer {cost.layer}, for {cost.micro_batch_size} samples, skips hold {needed:.0f} bytes "
+                    f"and output_bytes is {cost.output_bytes}; change skips likewise, or set them to None"
+                )
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a layer, micro-batch size and kind of device: the fields of `LayerCost` and the layer's name."""

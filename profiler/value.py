@@ -27,9 +27,14 @@ class Value(BaseModel):
     # Values inside of values and files are validated without __init__, so that messages keep the path to the field.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
-    def to_json(self) -> str:
-        """JSON text with sorted keys and a final newline: the same value always gives the same bytes."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1, allow_nan=False) + "\n"
+    def to_json(self, *, without: frozenset[str] = frozenset()) -> str:
+        """JSON text with sorted keys and a final newline: the same value always gives the same bytes.
+
+        Args:
+            without: fields to leave out.
+        """
+        fields = self.model_dump(mode="json", exclude=set(without))
+        return json.dumps(fields, sort_keys=True, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def parse_json(cls, text: str, *, source: str, error: Callable[[str], PlanError]) -> Self:

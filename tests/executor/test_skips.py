@@ -110,5 +110,5 @@ def test_a_plan_that_skips_a_reader_is_refused(plan_for: Callable[..., Plan]) ->
     plan = plan_for(sequence, cuts_of(ladder()), batch_size=BATCH, micro_batches=M, skips=True)
     first, second = plan.skips
     wrong = plan.model_copy(update={"skips": (first.model_copy(update={"values": second.values}), second)})
-    with pytest.raises(ForeignPlanError, match=f"sends {second.values[0]} from stage 1 to stage 3; this model uses it"):
+    with pytest.raises(ForeignPlanError, match=f"sends {second.values[0]} from stage 1 to stage 3; this model uses"):
         Pipeline(ladder(), wrong, loss_fn=nn.functional.mse_loss)

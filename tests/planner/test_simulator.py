@@ -91,3 +91,18 @@ def test_transfers_queue_on_their_link_and_do_not_hold_the_sender():
     spans = {str(event.action): (event.start_s, event.end_s) for event in timeline.events}
     assert [spans[f"0F{m}"] for m in range(3)] == [(0, 1), (1, 2), (2, 3)]
     assert [spans[f"0SEND_F{m}"] for m in range(3)] == [(1, 11), (11, 21), (21, 31)]
+
+
+def test_messages_that_skip_stages_wait_for_the_neighbours():
+    """A stage sends to all others over one link."""
+    schedule = gpipe_schedule(stages=3, micro_batches=1, recompute=(False,) * 3, skips=[(0, 2)])
+    ones, none = ((1.0,),) * 3, ((0.0,),) * 3
+    skips = {(0, 2): ((4.0,), (8.0,))}
+    timeline = simulate(schedule, Durations(ones, none, ones, ((2.0,),) * 3, ((2.0,),) * 3, skips=skips))
+    spans = {str(event.action): (event.start_s, event.end_s) for event in timeline.events}
+    assert spans["0SEND_F0"] == (1.0, 3.0)
+    assert spans["0SEND_F0@2"] == (3.0, 7.0)
+    assert spans["2F0"] == (7.0, 8.0)
+    assert spans["2SEND_B0@0"] == (11.0, 19.0)
+    assert timeline.makespan_s == 20.0
+    assert {"link 0>2", "link 2>0"} <= set(timeline.lanes)

@@ -21,7 +21,11 @@ _PASSES = {
     ActionKind.B: ("backward", "backward_s"),
 }
 _TRANSFERS = {ActionKind.SEND_F: "send_forward_s", ActionKind.SEND_B: "send_backward_s"}
-WAITED_S = 20e-6  # a RECV that took longer found its message not there yet: the message arrived at its end
+WAITED_S = 200e-6
+"""A receive that waited longer found its message not there yet: it arrived at the end of the wait. One whose message is
+there takes 5 to 100 us [measured]."""
+WAITED_SHARE = 0.1
+"""A wait is at least this share of the time since the message was sent; shorter ones are interruptions [chosen]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +144,12 @@ def _transfers(spans: Mapping[Action, tuple[float, float]]) -> list[Event]:
         for send in sends:
             begun_s, ended_s = spans[send.other_end]
             start_s = max(spans[send][0], behind_s)
-            behind_s = max(start_s, ended_s)
-            waited = ended_s - begun_s > WAITED_S
-            spent.append((send, start_s, behind_s, waited))
+            end_s = max(start_s, ended_s)
+            waited = ended_s - begun_s > max(WAITED_S, WAITED_SHARE * (end_s - start_s))
+            spent.append((send, start_s, end_s, waited))
             if waited:
-                awaited.append(behind_s - start_s)
+                behind_s = end_s
+                awaited.append(end_s - start_s)
         usual_s = median(awaited) if awaited else 0.0
         for send, start_s, end_s, waited in spent:
             events.append(Event(lane, send, start_s, end_s if waited else min(end_s, start_s + usual_s)))
@@ -181,14 +186,9 @@ def measured_frame(plan: Plan, processes: Sequence[Recorded]) -> pandas.DataFram
         idle_s = median(timeline.idle_s[index] for timeline in timelines) if timelines else nan
         rows.append((index, "idle_s", predicted.idle_s[index], idle_s))
         for kind, field in _TRANSFERS.items():
-            lasted = [
-                event.end_s - event.start_s
-                for timeline in timelines
-                for event in timeline.events
-                if (event.action.stage, event.action.kind, event.action.peer) == (index, kind, None)
-            ]
-            if lasted:
-                rows.append((index, field, _predicted(plan, index, field), median(lasted)))
+            seconds = _transfer_s(timelines, index, kind, None)
+            if seconds is not None:
+                rows.append((index, field, _predicted(plan, index, field), seconds))
         rows.extend(_skip_rows(plan, index, timelines))
         for process in processes:
             if index in process.stages:
@@ -210,16 +210,25 @@ def _skip_rows(plan: Plan, stage: int, timelines: Sequence[Timeline]) -> list[tu
             (ActionKind.SEND_F, "send_forward_s", skip.ends),
             (ActionKind.SEND_B, "send_backward_s", skip.ends[::-1]),
         ):
-            lasted = [
-                event.end_s - event.start_s
-                for timeline in timelines
-                for event in timeline.events
-                if (event.action.kind, event.action.stage, event.action.peer) == (kind, *ends)
-            ]
-            if ends[0] == stage and lasted:
+            seconds = _transfer_s(timelines, stage, kind, ends[1]) if ends[0] == stage else None
+            if seconds is not None:
                 predicted = fmean(getattr(skip.times_at(size), field) for size in plan.micro_batch_sizes)
-                rows.append((stage, f"skip_to_{ends[1]}_{field}", predicted, median(lasted)))
+                rows.append((stage, f"skip_to_{ends[1]}_{field}", predicted, seconds))
     return rows
+
+
+def _transfer_s(timelines: Sequence[Timeline], stage: int, kind: ActionKind, peer: int | None) -> float | None:
+    """Median over the steps and micro-batches; no number if nobody waited for one, None if there was none."""
+    lasted = [
+        event.end_s - event.start_s
+        for timeline in timelines
+        for event in timeline.events
+        if (event.action.stage, event.action.kind, event.action.peer) == (stage, kind, peer)
+    ]
+    awaited = [seconds for seconds in lasted if seconds > 0]
+    if not lasted:
+        return None
+    return median(awaited) if awaited else float("nan")
 
 
 def _predicted(plan: Plan, stage: int, field: str) -> float:

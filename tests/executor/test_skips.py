@@ -1,5 +1,6 @@
 """Values that go past stages: the same training as when they are relayed, and stages between know nothing of them."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -8,8 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor import Pipeline, launch
+from executor.measured import Recorded, measured_frame
+from executor.stopwatch import TimedAction, TimedStep
 from planner import Plan
 from planner.plan import ScheduleName
+from planner.schedule import Action
 from profiler import ForeignPlanError, trace
 
 M = 4
@@ -103,6 +107,23 @@ def test_skips_between_processes(plan_for: Callable[..., Plan]) -> None:
     assert {name for part in parts for name in part} == whole.keys()
     for part in parts:
         assert all(torch.equal(value, whole[name]) for name, value in part.items())
+
+
+def test_transfers_are_measured_where_somebody_waited(plan_for: Callable[..., Plan]) -> None:
+    """What skips stages is there long before it is received: how long it took nobody knows."""
+    plan = plan_for(trace(ladder(), X), cuts_of(ladder()), batch_size=BATCH, micro_batches=M, skips=True)
+    spans = {
+        "1F0": (0.0, 0.1),
+        "1SEND_F0": (0.1, 0.1),
+        "1SEND_F0@3": (0.1, 0.1),
+        "2RECV_F0": (0.0, 0.13),  # in 30 ms
+        "3RECV_F0@1": (0.5, 0.5008),  # interrupted, for the message was there
+    }
+    actions = tuple(TimedAction(Action.parse(text), *span) for text, span in spans.items())
+    found = measured_frame(plan, [Recorded((TimedStep(0, 0.0, actions),), 0.0, 0, ())])
+    measured = found[found["stage"] == 1].set_index("what")["measured"]
+    assert measured["send_forward_s"] == pytest.approx(0.03)
+    assert math.isnan(measured["skip_to_3_send_forward_s"])
 
 
 def test_a_plan_that_skips_a_reader_is_refused(plan_for: Callable[..., Plan]) -> None:

@@ -207,7 +207,9 @@ class _Watched:
         """Bring the outputs' gradients into their own memory layouts, and note which of them had to be brought."""
         for position in self.positions:
             output = outputs[position]
-            if isinstance(output, Tensor) and output.requires_grad:
+            # Looking at grad_fn makes that of a view anew if its base was written since. Without, register_hook ends
+            # the process with a segmentation fault [torch 2.13].
+            if isinstance(output, Tensor) and output.requires_grad and (output.grad_fn or output.is_leaf):
                 output.register_hook(self._hook(position, layout_hook(output)))
 
     def _hook(self, position: int, bring: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:

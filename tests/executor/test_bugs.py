@@ -485,3 +485,32 @@ def test_a_small_last_batch_leaves_no_sample_alone(plan_for: Callable[..., Plan]
     assert sizes_for(5, (2, 2, 2, 2)) == (2, 1, 1, 1)
     assert sizes_for(5, (2, 2, 2, 2), at_least=2) == (3, 2)
     assert sizes_for(1, (2, 2, 2, 2), at_least=2) == (1,)
+
+
+class WrittenView(nn.Module):
+    """A view that outlives writes to its base and to a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.first(x)
+        view = base.view(-1, 2, 8)
+        other = torch.relu(base) + 1
+        base.mul_(2)
+        view[:, 0] += other.view(-1, 2, 8)[:, 1]
+        return self.last(view.reshape(-1, 16))
+
+
+def test_a_view_whose_base_was_written_trains(plan_for: Callable[..., Plan]) -> None:
+    """torch ended the process with a segmentation fault: `Tensor.register_hook` of such a view."""
+    model = WrittenView()
+    plain = copy.deepcopy(model)
+    loss = Pipeline(model, two_stages(plan_for, model), loss_fn=functional.cross_entropy).step(X, target=Y)
+    expected = functional.cross_entropy(plain(X), Y)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -30,6 +30,7 @@ from tests.executor.same_result import DROPOUT, M, differing, random_plan, train
 STEPS = 20
 WITHIN = 1e-5
 SMALLEST_SCALE = 1e-4  # see tests.coverage.fidelity
+NOTHING = 1e-6  # of the largest gradient: one below is 0 but for rounding, such as a bias's before batch normalization
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 IN_PROCESSES = ["gpt2", "t5", "AmoebaNet-D", "GNMT"]
 
@@ -111,10 +112,11 @@ def gradient_error(entry: Entry) -> float:
     pipe.step(*args, target=case.target, **kwargs)
     found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()
-    floor = SMALLEST_SCALE * max(float(gradient.abs().max()) for gradient in expected.values())
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
     errors = {
-        name: float((found[name] - gradient).abs().max()) / max(float(gradient.abs().max()), floor)
+        name: float((found[name] - gradient).abs().max()) / max(float(gradient.abs().max()), SMALLEST_SCALE * largest)
         for name, gradient in expected.items()
+        if max(float(gradient.abs().max()), float(found[name].abs().max())) > NOTHING * largest
     }
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] <= WITHIN, worst

@@ -138,7 +138,8 @@ def _without(layers: LayerArrays, at: range, past: tuple[float, float]) -> Layer
     outputs, gradients = layers.output_bytes.copy(), layers.output_gradient_bytes.copy()
     outputs[at.start : at.stop] -= past[0]
     gradients[at.start : at.stop] -= past[1]
-    return replace(layers, output_bytes=outputs, output_gradient_bytes=gradients)
+    # bytes between measured sizes are rounded up one by one, so parts can be a byte more than the whole
+    return replace(layers, output_bytes=np.maximum(outputs, 0.0), output_gradient_bytes=np.maximum(gradients, 0.0))
 
 
 def behind_boundary(layer_bytes: Floats) -> Floats:

@@ -51,7 +51,10 @@ class Message:
         """What is left of it when parts of it travel by themselves."""
         left = [*self.outputs, *self.gradients]
         for other in others:
-            left = [mine - theirs for mine, theirs in zip(left, (*other.outputs, *other.gradients), strict=True)]
+            left = [
+                np.maximum(mine - theirs, 0.0)
+                for mine, theirs in zip(left, (*other.outputs, *other.gradients), strict=True)
+            ]
         return replace(self, outputs=(left[0], left[1]), gradients=(left[2], left[3]))
 
     def at_sender(self, micro_batches: MicroBatches) -> Floats:

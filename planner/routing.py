@@ -266,8 +266,8 @@ def _without(profile: Profile, gaps: Iterable[Gap]) -> Profile:
         if not outputs:
             return cost
         less = {
-            "output_bytes": cost.output_bytes - outputs,
-            "output_gradient_bytes": cost.output_gradient_bytes - gradients,
+            "output_bytes": max(0, cost.output_bytes - outputs),
+            "output_gradient_bytes": max(0, cost.output_gradient_bytes - gradients),
         }
         return cost.model_copy(update=less)
 

@@ -171,9 +171,7 @@ def test_every_cut_trains_the_same_in_one_process(name: str, schedule: str, plan
 @pytest.mark.parametrize(
     ("name", "stages", "schedule"),
     [
-        ("gpt", 2, "1f1b"),
         ("gpt", 3, "gpipe"),
-        ("cnn", 2, "gpipe"),
         ("cnn", 3, "1f1b"),
         ("shared", 4, "1f1b"),
         ("layouts", 3, "1f1b"),
@@ -221,7 +219,7 @@ def random_segments(chance: random.Random, first: int, stop: int) -> list[tuple[
 
 @pytest.mark.parametrize(
     ("name", "ranks", "schedule"),
-    [("gpt", [0, 1, 0, 1], "1f1b"), ("shared", [0, 1, 1, 0], "gpipe"), ("cnn", [1, 0, 1], "1f1b")],
+    [("shared", [0, 1, 1, 0], "gpipe"), ("cnn", [1, 0, 1], "1f1b")],
 )
 def test_a_process_may_run_several_stages(
     name: str, ranks: list[int], schedule: str, plan_for: Callable[..., Plan]

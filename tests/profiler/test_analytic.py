@@ -188,10 +188,10 @@ def test_float64_has_its_own_rate():
 def _forward_s(kind, *, autocast=None, dtype=torch.float32):
     """Seconds of a large matrix product."""
     with torch.device("meta"):
-        model, sample = nn.Linear(8192, 8192, bias=False, dtype=dtype), torch.empty(8192, 8192, dtype=dtype)
+        model, sample = nn.Linear(6144, 6144, bias=False, dtype=dtype), torch.empty(6144, 6144, dtype=dtype)
     sequence = trace(model, sample, autocast=autocast)
     return sum(
-        cost.forward_s for cost in profile(sequence, Cluster.of(kind), micro_batch_sizes=[8192], progress=False).costs
+        cost.forward_s for cost in profile(sequence, Cluster.of(kind), micro_batch_sizes=[6144], progress=False).costs
     )
 
 

@@ -96,7 +96,6 @@ class StageLayers:
         past: frozenset[str] = frozenset(),
     ) -> None:
         self.sequence = sequence
-        self.entering = tuple(value for value in sequence.boundaries[first] if value.name not in past)
         self.leaving = tuple(value for value in sequence.boundaries[stop] if value.name not in past)
         self.constants = constants or {}
         self.is_last = stop == len(sequence)
@@ -106,6 +105,7 @@ class StageLayers:
             Part(StageFunction(sequence, begin, end, parameters, past=past), begin in again)
             for begin, end in pairwise(borders)
         )
+        self.entering = self.parts[0].function.entering
         self.last_again = max((index for index, part in enumerate(self.parts) if part.again), default=-1)
         self.inputs = tuple(dict.fromkeys(name for part in self.parts for name in part.function.inputs))
 

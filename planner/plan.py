@@ -9,8 +9,9 @@ A plan is the only thing that passes from the planner to the executor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -109,10 +110,23 @@ class Skip(Value):
 
     def times_at(self, micro_batch_size: int) -> SkipTimes:
         """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
-        for entry in self.times:
-            if entry.micro_batch_size == micro_batch_size:
-                return entry
-        raise KeyError(micro_batch_size)
+        return _entry_at(self.times, micro_batch_size)
+
+
+_Times = TypeVar("_Times", StageTimes, SkipTimes)
+
+
+def _entry_at(times: Sequence[_Times], micro_batch_size: int) -> _Times:
+    for entry in times:
+        if entry.micro_batch_size == micro_batch_size:
+            return entry
+    raise KeyError(micro_batch_size)
+
+
+def _are_for(times: Sequence[StageTimes] | Sequence[SkipTimes], micro_batch_sizes: Sequence[int]) -> bool:
+    """Whether there is one entry for each of these sizes."""
+    sizes = [entry.micro_batch_size for entry in times]
+    return sorted(sizes) == sorted(set(micro_batch_sizes))
 
 
 class StageMemory(Value):
@@ -194,10 +208,7 @@ class Stage(Value):
 
     def times_at(self, micro_batch_size: int) -> StageTimes:
         """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
-        for entry in self.times:
-            if entry.micro_batch_size == micro_batch_size:
-                return entry
-        raise KeyError(micro_batch_size)
+        return _entry_at(self.times, micro_batch_size)
 
 
 class Prediction(Value):
@@ -288,8 +299,8 @@ class Plan(Value):
                     f"{expected} and hold at least one"
                 )
             expected = stage.stop_layer
-            sizes = {entry.micro_batch_size for entry in stage.times}
-            if sizes != set(self.micro_batch_sizes) or len(sizes) != len(stage.times):
+            if not _are_for(stage.times, self.micro_batch_sizes):
+                sizes = [entry.micro_batch_size for entry in stage.times]
                 raise ValueError(f"stage {position} has times for micro-batches of {sorted(sizes)} samples")
             if len(stage.devices) != self.replicas:
                 raise ValueError(f"stage {position} has {len(stage.devices)} devices for {self.replicas} replicas")
@@ -312,8 +323,8 @@ class Plan(Value):
                 raise ValueError(
                     f"a skip leads from stage {skip.sender} to stage {skip.receiver} of {self.K}, and none lies between"
                 )
-            sizes = {entry.micro_batch_size for entry in skip.times}
-            if sizes != set(self.micro_batch_sizes) or len(sizes) != len(skip.times):
+            if not _are_for(skip.times, self.micro_batch_sizes):
+                sizes = [entry.micro_batch_size for entry in skip.times]
                 raise ValueError(f"the skip {skip.ends} has times for micro-batches of {sorted(sizes)} samples")
 
     def to_frame(self) -> pandas.DataFrame:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from planner.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError
 
 if TYPE_CHECKING:
@@ -187,10 +188,10 @@ def main() -> None:
 @click.option("--micro-batches-per-stage", type=int, help="M is at least this times K.  [default: 4]")
 @click.option(
     "--schedule",
-    type=click.Choice(["gpipe", "1f1b", "auto"]),
-    default="gpipe",
+    type=click.Choice([*SCHEDULES, "auto"]),
+    default=DEFAULT_SCHEDULE,
     show_default=True,
-    help="Order of forward and backward passes; auto takes the faster that fits.",
+    help="Order of forward and backward passes; auto takes the fastest that fits.",
 )
 @click.option("--replicas", type=_Replicas(), default=1, show_default=True, help="Pipelines side by side, or auto.")
 @click.option("--keep-together", multiple=True, metavar="MODULE", help="Module that no cut may part; repeatable.")

@@ -8,8 +8,8 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from executor.stopwatch import TimedAction, TimedStep
+from planner.actions import Action, ActionKind
 from planner.plan import Plan
-from planner.schedule import Action, ActionKind
 from planner.simulator import Event, Timeline, simulate_plan
 
 if TYPE_CHECKING:

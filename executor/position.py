@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from planner.schedule import Action, ActionKind
+from planner.actions import Action, ActionKind
 from profiler.journal import Entry, Journal
 
 _KINDS = tuple(ActionKind)

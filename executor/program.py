@@ -15,8 +15,9 @@ from executor.message import MessageForm, TensorSpec
 from executor.rank_order import RECEIVES, SENDS, rank_lists
 from executor.stage_runner import StageLayers
 from executor.transport import Transfer
+from planner.actions import Action, ActionKind
 from planner.plan import Plan
-from planner.schedule import Action, ActionKind, gpipe_schedule, make_schedule
+from planner.schedules import SCHEDULES
 from profiler.sequence import BoundaryValue
 
 _GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
@@ -113,19 +114,14 @@ def compiled(
 
 def _lists(plan: Plan, layout: Layout, micro_batches: int, *, training: bool) -> tuple[Action, ...]:
     """This process's actions in order."""
-    if training:
-        recompute = [bool(stage.recompute) for stage in plan.stages]
-        schedule = make_schedule(
-            plan.schedule,
-            stages=plan.K,
-            micro_batches=micro_batches,
-            recompute=recompute,
-            skips=[skip.ends for skip in plan.skips],
-        )
-    else:
-        whole = gpipe_schedule(stages=plan.K, micro_batches=micro_batches, recompute=(False,) * plan.K)
+    schedule = plan.actions(micro_batches)
+    if not training:
+        # values do not skip stages then
         forward_only = (ActionKind.RECV_F, ActionKind.F, ActionKind.SEND_F)
-        schedule = tuple(tuple(action for action in actions if action.kind in forward_only) for actions in whole)
+        schedule = tuple(
+            tuple(action for action in actions if action.kind in forward_only and action.peer is None)
+            for actions in schedule
+        )
     if len(layout.stages) == 1:
         return schedule[layout.stages[0]]
     rank_of = (0,) * plan.K if layout.alone else tuple(stage.rank for stage in plan.stages)
@@ -190,9 +186,9 @@ class _Moves:
         here = self._devices[action.stage]
         other = action.other_end.stage
         receiver = other if action.kind in SENDS else action.stage
-        # GPipe keeps the inputs of all micro-batches until their backward pass anyway: their buffers may exist from the
-        # start. 1F1B keeps few.
-        unlimited = action.kind is ActionKind.RECV_F and self._plan.schedule == "gpipe"
+        # A schedule that keeps the inputs of all micro-batches until their backward pass may have their buffers from
+        # the start.
+        unlimited = action.kind is ActionKind.RECV_F and SCHEDULES[self._plan.schedule].keeps_all
         form = MessageForm([*mask, *specs], here)
         return Move(
             names=tuple(value.name for value in values),

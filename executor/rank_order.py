@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.schedule import SENDS_AHEAD, Action, ActionKind, Schedule, receives_ahead
+from planner.actions import SENDS_AHEAD, Action, ActionKind, Schedule, receives_ahead
 from profiler.errors import ExecutionError
 
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})

@@ -13,7 +13,7 @@ from executor.rank_order import RECEIVES
 from executor.stage_runner import MicroBatch, StageRunner
 from executor.stopwatch import Stopwatch
 from executor.transport import InProcess, Transport
-from planner.schedule import Action, ActionKind
+from planner.actions import Action, ActionKind
 from profiler.errors import ExecutionError
 
 _Place = tuple[int, int]  # stage and micro-batch

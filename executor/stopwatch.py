@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from planner.schedule import Action, ActionKind
+from planner.actions import Action, ActionKind
 
 STEPS_KEPT = 20  # of the last ones
 _COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})

@@ -23,7 +23,7 @@ from torch import Tensor
 from executor.layout import Layout
 from executor.message import MessageForm
 from executor.rank_order import RECEIVES
-from planner.schedule import AHEAD_BYTES, SENDS_AHEAD, Action, receives_ahead
+from planner.actions import AHEAD_BYTES, SENDS_AHEAD, Action, receives_ahead
 from profiler.channel import End, Pending, end_at, finish, offer_core
 
 

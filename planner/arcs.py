@@ -1,11 +1,12 @@
 """Every stage that a device could run, as arcs from layer position i to j, and what plans made of them cost at least.
 
-The stages are numbered from the end of the model, 1 for the last: with 1F1B that is the number of micro-batches that a
-stage has in flight. Five numbers bound a plan: it takes at least
+The stages are numbered from the end of the model, 1 for the last: how many micro-batches a stage has in flight may
+depend on it. Five numbers bound a plan: it takes at least
 
     sum(through) + max(max forward + max backward, max both) + max(optimizer)
 
-with the steady bottlenecks of forward and backward phase and `both` of one stage; for 1F1B `both` alone counts.
+with the steady bottlenecks of forward and backward phase and `both` of one stage; where
+forward and backward passes alternate, `both` alone counts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from numpy.typing import NDArray
 
 from planner.compiled import compiled
 from planner.costs import Floats, Indices
+from planner.schedules import Objective
 from planner.two_sizes import Four, Machine, both_phases, front_with
 
+FLOW_SHOPS, ROUNDS, WORK = (int(objective) for objective in Objective)
 IMPOSSIBLE, KEEPS, RECOMPUTES = 0, 1, 2
 """What a stage must do to fit."""
 AUTO, ALWAYS, NEVER = 0, 1, 2
@@ -28,13 +31,15 @@ AUTO, ALWAYS, NEVER = 0, 1, 2
 class Tables(NamedTuple):
     """All that the search reads of a problem, for one schedule, R and M.
 
-    C classes of equal devices, L layers, N = L + 1 positions, V variants of what is in flight (1 for GPipe; for 1F1B
-    one for each number of a stage from the end). Arrays over positions are prefix sums where they say so; seconds
-    are those of one micro-batch, a steady one being the mean of the first M - 1.
+    C classes of equal devices, L layers, N = L + 1 positions, V variants of what is in flight (1 where that is all
+    micro-batches; else one for each number of a stage from the end). Arrays over positions are prefix sums where they
+    say so; seconds are those of one micro-batch, a steady one being the mean of the first M - 1.
 
     Attributes:
-        one_f_one_b: whether the schedule is 1F1B.
-        two_sizes: whether the schedule is GPipe with unequal micro-batches.
+        objective: of the schedule, see `planner.schedules.Objective`; FLOW_SHOPS, ROUNDS or WORK.
+        by_number: whether there is a variant for each number of a stage from the end.
+        last_turns_around: whether the last stage never runs a segment again.
+        two_sizes: whether the flow shops have unequal micro-batches.
         steady: M - 1.
         recompute: AUTO, ALWAYS or NEVER.
         least_stages: smallest K.
@@ -79,7 +84,9 @@ class Tables(NamedTuple):
         capacity: how many stages a class can run, shape (C,).
     """
 
-    one_f_one_b: bool
+    objective: int
+    by_number: bool
+    last_turns_around: bool
     two_sizes: bool
     steady: int
     recompute: int
@@ -136,10 +143,12 @@ class Arcs(NamedTuple):
     """Stages worth looking at: those that end at j for class c in variant v start at j - 1, j - 2, ..., j - `length`.
 
     Attributes:
-        one_f_one_b: whether the schedule is 1F1B.
-        two_sizes: whether the schedule is GPipe with unequal micro-batches and `planner.two_sizes` says what it takes:
-            no stage has segments to choose.
+        objective: see `Tables`.
+        by_number: see `Tables`.
+        two_sizes: whether the flow shops have unequal micro-batches and `planner.two_sizes` says what they take: no
+            stage has segments to choose.
         steady: M - 1.
+        steady_again: how many of these run segments again for certain.
         least_stages: smallest K.
         most_stages: largest K.
         capacity: how many stages a class can run, shape (C,).
@@ -158,16 +167,19 @@ class Arcs(NamedTuple):
         extra: recompute seconds that it needs at least.
         terms: what it adds to the objective without recompute, shape (arcs, 6); seconds, and bytes in the last column:
             THROUGH, a micro-batch's passes and its transfers before them;
-            FORWARD, M - 1 times f, for GPipe not less than the transfer, for 1F1B with b;
-            BACKWARD, M - 1 times b, for 1F1B what both phases leave when the stage waits once for all behind it;
+            FORWARD, of flow shops M - 1 times f, not less than the transfer, else M - 1 times f and b;
+            BACKWARD, of flow shops M - 1 times b, of rounds what both phases leave when the stage waits once for all
+            after it;
             OPTIMIZER, all-reduce and optimizer;
-            REST, for 1F1B the backward passes of the last, incomplete round;
+            REST, of rounds the backward passes of the last, incomplete one;
             ROOM, bytes for activations and temporaries.
     """
 
-    one_f_one_b: bool
+    objective: int
+    by_number: bool
     two_sizes: bool
     steady: int
+    steady_again: int
     least_stages: int
     most_stages: int
     capacity: Indices
@@ -207,9 +219,11 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
     largest_change, largest_stay = np.zeros(2), np.zeros(2)
     two_sizes = tables.two_sizes and (tables.recompute != AUTO or not (need == RECOMPUTES).any())
     arcs = Arcs(
-        tables.one_f_one_b,
+        tables.objective,
+        tables.by_number,
         two_sizes,
         tables.steady,
+        steady_again(tables),
         tables.least_stages,
         tables.most_stages,
         tables.capacity,
@@ -236,6 +250,15 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
 
 
 @compiled
+def steady_again(tables: Tables) -> int:
+    """How many of the M - 1 steady micro-batches run a stage's segments again, whatever its place.
+
+    In an order that nobody has looked into, any number of them may turn around at once.
+    """
+    return 0 if tables.objective == WORK else tables.steady
+
+
+@compiled
 def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
     """For each variant, class and position the first arc to there, and how many there are."""
     classes, variants, positions = tables.held.shape
@@ -258,7 +281,7 @@ def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
                         break
                     work_s = forward[stop] - forward[first] + backward[stop] - backward[first]
                     own_s = passing[stop] - passing[first]
-                    if tables.steady * work_s + (own_s if tables.one_f_one_b else least_s) >= below_s:
+                    if tables.steady * work_s + (least_s if tables.objective == FLOW_SHOPS else own_s) >= below_s:
                         break
                     if tables.fixed_bytes[first, stop] > tables.limit[device]:
                         break
@@ -323,22 +346,23 @@ def _fill(
         backward = tables.backward[device, stop] - tables.backward[device, first]
         own = tables.passing[device, stop] - tables.passing[device, first]
         terms[place, THROUGH] = own + tables.crossing[first]
-        if tables.one_f_one_b:
-            number = variant + 1
-            forward_most = tables.forward_most[device, stop] - tables.forward_most[device, first]
-            forward_least = tables.forward_least[device, stop] - tables.forward_least[device, first]
-            terms[place, FORWARD] = tables.steady * (forward + backward)
-            terms[place, BACKWARD] = tables.steady * (forward + backward) - (number * forward_most - forward_least)
-            terms[place, REST] = tables.steady % number * max(0.0, own - forward_most)
-        else:
+        if tables.objective == FLOW_SHOPS:
             terms[place, FORWARD] = tables.forward_head[first]
             terms[place, FORWARD] += tables.steady * max(forward, tables.forward_link[first])
             terms[place, BACKWARD] = tables.steady * backward
+        else:
+            terms[place, FORWARD] = tables.steady * (forward + backward)
+        if tables.objective == ROUNDS:
+            number = variant + 1
+            forward_most = tables.forward_most[device, stop] - tables.forward_most[device, first]
+            forward_least = tables.forward_least[device, stop] - tables.forward_least[device, first]
+            terms[place, BACKWARD] = tables.steady * (forward + backward) - (number * forward_most - forward_least)
+            terms[place, REST] = tables.steady % number * max(0.0, own - forward_most)
         if tables.trainable_bytes[first, stop] > 0:
             slope = tables.optimizer_rate[device]
             terms[place, OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed
         need[place] = KEEPS if keeps else RECOMPUTES
-        if keeps or (tables.one_f_one_b and variant == 0):
+        if keeps or (tables.last_turns_around and variant == 0):
             continue
         all_again = tables.again[device, stop] - tables.again[device, first]
         if tables.recompute == ALWAYS or room < 0:
@@ -359,8 +383,8 @@ def _fill(
         extra[place] = least * (1 - 1e-9)
         if whole[place]:
             extra[place] = min(extra[place], all_again)
-        step_s = terms[place, THROUGH] + terms[place, FORWARD] + tables.steady * extra[place]
-        if step_s + (0.0 if tables.one_f_one_b else terms[place, BACKWARD]) >= below_s:
+        step_s = terms[place, THROUGH] + terms[place, FORWARD] + steady_again(tables) * extra[place]
+        if step_s + (terms[place, BACKWARD] if tables.objective == FLOW_SHOPS else 0.0) >= below_s:
             need[place] = IMPOSSIBLE
 
 
@@ -540,7 +564,7 @@ def before_bounds(arcs: Arcs) -> Floats:
             before[way, 0, :] = 0.0
         if total[way] == arcs.most_stages:
             continue
-        variant = total[way] if arcs.one_f_one_b else 0
+        variant = total[way] if arcs.by_number else 0
         stride = 1
         for device in range(classes):
             rest = way + stride
@@ -571,7 +595,7 @@ def _lowest(arcs: Arcs) -> Indices:
     for way in range(1, ways):
         if total[way] > arcs.most_stages:
             continue
-        variant = total[way] - 1 if arcs.one_f_one_b else 0
+        variant = total[way] - 1 if arcs.by_number else 0
         stride = 1
         for device in range(classes):
             rest = way - stride
@@ -587,8 +611,8 @@ def _lower(arcs: Arcs, first: int, place: int, front: Floats, here: Floats) -> N
     """Lower the numbers `here` to those of a front with one more stage behind."""
     terms = arcs.terms[place]
     forward, backward = 0.0, 0.0
-    both = max(0.0, terms[BACKWARD] + arcs.steady * arcs.extra[place])
-    if not arcs.one_f_one_b:
+    both = max(0.0, terms[BACKWARD] + arcs.steady_again * arcs.extra[place])
+    if arcs.objective == FLOW_SHOPS:
         forward = terms[FORWARD]
         backward = max(both, arcs.backward_link[first]) + arcs.backward_head[first]
         both = forward + backward

@@ -27,6 +27,7 @@ from planner.objective import makespan_s
 from planner.plan import Segment
 from planner.problem import Candidate, Problem
 from planner.recompute import Effort, Ways
+from planner.schedules import SCHEDULES, Objective
 from planner.search import Ends, search
 from planner.tables import make_tables
 from planner.transfers import all_reduce_s, boundary_s
@@ -193,7 +194,8 @@ class _Search:
         wide = self._searched(arcs, before, ways, limit_s, MOST_LABELS)
         best = self._best_of(wide, arcs, ways, best)
         lower_s = min([wide.dropped_s, limit_s, *wide.objective_s])
-        exact = self.candidate.schedule == "gpipe" and (self.candidate.split.equal or arcs.two_sizes)
+        closed = self.tables.objective == Objective.FLOW_SHOPS
+        exact = closed and (self.candidate.split.equal or arcs.two_sizes)
         if exact or not len(wide.objective_s):
             return _Result(best, lower_s)
         best, least_s, work = self._listed(arcs, before, ways, best)
@@ -295,7 +297,7 @@ class _Search:
         places = []
         for stage in range(count):
             first, stop = (int(cut) for cut in ends.cuts[index, stage : stage + 2])
-            variant = count - 1 - stage if arcs.one_f_one_b else 0
+            variant = count - 1 - stage if arcs.by_number else 0
             places.append(int(arcs.offset[variant, ends.classes[index, stage], stop]) + stop - 1 - first)
         return places
 
@@ -336,7 +338,8 @@ def _by_bound(problem: Problem) -> list[_Waiting]:
             work_bound_s(problem, candidate),
             candidate.split.count,
             position,
-            candidate.schedule == "1f1b",  # each number from the end has stages of its own: to list them all takes long
+            # where each number from the end has stages of its own, to list them all takes long
+            not SCHEDULES[candidate.schedule].keeps_all,
             candidate,
         )
         for position, candidate in enumerate(problem.candidates())

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas
 
+from planner.actions import ActionKind
 from planner.plan import Plan
-from planner.schedule import ActionKind
 from planner.simulator import Timeline, simulate_plan
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError, InfeasibleError

@@ -13,6 +13,7 @@ from planner.overflow import LeastBad, equal_segments, least_bad
 from planner.plan import Segment, StageMemory
 from planner.problem import Candidate, Problem, device_classes
 from planner.recompute import segments_of, stage_costs
+from planner.schedules import SCHEDULES, ScheduleName
 from planner.settings import Settings
 from planner.tables import make_tables
 from planner.units import bytes_text
@@ -57,7 +58,8 @@ def nothing_fits_text(problem: Problem) -> str:
         + (
             f"What would help: {'; '.join(cures)}"
             if cures
-            else "Neither recompute, 1F1B, more micro-batches, a smaller batch nor more devices would help alone"
+            else f"Neither recompute, {', '.join(_lean_schedules())}, more micro-batches, a smaller batch nor more "
+            "devices would help alone"
         )
     )
 
@@ -76,8 +78,8 @@ def _memory(
     device = problem.classes[device_class].device
     number = len(plan.classes) - stage
     first, stop = (int(cut) for cut in plan.cuts[stage : stage + 2])
-    variant = number - 1 if candidate.schedule == "1f1b" else 0
-    costs = stage_costs(make_tables(problem, candidate), device_class, variant)
+    tables = make_tables(problem, candidate)
+    costs = stage_costs(tables, device_class, number - 1 if tables.by_number else 0)
     segments = segments_of(equal_segments(costs, first, stop, int(plan.parts[stage])), first)
     optimizer = problem.costs.optimizer(device.kind, problem.optimizer)
     return stage_memory(
@@ -99,8 +101,9 @@ def _cures(problem: Problem) -> Iterator[str]:
     settings = problem.settings
     if settings.recompute != "auto" and _fits(_with(problem, replace(settings, recompute="auto"))):
         yield 'recompute="auto"'
-    if "1f1b" not in settings.schedules and _fits(_with(problem, replace(settings, schedules=("1f1b",)))):
-        yield 'schedule="1f1b"'
+    for name in _lean_schedules():
+        if name not in settings.schedules and _fits(_with(problem, replace(settings, schedules=(name,)))):
+            yield f'schedule="{name}"'
     if settings.micro_batches is not None:
         share = settings.batch_size // (settings.replicas or 1)
         for count in _powers(settings.micro_batches, share):
@@ -117,6 +120,11 @@ def _cures(problem: Problem) -> Iterator[str]:
             if _fits(_with_devices(problem, count)):
                 yield f"more devices ({count} fit, with the added ones like the last)"
                 break
+
+
+def _lean_schedules() -> list[ScheduleName]:
+    """The schedules that do not keep all micro-batches."""
+    return [name for name, record in SCHEDULES.items() if not record.keeps_all]
 
 
 def _powers(count: int, most: int) -> Iterator[int]:

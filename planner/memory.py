@@ -1,8 +1,8 @@
 """Memory of one stage, by class.
 
-When most micro-batches are under way (all of them with GPipe, as many as there are stages from this one on with
-1F1B), a stage keeps for each of them its inputs, what its kept layers save for the backward pass, and what crosses
-each boundary next to a recomputed segment. Beside that it holds the values of one segment at a time.
+When most micro-batches are under way (how many, the schedule's record says), a stage keeps for each of them its inputs,
+what its kept layers save for the backward pass, and what crosses each boundary next to a recomputed segment. Beside
+that it holds the values of one segment at a time.
 
 A stage that keeps everything, or is one segment, is counted exactly (`planner.stage_bytes`). With other segments layers
 count one by one, which is never less: what each keeps, and the largest of their temporaries.
@@ -21,7 +21,8 @@ import numpy as np
 from planner.costs import CostModel, Floats, LayerArrays, ParameterRanges
 from planner.messages import Message
 from planner.micro_batches import MicroBatches
-from planner.plan import ScheduleName, Segment, StageMemory
+from planner.plan import Segment, StageMemory
+from planner.schedules import ScheduleName
 from profiler.device import Device
 from profiler.record import OptimizerCost
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.actions import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
 from planner.costs import Floats, LayerArrays
 from planner.micro_batches import MicroBatches
-from planner.plan import ScheduleName
-from planner.schedule import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
+from planner.schedules import SCHEDULES, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +71,8 @@ class Message:
     def at_receiver(self, schedule: ScheduleName, micro_batches: MicroBatches, number: int) -> Floats:
         """Bytes under way at the stage that it comes to.
 
-        Gradients that have not left and, with 1F1B, inputs whose receives are posted. With GPipe the inputs of all
-        micro-batches are kept anyway, and so are those that are under way here.
+        Gradients that have not left and inputs whose receives are posted. Where the inputs of all micro-batches are
+        kept anyway, those that are under way are among them.
 
         Args:
             schedule: says how many micro-batches are under way.
@@ -81,7 +81,7 @@ class Message:
         """
         sent_back = np.minimum(self._ahead(SENDS_AHEAD, np.minimum(*self.gradients)), micro_batches.count)
         gradients: Floats = sent_back * np.maximum(*self.gradients)
-        if schedule == "gpipe":
+        if SCHEDULES[schedule].keeps_all:
             return gradients
         large, small = self.outputs
         flying = sum(micro_batches.in_flight(schedule, number))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.plan import ScheduleName
+from planner.schedules import SCHEDULES, ScheduleName
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,9 @@ class MicroBatches:
         """Most micro-batches under way at once, as (of the larger size, of the smaller size).
 
         Args:
-            schedule: GPipe has all of them under way when the forward phase ends, 1F1B one for each stage from this
-                one on, the large ones at the beginning.
+            schedule: says how many there are; the large ones come first.
             number: of the stage, 1 for the last.
         """
-        many = self.count if schedule == "gpipe" else min(number, self.count)
+        many = SCHEDULES[schedule].most_in_flight(number, self.count)
         large = min(many, self.number_largest)
         return large, many - large

@@ -57,7 +57,7 @@ def least_bad(tables: Tables) -> LeastBad:
     worst[0, last] = -np.inf
     best, best_way = np.inf, -1
     for number in range(1, tables.most_stages + 1):
-        variant = number - 1 if tables.one_f_one_b else 0
+        variant = number - 1 if tables.by_number else 0
         for way in range(ways):
             if total[way] != number:
                 continue

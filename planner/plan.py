@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from planner.actions import Schedule, make_schedule
+from planner.schedules import DEFAULT_SCHEDULE, ScheduleName, known
 from profiler.device import Device
-from profiler.errors import PlanFileError
+from profiler.errors import ArgumentError, PlanFileError
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, read_file, write_atomically
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     from profiler.record import Profile
 
-ScheduleName: TypeAlias = Literal["gpipe", "1f1b"]
 PLAN_SCHEMA_VERSION: Final = 2
 
 
@@ -201,11 +202,6 @@ class Stage(Value):
         """Where it runs in the first replica."""
         return self.devices[0]
 
-    @property
-    def whole_recomputed(self) -> bool:
-        """Whether it is recomputed as one segment."""
-        return self.recompute == (Segment(first=self.first_layer, stop=self.stop_layer),)
-
     def times_at(self, micro_batch_size: int) -> StageTimes:
         """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
         return _entry_at(self.times, micro_batch_size)
@@ -245,7 +241,7 @@ class Plan(Value):
         batch_size: samples of a mini-batch, over all replicas.
         micro_batch_sizes: samples of each micro-batch of one replica in order; replica r takes samples
             `[r * n, (r + 1) * n)` of the mini-batch with `n = batch_size / replicas`, which they add up to.
-        schedule: order of the actions on each rank, see `planner.schedule`.
+        schedule: order of the passes on each stage, one of `planner.schedules.SCHEDULES`.
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
         optimizer: class name of the optimizer that the predictions assume.
         stages: in pipeline order.
@@ -259,7 +255,7 @@ class Plan(Value):
     sample: SampleSpec
     batch_size: int = Field(gt=0)
     micro_batch_sizes: tuple[int, ...] = Field(min_length=1)
-    schedule: ScheduleName = "gpipe"
+    schedule: ScheduleName = DEFAULT_SCHEDULE
     replicas: int = Field(ge=1, default=1)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -276,10 +272,28 @@ class Plan(Value):
         """Number of micro-batches of one replica."""
         return len(self.micro_batch_sizes)
 
+    def actions(self, micro_batches: int | None = None) -> Schedule:
+        """The lists of actions of one replica's step, one a stage; with other than M micro-batches where given."""
+        return make_schedule(
+            self.schedule,
+            stages=self.K,
+            micro_batches=self.M if micro_batches is None else micro_batches,
+            recompute=[bool(stage.recompute) for stage in self.stages],
+            skips=[skip.ends for skip in self.skips],
+        )
+
     @property
     def ranks(self) -> int:
         """Processes of one replica; `ranks * replicas` of them train together."""
         return 1 + max(stage.rank for stage in self.stages)
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        try:
+            return known(name)
+        except ArgumentError as problem:
+            raise ValueError(str(problem)) from problem
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -327,35 +341,31 @@ class Plan(Value):
                 sizes = [entry.micro_batch_size for entry in skip.times]
                 raise ValueError(f"the skip {skip.ends} has times for micro-batches of {sorted(sizes)} samples")
 
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, atomically; equal plans give equal bytes."""
+        write_atomically(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanFileError: the file is missing, cut off, or does not hold a plan of this schema version; the message
+                gives the JSON path of the first thing that is wrong.
+        """
+        text = read_file(path, "plan", PlanFileError)
+        return cls.parse_json(text, source=str(path), error=PlanFileError)
+
+    # What follows asks a higher floor, when it is called and not before.
+
     def to_frame(self) -> pandas.DataFrame:
         """One row a stage: layers, device, parameters, times of the largest micro-batch, bytes by class.
 
         Seconds are in columns that end in `_s`, bytes in columns that end in `_bytes`.
         """
-        import pandas
+        from planner.report import plan_frame
 
-        rows = []
-        for stage in self.stages:
-            times = stage.times_at(max(self.micro_batch_sizes)).model_dump()
-            memory = {f"{name}_bytes": size for name, size in stage.memory.model_dump().items()}
-            rows.append(
-                {
-                    "first_layer": stage.first_layer,
-                    "stop_layer": stage.stop_layer,
-                    "first_module": stage.module_paths[0],
-                    "last_module": stage.module_paths[1],
-                    "device": stage.device.name,
-                    "device_kind": stage.device.kind,
-                    "parameters": stage.parameter_count,
-                    "recompute": bool(stage.recompute),
-                    **times,
-                    "optimizer_s": stage.optimizer_s,
-                    **memory,
-                    "total_bytes": stage.memory.total,
-                    "device_bytes": stage.device.memory_bytes,
-                }
-            )
-        return pandas.DataFrame(rows).rename_axis("stage")
+        return plan_frame(self)
 
     def explain(self, profile: Profile | None = None) -> pandas.DataFrame:
         """Why these cuts: busy times, bottlenecks and limits of each stage; with the profile, what others would cost.
@@ -377,21 +387,6 @@ class Plan(Value):
         from planner.explain import memory_over_time
 
         return memory_over_time(self)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, atomically; equal plans give equal bytes."""
-        write_atomically(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a plan that `save` wrote.
-
-        Raises:
-            PlanFileError: the file is missing, cut off, or does not hold a plan of this schema version; the message
-                gives the JSON path of the first thing that is wrong.
-        """
-        text = read_file(path, "plan", PlanFileError)
-        return cls.parse_json(text, source=str(path), error=PlanFileError)
 
     def __repr__(self) -> str:
         from planner.report import plan_report

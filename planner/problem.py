@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from planner.costs import CostModel, ParameterRanges
 from planner.micro_batches import MicroBatches
-from planner.plan import ScheduleName
 from planner.rules import FREE, Rules
+from planner.schedules import ScheduleName
 from planner.settings import Settings
 from profiler.device import Device, Link
 

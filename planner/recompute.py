@@ -124,7 +124,7 @@ class Ways:
     def _found(self, place: int, variant: int, device: int, first: int, stop: int, limit_s: float) -> Found:
         room, fits_whole = float(self.arcs.terms[place, ROOM]), bool(self.arcs.whole[place])
         tables = self.tables
-        last_free = tables.one_f_one_b and variant == 0
+        last_free = tables.last_turns_around and variant == 0
         costs = stage_costs(tables, device, variant)
         whole = np.full((1, stop - first), INSIDE, dtype=np.uint8)
         whole[0, 0] = START
@@ -133,7 +133,7 @@ class Ways:
         if tables.recompute == ALWAYS:
             return as_one
         cap = np.inf
-        if tables.steady:
+        if self.arcs.steady_again:
             steady_s = float(
                 tables.forward[device, stop]
                 - tables.forward[device, first]

@@ -1,11 +1,15 @@
-"""A plan on one screen, for people."""
+"""A plan on one screen, for people, and as a data frame."""
 
 from __future__ import annotations
 
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from planner.plan import Plan, Stage, StageMemory
 from planner.units import bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    import pandas
 
 WIDTH = 110
 """Columns of the widest line."""
@@ -15,6 +19,34 @@ _CLASSES = tuple(StageMemory.model_fields)
 def plan_report(plan: Plan) -> str:
     """The plan in words and two tables: what each stage holds and takes, and what its memory is filled with."""
     return "\n".join([*_headline(plan), "", *_stage_table(plan), "", *_memory_table(plan)])
+
+
+def plan_frame(plan: Plan) -> pandas.DataFrame:
+    """One row a stage, see `Plan.to_frame`."""
+    import pandas
+
+    rows = []
+    for stage in plan.stages:
+        times = stage.times_at(max(plan.micro_batch_sizes)).model_dump()
+        memory = {f"{name}_bytes": size for name, size in stage.memory.model_dump().items()}
+        rows.append(
+            {
+                "first_layer": stage.first_layer,
+                "stop_layer": stage.stop_layer,
+                "first_module": stage.module_paths[0],
+                "last_module": stage.module_paths[1],
+                "device": stage.device.name,
+                "device_kind": stage.device.kind,
+                "parameters": stage.parameter_count,
+                "recompute": bool(stage.recompute),
+                **times,
+                "optimizer_s": stage.optimizer_s,
+                **memory,
+                "total_bytes": stage.memory.total,
+                "device_bytes": stage.device.memory_bytes,
+            }
+        )
+    return pandas.DataFrame(rows).rename_axis("stage")
 
 
 def _headline(plan: Plan) -> list[str]:

@@ -5,9 +5,10 @@ A label is the rear part of a plan: layers [i, L), the devices that they use, an
 
     GPipe    T = S + max forward + max backward + max optimizer; with two sizes of micro-batches see
              `planner.two_sizes`
-    1F1B     T >= V + max optimizer, where V, what the rear takes by itself, is built from stage to stage:
-             V(k) = max( through(k) + V(k + 1),                        the rear, and the way there and back
-                         through(k) + steady (f + b + e),              stage k is never idle
+    any      T >= V + max optimizer, where V, what the rear takes by itself, is built from stage to stage:
+    order    V(k) = max( through(k) + V(k + 1),                        the rear, and the way there and back
+                         through(k) + steady (f + b + e) )             stage k is never idle
+    1F1B     V(k) = max( the same,
                          S(k) + both(k),                               it waits once for the whole rear
                          rounds * S(k) + rest )                        it waits each time its micro-batches are all
                          ahead
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from planner.arcs import (
     BACKWARD,
+    FLOW_SHOPS,
     FORWARD,
     FRONT_OPTIMIZER,
     IMPOSSIBLE,
@@ -33,6 +35,7 @@ from planner.arcs import (
     OPTIMIZER,
     RECOMPUTES,
     REST,
+    ROUNDS,
     STAYS_LEAST,
     THROUGH,
     Arcs,
@@ -195,7 +198,7 @@ def search(
     new, compared = np.zeros(numbers), np.zeros(numbers)
 
     for number in range(1, arcs.most_stages + 1):
-        variant = number - 1 if arcs.one_f_one_b else 0
+        variant = number - 1 if arcs.by_number else 0
         for way in range(ways):
             if total[way] != number:
                 continue
@@ -386,11 +389,11 @@ def _raise(arcs: Arcs, new: Floats, front: Floats, compared: Floats) -> None:
             compared[at + 1], compared[at + 2] = stays, changes
             compared[at + 3] = max(whole, changes + arcs.more_large * front[STAYS_LEAST + phase])
         compared[8] = max(new[8], front[FRONT_OPTIMIZER])
-    elif arcs.one_f_one_b:
-        compared[0], compared[1], compared[2] = new[0], max(new[1], new[0] + front[3]), 0.0
+    elif arcs.objective == FLOW_SHOPS:
+        compared[0], compared[1], compared[2] = new[0], max(new[1], front[1]), max(new[2], front[2])
         compared[3] = max(new[3], front[4])
     else:
-        compared[0], compared[1], compared[2] = new[0], max(new[1], front[1]), max(new[2], front[2])
+        compared[0], compared[1], compared[2] = new[0], max(new[1], new[0] + front[3]), 0.0
         compared[3] = max(new[3], front[4])
 
 
@@ -407,7 +410,7 @@ def _grow(
 ) -> float:
     """Fill `new` with the numbers of a rear with one more stage; what it takes at least when it is completed.
 
-    The numbers are S, then for GPipe both bottlenecks and for 1F1B V and nothing, then the slowest optimizer; with two
+    The numbers are S, then of flow shops both bottlenecks and else V and nothing, then the slowest optimizer; with two
     sizes of micro-batches the four of `planner.two_sizes` for each phase, then the slowest optimizer.
 
     Args:
@@ -425,18 +428,16 @@ def _grow(
         return _grow_two_sizes(arcs, device, first, stop, place, numbers, label, front, new)
     terms = arcs.terms
     stage_through = terms[place, THROUGH] + turning
-    steady_extra = arcs.steady * extra
+    steady_extra = arcs.steady_again * extra
     through, slowest = numbers[label, 0] + stage_through, max(numbers[label, 3], terms[place, OPTIMIZER])
     new[0], new[3] = through, slowest
-    if arcs.one_f_one_b:
-        rounds = arcs.steady // number
-        value = max(
-            max(stage_through + numbers[label, 1], stage_through + terms[place, FORWARD] + steady_extra),
-            max(
-                through + terms[place, BACKWARD] + steady_extra,
-                through + rounds * (through - arcs.crossing[first]) + terms[place, REST],
-            ),
-        )
+    if arcs.objective != FLOW_SHOPS:
+        value = max(stage_through + numbers[label, 1], stage_through + terms[place, FORWARD] + steady_extra)
+        if arcs.objective == ROUNDS:
+            rounds = arcs.steady // number
+            waits_once_s = through + terms[place, BACKWARD] + steady_extra
+            waits_often_s = through + rounds * (through - arcs.crossing[first]) + terms[place, REST]
+            value = max(value, max(waits_once_s, waits_often_s))
         new[1], new[2] = value, 0.0
         return float(max(value + front[0], through + front[0] + front[3]) + max(slowest, front[4]))
     backward = max(terms[place, BACKWARD] + steady_extra, arcs.backward_link[first]) + arcs.backward_head[first]

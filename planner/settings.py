@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
-from planner.plan import ScheduleName
+from planner.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
 from profiler.device import Device
 from profiler.errors import ArgumentError, InfeasibleError
 
@@ -20,7 +20,8 @@ class SettingKeywords(TypedDict, total=False):
     """Keywords of `autoplan` and `plan_from_profile` that say what is asked of a plan; all may be left out.
 
     Attributes:
-        schedule: order of forward and backward passes; `"auto"` takes the faster one that fits. `"gpipe"` by default.
+        schedule: order of forward and backward passes, a key of `planner.schedules.SCHEDULES`, `"gpipe"` by default;
+            `"auto"` takes the fastest one that fits.
         recompute: `"auto"` (default) recomputes no more than must be for a stage to fit or the step to be fast,
             `"always"` every stage as a whole, as GPipe does, `"never"` nothing.
         skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or
@@ -42,7 +43,7 @@ class SettingKeywords(TypedDict, total=False):
             is.
     """
 
-    schedule: ScheduleName | Literal["auto"]
+    schedule: ScheduleName
     recompute: RecomputeMode
     skips: SkipMode
     stages: int | None
@@ -70,7 +71,7 @@ class Settings:
     """
 
     batch_size: int
-    schedules: tuple[ScheduleName, ...] = ("gpipe",)
+    schedules: tuple[ScheduleName, ...] = (DEFAULT_SCHEDULE,)
     recompute: RecomputeMode = "auto"
     skips: SkipMode = "relayed"
     stages: int | None = None
@@ -105,7 +106,7 @@ class Settings:
         for name in ("stages", "max_stages", "micro_batches", "micro_batches_per_stage"):
             if name in given:
                 _count(name, given[name])
-        schedule = _choice("schedule", given.pop("schedule", "gpipe"), (*get_args(ScheduleName), "auto"))
+        schedule = _choice("schedule", given.pop("schedule", DEFAULT_SCHEDULE), (*SCHEDULES, "auto"))
         _choice("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
         _choice("skips", given.get("skips", "relayed"), get_args(SkipMode))
         replicas = given.pop("replicas", 1)
@@ -121,7 +122,7 @@ class Settings:
         most = min(len(devices), given.pop("max_stages", len(devices)))
         settings = cls(
             batch_size=batch_size,
-            schedules=get_args(ScheduleName) if schedule == "auto" else (schedule,),
+            schedules=tuple(SCHEDULES) if schedule == "auto" else (schedule,),
             max_stages=most,
             micro_batch_sizes=None if sizes is None else frozenset(sizes),
             replicas=None if replicas == "auto" else replicas,

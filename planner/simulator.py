@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from planner.schedule import Action, ActionKind, Schedule, schedule_of
+from planner.actions import Action, ActionKind, Schedule
 from profiler.errors import PlanError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Timeline:
 def simulate_plan(plan: Plan) -> Timeline:
     """The timeline of a plan's step, with its predicted times."""
     return simulate(
-        schedule_of(plan),
+        plan.actions(),
         Durations.of(plan),
         optimizer_s=max(stage.all_reduce_s + stage.optimizer_s for stage in plan.stages),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from planner.actions import AHEAD_BYTES
 from planner.arcs import ALWAYS, AUTO, NEVER, Tables
 from planner.costs import Floats, LayerArrays, prefix_sums
 from planner.memory import behind_boundary, temporary_bytes
@@ -13,7 +14,7 @@ from planner.messages import Message
 from planner.micro_batches import MicroBatches
 from planner.problem import Candidate, Problem
 from planner.rules import FREE
-from planner.schedule import AHEAD_BYTES
+from planner.schedules import SCHEDULES, Objective
 from planner.transfers import all_reduce_s, boundary_s
 
 PRICES = 16
@@ -25,13 +26,13 @@ _MODES = {"auto": AUTO, "always": ALWAYS, "never": NEVER}
 def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     """The arrays for one schedule, R and M."""
     split, settings, profile = candidate.split, problem.settings, problem.costs.profile
-    classes = problem.classes
+    record, classes = SCHEDULES[candidate.schedule], problem.classes
     kinds = [group.device.kind for group in classes]
     large = {kind: problem.costs.layers(kind, split.largest) for kind in kinds}
     small = {kind: problem.costs.layers(kind, split.smallest) for kind in kinds}
     most = problem.most_stages(candidate.replicas, split.count)
     flying = [split.in_flight(candidate.schedule, number) for number in range(1, most + 1)]
-    if candidate.schedule == "gpipe":
+    if record.keeps_all:
         flying = flying[:1]
 
     def sums(combine: Callable[[LayerArrays, LayerArrays], Floats]) -> Floats:
@@ -75,8 +76,10 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     always_bytes = profile.reserve_bytes + split.batch_size * profile.input_bytes
     class_of = {member: number for number, group in enumerate(classes) for member in group.members}
     return Tables(
-        one_f_one_b=candidate.schedule == "1f1b",
-        two_sizes=candidate.schedule == "gpipe" and not split.equal,
+        objective=int(record.objective),
+        by_number=not record.keeps_all,
+        last_turns_around=record.last_turns_around,
+        two_sizes=record.objective is Objective.FLOW_SHOPS and not split.equal,
         steady=split.count - 1,
         recompute=_MODES[settings.recompute],
         least_stages=settings.stages or 1,
@@ -171,7 +174,7 @@ def _heads(
 
     Zero for equal micro-batches.
     """
-    if candidate.split.equal or candidate.schedule != "gpipe":
+    if candidate.split.equal or SCHEDULES[candidate.schedule].objective is not Objective.FLOW_SHOPS:
         return np.zeros(problem.layers + 1), np.zeros(problem.layers + 1)
 
     def least(name: str) -> Floats:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.actions import Action, ActionKind
 from planner.plan import Plan, StageMemory
-from planner.schedule import Action, ActionKind
 from planner.simulator import Event, Timeline, simulate_plan
 from planner.units import seconds_text
 from profiler.value import write_atomically

@@ -11,6 +11,7 @@ from planner.compiled import compiled
 from planner.costs import Floats, prefix_sums
 from planner.memory import behind_boundary, temporary_bytes
 from planner.problem import Candidate, Problem
+from planner.schedules import SCHEDULES, Objective
 from planner.tables import prices, steady_mean
 
 HALVINGS = 36
@@ -36,10 +37,11 @@ def work_bound_s(problem: Problem, candidate: Candidate) -> float:
         for more, less in zip(*pairs, strict=True)
     ]
     steady = split.count - 1
+    flow_shops = SCHEDULES[candidate.schedule].objective is Objective.FLOW_SHOPS
     if len(classes) > 1:
         passes_s, stays_s = float(np.min(least, axis=0).sum()), steady * _bottleneck_s(problem, candidate, mean)
-        return passes_s + stays_s if candidate.schedule == "gpipe" else max(passes_s, stays_s)
-    if candidate.schedule == "1f1b":
+        return passes_s + stays_s if flow_shops else max(passes_s, stays_s)
+    if not flow_shops:
         return _cut_bound_s(problem, candidate, least[0], least[0], steady * mean[0])
     if split.equal:
         return _cut_bound_s(problem, candidate, large[0], 0 * large[0], steady * large[0])
@@ -123,12 +125,13 @@ def _pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
 
     Each has the temporaries of some layer, and all but the first the inputs of every micro-batch from some boundary.
     """
-    if candidate.schedule != "gpipe" or problem.settings.recompute != "auto":
+    record = SCHEDULES[candidate.schedule]
+    if record.objective is not Objective.FLOW_SHOPS or problem.settings.recompute != "auto":
         return 0.0
     split, group = candidate.split, problem.classes[0]
     stages = problem.most_stages(candidate.replicas, split.count)
     large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
-    many, few = split.in_flight("gpipe", 1)
+    many, few = split.in_flight(candidate.schedule, 1)
     optimizer = problem.costs.optimizer(group.device.kind, problem.optimizer)
     always_bytes = problem.costs.profile.reserve_bytes + split.batch_size * problem.costs.profile.input_bytes
     held = many * large.kept_bytes + few * small.kept_bytes

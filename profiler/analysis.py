@@ -7,19 +7,17 @@ which values carry a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.blame import keep_together_advice, place_of_node
-from profiler.both_branches import sees_both_branches
 from profiler.errors import NotTraceableError
-from profiler.flops import FLOP_FORMULAS
+from profiler.flops import FlopCounter
 from profiler.frontend import TracedGraph, autocasting, module_stack
 from profiler.opaque import OpaqueCall
 from profiler.opaque_tracing import opaque_calls_of
@@ -55,31 +53,6 @@ class NodeFacts:
     requires_grad: bool
     draws_random: bool
     writes: frozenset[int]
-
-
-@sees_both_branches
-class FlopCounter(TorchDispatchMode):
-    """Counts FLOPs and notices random operations below the level of composite operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-        self.draws_random = False
-
-    def reset(self) -> None:
-        """Count from 0 again."""
-        self.flops = 0
-        self.draws_random = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.draws_random |= torch.Tag.nondeterministic_seeded in func.tags
-        formula = FLOP_FORMULAS.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
-        return out
 
 
 def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:

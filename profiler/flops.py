@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import (
     conv_flop_count,
     flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
+
+from profiler.both_branches import sees_both_branches
 
 aten = torch.ops.aten
 
@@ -78,3 +81,28 @@ FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = {
     aten.vdot: _dot,
 }
 """By operation: called with its arguments and `out_val`. Operations without an entry do no matrix arithmetic."""
+
+
+@sees_both_branches
+class FlopCounter(TorchDispatchMode):
+    """Counts FLOPs and notices random operations below the level of composite operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.draws_random = False
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        self.flops = 0
+        self.draws_random = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.draws_random |= torch.Tag.nondeterministic_seeded in func.tags
+        formula = FLOP_FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
+from profiler.flops import FlopCounter
 from profiler.opaque import Affine, Cost, Held, Refused, Signature, Slot, TensorKind
 
 
@@ -159,7 +160,6 @@ def _run(
     around: Circumstances,
     settling: bool,
 ) -> _Run:
-    from profiler.analysis import FlopCounter
     from profiler.storage_watch import StorageWatch
 
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeAlias, TypedDict
 
 from planner import Plan, plan_from_profile
-from planner.schedule import gpipe_schedule
+from planner.actions import make_schedule
 from planner.simulator import Durations, simulate
 from profiler.device import Cluster, Device, Link
 from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
@@ -204,7 +204,7 @@ def step_s(layers: tuple[Layer, ...], cuts: Cuts, M: int, link: Link) -> float:
         send_forward_s=every(behind_s),
         send_backward_s=every([0.0, *behind_s[:-1]]),
     )
-    schedule = gpipe_schedule(stages=len(stages), micro_batches=M, recompute=(True,) * len(stages))
+    schedule = make_schedule("gpipe", stages=len(stages), micro_batches=M, recompute=(True,) * len(stages))
     return simulate(schedule, durations).makespan_s
 
 

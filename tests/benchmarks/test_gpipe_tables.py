@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from planner import InfeasibleError, Plan, plan_from_profile
-from planner.schedule import gpipe_schedule
+from planner.actions import make_schedule
 from planner.simulator import Durations, simulate
 from profiler import Cluster, Profile, profile, trace
 from profiler.device import Link
@@ -255,7 +255,7 @@ def step_s(measured: Profile, plan: Plan, micro_batches: int, batch_size: int, l
         send_forward_s=each([link.transfer_s(cost.output_bytes) for cost in last]),
         send_backward_s=each(gradients),
     )
-    schedule = gpipe_schedule(stages=plan.K, micro_batches=micro_batches, recompute=(False,) * plan.K)
+    schedule = make_schedule("gpipe", stages=plan.K, micro_batches=micro_batches, recompute=(False,) * plan.K)
     return simulate(schedule, durations).makespan_s
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from executor import Pipeline, launch
-from planner.plan import ScheduleName
+from planner.schedules import ScheduleName
 from profiler import trace
 from profiler.loss import loss_of
 from profiler.sample import call_arguments

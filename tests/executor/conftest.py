@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan import Plan, Prediction, ScheduleName, Segment, Stage, StageMemory, StageTimes
+from planner.plan import Plan, Prediction, Segment, Stage, StageMemory, StageTimes
+from planner.schedules import ScheduleName
 from planner.skips import plan_skips, routes_of
 from profiler.device import Device
 from profiler.sequence import LayerSequence

@@ -4,7 +4,7 @@ import pytest
 
 from executor.blame import Blame
 from executor.position import Phase, Position
-from planner.schedule import Action, ActionKind
+from planner.actions import Action, ActionKind
 from profiler.journal import Entry
 
 TIMEOUT_S = 60.0

@@ -11,7 +11,7 @@ from executor.micro_batch import sizes_for, split_target
 from executor.randomness import generator_of, key, preserved
 from executor.tied import TiedParameter, accumulator_of, sum_gradients
 from executor.transport import InProcess, Transfer
-from planner.schedule import AHEAD_BYTES, Action
+from planner.actions import AHEAD_BYTES, Action
 from profiler import ArgumentError
 
 CPU = torch.device("cpu")

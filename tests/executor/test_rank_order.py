@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from executor.rank_order import RECEIVES, SENDS, rank_lists
 from planner import ExecutionError
-from planner.schedule import SENDS_AHEAD, Action, ActionKind, Schedule, make_schedule, parse_schedule, receives_ahead
+from planner.actions import SENDS_AHEAD, Action, ActionKind, Schedule, make_schedule, parse_schedule, receives_ahead
 
 SECONDS = {ActionKind.F: 1.0, ActionKind.R: 1.0, ActionKind.B: 2.0}
 
@@ -26,7 +26,7 @@ def rank_problems(draw: st.DrawFn) -> tuple[Schedule, list[int]]:
     numbers = {rank: number for number, rank in enumerate(dict.fromkeys(drawn))}
     pairs = [(sender, receiver) for sender in range(stages) for receiver in range(sender + 2, stages)]
     skips = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
-    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, recompute=recompute, skips=skips)  # type: ignore[arg-type]
+    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, recompute=recompute, skips=skips)
     return schedule, [numbers[rank] for rank in drawn]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from executor import Pipeline, launch
 from executor.measured import Recorded, measured_frame
 from executor.stopwatch import TimedAction, TimedStep
 from planner import Plan
-from planner.plan import ScheduleName
-from planner.schedule import Action
+from planner.actions import Action
+from planner.schedules import SCHEDULES, Objective, ScheduleName, ScheduleRecord
 from profiler import ForeignPlanError, trace
 
 M = 4
@@ -78,6 +79,25 @@ def test_skipping_stages_changes_no_bit(plan_for: Callable[..., Plan], schedule:
     assert [skip.ends for skip in plan.skips] == [(1, 4), (2, 6), (3, 5)]
     found = train(plan, depth)
     assert found.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
+def test_an_order_that_nobody_has_heard_of_trains_the_same(
+    plan_for: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor knows nothing of a schedule but its record."""
+
+    def two_each(stage: int, stages: int, micro_batches: int) -> tuple[int, ...]:
+        """Two forward passes, then their backward passes, on all stages alike."""
+        pairs = [range(first, min(first + 2, micro_batches)) for first in range(0, micro_batches, 2)]
+        return tuple(turn for pair in pairs for turn in (*pair, *(~number for number in pair)))
+
+    record = ScheduleRecord(two_each, lambda number, count: min(2, count), Objective.WORK, "made up")
+    monkeypatch.setitem(cast(dict[str, ScheduleRecord], SCHEDULES), "two each", record)
+    sequence = trace(ladder(), X)
+    settings = {"batch_size": BATCH, "micro_batches": M, "schedule": "two each", "recompute": True}
+    whole = train(plan_for(sequence, **settings))
+    found = train(plan_for(sequence, cuts_of(ladder()), **settings, skips=True))
     assert all(torch.equal(value, whole[name]) for name, value in found.items())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 
-from planner.schedule import make_schedule
+from planner.actions import ActionKind, make_schedule
 from planner.simulator import Durations, simulate
 from profiler.device import Device, Link
 from profiler.record import Profile, SkipValue
@@ -49,6 +49,13 @@ def small_profiles(
         input_bytes=draw(st.integers(0, 3)),
         reserve_bytes=draw(st.integers(0, 10)),
     )
+
+
+def most_in_flight(schedule: str, stage: int, stages: int, count: int) -> int:
+    """Counted in the lists of actions."""
+    actions = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages)[stage]
+    passes = [{ActionKind.F: 1, ActionKind.B: -1}.get(action.kind, 0) for action in actions]
+    return max(itertools.accumulate(passes))
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,7 @@ class Oracle:
         ranges = list(itertools.pairwise(cuts))
         choices: list[list[Any]] = []
         for stage, (first, stop) in enumerate(ranges):
-            number = len(ranges) - stage
-            held = sizes if schedule == "gpipe" else sizes[:number]
+            held = sizes[: most_in_flight(schedule, stage, len(ranges), count)]
             limit = order[stage].memory_bytes
             fitting = [
                 segments

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from planner.schedule import make_schedule
+from planner.actions import make_schedule
 from planner.simulator import Durations, simulate
 from tests.benchmarks.exhaustive import action_table, walk_s
 from tests.benchmarks.small_problems import compared

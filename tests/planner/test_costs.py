@@ -3,12 +3,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from planner.actions import AHEAD_BYTES
 from planner.costs import CostModel, ParameterRanges, range_sums
 from planner.memory import stage_memory
 from planner.messages import Message
 from planner.micro_batches import MicroBatches
 from planner.plan import Segment
-from planner.schedule import AHEAD_BYTES
 from planner.units import bytes_text, count_text, seconds_text
 from profiler.errors import ProfileError
 

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.actions import make_schedule, parse_schedule
 from planner.objective import makespan_s
-from planner.schedule import gpipe_schedule, make_schedule, parse_schedule
 from planner.simulator import Durations, simulate
 from profiler.errors import PlanError
 
@@ -31,7 +31,7 @@ def test_a_small_pipeline_by_hand():
     #  time      0   1   2   3   4   5   6   7   8   9
     #  stage 0   F0  F1  .   .   .   .   B1  R0  B0         (B1 can start at 6, after B1 and 1 s on the link)
     #  stage 1   .   .   F0  F1  B1  B0
-    schedule = gpipe_schedule(stages=2, micro_batches=2, recompute=(True, False))
+    schedule = make_schedule("gpipe", stages=2, micro_batches=2, recompute=(True, False))
     timeline = simulate(schedule, constant([(1, 1, 1, 1, 0), (1, 0, 1, 0, 1)], 2), optimizer_s=0.5)
     starts = {str(event.action): event.start_s for event in timeline.events}
     assert starts == {
@@ -49,7 +49,7 @@ def test_closed_form_equals_the_simulator_for_equal_micro_batches(rows, data):
     recompute = tuple(data.draw(st.booleans()) for _ in rows)
     rows = [(f, r if again else 0.0, b, c, d) for (f, r, b, c, d), again in zip(rows, recompute, strict=True)]
     micro_batches = data.draw(st.integers(1, 9))
-    schedule = gpipe_schedule(stages=len(rows), micro_batches=micro_batches, recompute=recompute)
+    schedule = make_schedule("gpipe", stages=len(rows), micro_batches=micro_batches, recompute=recompute)
     expected_s = simulate(schedule, constant(rows, micro_batches)).makespan_s
     assert closed_form_s(rows, micro_batches) == pytest.approx(expected_s, rel=1e-9, abs=1e-9)
 
@@ -86,7 +86,7 @@ def test_a_message_that_nobody_sends_is_named():
 
 
 def test_transfers_queue_on_their_link_and_do_not_hold_the_sender():
-    schedule = gpipe_schedule(stages=2, micro_batches=3, recompute=(False, False))
+    schedule = make_schedule("gpipe", stages=2, micro_batches=3, recompute=(False, False))
     timeline = simulate(schedule, constant([(1, 0, 1, 10, 0), (1, 0, 1, 0, 0)], 3))
     spans = {str(event.action): (event.start_s, event.end_s) for event in timeline.events}
     assert [spans[f"0F{m}"] for m in range(3)] == [(0, 1), (1, 2), (2, 3)]
@@ -95,7 +95,7 @@ def test_transfers_queue_on_their_link_and_do_not_hold_the_sender():
 
 def test_messages_that_skip_stages_wait_for_the_neighbours():
     """A stage sends to all others over one link."""
-    schedule = gpipe_schedule(stages=3, micro_batches=1, recompute=(False,) * 3, skips=[(0, 2)])
+    schedule = make_schedule("gpipe", stages=3, micro_batches=1, recompute=(False,) * 3, skips=[(0, 2)])
     ones, none = ((1.0,),) * 3, ((0.0,),) * 3
     skips = {(0, 2): ((4.0,), (8.0,))}
     timeline = simulate(schedule, Durations(ones, none, ones, ((2.0,),) * 3, ((2.0,),) * 3, skips=skips))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from planner.costs import fingerprint_of
 from planner.from_profile import plan_from_profile
 from planner.plan import Plan
-from planner.schedule import schedule_of
 from planner.simulator import simulate_plan
 from profiler.device import Link
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
@@ -130,7 +129,7 @@ def test_what_skips_stages_costs_them_neither_time_nor_memory(chain, device):
         less = relayed.stages[stage].memory.activations - direct.stages[stage].memory.activations
         assert less == 8 * 100  # of each micro-batch
     assert direct.prediction.step_s < relayed.prediction.step_s
-    assert "0SEND_F5@3" in {str(action) for action in schedule_of(direct)[0]}
+    assert "0SEND_F5@3" in {str(action) for action in direct.actions()[0]}
     lanes = simulate_plan(direct).lanes
     assert {"link 0>3", "link 3>0"} <= set(lanes)
 

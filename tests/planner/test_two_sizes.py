@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.schedule import gpipe_schedule
+from planner.actions import make_schedule
 from planner.simulator import Durations, simulate
 from planner.two_sizes import NOTHING, Machine, behind_with, both_phases, front_with, longest
 from planner.work_bound import least_bottleneck
@@ -33,7 +33,7 @@ def test_two_sizes_take_what_the_simulator_says(large, n, m, data):
     small = [data.draw(st.tuples(*[SECONDS] * 5)) for _ in large]
     tables = Durations(*(tuple((a,) * n + (b,) * m for a, b in zip(*pair, strict=True)) for pair in zip(
         zip(*large, strict=True), zip(*small, strict=True), strict=True)))  # fmt: skip
-    schedule = gpipe_schedule(stages=len(large), micro_batches=n + m, recompute=(True,) * len(large))
+    schedule = make_schedule("gpipe", stages=len(large), micro_batches=n + m, recompute=(True,) * len(large))
     expected_s = simulate(schedule, tables).makespan_s
     cut = data.draw(st.integers(0, 2 * len(large) - 1))
     phases = machines(large, small)

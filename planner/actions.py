@@ -23,7 +23,7 @@ message whose receive was posted ahead, SEND starts a transfer and does not wait
 Messages go to the neighbour. One that skips stages names the other end: `0SEND_F1@2` sends what stage 2 reads of stage
 0, past stage 1, and `2RECV_F1@0` waits for it.
 
-    >>> print(schedule_text(gpipe_schedule(stages=2, micro_batches=2, recompute=(True, False))))
+    >>> print(schedule_text(make_schedule("gpipe", stages=2, micro_batches=2, recompute=(True, False))))
     0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0R0 0RECV_B0 0B0
     1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0
 """
@@ -31,15 +31,13 @@ Messages go to the neighbour. One that skips stages names the other end: `0SEND_
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from planner.schedules import Order, ScheduleName, known, stage_orders
 from profiler.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from planner.plan import Plan, ScheduleName
 
 # Messages of one boundary and direction that are under way at once: at least this many receives are posted ahead, and
 # at least as many sends may be incomplete before a sender waits; of short messages as many more as these bytes hold.
@@ -171,8 +169,7 @@ def make_schedule(
     """The lists of actions of a schedule.
 
     Args:
-        name: `"gpipe"` (Huang et al., arXiv 1811.06965, figure 2c) or `"1f1b"` (Narayanan et al., arXiv 1806.03377,
-            with the flush of arXiv 2104.04473, figure 3), as the module's diagrams show them.
+        name: one of `planner.schedules.SCHEDULES`; the module's diagrams show two.
         stages: K.
         micro_batches: M.
         recompute: for each stage whether it runs a segment again before each backward pass.
@@ -185,8 +182,7 @@ def make_schedule(
         ArgumentError: there is no such schedule, no stage or no micro-batch, or `recompute` does not have one entry a
             stage.
     """
-    if name not in _COMPUTED:
-        raise ArgumentError(f"schedule {name!r} is none of {', '.join(_COMPUTED)}")
+    known(name)
     if stages < 1 or micro_batches < 1:
         raise ArgumentError(f"{stages} stages and {micro_batches} micro-batches; a schedule needs at least 1 of both")
     if len(recompute) != stages:
@@ -194,55 +190,10 @@ def make_schedule(
     for sender, receiver in skips:
         if not 0 <= sender < receiver - 1 < stages - 1:
             raise ArgumentError(f"stage {sender} cannot skip to stage {receiver} of {stages}: none lies between them")
-    computed = _COMPUTED[name]
     return tuple(
-        tuple(
-            _with_transfers(computed(stage, stages, micro_batches), recompute[stage], _Peers.of(stage, stages, skips))
-        )
-        for stage in range(stages)
+        tuple(_with_transfers(order, recompute[stage], _Peers.of(stage, stages, skips)))
+        for stage, order in enumerate(stage_orders(name, stages, micro_batches))
     )
-
-
-def gpipe_schedule(
-    *, stages: int, micro_batches: int, recompute: Sequence[bool], skips: Sequence[tuple[int, int]] = ()
-) -> Schedule:
-    """`make_schedule` for GPipe."""
-    return make_schedule("gpipe", stages=stages, micro_batches=micro_batches, recompute=recompute, skips=skips)
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that the plan runs, of one replica."""
-    recompute = [bool(stage.recompute) for stage in plan.stages]
-    return make_schedule(
-        plan.schedule,
-        stages=plan.K,
-        micro_batches=plan.M,
-        recompute=recompute,
-        skips=[skip.ends for skip in plan.skips],
-    )
-
-
-Pass: TypeAlias = tuple[ActionKind, int]  # F or B of a micro-batch
-
-
-def _gpipe_passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """All forward passes, then all backward passes in reverse order; alike on all stages."""
-    forward = [(ActionKind.F, number) for number in range(micro_batches)]
-    return forward + [(ActionKind.B, number) for number in reversed(range(micro_batches))]
-
-
-def _one_f_one_b_passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """As many forward passes as there are stages behind, then one forward and one backward pass in turns."""
-    ahead = min(stages - 1 - stage, micro_batches)
-    passes = [(ActionKind.F, number) for number in range(ahead)]
-    for number in range(micro_batches):
-        if ahead + number < micro_batches:
-            passes.append((ActionKind.F, ahead + number))
-        passes.append((ActionKind.B, number))
-    return passes
-
-
-_COMPUTED: Mapping[str, Callable[[int, int, int], list[Pass]]] = {"gpipe": _gpipe_passes, "1f1b": _one_f_one_b_passes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,17 +215,18 @@ class _Peers:
         )
 
 
-def _with_transfers(passes: Sequence[Pass], recompute: bool, peers: _Peers) -> Iterator[Action]:
+def _with_transfers(order: Order, recompute: bool, peers: _Peers) -> Iterator[Action]:
     """The passes with recompute before the wait for a gradient, unless the micro-batch has just gone forward."""
     stage = peers.stage
-    before: Pass | None = None
-    for kind, number in passes:
-        forward = kind is ActionKind.F
-        if not forward and recompute and before != (ActionKind.F, number):
+    before: int | None = None
+    for turn in order:
+        forward = turn >= 0
+        number = turn if forward else ~turn
+        if not forward and recompute and before != number:
             yield Action(stage, ActionKind.R, number)
         for peer in peers.before if forward else peers.behind:
             yield Action(stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number, peer)
-        yield Action(stage, kind, number)
+        yield Action(stage, ActionKind.F if forward else ActionKind.B, number)
         for peer in peers.behind if forward else peers.before:
             yield Action(stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number, peer)
-        before = (kind, number)
+        before = turn

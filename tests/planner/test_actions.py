@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.schedule import Action, ActionKind, gpipe_schedule, make_schedule, parse_schedule, schedule_text
+from planner.actions import Action, ActionKind, make_schedule, parse_schedule, schedule_text
 from profiler.errors import ArgumentError
 
 GOLDEN = """\
@@ -13,7 +13,7 @@ GOLDEN = """\
 
 
 def test_gpipe_schedule_of_three_stages():
-    schedule = gpipe_schedule(stages=3, micro_batches=3, recompute=(True, False, True))
+    schedule = make_schedule("gpipe", stages=3, micro_batches=3, recompute=(True, False, True))
     assert schedule_text(schedule) == GOLDEN
 
 
@@ -60,11 +60,11 @@ def test_every_micro_batch_goes_forward_and_back_once_and_in_time(stages, micro_
 
 
 def test_one_stage_recomputes_all_but_the_last_micro_batch():
-    assert schedule_text(gpipe_schedule(stages=1, micro_batches=2, recompute=(True,))) == "0F0 0F1 0B1 0R0 0B0"
+    assert schedule_text(make_schedule("gpipe", stages=1, micro_batches=2, recompute=(True,))) == "0F0 0F1 0B1 0R0 0B0"
 
 
 def test_what_skips_a_stage_comes_after_what_the_neighbours_send():
-    schedule = gpipe_schedule(stages=3, micro_batches=1, recompute=(False,) * 3, skips=[(0, 2)])
+    schedule = make_schedule("gpipe", stages=3, micro_batches=1, recompute=(False,) * 3, skips=[(0, 2)])
     assert schedule_text(schedule).splitlines() == [
         "0F0 0SEND_F0 0SEND_F0@2 0RECV_B0 0RECV_B0@2 0B0",
         "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0",
@@ -82,7 +82,7 @@ def test_action_text_round_trip(stage, kind, micro_batch, peer):
 def test_schedule_text_round_trip(data):
     stages = data.draw(st.integers(1, 4))
     recompute = tuple(data.draw(st.lists(st.booleans(), min_size=stages, max_size=stages)))
-    schedule = gpipe_schedule(stages=stages, micro_batches=data.draw(st.integers(1, 6)), recompute=recompute)
+    schedule = make_schedule("gpipe", stages=stages, micro_batches=data.draw(st.integers(1, 6)), recompute=recompute)
     assert parse_schedule(schedule_text(schedule)) == schedule
 
 
@@ -117,15 +117,15 @@ def test_a_transfer_has_two_ends():
 )
 def test_impossible_schedules_are_refused(stages, micro_batches, recompute, message):
     with pytest.raises(ArgumentError, match=message):
-        gpipe_schedule(stages=stages, micro_batches=micro_batches, recompute=recompute)
+        make_schedule("gpipe", stages=stages, micro_batches=micro_batches, recompute=recompute)
 
 
 @pytest.mark.parametrize("ends", [(0, 1), (2, 0), (0, 3), (-1, 2)])
 def test_skips_over_no_stage_are_refused(ends):
     with pytest.raises(ArgumentError, match=f"stage {ends[0]} cannot skip to stage {ends[1]} of 3"):
-        gpipe_schedule(stages=3, micro_batches=1, recompute=(False,) * 3, skips=[ends])
+        make_schedule("gpipe", stages=3, micro_batches=1, recompute=(False,) * 3, skips=[ends])
 
 
 def test_an_unknown_schedule_is_refused():
     with pytest.raises(ArgumentError, match="schedule 'zero' is none of gpipe, 1f1b"):
-        make_schedule("zero", stages=1, micro_batches=1, recompute=[False])  # type: ignore[arg-type]
+        make_schedule("zero", stages=1, micro_batches=1, recompute=[False])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from planner.plan import Plan
+from profiler.backend import BACKENDS
 from profiler.errors import ForeignPlanError, PlanError, PlanFileError
 from profiler.sequence import LayerSequence
 from profiler.tracing import trace
@@ -26,9 +27,12 @@ def device_of(plan: Plan, stage: int, replica: int) -> torch.device:
         device = torch.device(name)
     except RuntimeError as problem:
         raise PlanFileError(f"stage {stage} is planned for {name!r}, which is no torch device; plan again") from problem
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type not in BACKENDS:
+        raise PlanFileError(f"stage {stage} is planned for {name!r}, where no stage runs; plan again")
+    there = BACKENDS[device.type].count()
+    if there is not None and (device.index or 0) >= there:
         raise ForeignPlanError(
-            f"stage {stage} is planned for {device}, but this process sees {torch.cuda.device_count()} CUDA devices; "
+            f"stage {stage} is planned for {device}, but this process sees {there} {device.type.upper()} devices; "
             "plan for the devices that are here"
         )
     return device

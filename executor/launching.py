@@ -9,6 +9,7 @@ from executor.blame import timeout_for
 from executor.position import describe
 from executor.world import PROCESS_GROUP_TIMEOUT_S, TIMEOUT_VARIABLE
 from planner.plan import Plan
+from profiler.backend import backend_of
 from profiler.errors import ArgumentError
 from profiler.workers import run_workers
 
@@ -46,7 +47,7 @@ def launch(
         raise ArgumentError(f"launch got a {type(plan).__name__} as plan; call launch(fn, plan)")
     threads = max((stage.device.threads for stage in plan.stages), default=1)
     limit_s = timeout_for(plan) if timeout_s is None else timeout_s
-    on_cpu = all(stage.device.name.startswith("cpu") for stage in plan.stages)
+    on_cpu = all(backend_of(stage.device.name).is_host for stage in plan.stages)
     return run_workers(
         fn,
         [(plan, *args)] * (plan.ranks * plan.replicas),

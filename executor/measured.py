@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from executor.stopwatch import TimedAction, TimedStep
+from executor.action_times import TimedAction, TimedStep
 from planner.actions import Action, ActionKind
 from planner.plan import Plan
 from planner.simulator import Event, Timeline, simulate_plan
+from profiler.backend import backend_of
 
 if TYPE_CHECKING:
     import pandas
@@ -193,7 +194,7 @@ def measured_frame(plan: Plan, processes: Sequence[Recorded]) -> pandas.DataFram
         for process in processes:
             if index in process.stages:
                 memory = stage.memory.total - stage.memory.reserve
-                if stage.device.name.startswith("cpu"):
+                if backend_of(stage.device.name).is_host:
                     memory -= stage.memory.optimizer
                 peak = float(process.peak_bytes) if process.peak_bytes and len(process.stages) == 1 else nan
                 rows.append((index, "peak_bytes", float(memory), peak))

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.action_times import TimedAction
 from executor.agreement import Given
 from executor.belonging import check_model, device_of, traced_as_planned
 from executor.calls import Call, Calls
@@ -36,7 +37,6 @@ from executor.measured import Recorded, measured_frame, real_timelines
 from executor.micro_batch import shapes_of
 from executor.moving import BufferMover
 from executor.outputs import check_joinable, whole_output
-from executor.peak_memory import Peak, peak_of
 from executor.placement import Materialize, Placement, place
 from executor.position import Phase
 from executor.randomness import generator_of, preserved
@@ -44,7 +44,6 @@ from executor.replicas import GradientSum, group_of_peers
 from executor.runtime import Runtime
 from executor.shared_loss import SharedLoss
 from executor.stage_runner import MicroBatch, StageRunner
-from executor.stopwatch import TimedAction
 from executor.tied import forget_gradients, sum_gradients
 from executor.transport import Distributed, InProcess
 from executor.watch import Watch
@@ -52,6 +51,7 @@ from executor.world import check_world_size, join, wait_limit
 from planner.plan import Plan
 from planner.timeline import save_timeline_json
 from profiler.ambient import as_in_training
+from profiler.backend import Peak, backend_of
 from profiler.channel import push_nobody_off
 from profiler.errors import ArgumentError
 from profiler.loss import LossFunction
@@ -148,11 +148,11 @@ class Pipeline:
     def _connect(self, check_finite: bool) -> None:
         """What carries out the stages of this process, together with the others."""
         plan, layout, devices = self.plan, self._layout, self._devices
-        on_cuda = not layout.alone and devices[layout.stages[0]].type == "cuda"
-        if on_cuda:
-            torch.cuda.set_device(devices[layout.stages[0]])  # NCCL works on the current device
+        first = devices[layout.stages[0]]
+        if not layout.alone:
+            backend_of(first).use(first)
         skips = [skip.ends for skip in plan.skips]
-        transport = InProcess() if layout.alone else Distributed(layout, skips, on_cuda=on_cuda)
+        transport = InProcess() if layout.alone else Distributed(layout, skips, in_order=backend_of(first).keeps_order)
         self._runtime = Runtime(self._runners, transport, self.watch.log, check_finite)
         group = group_of_peers(layout)
         for used in (transport.groups, [group] if group is not None else []):
@@ -340,7 +340,7 @@ class Pipeline:
 
     def last_step_actions(self) -> tuple[TimedAction, ...]:
         """How long each forward, recompute and backward pass of this process took in the last step."""
-        return self._runtime.stopwatch.read()
+        return self._runtime.action_times.read()
 
     def measured(self) -> pandas.DataFrame:
         """Times and peak memory of each stage over the last steps, beside the plan's prediction.
@@ -366,7 +366,8 @@ class Pipeline:
         """Measure the peak memory of the steps inside, for `measured`; on CPU this slows them down."""
         held = [*self._placement.parameters.values(), *(p.grad for p in self.parameters() if p.grad is not None)]
         held += [buffer for buffers in self._placement.buffers.values() for buffer in buffers.values()]
-        with peak_of(held, self._devices[self._layout.stages[0]]) as self._peak:
+        device = self._devices[self._layout.stages[0]]
+        with backend_of(device).watching(device, held) as self._peak:
             yield
 
     def _recorded(self) -> list[Recorded]:
@@ -374,7 +375,7 @@ class Pipeline:
         layout = self._layout
         with self.watch.call(Phase.MEASURED, {"the call": "measured"}):
             own = Recorded(
-                steps=self._runtime.stopwatch.steps(),
+                steps=self._runtime.action_times.steps(),
                 offset_s=clock_offset_s(layout, self._devices[layout.stages[0]]),
                 peak_bytes=self._peak.peak_bytes,
                 stages=layout.stages,

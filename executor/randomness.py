@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from profiler.backend import backend_of
+
 
 def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
     """A 63-bit generator seed; close arguments give unrelated keys."""
@@ -22,9 +24,7 @@ def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
 
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that operations on the device draw from."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+    return backend_of(device).generator(device)
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from executor.action_times import ActionTimes
 from executor.position import Logbook, Phase
 from executor.program import Instruction, Move, Program
 from executor.rank_order import RECEIVES
 from executor.stage_runner import MicroBatch, StageRunner
-from executor.stopwatch import Stopwatch
 from executor.transport import InProcess, Transport
 from planner.actions import Action, ActionKind
 from profiler.errors import ExecutionError
@@ -35,14 +35,14 @@ class Runtime:
         self._remote = remote
         self._log = log
         self._check_finite = check_finite
-        self.stopwatch = Stopwatch(next(iter(runners.values())).device)
+        self.action_times = ActionTimes(next(iter(runners.values())).device)
 
     def run(self, program: Program, batches: Sequence[MicroBatch]) -> None:
         """Carry out a program on the micro-batches of one replica; the logbook says of any failure where it was."""
         work = _Work(self._runners, self._local, self._remote, program, batches)
-        note, mark = self._log.action, self.stopwatch.mark
+        note, mark = self._log.action, self.action_times.mark
         profiled = torch.autograd.profiler._is_profiler_enabled  # naming ranges costs time even if nobody looks
-        self.stopwatch.start()
+        self.action_times.start()
         self._local.begin(())
         self._remote.begin(program.remote)
         for instruction in program.instructions:

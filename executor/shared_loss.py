@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.layout import Layout
+from profiler.backend import backend_of
 from profiler.channel import Pending, finish, start_receive, start_send
 
 LOSS_TAG = 0  # the first stage receives no micro-batch, to whose messages the lowest tags would belong
@@ -29,7 +30,7 @@ class SharedLoss:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
         self._device = device
-        self._by_message = not layout.alone and layout.replicas == 1 and device.type == "cpu"
+        self._by_message = not layout.alone and layout.replicas == 1 and not backend_of(device).keeps_order
         self._expected: tuple[Tensor, Pending] | None = None
 
     def begin(self) -> None:

@@ -135,12 +135,12 @@ class Distributed:
     Args:
         layout: where the stages run.
         skips: pairs of stages that are no neighbours, of which the first sends values to the second.
-        on_cuda: whether NCCL carries the messages.
+        in_order: whether messages arrive in the order of their calls, see `Backend.keeps_order`.
     """
 
-    def __init__(self, layout: Layout, skips: Sequence[tuple[int, int]] = (), *, on_cuda: bool) -> None:
+    def __init__(self, layout: Layout, skips: Sequence[tuple[int, int]] = (), *, in_order: bool) -> None:
         self._layout = layout
-        self._groups = _groups_by_way(layout, skips) if on_cuda else {}
+        self._groups = _groups_by_way(layout, skips) if in_order else {}
         self._ends: dict[int, End] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._unposted: list[_Inbox] = []
@@ -149,7 +149,7 @@ class Distributed:
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
-        """One for each way where NCCL carries the messages."""
+        """One for each way where messages arrive in the order of their calls."""
         return list(self._groups.values())
 
     def begin(self, receives: Sequence[Transfer]) -> None:
@@ -226,7 +226,7 @@ def _tag(way: int, micro_batch: int) -> int:
 
 
 def _groups_by_way(layout: Layout, skips: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """For NCCL, one communicator per pair of stages and direction: a posted receive must not hold up sends."""
+    """One communicator per pair of stages and direction: a posted receive must not hold up sends."""
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     stages = range(len(layout.process_of))
     for replica in range(layout.replicas):

@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from executor.blame import timeout_for
 from planner.plan import Plan
-from profiler.channel import default_backend
+from profiler.backend import process_groups
 from profiler.errors import ExecutionError, ForeignPlanError
 
 TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # how `launch` tells its workers how long to wait for each other
@@ -79,7 +79,7 @@ def _initialize(world_size: int, timeout: timedelta) -> None:
     )
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
-        default_backend(),
+        process_groups(),
         store=PrefixStore(f"gpipe-autoplan/{restart}", store),
         rank=rank,
         world_size=world_size,

@@ -373,7 +373,7 @@ def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> t
 
 def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) -> Floats:
     """Seconds of F, R, B, SEND_F and SEND_B of every stage for a micro-batch of that size, shape (5, K)."""
-    outputs, gradients = boundary_s(problem, size)
+    outputs, gradients = boundary_s(problem.link, problem.at_boundaries(size))
     rows = []
     for stage in stages:
         costs = problem.costs.layers(problem.classes[stage.device_class].device.kind, size)

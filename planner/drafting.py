@@ -73,8 +73,9 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
     sizes = sorted({*found.candidate.split.sizes}, reverse=True)
     seconds = {size: stage_seconds(problem, size, found.stages) for size in sizes}
     if routes:
+        stops = [stage.stop for stage in found.stages]
         for size, table in seconds.items():
-            table[-2:] = neighbour_s(problem, size, [stage.stop for stage in found.stages], routes)
+            table[-2:] = neighbour_s(problem.link, problem.at_boundaries(size), size, stops, routes)
     left = [list(group.members) for group in problem.classes]
     stages = []
     for index, choice in enumerate(found.stages):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.costs import CostModel, ParameterRanges
+from planner.costs import CostModel, LayerArrays, ParameterRanges
 from planner.micro_batches import MicroBatches
 from planner.rules import FREE, Rules
 from planner.schedules import ScheduleName
@@ -78,6 +78,10 @@ class Problem:
     def layers(self) -> int:
         """L, number of layers."""
         return len(self.costs.profile.layers)
+
+    def at_boundaries(self, size: int) -> LayerArrays:
+        """What crosses boundaries; it does not depend on the device, so the first one's rows say it."""
+        return self.costs.layers(self.devices[0].kind, size)
 
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""

@@ -16,12 +16,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.costs import Floats
+from planner.costs import Floats, LayerArrays
 from planner.memory import StageSkips
 from planner.messages import Message
 from planner.micro_batches import MicroBatches
 from planner.plan import Skip, SkipTimes
-from planner.problem import Problem
 from planner.transfers import message_s
 from profiler.device import Link
 from profiler.record import SkipValue
@@ -97,15 +96,24 @@ def plan_skips(routes: Sequence[Route], link: Link | None, sizes: Sequence[int])
     )
 
 
-def neighbour_s(problem: Problem, size: int, stops: Sequence[int], routes: Sequence[Route]) -> Floats:
-    """Seconds that each stage sends outputs to the next one, and gradients to the one before, shape (2, K)."""
-    costs = problem.costs.layers(problem.devices[0].kind, size)
+def neighbour_s(
+    link: Link | None, layers: LayerArrays, size: int, stops: Sequence[int], routes: Sequence[Route]
+) -> Floats:
+    """Seconds that each stage sends outputs to the next one, and gradients to the one before, shape (2, K).
+
+    Args:
+        link: between neighbours.
+        layers: what crosses boundaries for a micro-batch of `size` samples.
+        size: samples.
+        stops: index after the last layer of each stage.
+        routes: what does not go to a neighbour.
+    """
     crossing = np.zeros((2, len(stops) + 1))  # boundary k lies before stage k
     for boundary, stop in enumerate(stops[:-1], start=1):
         skipping = _sums([route for route in routes if route.sender < boundary <= route.receiver], size)
-        crossing[:, boundary] = costs.output_bytes[stop - 1], costs.output_gradient_bytes[stop - 1]
+        crossing[:, boundary] = layers.output_bytes[stop - 1], layers.output_gradient_bytes[stop - 1]
         crossing[:, boundary] -= skipping
-    seconds = message_s(problem.link, crossing)
+    seconds = message_s(link, crossing)
     return np.stack((seconds[0, 1:], seconds[1, :-1]))
 
 

@@ -70,8 +70,8 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     ]
     optimizers = [problem.costs.optimizer(kind, problem.optimizer) for kind in kinds]
     reduce_fixed_s, reduce_byte_s = all_reduce_s(problem.link, candidate.replicas)
-    out_large, back_large = boundary_s(problem, split.largest)
-    out_small, back_small = boundary_s(problem, split.smallest)
+    out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
+    out_small, back_small = boundary_s(problem.link, problem.at_boundaries(split.smallest))
     forward_head, backward_head = _heads(problem, candidate, large, small)
     always_bytes = profile.reserve_bytes + split.batch_size * profile.input_bytes
     class_of = {member: number for number, group in enumerate(classes) for member in group.members}

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.costs import Floats
-from planner.problem import Problem
+from planner.costs import Floats, LayerArrays
 from profiler.device import Link
 
 
-def boundary_s(problem: Problem, size: int) -> tuple[Floats, Floats]:
-    """Seconds that outputs and their gradients take across boundary i, two arrays of shape (L + 1,).
-
-    What crosses a boundary does not depend on the device; the first device's rows of the profile say it.
-    """
-    costs = problem.costs.layers(problem.devices[0].kind, size)
-    return _transfer_s(problem.link, costs.output_bytes), _transfer_s(problem.link, costs.output_gradient_bytes)
+def boundary_s(link: Link | None, layers: LayerArrays) -> tuple[Floats, Floats]:
+    """Seconds that outputs and their gradients take across boundary i, two arrays of shape (L + 1,)."""
+    return _transfer_s(link, layers.output_bytes), _transfer_s(link, layers.output_gradient_bytes)
 
 
 def all_reduce_s(link: Link | None, replicas: int) -> tuple[float, float]:

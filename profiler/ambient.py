@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from profiler.backend import BACKENDS
+
 
 @contextlib.contextmanager
 def as_in_training() -> Iterator[None]:
@@ -18,7 +20,7 @@ def as_in_training() -> Iterator[None]:
     with contextlib.ExitStack() as modes:
         modes.enter_context(torch.inference_mode(mode=False))
         modes.enter_context(torch.enable_grad())
-        for device_type in ("cpu", "cuda"):
+        for device_type in BACKENDS:
             if torch.is_autocast_enabled(device_type):
                 modes.enter_context(torch.autocast(device_type, enabled=False))
         yield

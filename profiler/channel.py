@@ -19,17 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Pending = list[dist.Work]
 GLOO_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")  # names of gloo's threads and of torch's for collective calls
-
-
-def default_backend() -> str:
-    """Gloo for tensors on the CPU, NCCL for those on CUDA devices where torch has it."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def push_nobody_off() -> None:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from profiler.attributes import attributes_after_call, attributes_of, changed_names, put_back
+from profiler.backend import backend_of
 from profiler.batch_branches import BatchQuestions, same_for_one_sample
 from profiler.blame import explanation, place_of, place_of_call, place_of_node
 from profiler.errors import ArgumentError, NotTraceableError
@@ -207,8 +208,7 @@ def autocasting(spec: SampleSpec, device: torch.device) -> contextlib.AbstractCo
     """
     if spec.autocast is None:
         return contextlib.nullcontext()
-    device_type = "cpu" if device.type == "meta" else device.type
-    return torch.autocast(device_type, torch_dtype(spec.autocast), cache_enabled=False)
+    return torch.autocast(backend_of(device).type, torch_dtype(spec.autocast), cache_enabled=False)
 
 
 def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:

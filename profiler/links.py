@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
+from profiler.backend import backend_of
 from profiler.channel import finish, start_receive, start_send
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
@@ -52,7 +53,7 @@ def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
         raise ArgumentError(f"the cluster has {len(cluster.devices)} device; a link needs 2")
     pair = cluster.devices[:2]
     first, second = (torch_device(device) for device in pair)
-    if first == second and first.type == "cuda":
+    if first == second and backend_of(first).keeps_order:
         raise ArgumentError(
             f"both ends of the link are {str(first)!r}; messages between processes need a device each: measure with "
             "other devices, or pass Cluster(devices=..., link=Link(...)), as for a pipeline in one process"
@@ -91,8 +92,8 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: 
     Sizes take turns, so that a moment in which the machine is busy does not fall on one of them alone.
     """
     place = torch_device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    backend = backend_of(place)
+    backend.use(place)
     turn = _serve if torch.distributed.get_rank() == 0 else _return
     outgoing, incoming = torch.zeros((2, max(sizes_bytes)), dtype=torch.uint8, device=place)
     seconds: list[list[float]] = [[] for _ in sizes_bytes]
@@ -103,8 +104,7 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: 
                     continue
                 start = time.perf_counter()
                 turn([outgoing[:size]], [incoming[:size]])
-                if place.type == "cuda":
-                    torch.cuda.current_stream(place).synchronize()
+                backend.synchronize(place)
                 if number >= WARM_UPS:
                     laps.append((time.perf_counter() - start) / 2)
     return [statistics.median(laps) for laps in seconds]
@@ -121,13 +121,11 @@ def _computing(place: torch.device) -> Iterator[None]:
     ended = threading.Event()
 
     def compute() -> None:
-        work = busy_work(place)
-        stream = torch.cuda.Stream(place) if place.type == "cuda" else None
-        with torch.cuda.stream(stream):
+        work, backend = busy_work(place), backend_of(place)
+        with backend.aside(place):
             while not ended.is_set():
                 work()
-                if stream is not None:
-                    stream.synchronize()
+                backend.synchronize(place)
 
     thread = threading.Thread(target=compute)
     thread.start()

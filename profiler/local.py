@@ -7,12 +7,12 @@ local_devices(["cuda:1", "cpu"])   # these, in pipeline order
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
+from profiler.backend import BACKENDS, Cpu, backend_of
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError
 
@@ -45,7 +45,7 @@ def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
     if isinstance(devices, Cluster):
         return devices
     if devices is None:
-        return _cluster(_names(torch.cuda.device_count() or DEFAULT_CPU_WORKERS), threads)
+        return _cluster(_accelerators() or [Cpu.type] * DEFAULT_CPU_WORKERS, threads)
     if isinstance(devices, bool | str) or not isinstance(devices, int | Sequence):
         raise ArgumentError(f"devices={devices!r} is a {type(devices).__name__}; {WHAT_TO_PASS}")
     if isinstance(devices, int):
@@ -65,51 +65,51 @@ def torch_device(device: Device) -> torch.device:
 
 
 def context_bytes(device: Device) -> int:
-    """Memory of a local device that a process occupies before it holds any tensor; 0 on CPUs.
+    """Memory of a local device that a process occupies before it holds any tensor.
 
-    On a CUDA device its context, and what cuBLAS allocates for itself at the first product and keeps. What other
-    processes hold on the device counts too, for it is not there to be used.
+    What other processes hold on the device counts too, for it is not there to be used.
     """
     place = torch_device(device)
-    if place.type != "cuda":
-        return 0
-    torch.cuda.init()
-    workspaces = _product_workspaces(place)
-    free, total = torch.cuda.mem_get_info(place)
-    return int(total - free - torch.cuda.memory_reserved(place) + workspaces)
+    return backend_of(place).context_bytes(place)
 
 
-def _product_workspaces(place: torch.device) -> int:
-    """Bytes that stay allocated behind a first product, forward and backward: each thread of autograd's has its own."""
-    torch._C._cuda_clearCublasWorkspaces()
-    before = torch.cuda.memory_allocated(place)
-    factor = torch.ones(64, 64, device=place, requires_grad=True)
-    torch.addmm(factor[0], factor, factor).sum().backward()
-    del factor
-    torch.cuda.synchronize(place)
-    return torch.cuda.memory_allocated(place) - before
+def described(device: torch.device, threads: int, sharing: int) -> Device:
+    """What the planner is told of a torch device, which `sharing` CPU workers have together if it is one."""
+    return backend_of(device).described(device, threads, sharing)
+
+
+def _kinds_text() -> str:
+    return " and ".join(repr(kind) for kind in BACKENDS)
 
 
 def _names(count: int) -> list[str]:
     """Names of `count` devices."""
-    there = torch.cuda.device_count()
     if count < 1:
         raise ArgumentError(f"devices={count}, at least 1 is needed; {WHAT_TO_PASS}")
-    if not there:
-        return ["cpu"] * count
-    if count > there:
+    names = _accelerators()
+    if not names:
+        return [Cpu.type] * count
+    if count > len(names):
         raise ArgumentError(
-            f"devices={count}, but this machine has {there} CUDA devices; ask for at most {there}, or for CPU workers "
-            f"with devices=['cpu'] * {count}"
+            f"devices={count}, but this machine has {len(names)} {names[0].partition(':')[0].upper()} devices; "
+            f"ask for at most {len(names)}, or for CPU workers with devices=['cpu'] * {count}"
         )
-    return [f"cuda:{index}" for index in range(count)]
+    return names[:count]
+
+
+def _accelerators() -> list[str]:
+    """Names of all devices of the first kind beside the host's cores that this machine has."""
+    for backend in BACKENDS.values():
+        if not backend.is_host and backend.count():
+            return [f"{backend.type}:{index}" for index in range(backend.count() or 0)]
+    return []
 
 
 def _cluster(devices: Sequence[Any], threads: int) -> Cluster:
-    cpu_workers = sum(1 for device in devices if not isinstance(device, Device) and _here(device).type == "cpu")
+    cpu_workers = sum(1 for device in devices if not isinstance(device, Device) and backend_of(_here(device)).is_host)
     return Cluster(
         devices=tuple(
-            device if isinstance(device, Device) else _described(_here(device), threads, cpu_workers)
+            device if isinstance(device, Device) else described(_here(device), threads, cpu_workers)
             for device in devices
         )
     )
@@ -123,21 +123,12 @@ def _here(name: Any) -> torch.device:
         device = torch.device(name)
     except RuntimeError as problem:
         raise ArgumentError(f"{name!r} is not a torch device; {WHAT_TO_PASS}") from problem
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"device {str(device)!r} cannot run a stage; stages run on 'cpu' and 'cuda' devices")
-    there = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= there:
+    if device.type not in BACKENDS:
+        raise ArgumentError(f"device {str(device)!r} cannot run a stage; stages run on {_kinds_text()} devices")
+    there = BACKENDS[device.type].count()
+    if there is not None and (device.index or 0) >= there:
         raise ArgumentError(
-            f"device {str(device)!r} is not on this machine, which has {there} CUDA devices; {WHAT_TO_PASS}"
+            f"device {str(device)!r} is not on this machine, which has {there} {device.type.upper()} devices; "
+            f"{WHAT_TO_PASS}"
         )
     return device
-
-
-def _described(device: torch.device, threads: int, cpu_workers: int) -> Device:
-    if device.type == "cpu":
-        kind = f"cpu/{threads} thread{'s' if threads > 1 else ''}"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Device(name="cpu", kind=kind, memory_bytes=memory // cpu_workers, threads=threads)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    properties = torch.cuda.get_device_properties(index)
-    return Device(name=f"cuda:{index}", kind=properties.name, memory_bytes=properties.total_memory)

@@ -19,7 +19,7 @@ from profiler.estimate import CONTEXT_BYTES, PLACE, estimated, is_listed
 from profiler.links import measure_link
 from profiler.local import Devices, context_bytes, local_devices, torch_device
 from profiler.loss import LossFunction, loss_of
-from profiler.measured_kind import is_cuda, layer_costs, measured_kind
+from profiler.measured_kind import is_host, layer_costs, measured_kind
 from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, by_importance, measured_sizes
 from profiler.optimizers import OptimizerChoice, named_optimizer
 from profiler.record import LayerInfo, ParameterInfo, Profile
@@ -101,7 +101,8 @@ def profile(
     kinds = _least_of_each_kind(cluster)
     most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
     bar = tqdm(total=most, desc="profile", unit="measurement", disable=None if progress else True)
-    with bar, torch.random.fork_rng(devices=[torch_device(device) for device in kinds.values() if is_cuda(device)]):
+    apart = [torch_device(device) for device in kinds.values() if not is_host(device)]
+    with bar, torch.random.fork_rng(devices=apart):
         has_loss = loss_fn is not None or _returns_loss(sequence, torch_device(cluster.devices[0]))
         task = Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar)
         found_links = _links(cluster, remembered, wanted=links)

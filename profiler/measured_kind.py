@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.allocator import keep_freed_memory
+from profiler.backend import backend_of
 from profiler.cache import Cache, CachedCosts, digest_of
 from profiler.device import Cluster, Device
 from profiler.errors import ProfileError
@@ -39,9 +40,9 @@ OPTIMIZER_SHARE = 0.05  # of the time budget
 SHELF_SHARE = 0.25  # of a device's memory, for parameters and gradients, of layers that are not run at the moment too
 
 
-def is_cuda(device: Device) -> bool:
-    """Whether a local device is a CUDA device."""
-    return torch_device(device).type == "cuda"
+def is_host(device: Device) -> bool:
+    """Whether a local device is the host's own cores."""
+    return backend_of(torch_device(device)).is_host
 
 
 def measured_kind(
@@ -173,9 +174,9 @@ def _place(device: Device, neighbour_count: int) -> dict[str, Any]:
 
 def _neighbour_count(device: Device, cluster: Cluster) -> int:
     """Processes that keep other cores as busy as training does, as far as there are cores."""
-    if is_cuda(device):
+    if not is_host(device):
         return 0
-    workers = sum(not is_cuda(other) for other in cluster.devices)
+    workers = sum(is_host(other) for other in cluster.devices)
     return max(0, min(workers, len(usable_cores()) // max(1, device.threads)) - 1)
 
 

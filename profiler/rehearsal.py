@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from profiler.backend import backend_of
 from profiler.errors import NotTraceableError
 from profiler.flops import FlopCounter
 from profiler.opaque import Affine, Cost, Held, Refused, Signature, Slot, TensorKind
@@ -48,7 +49,7 @@ class Circumstances:
     @classmethod
     def now(cls, device: torch.device) -> Circumstances:
         """Those of this thread."""
-        kind = "cpu" if device.type == "meta" else device.type
+        kind = backend_of(device).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return cls(torch.is_grad_enabled(), autocast, kind)
 
@@ -175,7 +176,7 @@ def _run(
         return tensor
 
     with (
-        torch.random.fork_rng(devices=[] if around.device_type == "cpu" else None),
+        torch.random.fork_rng(devices=[] if backend_of(around.device_type).is_host else None),
         torch.set_grad_enabled(around.with_gradient),
         torch.autocast(around.device_type, around.autocast, enabled=around.autocast is not None, cache_enabled=False),
         StorageWatch() as watch,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from profiler.backend import backend_of
 from profiler.memory import LayerMemory
 from profiler.shelf import Shelf
 from profiler.stand_ins import input_bytes
@@ -56,7 +57,7 @@ class Room:
     def _always_bytes(self, size: int) -> int:
         """The shelf, and inputs, target and buffers where they are not the user's own."""
         spec = self._task.sequence.sample
-        is_users = self._task.sample is not None and self._place.type == "cpu" and size <= spec.batch_size
+        is_users = self._task.sample is not None and backend_of(self._place).is_host and size <= spec.batch_size
         inputs = 0 if is_users else size * input_bytes(spec, self._task.target)
         buffers = self._task.sequence.buffers.values()
         return self._shelf.capacity_bytes + inputs + sum(b.nbytes for b in buffers if b.device != self._place)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.backend import backend_of
 from profiler.both_branches import sees_both_branches
 from profiler.record import Workspace
 from profiler.workspace import workspace_bytes
 
-CUDA_BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
 Peaks = tuple[int, int]  # bytes without and with what kernels may allocate inside themselves
 
 
@@ -119,7 +119,7 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     >>> allocated_bytes(700, torch.device("cuda"))
     1024
     """
-    block = CUDA_BLOCK_BYTES if device.type == "cuda" else 1
+    block = backend_of(device).block_bytes
     return -(-size_bytes // block) * block
 
 

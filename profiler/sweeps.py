@@ -26,14 +26,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from profiler.kernel_memory import KernelMemory, can_watch
+from profiler.backend import backend_of
+from profiler.kernel_memory import KernelMemory
 from profiler.layer_runner import Kept, LayerRunner, Stage, backward, keep
 from profiler.refusals import Refusals
 from profiler.sequence import LayerSequence
 from profiler.shelf import Shelf
 from profiler.stage_function import Pass, leaves_of, roots_of, run_backward
+from profiler.stopwatches import Stopwatch
 from profiler.swept_layers import Stand, swept_layers, windows
-from profiler.timing import Stopwatch, Timing, collecting_no_garbage, rounds, stopwatch
+from profiler.timing import Timing, collecting_no_garbage, rounds
 
 FIRST_SIZES = 3  # swept before the others
 FEWEST_SWEEPS = 3
@@ -147,11 +149,12 @@ class _Turns:
         self._shelf = shelf
         self._device = device
         self._refusals = refusals
-        self._watch = stopwatch(device)
+        self._backend = backend_of(device)
+        self._watch = self._backend.stopwatch(device)
         self._sweep_done = sweep_done
         self._sweeps = {}
         self._laps = {}
-        launches = [len(layer.operations) if device.type == "cuda" else 0 for layer in sequence.layers]
+        launches = [len(layer.operations) if self._backend.queues else 0 for layer in sequence.layers]
         placed = [shelf.bytes_of(index) for index in range(len(sequence))]
         for size, runner in runners.items():
             held = [sum(pair) for pair in zip(kept_bytes[size], placed, strict=True)]
@@ -183,7 +186,7 @@ class _Turns:
             self._watch.take()
 
     def _warm_up(self, size: int) -> None:
-        if not can_watch(self._device):
+        if not self._backend.can_watch():
             self._sweeps[size].run(self._watch)
             return
         layers, _ = self._sweeps[size].run(KernelMemory(self._device))

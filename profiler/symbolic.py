@@ -16,6 +16,7 @@ from torch.fx._symbolic_trace import PH
 from torch.utils import _pytree as pytree
 
 from profiler.attributes import attributes_of, changed_names, put_back
+from profiler.backend import BACKENDS
 from profiler.blame import place_now, place_of
 from profiler.errors import NotTraceableError
 from profiler.random_states import python_and_numpy_states
@@ -56,8 +57,7 @@ class _Tracer(fx.Tracer):
 
 
 def _region() -> tuple[bool, ...]:
-    kinds = ("cpu", "cuda")
-    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in kinds)
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in BACKENDS)
 
 
 def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:

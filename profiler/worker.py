@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from profiler.channel import default_backend
+from profiler.backend import process_groups
 from profiler.errors import ExecutionError, PlanError
 from profiler.journal import announce
 from profiler.workers import Failure, Task
@@ -67,7 +67,7 @@ def _run(task: Task) -> bytes | Failure:
             master_listen_fd=task.listener,
         )
         dist.init_process_group(
-            default_backend(), store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
+            process_groups(), store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
         )
         function, args = cloudpickle.loads(task.payload)
         return bytes(cloudpickle.dumps(function(*args)))

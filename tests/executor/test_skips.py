@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor import Pipeline, launch
+from executor.action_times import TimedAction, TimedStep
 from executor.measured import Recorded, measured_frame
-from executor.stopwatch import TimedAction, TimedStep
 from planner import Plan
 from planner.actions import Action
 from planner.schedules import SCHEDULES, Objective, ScheduleName, ScheduleRecord

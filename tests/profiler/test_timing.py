@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from profiler.allocator import give_back_freed_memory, keep_freed_memory
+from profiler.backend import backend_of
 from profiler.errors import ProfileError
 from profiler.neighbours import neighbours
-from profiler.timing import Timing, collecting_no_garbage, computing_with, rounds, stopwatch, time_call
+from profiler.timing import Timing, collecting_no_garbage, computing_with, rounds, time_call
 
 
 def test_median_and_quartiles() -> None:
@@ -30,7 +31,7 @@ def _ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_laps_are_timed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     _ticking(monkeypatch)
-    watch = stopwatch(torch.device("cpu"))
+    watch = backend_of("cpu").stopwatch(torch.device("cpu"))
     assert watch.lap(lambda: "result") == "result"
     watch.lap(time.perf_counter)
     assert watch.take() == [1.0, 2.0]

@@ -1,0 +1,57 @@
+"""A kind of device is one class."""
+
+import pytest
+import torch
+
+from profiler.backend import BACKENDS, Cpu, Cuda, backend_of, process_groups
+from profiler.device import Device
+from profiler.errors import ArgumentError
+from profiler.local import local_devices
+
+
+def test_each_kind_of_device_has_one() -> None:
+    assert isinstance(backend_of("cpu"), Cpu)
+    assert isinstance(backend_of("cuda:3"), Cuda)
+    assert backend_of(torch.device("meta")) is backend_of("cpu")
+    with pytest.raises(KeyError):
+        backend_of("mps")
+
+
+def test_the_peak_of_a_call_is_what_its_tensors_take() -> None:
+    def call() -> torch.Tensor:
+        first = torch.ones(1000)
+        return first + torch.ones(1000)
+
+    assert backend_of("cpu").peak_of(torch.device("cpu"), call)[1] == 3 * 4000
+
+
+def test_what_was_there_before_counts_while_watching() -> None:
+    held = [torch.ones(500), torch.ones(500)]
+    with backend_of("cpu").watching(torch.device("cpu"), [*held, held[0][:1]]) as found:
+        torch.ones(1000).add(1)
+    assert found.peak_bytes >= 2 * 2000 + 2 * 4000
+
+
+class Counting(Cpu):
+    """A kind of device that computes on the host, of which there are two."""
+
+    type = "xpu"
+    is_host = False
+    keeps_order = True
+    process_group = "gloo"
+
+    def count(self) -> int:  # type: ignore[override]
+        return 2
+
+    def described(self, device: torch.device, threads: int, sharing: int) -> Device:
+        return Device(name=str(device), kind="made up", memory_bytes=1)
+
+
+def test_a_new_kind_is_one_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = Counting()
+    monkeypatch.setitem(BACKENDS, "xpu", new)
+    assert backend_of("xpu:1") is new
+    assert process_groups() == "cpu:gloo,xpu:gloo"
+    assert [device.name for device in local_devices(2).devices] == ["xpu:0", "xpu:1"]
+    with pytest.raises(ArgumentError, match="this machine has 2 XPU devices"):
+        local_devices(3)

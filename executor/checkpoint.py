@@ -109,7 +109,7 @@ def save_checkpoint(
             name = _shared(begun)
             draft = checkpoints.draft_of(name)
             with _failures_named(draft):
-                with _expected_warnings():
+                with warnings.catch_warnings(action="ignore"):  # torch warns of its own use of itself
                     dcp.save(  # type: ignore[attr-defined]
                         _tensors(pipe, optimizer), checkpoint_id=draft, no_dist=not dist.is_initialized()
                     )
@@ -156,8 +156,7 @@ def load_checkpoint(
         training = _checked_training(source, manifest)
         training.check_model(source, pipe)
         training.check_also(source, list(others))
-        with _expected_warnings():
-            change = _change(source, manifest, training, pipe, optimizer)
+        change = _change(source, manifest, training, pipe, optimizer)
         with _continued(others, training.also):
             _wait_for_all()  # none has changed anything but `others`, which come back if one fails until here
         try:
@@ -401,8 +400,3 @@ def _failure(place: Path, problem: OSError) -> str:
     elif problem.errno == errno.ENOENT:
         advice = "someone removed it while it was written"
     return f"cannot write {place}: {reason_of(problem)}; {advice}"
-
-
-def _expected_warnings() -> warnings.catch_warnings[None]:
-    """Silence what torch warns of in its own use of itself while it saves and loads."""
-    return warnings.catch_warnings(action="ignore")

@@ -89,11 +89,7 @@ class Manifest(Value):
         """
         for name, wanted in self.files.items():
             path = checkpoint / name
-            try:
-                with open_file(path) as file:
-                    size_bytes = os.fstat(file.fileno()).st_size
-            except OSError as problem:
-                raise unreadable(path, problem) from problem
+            size_bytes = size_of(path)
             if size_bytes != wanted.size_bytes:
                 raise unreadable(path, f"it has {size_bytes} bytes, and had {wanted.size_bytes} when it was saved")
         for name in names:
@@ -125,6 +121,19 @@ def sum_of(path: Path) -> FileSum:
             crc32 = zlib.crc32(piece[:read_bytes], crc32)
             size_bytes += read_bytes
     return FileSum(size_bytes=size_bytes, crc32=crc32)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file.
+
+    Raises:
+        ExecutionError: there is none.
+    """
+    try:
+        with open_file(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as problem:
+        raise unreadable(path, problem) from problem
 
 
 def open_file(path: Path) -> BufferedReader:

@@ -20,16 +20,18 @@ import io
 import pickle
 import pickletools
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from executor.checkpoint_files import DATA_NAME, METADATA, open_file, unreadable
+from executor.checkpoint_files import DATA_NAME, METADATA, open_file, size_of, unreadable
 from profiler.errors import ExecutionError
 
 _RECORDS = {
@@ -98,7 +100,8 @@ class StoredTensor:
                 part = file.read(self.length)
             if len(part) < self.length:
                 raise EOFError(f"it ends {self.length - len(part)} bytes too early")
-            value = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
+            with warnings.catch_warnings(action="ignore"):  # of strange pickles, and of dtypes that are new
+                value = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
         except Exception as problem:
             raise unreadable(path, problem) from problem
         if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
@@ -124,20 +127,24 @@ def stored_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
             data = file.read()
         root = _unpickled(data).state
         places = {key.state["fqn"]: info.state for key, info in root["storage_data"].items()}
-        return {
-            name: _stored(checkpoint, name, about.state, places[name])
+        tensors = {
+            name: about.state
             for name, about in root["state_dict_metadata"].items()
             if type(about).__name__ == "TensorStorageMetadata"
         }
+        found = {name: _stored(path, name, about, places[name]) for name, about in tensors.items()}
+        sizes = {file: size_of(checkpoint / file) for file in {stored.file for stored in found.values()}}
+        for name, stored in found.items():
+            _check_place(path, name, stored, sizes[stored.file])
     except ExecutionError:
         raise
     except Exception as problem:  # whatever comes of a pickle that is not torch's
         raise unreadable(path, problem) from problem
+    return found
 
 
-def _stored(checkpoint: Path, name: str, about: Mapping[str, Any], place: Mapping[str, Any]) -> StoredTensor:
-    """One tensor, checked."""
-    path = checkpoint / METADATA
+def _stored(path: Path, name: str, about: Mapping[str, Any], place: Mapping[str, Any]) -> StoredTensor:
+    """One tensor, of the types that torch writes."""
     dtype, shape = about["properties"].state[0], about["size"]
     file, offset, length = place["relative_path"], place["offset"], place["length"]
     if not isinstance(dtype, torch.dtype) or not all(type(number) is int for number in (*shape, offset, length)):
@@ -147,17 +154,19 @@ def _stored(checkpoint: Path, name: str, about: Mapping[str, Any], place: Mappin
     (chunk,) = about["chunks"]
     if chunk.state["sizes"] != shape or any(chunk.state["offsets"]) or place.get("transform_descriptors"):
         raise unreadable(path, f"{name!r} is not stored whole and as it is")
-    size_bytes = (checkpoint / file).stat().st_size
-    needed_bytes = dtype.itemsize
-    for extent in shape:
-        needed_bytes *= extent
-    if min(*shape, offset, length, 0) < 0 or offset + length > size_bytes or needed_bytes > length:
+    return StoredTensor(dtype, tuple(shape), file, offset, length)
+
+
+def _check_place(path: Path, name: str, stored: StoredTensor, size_bytes: int) -> None:
+    """See that a tensor has room where it is said to lie: a stranger may ask for any memory."""
+    needed_bytes = prod(stored.shape, start=stored.dtype.itemsize)
+    inside = stored.offset + stored.length <= size_bytes and needed_bytes <= stored.length
+    if min(*stored.shape, stored.offset, stored.length, 0) < 0 or not inside:
         raise unreadable(
             path,
-            f"it looks for {needed_bytes} bytes of {name!r} in {length} bytes from {offset} on of {file}, which has "
-            f"{size_bytes}",
+            f"it looks for {needed_bytes} bytes of {name!r} in {stored.length} bytes from {stored.offset} on of "
+            f"{stored.file}, which has {size_bytes}",
         )
-    return StoredTensor(dtype, tuple(shape), file, offset, length)
 
 
 class _Record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,7 +73,7 @@ class Training:
         """
         path = checkpoint / TRAINING
         try:
-            with open_file(path) as file:
+            with open_file(path) as file, warnings.catch_warnings(action="ignore"):  # of strange pickles
                 found = torch.load(file, map_location="cpu", weights_only=True)
             version = found.get("format")
             if version in (FORMAT_WITHOUT_MANIFEST, FORMAT):

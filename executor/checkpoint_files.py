@@ -54,7 +54,7 @@ class Manifest(Value):
         files: by name, all in the checkpoint's own folder.
     """
 
-    format: Literal[2] = FORMAT
+    format: Literal[2] = 2
     run: str
     inherits: dict[str, _Count]
     step: _Count

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from executor import Pipeline, checkpoint, launch
-from executor.checkpoint import load_checkpoint, save_checkpoint
+from executor.checkpoint import Stateful, load_checkpoint, save_checkpoint
 from executor.checkpoint_files import MANIFEST, TRAINING, unreadable
 from executor.checkpoint_tensors import StoredTensor
 from planner import ExecutionError, Plan
@@ -127,7 +127,7 @@ def load_where_a_disk_fails(plan: Plan, source: Path, rank: int) -> str:
                 raise unreadable(checkpoint / stored.file, OSError(5, "Input/output error"))
             return read(stored, checkpoint)
 
-        StoredTensor.read = fail_late  # type: ignore[method-assign]
+        StoredTensor.read = fail_late  # type: ignore[method-assign, assignment]
     try:
         training.load(source)
     except ExecutionError as problem:
@@ -168,7 +168,7 @@ def test_what_else_is_loaded_comes_back_too(plan_for: Callable[..., Plan], tmp_p
     """The scheduler had refused when model and optimizer were the checkpoint's already."""
     training, refusing = Training(plans_of(plan_for)[1]), Refusing()
     training.steps(1)
-    also = {"scheduler": training.scheduler, "refusing": refusing}
+    also: dict[str, Stateful] = {"scheduler": training.scheduler, "refusing": refusing}
     refusing.seen = 1
     save_checkpoint(tmp_path, training.pipe, training.optimizer, also=also)
     training.spoil()
@@ -235,6 +235,8 @@ def test_a_manifest_that_is_gone_is_noticed(plan_for: Callable[..., Plan], tmp_p
 
 class Expanded(Rich):
     """A buffer whose elements share memory, as masks of constants do."""
+
+    scale: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -278,7 +278,7 @@ def test_what_a_file_does_to_the_names_that_it_may_use_ends_with_it() -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.distributed is disabled")
 def test_all_that_torch_writes_is_understood(tmp_path: Path) -> None:
     dtypes = [kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)]
-    state = {}
+    state: dict[str, Any] = {}
     for dtype in set(dtypes):
         try:
             state[str(dtype)] = torch.zeros(2, 3).to(dtype)

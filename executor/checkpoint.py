@@ -1,46 +1,61 @@
 """Training state on disk, in torch's own distributed format and under the model's original names.
 
-A folder holds whole checkpoints, and a link to the newest that moves in one step: whenever a process is killed,
-`latest` is a whole checkpoint.
+A folder holds whole checkpoints of one run, and a link to the newest that moves in one step: whenever a process is
+killed, `latest` is a whole checkpoint (`executor.checkpoint_folder`).
 
-    checkpoints/step-00000100/      parameters, buffers, optimizer state (torch.distributed.checkpoint); training.pt
+    checkpoints/step-00000100/      parameters, buffers, optimizer state (torch.distributed.checkpoint); training.pt;
+                                    manifest.json: whose it is, and the checksum of each file
     checkpoints/latest -> step-00000100
+
+Loading is all or nothing: every file that a rank reads is checked, everything is read into memory of its own, and
+model, optimizer, step and seed change when all ranks have got so far. No file can make code run, whoever wrote it.
+
+A run owns what it saved, and what the run that it goes on from had saved until then (`executor.run`); `keep` removes
+nothing else. Two runs cannot save into one folder at a time.
 
 A checkpoint knows nothing of stages: saved with K of them, it loads with any other number, or without a pipeline:
 
     state = {"model": model.state_dict()}
     torch.distributed.checkpoint.load(state, checkpoint_id="checkpoints/latest")
     model.load_state_dict(state["model"])
+
+That is torch's own reader, which compares no checksums and lets files run code: only for checkpoints that you trust. A
+`Pipeline` in a process of its own loads all of a model by `load_checkpoint`.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import re
-import shutil
+import copy
+import errno
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from itertools import count
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from executor.checkpoint_files import (
+    FORMAT,
+    METADATA,
+    TRAINING,
+    FileSum,
+    Manifest,
+    reason_of,
+    sums_of,
+    unreadable,
+)
+from executor.checkpoint_folder import CheckpointFolder, checkpoint_at
+from executor.checkpoint_tensors import StoredTensor, stored_tensors
+from executor.checkpoint_training import OptimizerEntry, Training, key_of, optimizer_entries
 from executor.pipeline import Pipeline
 from executor.position import Phase
 from profiler.errors import ArgumentError, ExecutionError
-
-LATEST = "latest"
-FORMAT = 1
-_TRAINING = "training.pt"
-_DRAFT = ".draft-"
-_NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 
 
 class Stateful(Protocol):
@@ -53,93 +68,58 @@ class Stateful(Protocol):
         """Continue from what was kept."""
 
 
-@dataclass(frozen=True)
-class _OptimizerEntry:
-    """What is kept of one parameter's optimizer state beside its tensors.
-
-    Attributes:
-        options: of its parameter group: learning rate, weight decay, ...
-        tensors: names of the state's tensors, which are kept with the model's.
-        others: what else the state holds.
-    """
-
-    options: dict[str, Any]
-    tensors: list[str]
-    others: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Training:
-    """What a checkpoint holds beside tensors.
-
-    Attributes:
-        step: training steps done.
-        seed: of the model's random numbers, which are keyed by seed and step.
-        names: of all parameters and buffers.
-        optimizer: by name of the parameter; None if no optimizer was saved.
-        optimizer_class: its name.
-        also: states of what else was saved, by name.
-        format: version of all this.
-    """
-
-    step: int
-    seed: int
-    names: list[str]
-    optimizer: dict[str, dict[str, Any]] | None
-    optimizer_class: str | None
-    also: dict[str, dict[str, Any]] = field(default_factory=dict)
-    format: int = FORMAT
-
-
 def save_checkpoint(
     folder: str | Path,
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     also: Mapping[str, Stateful] | None = None,
-    keep: int = 1,
+    keep: int | None = None,
 ) -> Path:
     """Write the training state as the newest checkpoint of a folder; every process calls this.
 
         save_checkpoint("checkpoints", pipe, optimizer, also={"scheduler": scheduler})
 
+    Once the new checkpoint is whole, whatever goes wrong with `latest` or with old ones is a warning.
+
     Args:
-        folder: where checkpoints lie; on a file system that all machines share.
+        folder: where checkpoints lie, of this run alone; on a file system that all machines share.
         pipe: what is trained.
         optimizer: over `pipe.parameters()`, if its state is to be kept.
         also: what else to keep, by name: anything with `state_dict` that is the same in every process.
-        keep: how many checkpoints to keep; older ones are removed when the new one is whole.
+        keep: how many of this run's checkpoints to keep; older ones are removed when the new one is whole. All if
+            None: no space is worth a checkpoint that someone still needs.
 
     Returns:
         The checkpoint.
 
     Raises:
-        ExecutionError: it could not be written, or another process failed; `latest` is what it was.
+        ArgumentError: `keep` is no number of checkpoints.
+        ExecutionError: another run saves into the folder, or nothing can be written there, or another process failed;
+            `latest` is what it was, and nothing half written is left.
     """
-    if keep < 1:
-        raise ArgumentError(f"keep is {keep}; at least the newest checkpoint is kept")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ArgumentError(f"keep is {keep!r}; pass how many checkpoints to keep, at least 1, or None for all")
     home = Path(folder).absolute()
     with pipe.watch.call(Phase.SAVE, {"the call": "save_checkpoint", "the folder": str(home)}):
-        name = _shared(_free_name(home, pipe.steps) if _is_first() else None)
-        draft = home / f"{_DRAFT}{name}"
-        if _is_first():
-            _remove_drafts(home)
-            draft.mkdir(parents=True)
-        _wait_for_all()
+        checkpoints = CheckpointFolder(home, pipe.run)
+        with _failures_named(home):
+            begun = checkpoints.begin(pipe.steps) if _is_first() else None
         try:
-            with _expected_warnings():
-                dcp.save(  # type: ignore[attr-defined]
-                    _tensors(pipe, optimizer), checkpoint_id=draft, no_dist=not dist.is_initialized()
-                )
-        except CheckpointException as problem:  # torch derives it from BaseException
-            raise ExecutionError(f"cannot write {draft}: {_reason(problem)}") from problem
-        training = _training(pipe, optimizer, also or {})
-        if _is_first():
-            _write_training(draft / _TRAINING, training)
-            _flush_folder(draft)
-            draft.rename(home / name)
-            _move_latest(home, name)
-            _remove_old(home, name, keep)
+            name = _shared(begun)
+            draft = checkpoints.draft_of(name)
+            with _failures_named(draft):
+                with warnings.catch_warnings(action="ignore"):  # torch warns of its own use of itself
+                    dcp.save(  # type: ignore[attr-defined]
+                        _tensors(pipe, optimizer), checkpoint_id=draft, no_dist=not dist.is_initialized()
+                    )
+                _complete(draft, pipe, optimizer, also or {})
+                if begun is not None:
+                    checkpoints.finish(begun, pipe.steps, keep)
+        except BaseException:
+            if begun is not None:
+                checkpoints.give_up(begun)
+            raise
         _wait_for_all()
     return home / name
 
@@ -153,6 +133,8 @@ def load_checkpoint(
 ) -> int:
     """Continue from a checkpoint, whatever K it was written with; every process calls this.
 
+    While it loads, the tensors of this process's stages are in memory twice.
+
     Args:
         path: a folder of checkpoints, whose newest is loaded, or one checkpoint of it.
         pipe: what is trained; its parameters, buffers, step and seed become the checkpoint's.
@@ -163,32 +145,25 @@ def load_checkpoint(
         How many training steps were done.
 
     Raises:
-        ExecutionError: there is no checkpoint, it is damaged, or it belongs to another model or optimizer.
+        ExecutionError: there is no checkpoint, it is damaged, or it belongs to another model or optimizer. Nothing has
+            changed then, on any rank.
     """
-    source = _checkpoint_at(Path(path).absolute())
-    with pipe.watch.call(Phase.LOAD, {"the call": "load_checkpoint", "the checkpoint": str(source)}):
-        training = _read_training(source)
-        _check_names(source, pipe, training)
-        entries = _entries_for(source, training, pipe, optimizer)
-        missing = sorted(set(also or {}) ^ set(training.also))
-        if missing:
-            raise ExecutionError(
-                f"{source} holds the states of {sorted(training.also)}, but {sorted(also or {})} are to be loaded; "
-                f"give `also` the same names"
-            )
-        state: dict[str, Any] = {"model": pipe.state_dict(), "optimizer": _empty_tensors(source, entries)}
+    given = Path(path).absolute()
+    others = also or {}
+    with pipe.watch.call(Phase.LOAD, {"the call": "load_checkpoint", "the checkpoint": str(given)}):
+        source = Path(_shared(str(checkpoint_at(given)) if _is_first() else None))
+        manifest = Manifest.of(source)
+        training = _checked_training(source, manifest)
+        training.check_model(source, pipe)
+        training.check_also(source, list(others))
+        change = _change(source, manifest, training, pipe, optimizer)
+        with _continued(others, training.also):
+            _wait_for_all()  # none has changed anything but `others`, which come back if one fails until here
         try:
-            with _expected_warnings():
-                dcp.load(  # type: ignore[attr-defined]
-                    state, checkpoint_id=source, no_dist=not dist.is_initialized()
-                )
-        except (Exception, CheckpointException) as problem:
-            raise _unreadable(source, problem) from problem
-        if optimizer is not None:
-            _fill(pipe, optimizer, entries, state["optimizer"])
-        for name, one in (also or {}).items():
-            one.load_state_dict(training.also[name])
-        pipe.resume(training.step, training.seed)
+            _take_over(pipe, change, training, source, manifest)
+        except KeyboardInterrupt:  # half of it would be another training; to do all of it twice does no harm
+            _take_over(pipe, change, training, source, manifest)
+            raise
         _wait_for_all()
     return training.step
 
@@ -201,7 +176,7 @@ def _tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[st
     state: dict[str, Any] = {"model": {**pipe.state_dict(), **pipe.extra_state()}}
     if optimizer is not None:
         state["optimizer"] = {
-            _key(name, entry): value
+            key_of(name, entry): value
             for name, parameter in pipe.named_parameters()
             for entry, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
@@ -209,212 +184,179 @@ def _tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[st
     return state
 
 
-def _key(name: str, entry: str) -> str:
-    return f"{name}.{entry}"
-
-
-def _training(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, also: Mapping[str, Stateful]) -> _Training:
-    """What is kept beside tensors, of all processes together."""
-    own = None if optimizer is None else dict(_optimizer_entries(pipe, optimizer))
-    parts = _gathered(own)
-    entries = None if optimizer is None else {name: entry for part in parts for name, entry in (part or {}).items()}
-    states = {name: one.state_dict() for name, one in also.items()}
-    class_name = None if optimizer is None else type(optimizer).__name__
-    return _Training(pipe.steps, pipe.seed, pipe.state_names(), entries, class_name, states)
-
-
-def _optimizer_entries(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ArgumentError("LBFGS keeps one state for all parameters, which does not follow the stages; use another")
-    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in pipe.named_parameters():
-        if parameter in group_of:
-            state = optimizer.state.get(parameter, {})
-            yield (
-                name,
-                asdict(
-                    _OptimizerEntry(
-                        _options(group_of[parameter]),
-                        [entry for entry, value in state.items() if isinstance(value, Tensor)],
-                        {entry: value for entry, value in state.items() if not isinstance(value, Tensor)},
-                    )
-                ),
-            )
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in group.items() if option not in ("params", "param_names")}
-
-
-def _write_training(path: Path, training: _Training) -> None:
-    with path.open("wb") as file:
-        torch.save(asdict(training), file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-# What lies in the folder.
-
-
-def _free_name(home: Path, step: int) -> str:
-    """A name for the checkpoint of a step that no checkpoint has yet."""
-    for number in count():
-        name = f"step-{step:08d}" + (f".{number}" if number else "")
-        if not (home / name).exists():
-            return name
-    raise AssertionError  # count() does not end
-
-
-def _remove_drafts(home: Path) -> None:
-    """Remove what a killed process has left."""
-    for draft in home.glob(f"{_DRAFT}*"):
-        if draft.is_dir() and not draft.is_symlink():
-            shutil.rmtree(draft)
-        else:
-            draft.unlink()
-
-
-def _move_latest(home: Path, name: str) -> None:
-    """Let `latest` point to a whole checkpoint, in one step of the file system."""
-    _flush_folder(home)
-    link = home / f"{_DRAFT}{LATEST}"
-    link.symlink_to(name, target_is_directory=True)
-    link.replace(home / LATEST)
-    _flush_folder(home)
-
-
-def _remove_old(home: Path, newest: str, keep: int) -> None:
-    """Remove all but the newest checkpoints; a name is hidden before its files go."""
-    found = [path for path in home.iterdir() if _NAME.fullmatch(path.name) and path.name != newest]
-    found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in found[keep - 1 :]:
-        hidden = home / f"{_DRAFT}{path.name}"
-        path.rename(hidden)
-        shutil.rmtree(hidden)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Let the names in a folder reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _complete(
+    draft: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, also: Mapping[str, Stateful]
+) -> None:
+    """Add to a draft with all tensors what is kept beside them, and the manifest."""
+    entries = None if optimizer is None else dict(optimizer_entries(pipe, optimizer))
+    own = sums_of(draft, [path.name for path in draft.glob(f"__{_rank()}_*.distcp")])
+    parts: list[tuple[dict[str, OptimizerEntry] | None, dict[str, FileSum]]] = _gathered((entries, own))
+    if not _is_first():
+        return
+    training = Training(
+        step=pipe.steps,
+        seed=pipe.seed,
+        names=pipe.state_names(),
+        optimizer=None if entries is None else {name: one for part, _ in parts for name, one in (part or {}).items()},
+        optimizer_class=None if optimizer is None else type(optimizer).__name__,
+        also={name: one.state_dict() for name, one in also.items()},
+    )
+    training.save(draft)
+    files = {name: found for _, part in parts for name, found in part.items()}
+    files |= sums_of(draft, [METADATA, TRAINING])
+    Manifest(run=pipe.run.id, inherits=pipe.run.inherits, step=pipe.steps, files=files).save(draft)
 
 
 # What is read.
 
 
-def _checkpoint_at(path: Path) -> Path:
-    """The checkpoint that a path means, without links, so that a later one does not move it under our feet."""
-    if (path / _TRAINING).exists():
-        return path.resolve()
-    if (path / LATEST / _TRAINING).exists():
-        return (path / LATEST).resolve()
-    raise ExecutionError(f"{path} holds no complete checkpoint; save one with save_checkpoint")
-
-
-def _read_training(source: Path) -> _Training:
-    try:
-        found = torch.load(source / _TRAINING, weights_only=True)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            version = found.get("format") if isinstance(found, dict) else None
-            raise ExecutionError(
-                f"{source} has format {version}, this version reads {FORMAT}; load it where it was made"
-            )
-        return _Training(**found)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError) as problem:
-        raise _unreadable(source, problem) from problem
-
-
-def _check_names(source: Path, pipe: Pipeline, training: _Training) -> None:
-    own, kept = set(pipe.state_names()), set(training.names)
-    if own != kept:
-        only = [f"{len(kept - own)} that the model lacks, such as {min(kept - own)}"] if kept - own else []
-        only += [f"not {len(own - kept)} of the model's, such as {min(own - kept)}"] if own - kept else []
-        raise ExecutionError(
-            f"{source} belongs to another model: it holds {len(kept)} parameters and buffers, {' and '.join(only)}"
+def _checked_training(source: Path, manifest: Manifest | None) -> Training:
+    """What a checkpoint holds beside tensors, from the file that was saved."""
+    if manifest is not None:
+        manifest.check(source, [TRAINING, METADATA])
+    training = Training.of(source)
+    if manifest is None and training.format == FORMAT:
+        raise unreadable(source, "its manifest.json is missing")
+    if manifest is not None and training.format != FORMAT:
+        raise unreadable(source, f"its manifest.json is of format {FORMAT}, its {TRAINING} of {training.format}")
+    if manifest is None and _is_first():
+        warnings.warn(
+            f"{source} was saved by a version that kept no checksums: if it is damaged, that may not be noticed. Save "
+            "it anew",
+            stacklevel=3,
         )
+    return training
 
 
-def _entries_for(
-    source: Path, training: _Training, pipe: Pipeline, optimizer: torch.optim.Optimizer | None
-) -> dict[str, _OptimizerEntry]:
-    """What the checkpoint keeps of this process's parameters in the optimizer."""
-    if optimizer is None:
-        return {}
-    if training.optimizer is None:
-        raise ExecutionError(f"{source} holds no optimizer state; it was saved without an optimizer")
-    if training.optimizer_class != type(optimizer).__name__:
-        raise ExecutionError(
-            f"{source} holds the state of {training.optimizer_class}, which means nothing to "
-            f"{type(optimizer).__name__}; use the optimizer that it was saved with"
-        )
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    names = [name for name, parameter in pipe.named_parameters() if parameter in held]
-    absent = [name for name in names if name not in training.optimizer]
-    if absent:
-        raise ExecutionError(
-            f"{source} was saved with an optimizer of {len(training.optimizer)} parameters, without {absent[0]}; let "
-            "the optimizer hold the same parameters"
-        )
-    return {name: _OptimizerEntry(**training.optimizer[name]) for name in names}
+@dataclass(frozen=True)
+class _Change:
+    """All that loading changes, ready to be made; nothing of it can fail.
 
+    Attributes:
+        tensors: of the model, each with the value that it is to hold.
+        states: of the optimizer, by parameter.
+        options: of the optimizer's groups.
+    """
 
-def _empty_tensors(source: Path, entries: Mapping[str, _OptimizerEntry]) -> dict[str, Tensor]:
-    """Memory for the optimizer's tensors, with the shapes and dtypes of the checkpoint."""
-    if not any(entry.tensors for entry in entries.values()):
-        return {}
-    try:
-        with _expected_warnings():
-            kept: Any = dcp.FileSystemReader(source).read_metadata().state_dict_metadata  # type: ignore[attr-defined]
-            keys = [_key(name, tensor) for name, entry in entries.items() for tensor in entry.tensors]
-            found = {key: kept[f"optimizer.{key}"] for key in keys}
-            return {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in found.items()}
-    except Exception as problem:
-        raise _unreadable(source, problem) from problem
+    tensors: list[tuple[Tensor, Tensor]]
+    states: list[tuple[nn.Parameter, dict[str, Any]]]
+    options: list[tuple[dict[str, Any], dict[str, Any]]]
+    optimizer: torch.optim.Optimizer | None
 
-
-def _fill(
-    pipe: Pipeline,
-    optimizer: torch.optim.Optimizer,
-    entries: Mapping[str, _OptimizerEntry],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Give the optimizer the state and the options of the checkpoint."""
-    name_of = {parameter: name for name, parameter in pipe.named_parameters()}
-    for group in optimizer.param_groups:
-        named = [(parameter, name_of[parameter]) for parameter in group["params"] if parameter in name_of]
-        for parameter, name in named:
-            entry = entries[name]
-            group.update(entry.options)
-            on_cpu = {"step"} if not (group.get("capturable") or group.get("fused")) else set()  # as torch does
-            state = {
-                tensor: tensors[_key(name, tensor)].to("cpu" if tensor in on_cpu else parameter.device)
-                for tensor in entry.tensors
-            }
-            if state or entry.others:
-                optimizer.state[parameter] = {**state, **entry.others}
+    def make(self) -> None:
+        """Change model and optimizer."""
+        with torch.no_grad():
+            for held, value in self.tensors:
+                held.copy_(value)
+        for group, options in self.options:
+            group.update(options)
+        for parameter, state in self.states:
+            assert self.optimizer is not None
+            if state:
+                self.optimizer.state[parameter] = state
             else:
-                optimizer.state.pop(parameter, None)
+                self.optimizer.state.pop(parameter, None)
 
 
-def _unreadable(source: Path, problem: BaseException) -> ExecutionError:
-    return ExecutionError(
-        f"cannot load {source}: {_reason(problem)}; it is damaged or was not written by save_checkpoint: load another"
-    )
+def _change(
+    source: Path,
+    manifest: Manifest | None,
+    training: Training,
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+) -> _Change:
+    """Read what this process needs; nothing of the training is touched."""
+    entries = training.entries_for(source, pipe, optimizer)
+    stored = stored_tensors(source)
+    held = pipe.state_dict()
+    wanted = {f"model.{name}" for name in held}
+    wanted |= {f"optimizer.{key_of(name, tensor)}" for name, entry in entries.items() for tensor in entry.tensors}
+    absent = min(wanted - stored.keys(), default=None)
+    if absent is not None:
+        raise unreadable(source / METADATA, f"it says nothing of {absent}")
+    for name, tensor in held.items():
+        _check_kind(source, name, tensor, stored[f"model.{name}"])
+    if manifest is not None:
+        manifest.check(source, sorted({stored[name].file for name in wanted}))
+    in_order = sorted(wanted, key=lambda name: (stored[name].file, stored[name].offset))
+    values = {name: stored[name].read(source) for name in in_order}
+    states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+    options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    name_of = {parameter: name for name, parameter in pipe.named_parameters()}
+    for group in () if optimizer is None else optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in name_of:
+                name, entry = name_of[parameter], entries[name_of[parameter]]
+                options.append((group, entry.options))
+                states.append((parameter, _state(name, parameter, entry, {**group, **entry.options}, values)))
+    tensors = [_copy(source, name, tensor, values[f"model.{name}"]) for name, tensor in held.items()]
+    return _Change(tensors, states, options, optimizer)
 
 
-def _reason(problem: BaseException) -> str:
-    lines = [line.strip() for line in str(problem).strip().splitlines() if line.strip()]
-    return f"{type(problem).__name__}: {lines[-1] if lines else 'no reason given'}"
+def _take_over(pipe: Pipeline, change: _Change, training: Training, source: Path, manifest: Manifest | None) -> None:
+    change.make()
+    pipe.resume(training.step, training.seed)
+    pipe.run.go_on_from(source, manifest)
+
+
+def _check_kind(source: Path, name: str, held: Tensor, stored: StoredTensor) -> None:
+    if (stored.dtype, stored.shape) != (held.dtype, tuple(held.shape)):
+        raise ExecutionError(
+            f"{source} belongs to another model: {name} is {stored.dtype} of shape {stored.shape} there, and "
+            f"{held.dtype} of shape {tuple(held.shape)} in this one"
+        )
+
+
+def _copy(source: Path, name: str, held: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a value goes: of a tensor that was expanded, whose elements share memory, to each element once."""
+    part = value
+    for dim, stride in enumerate(held.stride()):
+        if stride == 0 and held.shape[dim] > 1:
+            held, part = held.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
+    if part is not value and not torch.equal(part.expand_as(value), value):
+        raise ExecutionError(
+            f"{source} belongs to another model: the elements of {name} differ there, and share memory in this one"
+        )
+    return held, part
+
+
+def _state(
+    name: str, parameter: nn.Parameter, entry: OptimizerEntry, group: Mapping[str, Any], values: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """A parameter's state in the optimizer, on the devices where torch wants it."""
+    on_cpu = {"step"} if not (group.get("capturable") or group.get("fused")) else set()  # as torch does
+    tensors = {
+        tensor: values[f"optimizer.{key_of(name, tensor)}"].to("cpu" if tensor in on_cpu else parameter.device)
+        for tensor in entry.tensors
+    }
+    return {**tensors, **entry.others}
+
+
+@contextmanager
+def _continued(others: Mapping[str, Stateful], states: Mapping[str, Any]) -> Iterator[None]:
+    """Let `others` continue from their states; if that or what is inside fails, they are as before."""
+    before = {name: copy.deepcopy(one.state_dict()) for name, one in others.items()}
+    tried = []
+    try:
+        for name, one in others.items():
+            tried.append(name)
+            one.load_state_dict(states[name])
+        yield
+    except BaseException:
+        for name in tried:
+            others[name].load_state_dict(before[name])
+        raise
 
 
 # What the processes do together.
 
 
 def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return _rank() == 0
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _wait_for_all() -> None:
@@ -440,6 +382,21 @@ def _gathered(value: Any) -> list[Any]:
     return parts if _is_first() else [value]
 
 
-def _expected_warnings() -> warnings.catch_warnings[None]:
-    """Silence what torch warns of in its own use of itself while it saves and loads."""
-    return warnings.catch_warnings(action="ignore")
+@contextmanager
+def _failures_named(place: Path) -> Iterator[None]:
+    """Turn what the file system and torch raise into an error of ours."""
+    try:
+        yield
+    except OSError as problem:
+        raise ExecutionError(_failure(place, problem)) from problem
+    except CheckpointException as problem:  # torch derives it from BaseException
+        raise ExecutionError(f"cannot write {place}: {reason_of(problem)}") from problem
+
+
+def _failure(place: Path, problem: OSError) -> str:
+    advice = "save into a folder of yours"
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        advice = "make room, or keep fewer checkpoints (keep=...)"
+    elif problem.errno == errno.ENOENT:
+        advice = "someone removed it while it was written"
+    return f"cannot write {place}: {reason_of(problem)}; {advice}"

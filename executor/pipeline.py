@@ -41,6 +41,7 @@ from executor.placement import Materialize, Placement, place
 from executor.position import Phase
 from executor.randomness import generator_of, preserved
 from executor.replicas import GradientSum, group_of_peers
+from executor.run import Run
 from executor.runtime import Runtime
 from executor.shared_loss import SharedLoss
 from executor.stage_runner import MicroBatch, StageRunner
@@ -82,6 +83,7 @@ class Pipeline:
     Attributes:
         plan: the plan.
         rank: of this process; 0 where it runs alone.
+        run: says which checkpoints are its own.
         watch: sees to it that all processes end when one fails.
 
     Raises:
@@ -108,6 +110,7 @@ class Pipeline:
         if timeout_s is not None and not timeout_s > 0:
             raise ArgumentError(f"timeout_s is {timeout_s}; pass more than 0 seconds, or None")
         self.plan = plan
+        self.run = Run()
         self._model = model
         limit_s = wait_limit(plan, timeout_s)
         self.rank, world_size = join()

@@ -13,8 +13,8 @@ one by one: their times are scaled to the stage that they stand in, and their by
 The time budget is no part of that: figures of a short one are medians of a few repeats, not other figures, and
 `LayerCost.spread` says how good they are. To measure again with a longer one, pass `cache=False` or another folder.
 
-Files are written beside their place and moved there, so that no reader meets half a file and two writers do no harm. A
-damaged file is worth a warning and no more.
+Files come to their place whole (see `profiler.files`), with the rights that the user's files get: those who share a
+folder may read what one has measured, if the user's umask lets them. A damaged file is worth a warning and no more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import json
 import os
 import platform
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from functools import cache as remembered
@@ -43,6 +42,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
+from profiler.files import replace_file
 from profiler.record import LayerCost
 from profiler.value import Value
 
@@ -115,19 +115,9 @@ class Cache:
         path = self._path(key)
         if path is None:
             return
-        draft = ""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=path.parent, prefix=".draft-", delete=False
-            ) as file:
-                draft = file.name
-                file.write(entry.to_json())
-            Path(draft).replace(path)
+            replace_file(path, entry.to_json().encode())
         except OSError as problem:
-            if draft:
-                with contextlib.suppress(OSError):
-                    Path(draft).unlink()
             warnings.warn(
                 f"cannot remember measurements in {path.parent}: {problem.strerror or problem}; set {VARIABLE} to "
                 "a folder of yours, or to off",

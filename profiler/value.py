@@ -1,8 +1,6 @@
 """What every public value has in common: frozen, validated when built, and JSON with deterministic bytes."""
 
-import contextlib
 import json
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -10,6 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from profiler.errors import ArgumentError, PlanError
+from profiler.files import replace_file
 
 
 class Value(BaseModel):
@@ -63,23 +62,17 @@ def first_problem(problem: ValidationError) -> str:
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a crash, never meets half a file; two writers do no harm.
+    """Write `text` to `path` so that a reader, or a crash, never meets half a file; see `profiler.files`.
 
     Raises:
         ArgumentError: nothing can be written there.
     """
     path = _path_of(path)
-    draft = path.parent / f".draft-{uuid.uuid4().hex}"  # each writer's own, with the rights that the user's files get
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        replace_file(path, text.encode())
     except (OSError, ValueError) as problem:  # ValueError: a zero byte in the path
         reason = getattr(problem, "strerror", None) or problem
         raise ArgumentError(f"cannot write {str(path)!r}: {reason}; choose a file in a folder of yours") from problem
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            draft.unlink(missing_ok=True)
 
 
 def read_file(path: str | Path, what: str, error: Callable[[str], PlanError]) -> str:

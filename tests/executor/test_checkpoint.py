@@ -1,6 +1,5 @@
 """Checkpoints know nothing of stages, and there is always a whole one."""
 
-import functools
 import json
 import os
 import random
@@ -10,72 +9,19 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from planner import ArgumentError, ExecutionError, Plan
-from profiler import LayerSequence, trace
+from profiler import trace
 from tests.executor.fault_trials import plan_of
-
-X = torch.linspace(-1, 1, 40).reshape(10, 4)
-Y = torch.arange(10) % 4
-
-
-class Rich(nn.Module):
-    """One weight in two places, batch normalization, dropout, a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.last = nn.Linear(4, 4, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.frozen(functional.dropout(torch.tanh(self.norm(self.first(x))), 0.3, self.training))
-        return self.last(hidden)
-
-
-class Training:
-    """A pipeline with everything that a checkpoint holds."""
-
-    def __init__(self, plan: Plan, *, seed: int = 0) -> None:
-        torch.manual_seed(3)
-        self.model = Rich()
-        self.pipe = Pipeline(self.model, plan, loss_fn=functional.cross_entropy, seed=seed)
-        self.choose(torch.optim.AdamW)
-
-    def choose(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        named = list(self.pipe.named_parameters())
-        groups: list[dict[str, Any]] = [
-            {"params": [parameter for name, parameter in named if "norm" in name], "lr": 0.01},
-            {"params": [parameter for name, parameter in named if "norm" not in name]},
-        ]
-        self.optimizer = optimizer(groups, lr=0.05)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-
-    def steps(self, count: int) -> list[float]:
-        losses = []
-        for _ in range(count):
-            self.optimizer.zero_grad()
-            losses.append(self.pipe.step(X, target=Y).item())
-            self.optimizer.step()
-            self.scheduler.step()
-        return losses
-
-    def save(self, folder: Path) -> None:
-        save_checkpoint(folder, self.pipe, self.optimizer, also={"scheduler": self.scheduler})
-
-    def load(self, folder: Path) -> int:
-        return load_checkpoint(folder, self.pipe, self.optimizer, also={"scheduler": self.scheduler})
+from tests.executor.rich_training import Rich, Training, X, plans_of
 
 
 def save_after_two(plan: Plan, path: Path) -> list[float]:
@@ -89,20 +35,6 @@ def load_and_go_on(plan: Plan, path: Path) -> list[float]:
     training = Training(plan, seed=9)  # the checkpoint's seed counts
     assert training.load(path) == training.pipe.steps == 2
     return training.steps(3)
-
-
-@functools.cache
-def sequence() -> LayerSequence:
-    return trace(Rich(), X)
-
-
-def plans_of(plan_for: Callable[..., Plan], **settings: Any) -> dict[int, Plan]:
-    """Plans of 1 to 4 stages."""
-    layers = len(sequence())
-    cuts = {stages: [round(layers * cut / stages) for cut in range(1, stages)] for stages in range(1, 5)}
-    return {
-        stages: plan_for(sequence(), cut, batch_size=10, micro_batches=4, **settings) for stages, cut in cuts.items()
-    }
 
 
 def test_saved_with_three_stages_goes_on_with_any_number(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
@@ -162,7 +94,12 @@ def test_the_newest_are_kept(plan_for: Callable[..., Plan], tmp_path: Path) -> N
         training.steps(1)
     paths.append(save_checkpoint(tmp_path, training.pipe, keep=2))
     paths.append(save_checkpoint(tmp_path, training.pipe, keep=2))  # of the same step
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000003.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "latest",
+        "step-00000003",
+        "step-00000003.1",
+    ]
     assert (tmp_path / "latest").resolve() == paths[-1] == tmp_path / "step-00000003.1"
     assert load_checkpoint(paths[-2], training.pipe) == 3
     with pytest.raises(ArgumentError, match="keep is 0"):

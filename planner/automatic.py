@@ -17,6 +17,7 @@ from profiler.measure import profile
 from profiler.optimizers import OptimizerChoice
 from profiler.sample import BatchDims
 from profiler.tracing import trace
+from profiler.untouched import untouched
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -72,22 +73,23 @@ def autoplan(
     cluster = local_devices(devices, threads=threads)
     if batch_size is not None:
         Settings.of(cluster.devices, batch_size, settings)
-    sequence = trace(
-        model, sample, batch_dims=batch_dims, autocast=autocast, keep_together=settings.get("keep_together") or ()
-    )
-    samples = sequence.sample.batch_size if batch_size is None else batch_size
-    Settings.of(cluster.devices, samples, settings)
-    measured = profile(
-        sequence,
-        cluster,
-        sample=sample,
-        batch_size=samples,
-        loss_fn=loss_fn,
-        target=target,
-        optimizer=optimizer,
-        time_budget_s=time_budget_s,
-        threads=threads,
-        progress=progress,
-        cache=cache,
-    )
+    with untouched(model):
+        sequence = trace(
+            model, sample, batch_dims=batch_dims, autocast=autocast, keep_together=settings.get("keep_together") or ()
+        )
+        samples = sequence.sample.batch_size if batch_size is None else batch_size
+        Settings.of(cluster.devices, samples, settings)
+        measured = profile(
+            sequence,
+            cluster,
+            sample=sample,
+            batch_size=samples,
+            loss_fn=loss_fn,
+            target=target,
+            optimizer=optimizer,
+            time_budget_s=time_budget_s,
+            threads=threads,
+            progress=progress,
+            cache=cache,
+        )
     return plan_from_profile(measured, cluster, batch_size=samples, **settings)

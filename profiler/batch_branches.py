@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.blame import Place, place_now
 from profiler.both_branches import sees_both_branches
+from profiler.standing_in import standing_in
 from profiler.without_data import without_data
 
 
@@ -183,8 +184,8 @@ def _numbers_of_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         numbers.name(fake, name)
     exporting = [mock.patch.object(torch.compiler, f"_is_{what}_flag", True) for what in ("exporting", "compiling")]
     try:
-        with mode, exporting[0], exporting[1], numbers, torch.enable_grad():
-            output = torch.func.functional_call(model, fakes, given[0], given[1])
+        with mode, exporting[0], exporting[1], numbers, torch.enable_grad(), standing_in(model, fakes):
+            output = model(*given[0], **given[1])
     except Exception:  # a batch of one sample is nothing for this model
         return None
     outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -21,6 +21,7 @@ from profiler.errors import NotTraceableError
 from profiler.frontend import OneBatchSizeError, TracedGraph, export_graph, mode_of
 from profiler.sample_spec import FRONT_ENDS, FrontEnd, SampleSpec
 from profiler.symbolic import CONSTANT, leaf_modules, symbolic_module
+from profiler.untouched import untouched
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ def graph_of(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> Se
     first: NotTraceableError | None = None
     for front_end in FRONT_ENDS if spec.front_end is None else (spec.front_end,):
         try:
-            graph, facts, called = _traced(front_end, model, spec, training)
+            with untouched(model):
+                graph, facts, called = _traced(front_end, model, spec, training)
         except NotTraceableError as problem:
             refusals[front_end] = str(problem).removeprefix("cannot trace the model: ")
             first = problem if first is None or isinstance(first, OneBatchSizeError) else first

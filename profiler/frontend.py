@@ -28,6 +28,7 @@ from profiler.attributes import attributes_after_call, attributes_of, changed_na
 from profiler.backend import backend_of
 from profiler.batch_branches import BatchQuestions, same_for_one_sample
 from profiler.blame import explanation, place_of, place_of_call, place_of_node
+from profiler.custom_function_tracing import FunctionCalls
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.opaque_tracing import OpaqueCalls
 from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call, torch_dtype
@@ -112,6 +113,7 @@ def _exported(
     with mode_of(model, training), _spelled_out(model, call.kwargs):
         shapes = _dynamic_shapes(model, spec) if dynamic else None
         calls = OpaqueCalls(model, called_as_is, REHEARSED_SIZES if dynamic else (size,))
+        functions = FunctionCalls(model)
         questions = BatchQuestions(model)
         try:
             with (
@@ -119,6 +121,7 @@ def _exported(
                 autocasting(spec, device),
                 refused(model),
                 calls.in_place(),
+                functions.in_place(),
                 questions.watched(),
                 mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
                 mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
@@ -136,7 +139,7 @@ def _exported(
             raise NotTraceableError(explanation(model, problem, place), modules=place.modules) from problem
         if dynamic and questions.places:
             one = example_call(spec, 1, device)
-            with _quiet(), autocasting(spec, device), calls.in_place():
+            with _quiet(), autocasting(spec, device), calls.in_place(), functions.in_place():
                 same = same_for_one_sample(model, module, one.args, one.kwargs)
             if not same:
                 raise OneBatchSizeError(
@@ -144,6 +147,7 @@ def _exported(
                     "sample, and micro-batches may be that small; make the forward pass independent of the batch size"
                 )
     calls.put_into(module)
+    functions.put_into(module)
     return module, program, questions
 
 

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from profiler.attributes import attributes_of, changed_names, put_back
 from profiler.errors import ExecutionError
 from profiler.random_states import python_and_numpy_states
+from profiler.standing_in import standing_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +149,18 @@ class Held:
         tensors: Mapping[str, Tensor],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        *,
-        settling: bool = False,
+        made: dict[str, Any],
     ) -> tuple[Any, set[str]]:
         """The module's result with other parameters and buffers, and the names of the buffers that it wrote.
 
-        A buffer that it replaces is written in the given one. In its first call (`settling`) it may change attributes:
-        it may make a cache.
+        A buffer that it replaces is written in the given one.
+
+        Args:
+            tensors: its parameters and buffers by name.
+            args: of the call.
+            kwargs: of the call.
+            made: attributes that earlier calls have changed, and what these were before. It may make a cache: change
+                an attribute once, and again where somebody has put that back.
 
         Raises:
             Refused: it changed an attribute, drew random numbers of Python or numpy, or wrote an argument.
@@ -165,12 +170,14 @@ class Held:
         entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entered = [tensor._version for tensor in entering]
         attributes, states = attributes_of(self.module), python_and_numpy_states()
-        with self._modes(), _reparametrize_module(self.module, given, tie_weights=True):
+        with self._modes(), standing_in(self.module, given):
             result = self.forward(*args, **kwargs)
         changed = changed_names(attributes, attributes_of(self.module))
-        if changed and not settling:
-            put_back(attributes, changed)
-            raise Refused(f"it changes its attribute {changed[0]!r}; make it a buffer (register_buffer)")
+        found = {name: attributes[name].key if name in attributes else None for name in changed}
+        again = [name for name in changed if made.setdefault(name, found[name]) != found[name]]
+        if again:
+            put_back(attributes, again)
+            raise Refused(f"it changes its attribute {again[0]!r}; make it a buffer (register_buffer)")
         if states != python_and_numpy_states():
             raise Refused("it draws from Python's or numpy's random generator; draw with torch")
         if entered != [tensor._version for tensor in entering]:
@@ -215,6 +222,7 @@ class OpaqueCall:
         self.cost = cost
         self.signature = signature
         self._held = held
+        self._made: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         """The same in every process."""
@@ -245,7 +253,7 @@ class OpaqueCall:
         leaves = [inputs[leaf.position] if isinstance(leaf, Slot) else leaf for leaf in self.signature.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.signature.tree)
         try:
-            result, written = self._held.call(tensors, args, kwargs)
+            result, written = self._held.call(tensors, args, kwargs, self._made)
         except Refused as problem:
             self._refuse(str(problem))
         if written - self.signature.written:

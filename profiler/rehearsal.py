@@ -94,9 +94,10 @@ def rehearse(
     device = devices[0] if devices else torch.device("cpu")
     around = Circumstances.now(device)
     runs = []
+    made: dict[str, Any] = {}
     with ThreadPoolExecutor(1) as thread:
-        for number, size in enumerate((sizes[0], *sizes)):
-            call = (held, leaves, tree, tensors, numbers, size, around, number == 0)
+        for size in (sizes[0], *sizes):  # in the first run it may make a cache
+            call = (held, leaves, tree, tensors, numbers, size, around, made)
             try:
                 runs.append(thread.submit(_run, *call).result())
             except NotTraceableError:
@@ -159,13 +160,13 @@ def _run(
     numbers: Sequence[Any],
     size: int,
     around: Circumstances,
-    settling: bool,
+    made: dict[str, Any],
 ) -> _Run:
     from profiler.storage_watch import StorageWatch
 
     generator = torch.Generator().manual_seed(0)
-    made: list[Any] = [_made_up(tensor, size, around, generator) for tensor in tensors]
-    values = [*made, *(extent_at(number, size) for number in numbers)]
+    entering: list[Any] = [_made_up(tensor, size, around, generator) for tensor in tensors]
+    values = [*entering, *(extent_at(number, size) for number in numbers)]
     args, kwargs = pytree.tree_unflatten([values[s.position] if isinstance(s, Slot) else s for s in leaves], tree)
     own = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in held.parameters.items()}
     own.update({name: tensor.clone() for name, tensor in held.buffers.items()})
@@ -183,10 +184,10 @@ def _run(
     ):
         torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounter() as counter:
-            result, written = held.call(own, args, kwargs, settling=settling)
+            result, written = held.call(own, args, kwargs, made)
         forward_bytes = watch.peak_bytes_with_workspace
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        entered = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(made)}
+        entered = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(entering)}
         left = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(outputs)}
         inside = [t for storage, t in saved.items() if storage not in entered and storage not in left]
         kept_bytes = sum(watch.bytes_of(tensor) or 0 for tensor in inside)

@@ -7,7 +7,7 @@ without gradient or under autocast, random numbers drawn once and for all, and c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ from torch.utils import _pytree as pytree
 from profiler.attributes import attributes_of, changed_names, put_back
 from profiler.backend import BACKENDS
 from profiler.blame import place_now, place_of
+from profiler.custom_function_tracing import functions_noticed
+from profiler.custom_functions import applied
 from profiler.errors import NotTraceableError
 from profiler.random_states import python_and_numpy_states
 from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.silent_losses import refused
 
 CONSTANT = "_tensor_constant"  # how torch.fx names tensors that the forward pass makes from nothing
 _TRACEABLE = ("torch", "_operator", "operator", "builtins", "math")  # modules of functions that export understands
@@ -55,6 +58,14 @@ class _Tracer(fx.Tracer):
             )
         return super().create_node(*args, **kwargs)
 
+    def call_of(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A node in the place of a call of a custom function, which would be followed without its backward pass."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return applied(function, *args, **kwargs)
+
+        return self.create_proxy("call_function", call, args, dict(kwargs), name=function.__name__)
+
 
 def _region() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in BACKENDS)
@@ -74,7 +85,7 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
     before, states = attributes_of(model), (python_and_numpy_states(), torch.get_rng_state())
     changed: list[str] = []
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), refused(model), functions_noticed(tracer.call_of):
             graph = tracer.trace(model, concrete_args=_concrete_arguments(model, spec))
             drawn = not torch.equal(states[1], torch.get_rng_state())
         module = fx.GraphModule(model, graph)

@@ -17,6 +17,7 @@ from profiler.sample import call_arguments, tensor_leaves
 from profiler.sequence import Layer
 from profiler.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
 from tests.coverage.model_list import Case
+from tests.snapshot import differences, snapshot
 
 RANDOM_CUTS = 3
 
@@ -64,6 +65,7 @@ class Fidelity:
         is_single: whether that layer has only one operation that computes much.
         bitwise: whether outputs, loss, gradients and buffers are equal in every bit for every cut that was tried.
         difference: from the eager model, relative: the largest of loss and gradients.
+        changed: what tracing changed in the model.
     """
 
     front_end: str
@@ -76,13 +78,16 @@ class Fidelity:
     is_single: bool
     bitwise: bool
     difference: float
+    changed: tuple[str, ...]
 
 
 def measure(case: Case) -> Fidelity:
     """Trace a model, cut it in several ways and compare."""
+    before = snapshot(case.model)
     start = time.perf_counter()
     sequence = trace(case.model, case.sample)
     trace_s = time.perf_counter() - start
+    changed = tuple(differences(before, snapshot(case.model)))
     whole = run(sequence, case)
     crossing = [sum(value.size_bytes(sequence.sample.batch_size) for value in b) for b in sequence.boundaries[1:-1]]
     share, layer = largest_share(sequence)
@@ -97,6 +102,7 @@ def measure(case: Case) -> Fidelity:
         is_single=is_single(layer),
         bitwise=all(same_bits(run(sequence, case, cuts), whole) for cuts in some_cuts(sequence)),
         difference=difference(run(sequence, case), eager(sequence, case)),
+        changed=changed,
     )
 
 

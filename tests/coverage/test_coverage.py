@@ -34,6 +34,7 @@ def test_every_model_is_faithful(entry: Entry) -> None:
     assert found.layers > 1
     assert found.narrowest_bytes > 0
     assert found.bitwise
+    assert found.changed == ()
 
 
 def in_float64(case: Case) -> Case:

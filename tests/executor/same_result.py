@@ -14,6 +14,7 @@ from profiler import LayerSequence
 from profiler.sample import call_arguments
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME
 from tests.executor.conftest import _plan as plan_for
+from tests.snapshot import differences, snapshot
 
 M = 4
 DROPOUT = 0.1
@@ -29,7 +30,9 @@ class Trained:
 
 def train(plan: Plan, name: str, steps: int) -> Trained:
     case = BY_NAME[name].build(dropout=DROPOUT)
+    before = snapshot(case.model)
     pipe = Pipeline(case.model, plan, loss_fn=case.loss_fn)
+    assert differences(before, snapshot(case.model)) == [], "constructing the pipeline changed the model"
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     args, kwargs = call_arguments(case.sample)
     losses = []

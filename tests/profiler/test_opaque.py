@@ -177,8 +177,20 @@ class Inner(nn.Module):
 
 
 class OwnBackward(Inner):
+    """Of another branch for other data, so that it cannot be traced by itself."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return Straight.apply(self.linear(x))
+        return Straight.apply(self.linear(x)) if x.sum() < 1e9 else x
+
+
+class GradientInside(Inner):
+    """Runs a backward pass in the midst of its forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        with torch.enable_grad():
+            leaf = x if x.requires_grad else x.detach().requires_grad_()
+            return x + torch.autograd.grad(leaf.tanh().sum(), leaf, create_graph=True)[0]
 
 
 class Hook(Inner):
@@ -194,7 +206,7 @@ class DataDependentShape(Inner):
         return x * x[x > 0].sum()
 
 
-@pytest.mark.parametrize("kind", [OwnBackward, Hook, DataDependentShape])
+@pytest.mark.parametrize("kind", [OwnBackward, GradientInside, Hook, DataDependentShape])
 def test_what_a_graph_would_lose_is_kept(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = Around(kind()), torch.randn(5, 8)

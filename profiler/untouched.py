@@ -1,0 +1,98 @@
+"""A model left as it was, whatever happens to it meanwhile.
+
+Tracing runs the model's own code with other tensors in the place of its parameters, and that code may keep what it is
+given: as a cache, in a list, under a new name. Everything that its modules hold is put back as it was, object by
+object, also when an exception passes. So are the random generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (list, set, dict, OrderedDict, defaultdict)  # plain ones: what others do when they are filled is unknown
+_OTHERS = frozenset({"torch", "numpy", *sys.stdlib_module_names})  # packages whose objects are not looked into
+_DEPTH = 2  # of objects in objects: a configuration may hold others
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Within, the model may be changed; behind, it is as it was before.
+
+    That is each module's attributes, submodules, parameters, buffers, hooks and mode, and what lists, sets, dicts and
+    objects among them (a configuration) hold, by identity; and the states of random generators, its own and those of
+    torch, numpy and Python. Values of tensors are not looked at: nothing of ours writes them.
+    """
+    undo: dict[int, Callable[[], object]] = {}  # by identity of what it is about, which it keeps alive
+    generators = torch.default_generator, random._inst, np.random.mtrand._rand
+    pending: list[tuple[Any, int]] = [(generator, 0) for generator in generators]
+    pending.extend((module.__dict__, _DEPTH) for module in model.modules())
+    while pending:
+        found, depth = pending.pop()
+        if type(found) is tuple:
+            pending.extend((item, depth) for item in found)
+        elif id(found) in undo:
+            continue
+        elif type(found) in _CONTAINERS:
+            undo[id(found)] = partial(_put_back, found, found.copy())
+            pending.extend((item, depth) for item in (found.values() if isinstance(found, dict) else found))
+        elif (restore := _state_of(found)) is not None:
+            undo[id(found)] = restore
+        elif depth and _is_looked_into(found):
+            pending.append((found.__dict__, depth - 1))
+    try:
+        yield
+    finally:
+        for restore in undo.values():
+            restore()
+
+
+def _is_looked_into(found: Any) -> bool:
+    """Whether it is an object with attributes of somebody else's class; modules of the model are seen by themselves."""
+    if isinstance(found, nn.Module | Tensor | type) or not isinstance(getattr(found, "__dict__", None), dict):
+        return False
+    return type(found).__module__.partition(".")[0] not in _OTHERS
+
+
+def _state_of(generator: Any) -> Callable[[], object] | None:
+    """What gives a random generator its present state again; None of anything else."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, generator.get_state(legacy=False))
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return None
+
+
+def _put_back(container: Any, copy: Any) -> None:
+    if _same(container, copy):
+        return
+    if isinstance(container, list):
+        container[:] = copy
+    else:
+        container.clear()
+        container.update(copy)
+
+
+def _same(container: Any, copy: Any) -> bool:
+    """Whether the container holds the same objects in the same order."""
+    if len(container) != len(copy):
+        return False
+    if isinstance(container, dict):
+        pairs = zip(container.items(), copy.items(), strict=True)
+        return all(key is kept and value is former for (key, value), (kept, former) in pairs)
+    if isinstance(container, set):
+        return {id(item) for item in container} == {id(item) for item in copy}
+    return all(item is former for item, former in zip(container, copy, strict=True))

@@ -125,6 +125,7 @@ class StageFunction:
         self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
         self._copied = frozenset[str]().union(*(layer.in_place for layer in layers))
         self._steps = _steps(layers, parameters, frozenset(self.leaving))
+        self.parameters: tuple[Tensor, ...] = tuple(tensor for step in self._steps for tensor in step.parameters)
 
     def forward(
         self,

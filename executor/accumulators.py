@@ -1,6 +1,6 @@
 """A parameter's accumulator is our own: no gradient shares memory with another one, or with what is sent or waits.
 
-Autograd lets a leaf keep the gradient that reaches it as its `.grad`, without a copy, if nobody holds the same *tensor*.
+Autograd lets a leaf keep the gradient that reaches it as its `.grad`, without a copy, if nobody holds that *tensor*.
 Its memory may be another's all the same. Backward passes of views give views, and that of an addition hands one
 gradient to both sides; so with `h.view(T, D) + position` one piece of memory may be
 

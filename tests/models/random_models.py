@@ -250,7 +250,7 @@ OPERATIONS: dict[str, Step] = {
 }
 READS = {name: 2 if name in {"add", "mul", "cat", "stack", "add_", "where"} else 1 for name in OPERATIONS}
 PARAMETERS = {
-    **{name: 1 for name in ("linear", "position", "token", "gain", "add_gain_", "embed")},
+    **dict.fromkeys(("linear", "position", "token", "gain", "add_gain_", "embed"), 1),
     **{"biased": 2, "norm": 2, "pair": 2, "hyper": 3},
 }
 WRITES = ("add_", "mul_", "relu_", "add_gain_", "scan_", "row_", "fill_")
@@ -351,7 +351,10 @@ class _Draft:
         floats = [number for number, value in enumerate(self._values) if number > 1 and value.is_floating_point()]
         if not floats:
             return None
-        returns = [floats[-1], *(chance.choice(range(2, len(self._values))) for _ in range(chance.choice((0, 0, 1, 2))))]
+        returns = [
+            floats[-1],
+            *(chance.choice(range(2, len(self._values))) for _ in range(chance.choice((0, 0, 1, 2)))),
+        ]
         returns = list(dict.fromkeys(returns))
         loss = [number for number in returns if number == floats[-1] or (number in floats and chance.random() < 0.6)]
         held = sorted({name for operation in self._operations for name in operation.names if name[0] == "p"})

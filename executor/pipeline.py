@@ -200,24 +200,26 @@ class Pipeline:
 
         Raises:
             ArgumentError: the arguments differ from what the model was traced with; before anything runs.
-            ExecutionError: an action failed; the message names stage, micro-batch and cause.
+            ExecutionError: an action failed; the message names stage, micro-batch and cause. Gradients are then as they
+                were before. But those that earlier steps had left, of a plan without replicas, may hold a part of this
+                step's.
         """
         with self.watch.call(Phase.PREPARATION, self._given("step", args, kwargs, target)):
             self._refuse_other_modes()
             call = self._calls.understood(args, kwargs, target, training=True)
             self._begin(scaler)
             forget_gradients(self._placement.tied)
-            self._gradients.begin()
-            with as_in_training(), preserved([generator_of(device) for device in set(self._devices.values())]):
-                for batches in call.own:
-                    self._runtime.run(self._calls.program(call, batches), batches)
-                    sum_gradients(self._placement.tied, self._layout.process)
-                    self._gradients.add_replica()
-            self._gradients.end()
-            for runner in self._runners.values():
-                self._mover.move(runner, call.own, call.counts)
+            with self._gradients.of_a_step():
+                with as_in_training(), preserved([generator_of(device) for device in set(self._devices.values())]):
+                    for batches in call.own:
+                        self._runtime.run(self._calls.program(call, batches), batches)
+                        sum_gradients(self._placement.tied, self._layout.process)
+                        self._gradients.add_replica()
+                self._gradients.end()
+                for runner in self._runners.values():
+                    self._mover.move(runner, call.own, call.counts)
+                loss = self._loss.of(self._own_losses(call.own))
             self._steps += 1
-            loss = self._loss.of(self._own_losses(call.own))
             self.watch.log.step = self._steps
         return loss
 

@@ -13,6 +13,7 @@ its share of the elements over all replicas, and the shares are gathered. That m
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,10 @@ from executor.layout import Layout
 from executor.tied import dense
 from profiler.errors import ExecutionError
 
+_UNLIKE = (
+    "a parameter got a gradient in some replicas only; let loss_fn use the same outputs for every batch, with weight 0 "
+    "where need be"
+)
 BUCKET_BYTES = 32 * 2**20  # summed at a time: enough to hide the latency of two collectives, little beside a model
 
 
@@ -41,12 +46,34 @@ class GradientSum:
         self._earlier: list[Tensor | None] = []
         self._totals: list[Tensor | None] = []
 
-    def begin(self) -> None:
-        """Set aside what earlier steps left in `.grad`, which must not be summed again."""
-        if self._layout.replicas > 1:
-            self._earlier = [parameter.grad for parameter in self._parameters]
-            self._totals = [None] * len(self._parameters)
+    @contextmanager
+    def of_a_step(self) -> Iterator[None]:
+        """Gradients are those of earlier steps and of this one behind the block, and as they were if it raises.
+
+        Within one replica micro-batches are added to what earlier steps left, in place, since a copy would take the
+        memory of all gradients once more. What they have added so far can then not be taken back, and the error has a
+        note that says so.
+        """
+        self._earlier = [parameter.grad for parameter in self._parameters]
+        if self._layout.replicas > 1:  # which must not be summed again
             self._clear()
+        try:
+            yield
+        except BaseException as problem:
+            self._take_back(problem)
+            raise
+        finally:
+            self._earlier, self._totals = [], []
+
+    def _take_back(self, problem: BaseException) -> None:
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = earlier
+        changed = sum(earlier is not None for earlier in self._earlier)
+        if changed and self._layout.replicas == 1:
+            problem.add_note(
+                f"{changed} of {len(self._earlier)} parameters had a gradient before this step, and may hold a part of "
+                "the step's now; set them to zero, and repeat the steps since the last optimizer step"
+            )
 
     def _clear(self) -> None:
         for parameter in self._parameters:
@@ -56,10 +83,15 @@ class GradientSum:
         """A process that runs all replicas has done one more."""
         if self._layout.replicas > 1 and self._layout.alone:
             added = [dense(parameter.grad) for parameter in self._parameters]
-            self._totals = [
-                gradient if total is None or gradient is None else total + gradient
-                for total, gradient in zip(self._totals, added, strict=True)
-            ]
+            if not self._totals:
+                self._totals = added
+            elif [total is None for total in self._totals] != [gradient is None for gradient in added]:
+                raise ExecutionError(_UNLIKE)
+            else:
+                self._totals = [
+                    None if total is None or gradient is None else total + gradient
+                    for total, gradient in zip(self._totals, added, strict=True)
+                ]
             self._clear()
 
     def end(self) -> None:
@@ -72,8 +104,7 @@ class GradientSum:
             for bucket in _buckets([total for total in self._totals if total is not None]):
                 self._sum(bucket)
         for parameter, earlier, total in zip(self._parameters, self._earlier, self._totals, strict=True):
-            parameter.grad = total if earlier is None or total is None else earlier + total
-        self._earlier, self._totals = [], []
+            parameter.grad = earlier if total is None else total if earlier is None else earlier + total
 
     def _check_alike(self) -> None:
         """Replicas must have gradients for the same parameters; `loss_fn` could differ by the data."""
@@ -83,10 +114,7 @@ class GradientSum:
         counts = exists.clone().to(self._parameters[0].device)
         dist.all_reduce(counts, group=self._group)
         if not torch.equal(counts.cpu(), exists * self._layout.replicas):
-            raise ExecutionError(
-                "a parameter got a gradient in some replicas only; let loss_fn use the same outputs for every batch, "
-                "with weight 0 where need be"
-            )
+            raise ExecutionError(_UNLIKE)
 
     def _sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over the replicas, in place."""

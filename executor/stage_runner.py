@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from executor.accumulators import Accumulators
 from executor.micro_batch import mean_over_samples
 from executor.randomness import generator_of, key
 from planner.plan import Segment
@@ -112,10 +113,14 @@ class StageLayers:
 
 @dataclass(slots=True)
 class _StepState:
-    """What a stage holds during one step, by micro-batch index; of parts by (micro-batch, part)."""
+    """What a stage holds during one step, by micro-batch index; of parts by (micro-batch, part).
+
+    Of one replica at a time there are `accumulators`, by part.
+    """
 
     number: int
     loss_scale: Tensor | None = None
+    accumulators: list[Accumulators] = field(default_factory=list)
     entering: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     kept: dict[tuple[int, int], Pass] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -172,6 +177,8 @@ class StageRunner:
         state = self._state
         index = batch.index
         carried = state.buffers[index] = {} if before is None else state.buffers[before]
+        if before is None:
+            state.accumulators = [Accumulators(part.function.parameters) for part in layers.parts]
         written: dict[str, Tensor] = {}
         moments: list[Moved] = []
         values: Mapping[str, Tensor] = received
@@ -228,6 +235,7 @@ class StageRunner:
                 self._run_again(layers, position, batch, before)
             del state.entering[place]
             entering = run_backward(state.kept.pop(place), gradients)
+            state.accumulators[position].own()
             gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
         return dict(gradients)
 

@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from profiler.layer_runner import Entered, LayerRunner, gate
 from profiler.record import Workspace
 from profiler.sequence import Layer, LayerSequence
-from profiler.stage_function import layout_hook
+from profiler.stage_function import hook_gradient, layout_hook
 from profiler.storage_watch import Peaks, StorageWatch, storage_bytes, storage_of
 
 
@@ -186,7 +186,7 @@ class _Run:
             self._workspaces = watch.workspaces
         for value in self._leaving.values():
             if value.requires_grad:
-                value.register_hook(layout_hook(value))
+                hook_gradient(value, layout_hook(value))
 
     def look(self) -> ForwardLook:
         """What the forward pass showed."""
@@ -259,7 +259,7 @@ class _Run:
         leaves = {name: leaf for name, leaf in self._entered.items() if leaf.requires_grad}
         came: dict[str, int] = {}
         for name, leaf in leaves.items():
-            leaf.register_hook(partial(_note_storage, came, name))
+            hook_gradient(leaf, partial(_note_storage, came, name))
         self.backward_as_last()
         return {
             name: leaf.nbytes

@@ -205,8 +205,12 @@ class _Together:
         sums: dict[int, int] = {}
         for value in self._sequence.boundaries[index + 1]:
             if value.name in sizes:
-                _add(sums, next(reader for reader in value.consumers if reader > index), sizes[value.name])
+                _add(sums, self._next_reader(value, index), sizes[value.name])
         return sums
+
+    def _next_reader(self, value: BoundaryValue, index: int) -> int:
+        """The next layer behind `index` that reads the value; the last one, for the loss, what the model returns."""
+        return min(next(reader for reader in value.consumers if reader > index), len(self._looks) - 1)
 
     def _at_leaves(self, index: int) -> LeafBytes:
         """See `InStage.leaf_bytes`."""
@@ -214,7 +218,7 @@ class _Together:
         found: dict[tuple[int, int, int], int] = {}
         for value in self._sequence.boundaries[index + 1]:
             maker, size_bytes = lying.get(value.name, (-1, 0))
-            reader = next(reader for reader in value.consumers if reader > index)
+            reader = self._next_reader(value, index)
             if maker > reader and value.producer < index:
                 key = (value.producer, reader, maker)
                 found[key] = found.get(key, 0) + size_bytes

@@ -125,6 +125,7 @@ class StageFunction:
         self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
         self._copied = frozenset[str]().union(*(layer.in_place for layer in layers))
         self._steps = _steps(layers, parameters, frozenset(self.leaving))
+        self.parameters: tuple[Tensor, ...] = tuple(tensor for step in self._steps for tensor in step.parameters)
 
     def forward(
         self,
@@ -207,10 +208,8 @@ class _Watched:
         """Bring the outputs' gradients into their own memory layouts, and note which of them had to be brought."""
         for position in self.positions:
             output = outputs[position]
-            # Looking at grad_fn makes that of a view anew if its base was written since. Without, register_hook ends
-            # the process with a segmentation fault [torch 2.13].
-            if isinstance(output, Tensor) and output.requires_grad and (output.grad_fn or output.is_leaf):
-                output.register_hook(self._hook(position, layout_hook(output)))
+            if isinstance(output, Tensor) and output.requires_grad:
+                hook_gradient(output, self._hook(position, layout_hook(output)))
 
     def _hook(self, position: int, bring: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         def hook(gradient: Tensor) -> Tensor | None:
@@ -223,6 +222,21 @@ class _Watched:
             return brought
 
         return hook
+
+
+def hook_gradient(value: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Have a hook called with the value's gradient, as `Tensor.register_hook` does, which no code here may call itself.
+
+    That ends the process with a segmentation fault if the value is a view whose base was written since: it makes the
+    hooks' dictionary first and looks at `grad_fn` then, which makes the view's history anew and throws the dictionary
+    away [torch 2.9 to 2.14]. And it calls hooks with None, for outputs of an operation without a part in the loss.
+    """
+    _ = value.grad_fn
+
+    def only_if_there_is_one(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else hook(gradient)
+
+    value.register_hook(only_if_there_is_one)  # type: ignore[no-untyped-call]
 
 
 def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:

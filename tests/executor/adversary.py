@@ -1,0 +1,179 @@
+"""One training step of a random model by a random plan, against the plain model and against K = 1."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import executor.pipeline
+from executor import Pipeline
+from planner import Plan
+from planner.plan import ScheduleName
+from profiler import LayerSequence, trace
+from tests.executor.conftest import _plan as plan_for
+from tests.executor.same_result import random_segments
+from tests.models.random_models import Recipe, RecipeModel, loss_of, sample
+
+WITHIN = 1e-9  # of the largest gradient, in float64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan for a recipe: `repr` is what a test holds."""
+
+    recipe: str
+    batch_size: int
+    micro_batches: int
+    cuts: tuple[int, ...] = ()
+    schedule: ScheduleName = "gpipe"
+    recompute: tuple[tuple[tuple[int, int], ...], ...] = ((),)
+    skips: bool = False
+    replicas: int = 1
+
+    def plan(self, sequence: LayerSequence) -> Plan:
+        """The plan."""
+        return plan_for(
+            sequence,
+            self.cuts,
+            batch_size=self.batch_size,
+            micro_batches=self.micro_batches,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            skips=self.skips,
+            replicas=self.replicas,
+        )
+
+    @property
+    def whole(self) -> Case:
+        """The same micro-batches in one stage."""
+        return dataclasses.replace(self, cuts=(), recompute=((),), skips=False)
+
+
+def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int | None = None) -> Case:
+    """A plan at random cuts."""
+    replicas = chance.choice((1, 1, 1, 2))
+    micro_batches = chance.choice((1, 2, 3, 4))
+    ones = chance.random() < 0.6
+    batch_size = replicas * (micro_batches if ones else micro_batches * chance.choice((1, 2)) + chance.choice((0, 1)))
+    stages = min(stages or chance.choice((2, 2, 3, 4)), layers)
+    cuts = tuple(sorted(chance.sample(range(1, layers), stages - 1)))
+    segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, layers])]
+    return Case(
+        recipe=str(recipe),
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        cuts=cuts,
+        schedule=chance.choice(("gpipe", "1f1b")),
+        recompute=tuple(map(tuple, segments)) if chance.random() < 0.5 else ((),) * stages,
+        skips=chance.random() < 0.5,
+        replicas=replicas,
+    )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Of a step: the loss, gradients (None where there is none), buffers."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def target_of(size: int) -> Tensor:
+    return torch.linspace(-0.5, 0.5, size, dtype=torch.float64)
+
+
+class Subject:
+    """A recipe's model, traced once: what a pipeline traces again is the same."""
+
+    def __init__(self, recipe: str) -> None:
+        self.recipe = Recipe.parse(recipe)
+        self.model = RecipeModel(self.recipe)
+        self.sequence = trace(self.model, sample(4))
+        self._buffers = {name: value.clone() for name, value in self.model.named_buffers()}
+
+    def trained(self, case: Case) -> Trained:
+        """What a step of the pipeline leaves, of this process's stages."""
+        self.model.zero_grad()
+        for name, value in self.model.named_buffers():
+            value.copy_(self._buffers[name])
+        with mock.patch.object(executor.pipeline, "traced_as_planned", lambda model, plan: self.sequence):
+            pipe = Pipeline(self.model, case.plan(self.sequence), loss_fn=loss_of(self.recipe))
+        loss = pipe.step(*sample(case.batch_size), target=target_of(case.batch_size))
+        return Trained(
+            loss.item(),
+            {name: parameter.grad for name, parameter in pipe.named_parameters()},
+            {name: value.clone() for name, value in pipe.state_dict().items() if name[0] == "b"},
+        )
+
+
+def by_hand(case: Case) -> Trained:
+    """The plain model's gradients of each micro-batch, weighted, added up where nothing shares their memory."""
+    recipe = Recipe.parse(case.recipe)
+    loss_fn = loss_of(recipe)
+    model = RecipeModel(recipe)
+    start = {name: value.clone() for name, value in model.named_buffers()}
+    kept: dict[str, Tensor] = {}
+    inputs, target = sample(case.batch_size), target_of(case.batch_size)
+    total: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
+    losses = 0.0
+    for replica, indices in enumerate(torch.arange(case.batch_size).tensor_split(case.replicas)):
+        for name, value in model.named_buffers():
+            value.copy_(start[name])
+        for part in indices.tensor_split(case.micro_batches):
+            model.zero_grad()
+            loss = loss_fn(model(*(tensor[part] for tensor in inputs)), target[part])
+            loss = loss * (len(part) / case.batch_size)
+            loss.backward()
+            losses += loss.item()
+            for name, parameter in model.named_parameters():
+                old, new = total[name], parameter.grad
+                if new is not None:
+                    total[name] = new.clone() if old is None else old + new
+        if replica == 0:
+            kept = {name: value.clone() for name, value in model.named_buffers()}
+    return Trained(losses, total, kept)
+
+
+def off(found: Trained, plain: Trained) -> list[str]:
+    """What differs from the plain model's by more than rounding."""
+    names = [] if abs(found.loss - plain.loss) <= WITHIN * max(1.0, abs(plain.loss)) else ["loss"]
+    largest = max([1e-3, *(g.abs().max().item() for g in plain.gradients.values() if g is not None)])
+    names += [name for name, mine in found.gradients.items() if not _close(mine, plain.gradients[name], largest)]
+    return names + [name for name, mine in found.buffers.items() if not _close(mine, plain.buffers[name], 1.0)]
+
+
+def _close(mine: Tensor | None, theirs: Tensor | None, scale: float) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    return (mine - theirs).abs().max().item() <= WITHIN * scale
+
+
+def differing(found: Trained, whole: Trained) -> list[str]:
+    """What is not equal in every bit."""
+    names = [] if found.loss == whole.loss else ["loss"]
+    for mine, theirs in ((found.gradients, whole.gradients), (found.buffers, whole.buffers)):
+        names += [name for name, value in mine.items() if not _same(value, theirs[name])]
+    return names
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    return mine is theirs if mine is None or theirs is None else torch.equal(mine, theirs)
+
+
+def wrong(case: Case, subject: Subject) -> dict[str, list[str]]:
+    """What is wrong with a case, in one process; empty if nothing is."""
+    found, whole, plain = subject.trained(case), subject.trained(case.whole), by_hand(case)
+    faults = {
+        "off the plain model": off(found, plain),
+        "K = 1 off the plain model": off(whole, plain),
+        "not the bits of K = 1": differing(found, whole),
+    }
+    return {fault: names for fault, names in faults.items() if names}

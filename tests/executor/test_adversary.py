@@ -1,0 +1,60 @@
+"""Random models by random plans in small; ten thousand, and in processes, in tests/benchmarks/test_adversary.py.
+
+A failing example prints its `Case`, which `check` takes.
+"""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.executor.adversary import Case, Subject, random_case, wrong
+from tests.models.random_models import Recipe, random_recipe
+
+
+def check(case: Case) -> None:
+    assert wrong(case, Subject(case.recipe)) == {}, case
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(st.integers(0, 2**32))
+def test_random_models_train_as_they_would_alone(seed: int) -> None:
+    chance = random.Random(seed)
+    recipe = random_recipe(chance, chance.randint(5, 14))
+    subject = Subject(str(recipe))
+    for _ in range(3):
+        case = random_case(recipe, len(subject.sequence), chance)
+        assert wrong(case, subject) == {}, case
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # A hook that brings gradients into layout was called with None, for a result of `unbind` that nothing reads.
+        Case(
+            "stack 1 1; stack 1 1; sum 3; last 1 0; fill_ 2; pair 2 p0 p1; reshape 5 3; unbind 6"
+            " | returns 9,8 | loss 9 | frozen p0",
+            batch_size=2,
+            micro_batches=2,
+            cuts=(1, 2),
+            recompute=((), (), ()),
+        ),
+        # Hyper-connections and a position: gradients shared memory with the next stage's.
+        Case(
+            "hyper 0 p0 p1 p2; hyper 2 p3 p4 p5; position 3 p6; sum 4 | returns 5 | loss 5",
+            batch_size=4,
+            micro_batches=4,
+            cuts=(2, 4),
+            recompute=((), (), ()),
+        ),
+    ],
+)
+def test_cases_that_were_wrong(case: Case) -> None:
+    check(case)
+
+
+def test_a_recipe_is_its_text() -> None:
+    for seed in range(20):
+        recipe = random_recipe(random.Random(seed), 10)
+        assert Recipe.parse(str(recipe)) == recipe

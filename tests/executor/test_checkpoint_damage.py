@@ -136,17 +136,16 @@ def load_where_a_disk_fails(plan: Plan, source: Path, rank: int) -> str:
     return "loaded"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_if_one_rank_cannot_load_none_has_changed(plan_for: Callable[..., Plan], tmp_path: Path, rank: int) -> None:
+def test_if_one_rank_cannot_load_none_has_changed(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
     """The other one had the checkpoint's weights by then."""
     plans = plans_of(plan_for)
     training = Training(plans[1])
     training.steps(1)
     training.save(tmp_path)
-    said = launch(load_where_a_disk_fails, plans[2], (tmp_path, rank))
+    said = launch(load_where_a_disk_fails, plans[2], (tmp_path, 1))
     file = tmp_path / "step-00000001" / "__0_0.distcp"
     assert len(set(said)) == 1
-    assert said[0].startswith(f"rank {rank} of 2 failed: cannot load {file}: Input/output error; it is damaged")
+    assert said[0].startswith(f"rank 1 of 2 failed: cannot load {file}: Input/output error; it is damaged")
 
 
 class Refusing:

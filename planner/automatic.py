@@ -14,6 +14,7 @@ from profiler.cache import CacheSetting
 from profiler.local import Devices, local_devices
 from profiler.loss import LossFunction
 from profiler.measure import profile
+from profiler.quantities import check_seconds
 from profiler.optimizers import OptimizerChoice
 from profiler.sample import BatchDims
 from profiler.tracing import trace
@@ -69,6 +70,7 @@ def autoplan(
         NotTraceableError: the model cannot be traced.
         InfeasibleError: no plan satisfies batch size and memory; the message says what would help.
     """
+    check_seconds("time_budget_s", time_budget_s, positive=False)
     cluster = local_devices(devices, threads=threads)
     if batch_size is not None:
         Settings.of(cluster.devices, batch_size, settings)

@@ -44,6 +44,3 @@ def _end_with_parent() -> None:
     sys.stdin.buffer.read()
     os._exit(0)
 
-
-if __name__ == "__main__":
-    main()

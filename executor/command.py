@@ -7,6 +7,7 @@ not traceable, 5 bad or foreign plan. Only `plan` and `run` import torch, so tha
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -60,7 +61,7 @@ def _printable_complaints() -> Iterator[None]:
     try:
         yield
     except click.ClickException as problem:
-        problem.message = printable(problem.message)
+        problem.message = printable(problem.message)  # type: ignore[misc]  # final for who constructs it
         raise
 
 
@@ -134,7 +135,13 @@ def main() -> None:
     metavar="INPUT=DIM",
     help="Batch dimension of an input, by position or keyword, or none; repeatable.  [default: 0]",
 )
-@click.option("--time-limit", "time_limit_s", type=SecondsOption(positive=True), metavar="SECONDS", help="Seconds that the search may take.")
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=SecondsOption(positive=True),
+    metavar="SECONDS",
+    help="Seconds that the search may take.",
+)
 @click.option(
     "--memory-limit",
     type=MemoryLimit(),
@@ -155,7 +162,14 @@ def main() -> None:
     help="Whether stages pass on values that they do not read, or these go past them where that fits.",
 )
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
-@click.option("--time-budget", "time_budget_s", type=SecondsOption(positive=False), default=60.0, show_default=True, help="Seconds of timing.")
+@click.option(
+    "--time-budget",
+    "time_budget_s",
+    type=SecondsOption(positive=False),
+    default=60.0,
+    show_default=True,
+    help="Seconds of timing.",
+)
 @click.option(
     "--autocast",
     type=click.Choice(["bfloat16", "float16"]),
@@ -307,6 +321,7 @@ def _check_devices(plan_file: Path, plan: Plan) -> None:
 
 def _built(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:
     """What the user's function returns: model, sample and perhaps loss function and target."""
+    _check_callable_without_arguments(reference, function)
     built = function()
     if not isinstance(built, tuple) or len(built) not in (2, 4):
         kind = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
@@ -314,6 +329,15 @@ def _built(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:
             f"{reference} returned {kind}; expected (model, sample) or (model, sample, loss_fn, target)"
         )
     return built
+
+
+def _check_callable_without_arguments(reference: str, function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as problem:
+        raise ArgumentError(f"{reference} is called without arguments, and needs some: {problem}") from problem
+    except ValueError:  # a built-in function that does not say
+        pass
 
 
 def _function(reference: str, argument: str) -> Callable[..., Any]:

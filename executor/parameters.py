@@ -172,7 +172,21 @@ class Replicas(ParamType):
         return Whole(MOST_DEVICES).convert(value, param, ctx)
 
 
-class Output(click.Path):
+class Input(click.Path):
+    """A file to be read."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: Asking, ctx: Within) -> Any:
+        """The path."""
+        try:
+            return super().convert(value, param, ctx)
+        except ValueError as problem:  # a zero byte, or letters that no file system takes
+            self.fail(f"{shown(str(value))} names no file: {problem}", param, ctx)
+
+
+class Output(Input):
     """A file to be written: refused where it cannot be, before minutes of measuring and not after.
 
     Args:
@@ -181,7 +195,7 @@ class Output(click.Path):
     """
 
     def __init__(self, endings: Sequence[str] = (), *, folder_is_made: bool = True) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
+        super().__init__()
         self.endings, self.folder_is_made = tuple(endings), folder_is_made
 
     def convert(self, value: Any, param: Asking, ctx: Within) -> Any:
@@ -218,7 +232,7 @@ def _why_not_written(path: Path, folder_is_made: bool) -> str:
 
 
 _LONGEST_NAME = 255  # bytes, on the usual file systems
-FILE = click.Path(dir_okay=False, path_type=Path)
+FILE = Input()
 PICTURE = Output((".pdf", ".png", ".svg"), folder_is_made=False)
 SAMPLES, STAGES, MICRO_BATCHES = Whole(MOST_SAMPLES), Whole(MOST_LAYERS), Whole(MOST_MICRO_BATCHES)
 THREADS = Whole(MOST_THREADS)

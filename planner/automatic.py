@@ -14,8 +14,8 @@ from profiler.cache import CacheSetting
 from profiler.local import Devices, local_devices
 from profiler.loss import LossFunction
 from profiler.measure import profile
-from profiler.quantities import check_seconds
 from profiler.optimizers import OptimizerChoice
+from profiler.quantities import check_seconds
 from profiler.sample import BatchDims
 from profiler.tracing import trace
 

@@ -328,7 +328,9 @@ class Plan(Value):
             )
         given = {stage.rank for stage in self.stages}
         if self.ranks != len(given):
-            raise ValueError(f"the stages name {len(given)} ranks, the highest of them {self.ranks - 1}; one is left out")
+            raise ValueError(
+                f"the stages name {len(given)} ranks, the highest of them {self.ranks - 1}; one is left out"
+            )
         expected = 0
         for position, stage in enumerate(self.stages):
             if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:

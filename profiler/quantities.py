@@ -14,7 +14,9 @@ from profiler.errors import ArgumentError
 
 MOST_SECONDS: Final = 1e9  # 30 years
 MOST_BYTES: Final = 2**53  # 9 PB; whole numbers up to here are exact in float64
-MOST_SAMPLES: Final = 2**24  # of a mini-batch: sizes up to a quarter of it are measured, which ends only if they are few
+MOST_SAMPLES: Final = (
+    2**24
+)  # of a mini-batch: sizes up to a quarter of it are measured, which ends only if they are few
 MOST_MICRO_BATCHES: Final = 2**14
 """Of a replica: the planner tries every M one by one, and a plan lists them."""
 MOST_DEVICES: Final = 2**16
@@ -71,7 +73,7 @@ def check_seconds(name: str, value: object, *, positive: bool = True) -> None:
     least = "more than 0" if positive else "at least 0"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentError(f"{name} is {shown(value)}; give a number of seconds, {least}")
-    if not (0 < value or (value == 0 and not positive)):
+    if not (value > 0 or (value == 0 and not positive)):
         raise ArgumentError(f"{name} is {shown(value)}; give {least} seconds")
     if value > MOST_SECONDS:
         raise ArgumentError(f"{name} is {shown(value)}; give at most {MOST_SECONDS:.0f} seconds")

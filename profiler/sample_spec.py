@@ -34,6 +34,11 @@ class TensorLeaf(Value):
             raise ValueError(f"batch_dim is {self.batch_dim}, and the shape {self.shape} has {len(self.shape)}")
         return self
 
+    @property
+    def extent(self) -> int | None:
+        """Of its batch dimension, if it has one."""
+        return None if self.batch_dim is None else self.shape[self.batch_dim]
+
 
 class ConstantLeaf(Value):
     """Anything else in the sample; the graph is specialized to it."""
@@ -68,9 +73,8 @@ class SampleSpec(Value):
         if self.front_end is not None:  # a model was traced with it
             self._check_tree()
         for leaf in self.leaves:
-            if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None:
-                if leaf.shape[leaf.batch_dim] != self.batch_size:
-                    raise ValueError(f"a tensor of shape {leaf.shape} has another batch than {self.batch_size} samples")
+            if isinstance(leaf, TensorLeaf) and leaf.extent not in (None, self.batch_size):
+                raise ValueError(f"a tensor of shape {leaf.shape} has another batch than {self.batch_size} samples")
         return self
 
     def _check_tree(self) -> None:

@@ -82,4 +82,3 @@ def _run(task: Task) -> bytes | Failure:
     except Exception as problem:
         message = f"{type(problem).__name__}: {problem}"
         return Failure(message, traceback.format_exc(), any(echo in message for echo in ECHOES))
-

@@ -101,7 +101,7 @@ def workplace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good_plan().save(folder / "plan.json")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "shop_model", None)  # type: ignore[arg-type]  # so that it goes again
+    monkeypatch.setitem(sys.modules, "shop_model", None)  # so that it goes again
     del sys.modules["shop_model"]
 
     def checked(_model: Any, _sample: Any, devices: Any, *, batch_size: int | None, **given: Any) -> Plan:

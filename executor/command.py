@@ -6,17 +6,35 @@ not traceable, 5 bad or foreign plan. Only `plan` and `run` import torch, so tha
 
 from __future__ import annotations
 
-import re
+import contextlib
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from executor.parameters import (
+    FILE,
+    MICRO_BATCHES,
+    PICTURE,
+    SAMPLES,
+    STAGES,
+    THREADS,
+    Devices,
+    MemoryLimit,
+    Numbers,
+    Output,
+    Place,
+    Replicas,
+    SecondsOption,
+)
 from planner.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError
+from profiler.quantities import shown
+from profiler.text import printable
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -25,132 +43,37 @@ if TYPE_CHECKING:
 class _Group(click.Group):
     """Ends with one line and the error's own exit code where one of our errors gets this far."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _printable_complaints():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _printable_complaints():
+                return super().invoke(ctx)
         except PlanError as problem:
             click.echo(f"autoplan: error: {problem}", err=True)
             ctx.exit(problem.exit_code)
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
-    """Bytes, with or without a unit."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?))?b?", str(value).lower())
-        if match is None:
-            self.fail(f"{value!r} is no size; write it as 8GiB, 500MB or 8589934592", param, ctx)
-        number, prefix, binary = match.groups()
-        power = " kmgt".index(prefix or " ")
-        return int(float(number) * (1024 if binary else 1000) ** power)
-
-
-class _MemoryLimit(click.ParamType):  # type: ignore[type-arg]
-    """One size for all devices, one for each with commas between them, or sizes by device name."""
-
-    name = "memory limit"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | list[int | None] | dict[str, int]:
-        def size(text: str) -> int:
-            return _Size().convert(text.strip(), param, ctx)
-
-        parts = str(value).split(",")
-        if any("=" in part for part in parts):
-            pairs = [_pair(part, "DEVICE=SIZE", self, param, ctx) for part in parts]
-            return {device: size(text) for device, text in pairs}
-        if len(parts) == 1:
-            return size(parts[0])
-        return [None if part.strip() == "none" else size(part) for part in parts]
-
-
-class _Place(click.ParamType):  # type: ignore[type-arg]
-    """What stands where: a name, `=`, and a number or a name."""
-
-    name = "place"
-
-    def __init__(self, form: str) -> None:
-        self.form = form
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | str]:
-        name, where = _pair(str(value), self.form, self, param, ctx)
-        return name, int(where) if re.fullmatch(r"-?\d+", where) else where
-
-
-def _pair(
-    text: str,
-    form: str,
-    kind: click.ParamType,  # type: ignore[type-arg]
-    param: click.Parameter | None,
-    ctx: click.Context | None,
-) -> tuple[str, str]:
-    """The two sides of `=`."""
-    left, equals, right = (part.strip() for part in text.rpartition("="))
-    if not equals or not left or not right:
-        kind.fail(f"{text!r} is not of the form {form}", param, ctx)
-    return left, right
-
-
-class _Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers with commas between them."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        if not re.fullmatch(r"\d+( *, *\d+)*", str(value)):
-            self.fail(f"{value!r} are no numbers; write them as 4,8", param, ctx)
-        return [int(number) for number in str(value).split(",")]
-
-
-class _Devices(click.ParamType):  # type: ignore[type-arg]
-    """A count, or names with commas between them."""
-
-    name = "devices"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | list[str]:
-        if re.fullmatch(r"-?\d+", str(value)):
-            return int(value)
-        return [name.strip() for name in str(value).split(",")]
-
-
-class _Replicas(click.ParamType):  # type: ignore[type-arg]
-    """A count, or `auto`."""
-
-    name = "replicas"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "auto":
-            return "auto"
-        if not re.fullmatch(r"\d+", str(value)):
-            self.fail(f"{value!r} is neither a number of pipelines nor auto", param, ctx)
-        return int(value)
-
-
-class _Picture(click.Path):
-    """A file whose ending says which kind of picture it is; refused before minutes of measuring, not after."""
-
-    endings = (".pdf", ".png", ".svg")
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not str(value).endswith(self.endings):
-            self.fail(f"{value!r} is no picture; let it end in one of {', '.join(self.endings)}", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
+@contextlib.contextmanager
+def _printable_complaints() -> Iterator[None]:
+    """Complaints about arguments hold these as they came, and a terminal would obey them."""
+    try:
+        yield
+    except click.ClickException as problem:
+        problem.message = printable(problem.message)  # type: ignore[misc]  # final for who constructs it
+        raise
 
 
 def _outputs(command: Callable[..., None]) -> Callable[..., None]:
     """Options for the forms in which a plan leaves the command."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of a report."),
-        click.option("--trace", type=_FILE, help="Write the predicted step for Perfetto (ui.perfetto.dev)."),
+        click.option("--trace", type=Output(), help="Write the predicted step for Perfetto (ui.perfetto.dev)."),
         click.option(
             "--timeline",
-            type=_Picture(dir_okay=False, path_type=Path),
+            type=PICTURE,
             help="Write the predicted step as a picture (.png, .svg, .pdf).",
         ),
     ):
@@ -175,17 +98,17 @@ def main() -> None:
 
 @main.command()
 @click.argument("model")
-@click.option("-o", "--output", type=_FILE, help="Write the plan to this file.")
+@click.option("-o", "--output", type=Output(), help="Write the plan to this file.")
 @click.option(
     "--devices",
-    type=_Devices(),
+    type=Devices(),
     help="How many, or which: cuda:0,cuda:1 or cpu,cpu.  [default: all CUDA devices, or else 2 CPU workers]",
 )
-@click.option("--batch-size", type=int, help="Samples in a mini-batch.  [default: as in the sample]")
-@click.option("--stages", type=int, metavar="K", help="Number of stages.  [default: the best]")
-@click.option("--micro-batches", type=int, metavar="M", help="Number of micro-batches.  [default: the best]")
-@click.option("--max-stages", type=int, metavar="K", help="Largest number of stages.")
-@click.option("--micro-batches-per-stage", type=int, help="M is at least this times K.  [default: 4]")
+@click.option("--batch-size", type=SAMPLES, help="Samples in a mini-batch.  [default: as in the sample]")
+@click.option("--stages", type=STAGES, metavar="K", help="Number of stages.  [default: the best]")
+@click.option("--micro-batches", type=MICRO_BATCHES, metavar="M", help="Number of micro-batches.  [default: the best]")
+@click.option("--max-stages", type=STAGES, metavar="K", help="Largest number of stages.")
+@click.option("--micro-batches-per-stage", type=MICRO_BATCHES, help="M is at least this times K.  [default: 4]")
 @click.option(
     "--schedule",
     type=click.Choice([*SCHEDULES, "auto"]),
@@ -193,30 +116,36 @@ def main() -> None:
     show_default=True,
     help="Order of forward and backward passes; auto takes the fastest that fits.",
 )
-@click.option("--replicas", type=_Replicas(), default=1, show_default=True, help="Pipelines side by side, or auto.")
+@click.option("--replicas", type=Replicas(), default=1, show_default=True, help="Pipelines side by side, or auto.")
 @click.option("--keep-together", multiple=True, metavar="MODULE", help="Module that no cut may part; repeatable.")
 @click.option("--cut-at", multiple=True, metavar="MODULE", help="Module before which there must be a cut; repeatable.")
 @click.option(
     "--pin",
     "pinned",
-    type=_Place("MODULE=DEVICE"),
+    type=Place("MODULE=DEVICE"),
     multiple=True,
     metavar="MODULE=DEVICE",
     help="Device that must run a module, by name or position; repeatable.",
 )
-@click.option("--micro-batch-sizes", type=_Numbers(), metavar="N,...", help="The only sizes of micro-batches.")
+@click.option("--micro-batch-sizes", type=Numbers(), metavar="N,...", help="The only sizes of micro-batches.")
 @click.option(
     "--batch-dim",
     "batch_dims",
-    type=_Place("INPUT=DIM"),
+    type=Place("INPUT=DIM"),
     multiple=True,
     metavar="INPUT=DIM",
     help="Batch dimension of an input, by position or keyword, or none; repeatable.  [default: 0]",
 )
-@click.option("--time-limit", "time_limit_s", type=float, metavar="SECONDS", help="Seconds that the search may take.")
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=SecondsOption(positive=True),
+    metavar="SECONDS",
+    help="Seconds that the search may take.",
+)
 @click.option(
     "--memory-limit",
-    type=_MemoryLimit(),
+    type=MemoryLimit(),
     help="Memory that a stage may fill, such as 8GiB; 8GiB,none for each device, or cuda:0=8GiB,cuda:1=4GiB.",
 )
 @click.option(
@@ -234,13 +163,20 @@ def main() -> None:
     help="Whether stages pass on values that they do not read, or these go past them where that fits.",
 )
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
-@click.option("--time-budget", "time_budget_s", type=float, default=60.0, show_default=True, help="Seconds of timing.")
+@click.option(
+    "--time-budget",
+    "time_budget_s",
+    type=SecondsOption(positive=False),
+    default=60.0,
+    show_default=True,
+    help="Seconds of timing.",
+)
 @click.option(
     "--autocast",
     type=click.Choice(["bfloat16", "float16"]),
     help="Run the model and its loss in an autocast region.",
 )
-@click.option("--threads", type=int, default=1, show_default=True, help="Threads of a CPU worker.")
+@click.option("--threads", type=THREADS, default=1, show_default=True, help="Threads of a CPU worker.")
 @click.option("--cache", help="Folder of earlier measurements, or off.  [default: in the user's cache folder]")
 @_outputs
 def plan(
@@ -293,7 +229,7 @@ def plan(
 
 
 @main.command()
-@click.argument("plan_file", metavar="PLAN", type=_FILE)
+@click.argument("plan_file", metavar="PLAN", type=FILE)
 @_outputs
 def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bool) -> None:
     """Print a plan: its stages, predicted times and memory.
@@ -309,7 +245,7 @@ def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bo
 
 
 @main.command()
-@click.argument("plan_file", metavar="PLAN", type=_FILE)
+@click.argument("plan_file", metavar="PLAN", type=FILE)
 @click.argument("script", metavar="FUNCTION")
 @click.option("--dry-run", is_flag=True, help="Check the plan, the devices and the function, and stop.")
 def run(plan_file: Path, script: str, dry_run: bool) -> None:
@@ -346,8 +282,13 @@ def _present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | 
 
         figure = plot_timeline(plan).get_figure(root=True)
         assert figure is not None
-        figure.savefig(timeline)
-        pyplot.close(figure)
+        try:
+            figure.savefig(timeline)
+        except OSError as problem:
+            reason = problem.strerror or problem
+            raise ArgumentError(f"cannot write {str(timeline)!r}: {reason}; choose another file") from problem
+        finally:
+            pyplot.close(figure)
     if trace is not None:
         from planner.timeline import save_timeline_json
 
@@ -381,6 +322,7 @@ def _check_devices(plan_file: Path, plan: Plan) -> None:
 
 def _built(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:
     """What the user's function returns: model, sample and perhaps loss function and target."""
+    _check_callable_without_arguments(reference, function)
     built = function()
     if not isinstance(built, tuple) or len(built) not in (2, 4):
         kind = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
@@ -388,6 +330,15 @@ def _built(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:
             f"{reference} returned {kind}; expected (model, sample) or (model, sample, loss_fn, target)"
         )
     return built
+
+
+def _check_callable_without_arguments(reference: str, function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as problem:
+        raise ArgumentError(f"{reference} is called without arguments, and needs some: {problem}") from problem
+    except ValueError:  # a built-in function that does not say
+        pass
 
 
 def _function(reference: str, argument: str) -> Callable[..., Any]:
@@ -401,16 +352,19 @@ def _function(reference: str, argument: str) -> Callable[..., Any]:
     """
 
     def refuse(reason: str) -> click.BadParameter:
-        return click.BadParameter(f"{reference!r}: {reason}", param_hint=argument)
+        return click.BadParameter(f"{shown(reference)}: {reason}", param_hint=argument)
 
     place, colon, name = reference.rpartition(":")
-    if not colon or not place or not name:
+    is_file = place.endswith(".py")
+    if not colon or not place or not name or not (is_file or all(map(str.isidentifier, place.split(".")))):
         raise refuse("write it as path/to/file.py:function or package.module:function")
-    if place.endswith(".py"):
-        file = Path(place).resolve()
-        if not file.is_file():
+    if is_file:
+        file = _file(place)
+        if file is None:
             raise refuse(f"there is no file {place}")
         folder, module_name = file.parent, file.stem
+        if not all(module_name.split(".")):
+            raise refuse(f"no module can have the name {module_name}; rename the file")
     else:
         file, folder, module_name = None, Path.cwd(), place
     sys.path.insert(0, str(folder))
@@ -426,6 +380,15 @@ def _function(reference: str, argument: str) -> Callable[..., Any]:
     if not callable(function):
         raise refuse(f"{module.__file__} has no function {name}")
     return function  # type: ignore[no-any-return]
+
+
+def _file(place: str) -> Path | None:
+    """The file of that name; None if there is none, or no file can have that name."""
+    try:
+        file = Path(place).resolve()
+        return file if file.is_file() else None
+    except (OSError, RuntimeError, ValueError):  # too long; links in a circle; a zero byte
+        return None
 
 
 def _ancestors(module_name: str) -> list[str]:

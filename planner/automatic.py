@@ -15,6 +15,7 @@ from profiler.local import Devices, local_devices
 from profiler.loss import LossFunction
 from profiler.measure import profile
 from profiler.optimizers import OptimizerChoice
+from profiler.quantities import check_seconds
 from profiler.sample import BatchDims
 from profiler.tracing import trace
 from profiler.untouched import untouched
@@ -70,6 +71,7 @@ def autoplan(
         NotTraceableError: the model cannot be traced.
         InfeasibleError: no plan satisfies batch size and memory; the message says what would help.
     """
+    check_seconds("time_budget_s", time_budget_s, positive=False)
     cluster = local_devices(devices, threads=threads)
     if batch_size is not None:
         Settings.of(cluster.devices, batch_size, settings)

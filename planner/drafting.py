@@ -43,7 +43,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
             optimizer_s=0.0,
             bubble=0.0,
             samples_per_s=problem.settings.batch_size / found.step_s,
-            lower_bound_s=found.lower_bound_s,
+            lower_bound_s=found.step_s,
             gap=0.0,
             one_device_s=_one_device_s(problem, found),
         ),

@@ -16,6 +16,7 @@ from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
+from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S
 from profiler.record import Profile
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _check_profile(problem: Problem, most: int) -> None:
         ranges = ", ".join(f"{sizes[0]} to {sizes[-1]} on {kind!r}" for kind, sizes in measured.items())
         share = settings.batch_size // (settings.replicas or 1)
         largest = share // (settings.micro_batches or settings.micro_batches_per_stage)
-        smallest = 1 if settings.micro_batches is None else largest
+        smallest = -(-share // MOST_MICRO_BATCHES) if settings.micro_batches is None else largest
         if settings.micro_batch_sizes is not None:
             raise InfeasibleError(
                 f"micro_batch_sizes allows {sorted(settings.micro_batch_sizes)} samples, and no M of a batch "
@@ -133,5 +134,12 @@ def _check_profile(problem: Problem, most: int) -> None:
             f"a batch of {settings.batch_size} needs micro-batches of {smallest} to {largest} samples, and the profile "
             f"covers {ranges}; costs are not extrapolated: profile the model at those sizes too"
         )
-    if not any(cost.forward_s + cost.backward_s for cost in problem.costs.profile.costs):
-        raise ProfileError("all layers of the profile take 0 seconds; profile the model again")
+    for kind in dict.fromkeys(device.kind for device in problem.devices):
+        for size in problem.costs.measured_sizes(kind):
+            costs = problem.costs.layers(kind, size)
+            work_s = float(costs.forward_s.sum() + costs.backward_s.sum())
+            if work_s < SHORTEST_WORK_S:
+                raise ProfileError(
+                    f"all layers of the profile take {work_s:.3g} seconds for {size} samples on {kind!r}, "
+                    f"less than {SHORTEST_WORK_S:.0e}; profile the model again"
+                )

@@ -10,6 +10,7 @@ A plan is the only thing that passes from the planner to the executor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
 
@@ -19,6 +20,17 @@ from planner.actions import Schedule, make_schedule
 from planner.schedules import DEFAULT_SCHEDULE, ScheduleName, known
 from profiler.device import Device
 from profiler.errors import ArgumentError, PlanFileError
+from profiler.quantities import (
+    MOST_DEVICES,
+    MOST_MICRO_BATCHES,
+    Position,
+    PredictedBytes,
+    PredictedSeconds,
+    Samples,
+    Share,
+    StepSeconds,
+    shown,
+)
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, read_file, write_atomically
 
@@ -28,6 +40,8 @@ if TYPE_CHECKING:
     from profiler.record import Profile
 
 PLAN_SCHEMA_VERSION: Final = 2
+ROUNDING: Final = 1e-9
+"""Relative difference of two numbers of a plan that must be one, at most."""
 
 
 class Segment(Value):
@@ -39,8 +53,8 @@ class Segment(Value):
     directly. The others are run again inside B.
     """
 
-    first: int = Field(ge=0)
-    stop: int = Field(gt=0)
+    first: Position
+    stop: Position
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
@@ -60,12 +74,12 @@ class StageTimes(Value):
         send_backward_s: sending the gradients of the stage's inputs to the stage before; 0 for the first.
     """
 
-    micro_batch_size: int = Field(gt=0)
-    forward_s: float = Field(ge=0)
-    recompute_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
-    send_forward_s: float = Field(ge=0)
-    send_backward_s: float = Field(ge=0)
+    micro_batch_size: Samples
+    forward_s: PredictedSeconds
+    recompute_s: PredictedSeconds
+    backward_s: PredictedSeconds
+    send_forward_s: PredictedSeconds
+    send_backward_s: PredictedSeconds
 
 
 class SkipTimes(Value):
@@ -77,9 +91,9 @@ class SkipTimes(Value):
         send_backward_s: of their gradients.
     """
 
-    micro_batch_size: int = Field(gt=0)
-    send_forward_s: float = Field(ge=0)
-    send_backward_s: float = Field(ge=0)
+    micro_batch_size: Samples
+    send_forward_s: PredictedSeconds
+    send_backward_s: PredictedSeconds
 
 
 class Skip(Value):
@@ -95,8 +109,8 @@ class Skip(Value):
         times: one entry for each distinct micro-batch size of the plan.
     """
 
-    sender: int = Field(ge=0)
-    receiver: int = Field(gt=0)
+    sender: Position
+    receiver: Position
     values: tuple[str, ...] = Field(min_length=1)
     times: tuple[SkipTimes, ...] = Field(min_length=1)
 
@@ -130,6 +144,11 @@ def _are_for(times: Sequence[StageTimes] | Sequence[SkipTimes], micro_batch_size
     return sorted(sizes) == sorted(set(micro_batch_sizes))
 
 
+def _listed(times: Sequence[StageTimes] | Sequence[SkipTimes]) -> str:
+    """The sizes that they are for, in a message."""
+    return shown(sorted(entry.micro_batch_size for entry in times))
+
+
 class StageMemory(Value):
     """Predicted peak bytes of one stage on its device, by class.
 
@@ -143,13 +162,13 @@ class StageMemory(Value):
         reserve: fixed cost of the process and its allocator.
     """
 
-    parameters: int = Field(ge=0)
-    gradients: int = Field(ge=0)
-    optimizer: int = Field(ge=0)
-    activations: int = Field(ge=0)
-    transient: int = Field(ge=0)
-    receive_buffers: int = Field(ge=0)
-    reserve: int = Field(ge=0)
+    parameters: PredictedBytes
+    gradients: PredictedBytes
+    optimizer: PredictedBytes
+    activations: PredictedBytes
+    transient: PredictedBytes
+    receive_buffers: PredictedBytes
+    reserve: PredictedBytes
 
     @property
     def total(self) -> int:
@@ -184,17 +203,17 @@ class Stage(Value):
         memory: predicted peak bytes.
     """
 
-    first_layer: int = Field(ge=0)
-    stop_layer: int = Field(gt=0)
+    first_layer: Position
+    stop_layer: Position
     module_paths: tuple[str, str]
     devices: tuple[Device, ...] = Field(min_length=1)
-    rank: int = Field(ge=0)
+    rank: Position
     parameters: tuple[str, ...]
-    parameter_count: int = Field(ge=0)
+    parameter_count: PredictedBytes
     recompute: tuple[Segment, ...] = ()
     times: tuple[StageTimes, ...] = Field(min_length=1)
-    all_reduce_s: float = Field(ge=0, default=0.0)
-    optimizer_s: float = Field(ge=0)
+    all_reduce_s: PredictedSeconds = 0.0
+    optimizer_s: PredictedSeconds
     memory: StageMemory
 
     @property
@@ -221,13 +240,25 @@ class Prediction(Value):
             were no matter: the base of speed-up figures.
     """
 
-    step_s: float = Field(gt=0)
-    optimizer_s: float = Field(ge=0)
-    bubble: float = Field(ge=0, le=1)
+    step_s: StepSeconds
+    optimizer_s: PredictedSeconds
+    bubble: Share
     samples_per_s: float = Field(gt=0)
-    lower_bound_s: float = Field(gt=0)
+    lower_bound_s: StepSeconds
     gap: float = Field(ge=0)
-    one_device_s: float = Field(gt=0)
+    one_device_s: StepSeconds
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Self:
+        if self.optimizer_s > self.step_s * (1 + ROUNDING):
+            raise ValueError(f"optimizer_s is {self.optimizer_s}, of a step of {self.step_s} s in all")
+        if self.lower_bound_s > self.step_s * (1 + ROUNDING):
+            raise ValueError(f"lower_bound_s is {self.lower_bound_s}, and step_s is less: {self.step_s}")
+        if not isclose(1 + self.gap, self.step_s / self.lower_bound_s, rel_tol=ROUNDING):
+            raise ValueError(
+                f"gap is {self.gap}, but step_s / lower_bound_s - 1 is {self.step_s / self.lower_bound_s - 1}"
+            )
+        return self
 
 
 class Plan(Value):
@@ -253,10 +284,10 @@ class Plan(Value):
     model_fingerprint: str
     profile_fingerprint: str
     sample: SampleSpec
-    batch_size: int = Field(gt=0)
-    micro_batch_sizes: tuple[int, ...] = Field(min_length=1)
+    batch_size: Samples
+    micro_batch_sizes: tuple[Samples, ...] = Field(min_length=1, max_length=MOST_MICRO_BATCHES)
     schedule: ScheduleName = DEFAULT_SCHEDULE
-    replicas: int = Field(ge=1, default=1)
+    replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
     skips: tuple[Skip, ...] = ()
@@ -297,14 +328,23 @@ class Plan(Value):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        sizes_sum = sum(self.micro_batch_sizes) * self.replicas
-        if any(size < 1 for size in self.micro_batch_sizes) or sizes_sum != self.batch_size:
+        samples = sum(self.micro_batch_sizes)
+        if samples * self.replicas != self.batch_size:
             raise ValueError(
-                f"{self.replicas} times micro-batches of {list(self.micro_batch_sizes)} samples do not make up a "
-                f"batch of {self.batch_size}"
+                f"{self.replicas} times {self.M} micro-batches of together {samples} samples do not make up a batch of "
+                f"{self.batch_size}"
             )
-        if {stage.rank for stage in self.stages} != set(range(self.ranks)):
-            raise ValueError(f"ranks {[stage.rank for stage in self.stages]} of the stages leave out a number")
+        only = self.sample.only_micro_batch_size
+        if only is not None and {*self.micro_batch_sizes} != {only}:
+            raise ValueError(
+                f"the model was traced for micro-batches of {only} samples alone, and these hold "
+                f"{min(self.micro_batch_sizes)} to {max(self.micro_batch_sizes)}"
+            )
+        given = {stage.rank for stage in self.stages}
+        if self.ranks != len(given):
+            raise ValueError(
+                f"the stages name {len(given)} ranks, the highest of them {self.ranks - 1}; one is left out"
+            )
         expected = 0
         for position, stage in enumerate(self.stages):
             if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
@@ -314,8 +354,7 @@ class Plan(Value):
                 )
             expected = stage.stop_layer
             if not _are_for(stage.times, self.micro_batch_sizes):
-                sizes = [entry.micro_batch_size for entry in stage.times]
-                raise ValueError(f"stage {position} has times for micro-batches of {sorted(sizes)} samples")
+                raise ValueError(f"stage {position} has times for micro-batches of {_listed(stage.times)} samples")
             if len(stage.devices) != self.replicas:
                 raise ValueError(f"stage {position} has {len(stage.devices)} devices for {self.replicas} replicas")
             behind = stage.first_layer
@@ -331,15 +370,14 @@ class Plan(Value):
 
     def _check_skips(self) -> None:
         if len({skip.ends for skip in self.skips}) != len(self.skips):
-            raise ValueError(f"skips {[skip.ends for skip in self.skips]} name a pair of stages twice")
+            raise ValueError(f"{len(self.skips)} skips name a pair of stages twice")
         for skip in self.skips:
             if not skip.sender + 1 < skip.receiver < self.K:
                 raise ValueError(
                     f"a skip leads from stage {skip.sender} to stage {skip.receiver} of {self.K}, and none lies between"
                 )
             if not _are_for(skip.times, self.micro_batch_sizes):
-                sizes = [entry.micro_batch_size for entry in skip.times]
-                raise ValueError(f"the skip {skip.ends} has times for micro-batches of {sorted(sizes)} samples")
+                raise ValueError(f"the skip {skip.ends} has times for micro-batches of {_listed(skip.times)} samples")
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically; equal plans give equal bytes."""

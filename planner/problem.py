@@ -11,6 +11,7 @@ from planner.rules import FREE, Rules
 from planner.schedules import ScheduleName
 from planner.settings import Settings
 from profiler.device import Device, Link
+from profiler.quantities import MOST_MICRO_BATCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ class Problem:
             if settings.batch_size % replicas:
                 continue
             share = settings.batch_size // replicas
-            counts = range(1, share + 1) if settings.micro_batches is None else (settings.micro_batches,)
+            all_counts = range(1, min(share, MOST_MICRO_BATCHES) + 1)
+            counts = all_counts if settings.micro_batches is None else (settings.micro_batches,)
             for count in counts:
                 split = MicroBatches(share, count)
                 if count <= share and self.most_stages(replicas, count) and self._covered(split):

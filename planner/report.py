@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner.plan import Plan, Stage, StageMemory
 from planner.units import bytes_text, count_text, seconds_text
+from profiler.text import one_line
 
 if TYPE_CHECKING:
     import pandas
@@ -60,7 +61,7 @@ def _headline(plan: Plan) -> list[str]:
     )
     lines = [
         f"K = {plan.K} stages, M = {plan.M} micro-batches of {_sizes(plan)} samples, batch {plan.batch_size}, "
-        f"schedule {plan.schedule}, {plan.optimizer}",
+        f"schedule {plan.schedule}, {one_line(plan.optimizer)}",
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
         f"{prediction.samples_per_s:.4g} samples/s, bubble {prediction.bubble:.1%}",
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}), {optimal}",
@@ -106,9 +107,9 @@ def _stage_row(plan: Plan, index: int, stage: Stage) -> list[str]:
     share = stage.memory.total / stage.device.memory_bytes
     return [
         str(index),
-        stage.device.name,
+        one_line(stage.device.name),
         f"{stage.first_layer}-{stage.stop_layer - 1}",
-        first if first == last else f"{first} .. {last}",
+        one_line(first if first == last else f"{first} .. {last}"),
         count_text(stage.parameter_count),
         seconds_text(times.forward_s),
         seconds_text(times.recompute_s) if stage.recompute else "no",

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
 from planner.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
 from profiler.device import Device
 from profiler.errors import ArgumentError, InfeasibleError
+from profiler.quantities import (
+    MOST_BYTES,
+    MOST_DEVICES,
+    MOST_LAYERS,
+    MOST_MICRO_BATCHES,
+    MOST_SAMPLES,
+    check_count,
+    check_seconds,
+    shown,
+)
 
 RecomputeMode: TypeAlias = Literal["auto", "always", "never"]
 SkipMode: TypeAlias = Literal["relayed", "direct"]
 MemoryLimit: TypeAlias = int | Sequence[int | None] | Mapping[str, int]
 WhichDevice: TypeAlias = str | int
+
+_MOST = {
+    "stages": MOST_LAYERS,
+    "max_stages": MOST_LAYERS,
+    "micro_batches": MOST_MICRO_BATCHES,
+    "micro_batches_per_stage": MOST_MICRO_BATCHES,
+}
 
 
 class SettingKeywords(TypedDict, total=False):
@@ -29,7 +46,7 @@ class SettingKeywords(TypedDict, total=False):
             are no neighbours talk.
         stages: K, if it is to be fixed.
         max_stages: largest K.
-        micro_batches: M, if it is to be fixed.
+        micro_batches: M, if it is to be fixed; at most 16,384 in any case.
         micro_batches_per_stage: M is at least this times K; 4 by default, below which the bubble is no longer small
             (GPipe, section 2.3).
         micro_batch_sizes: the only sizes that micro-batches may have.
@@ -102,21 +119,23 @@ class Settings:
         given: dict[str, Any] = {name: value for name, value in keywords.items() if value is not None}
         if not devices:
             raise ArgumentError("got 0 devices; give at least 1")
-        _count("batch_size", batch_size)
-        for name in ("stages", "max_stages", "micro_batches", "micro_batches_per_stage"):
+        check_count("batch_size", batch_size, most=MOST_SAMPLES)
+        for name, most in _MOST.items():
             if name in given:
-                _count(name, given[name])
+                check_count(name, given[name], most=most)
         schedule = _choice("schedule", given.pop("schedule", DEFAULT_SCHEDULE), (*SCHEDULES, "auto"))
         _choice("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
         _choice("skips", given.get("skips", "relayed"), get_args(SkipMode))
         replicas = given.pop("replicas", 1)
         if replicas != "auto":
-            _count("replicas", replicas)
-        if "time_limit_s" in given and not given["time_limit_s"] > 0:
-            raise ArgumentError(f"time_limit_s is {given['time_limit_s']}; give more than 0 seconds")
+            check_count("replicas", replicas, most=MOST_DEVICES)
+        if "time_limit_s" in given:
+            check_seconds("time_limit_s", given["time_limit_s"])
         sizes = given.pop("micro_batch_sizes", None)
+        if sizes is not None and (isinstance(sizes, str) or not isinstance(sizes, Collection)):
+            raise ArgumentError(f"micro_batch_sizes is {shown(sizes)}; give a list of sizes")
         for size in () if sizes is None else sizes:
-            _count("micro_batch_sizes", size)
+            check_count("micro_batch_sizes", size, most=MOST_SAMPLES)
         if sizes is not None and not len(sizes):
             raise ArgumentError("micro_batch_sizes is empty; name at least one size, or leave it out")
         most = min(len(devices), given.pop("max_stages", len(devices)))
@@ -185,22 +204,15 @@ def _batch_too_small_text(batch: int, stages: int, per_stage: int) -> str:
     )
 
 
-def _count(name: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise ArgumentError(f"{name} is {count!r}; give a whole number of at least 1")
-    if count < 1:
-        raise ArgumentError(f"{name} is {count}; give at least 1")
-
-
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
     if value not in choices:
-        raise ArgumentError(f"{name} is {value!r}; choose one of {', '.join(repr(choice) for choice in choices)}")
+        raise ArgumentError(f"{name} is {shown(value)}; choose one of {', '.join(repr(choice) for choice in choices)}")
     return value
 
 
 def _paths(name: str, paths: Any) -> tuple[str, ...]:
-    if isinstance(paths, str) or not all(isinstance(path, str) for path in paths):
-        raise ArgumentError(f"{name} is {paths!r}; give a list of module paths")
+    if isinstance(paths, str) or not isinstance(paths, Collection) or not all(isinstance(path, str) for path in paths):
+        raise ArgumentError(f"{name} is {shown(paths)}; give a list of module paths")
     return tuple(paths)
 
 
@@ -219,7 +231,7 @@ def _memory_limits(devices: Sequence[Device], limit: Any) -> tuple[int, ...]:
         limits = [limit] * len(devices)
     for entry in limits:
         if entry is not None:
-            _count("memory_limit", entry)
+            check_count("memory_limit", entry, most=MOST_BYTES)
     return tuple(
         device.memory_bytes if entry is None else min(entry, device.memory_bytes)
         for device, entry in zip(devices, limits, strict=True)
@@ -228,7 +240,7 @@ def _memory_limits(devices: Sequence[Device], limit: Any) -> tuple[int, ...]:
 
 def _pinned(devices: Sequence[Device], pinned: Any) -> tuple[tuple[str, int], ...]:
     if not isinstance(pinned, Mapping):
-        raise ArgumentError(f"pinned is {pinned!r}; give a mapping from module paths to devices")
+        raise ArgumentError(f"pinned is {shown(pinned)}; give a mapping from module paths to devices")
     return tuple((path, _position(devices, path, which)) for path, which in pinned.items())
 
 
@@ -236,7 +248,7 @@ def _position(devices: Sequence[Device], path: str, which: object) -> int:
     names = [device.name for device in devices]
     if isinstance(which, int) and not isinstance(which, bool):
         if not 0 <= which < len(devices):
-            raise ArgumentError(f"{path!r} is pinned to device {which}, but there are {len(devices)} devices")
+            raise ArgumentError(f"{path!r} is pinned to device {shown(which)}, but there are {len(devices)} devices")
         return which
     if names.count(str(which)) != 1:
         raise ArgumentError(

@@ -10,6 +10,7 @@ from planner.actions import Action, ActionKind
 from planner.plan import Plan, StageMemory
 from planner.simulator import Event, Timeline, simulate_plan
 from planner.units import seconds_text
+from profiler.text import one_line
 from profiler.value import write_atomically
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
     axes.hlines(
         limits, [k - 0.42 for k in stages], [k + 0.42 for k in stages], colors="black", linestyles="--", label="device"
     )
-    axes.set_xticks(stages, [f"stage {k}\n{stage.device.name}" for k, stage in enumerate(plan.stages)])
+    axes.set_xticks(stages, [f"stage {k}\n{_plain(stage.device.name)}" for k, stage in enumerate(plan.stages)])
     axes.set_ylim(0, 1.08 * max([*bottom, *limits]))
     axes.set_ylabel(unit)
     axes.set_title(f"predicted peak memory, K = {plan.K}, M = {plan.M}")
@@ -135,6 +136,11 @@ def save_timeline_json(plan: Plan, path: str | Path, timeline: Timeline | None =
     records.extend(_arrows(timeline, threads))
     text = json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, allow_nan=False, indent=0) + "\n"
     write_atomically(path, text)
+
+
+def _plain(name: str) -> str:
+    """A name as matplotlib draws it letter for letter: between two dollars it would look for a formula."""
+    return one_line(name).replace("$", r"\$")
 
 
 def _new_axes(*, height: float) -> Axes:

@@ -37,14 +37,13 @@ from typing import Any, TypeAlias, TypeVar
 import cloudpickle
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from profiler.errors import ArgumentError
+from profiler.errors import ArgumentError, ProfileError
 from profiler.files import replace_file
 from profiler.record import LayerCost
-from profiler.value import Value
+from profiler.value import Value, read_file
 
 CacheSetting: TypeAlias = str | Path | bool | None
 
@@ -102,12 +101,12 @@ class Cache:
         if path is None:
             return None
         try:
-            return kind.model_validate_json(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError, ValidationError) as problem:
-            first = str(problem).splitlines()[0]
-            warnings.warn(f"the cached measurement {path} is damaged and not used: {first}", stacklevel=2)
+            text = read_file(path, "cached measurement", ProfileError)
+            return kind.parse_json(text, source=f"the cached measurement {path}", error=ProfileError)
+        except ProfileError as problem:
+            if isinstance(problem.__cause__, FileNotFoundError | NotADirectoryError):
+                return None
+            warnings.warn(f"{problem}; it is damaged and not used", stacklevel=2)
             return None
 
     def put(self, key: Mapping[str, Any], entry: Value) -> None:

@@ -10,6 +10,14 @@ import re
 from pydantic import Field
 
 from profiler.errors import ArgumentError
+from profiler.quantities import (
+    MOST_DEVICES,
+    MOST_THREADS,
+    DeviceBytes,
+    Rate,
+    RelativeError,
+    Seconds,
+)
 from profiler.value import Value
 
 
@@ -25,8 +33,8 @@ class Device(Value):
 
     name: str
     kind: str
-    memory_bytes: int = Field(gt=0)
-    threads: int = Field(default=0, ge=0)
+    memory_bytes: DeviceBytes
+    threads: int = Field(default=0, ge=0, le=MOST_THREADS)
 
     @classmethod
     def of(cls, kind: str, *, name: str = "cuda:0") -> Device:
@@ -56,9 +64,9 @@ class Link(Value):
         error: largest relative distance between the fitted line and a measured size (0 where nothing was fitted).
     """
 
-    latency_s: float = Field(ge=0)
-    bytes_per_s: float = Field(gt=0)
-    error: float = Field(default=0.0, ge=0)
+    latency_s: Seconds
+    bytes_per_s: Rate
+    error: RelativeError = 0.0
 
     def transfer_s(self, size_bytes: float) -> float:
         """Seconds that a message of `size_bytes` takes; 0 when there is nothing to send."""
@@ -88,7 +96,7 @@ class Cluster(Value):
         link: None when it was not measured yet; a plan of one stage needs none.
     """
 
-    devices: tuple[Device, ...] = Field(min_length=1)
+    devices: tuple[Device, ...] = Field(min_length=1, max_length=MOST_DEVICES)
     link: Link | None = None
 
     @classmethod

@@ -6,6 +6,8 @@ the command `autoplan` exits with when the error reaches it.
 
 from typing import ClassVar
 
+from profiler.text import printable
+
 
 class PlanError(Exception):
     """Base of every error that gpipe-autoplan raises on purpose.
@@ -17,6 +19,10 @@ class PlanError(Exception):
 
     exit_code: ClassVar[int] = 1
     first_rank: int | None = None
+
+    def __str__(self) -> str:
+        """The message; what a terminal would obey in names from files, models and arguments is escaped."""
+        return printable(super().__str__())
 
 
 class ArgumentError(PlanError, ValueError):

@@ -31,7 +31,7 @@ from profiler.blame import explanation, place_of, place_of_call, place_of_node
 from profiler.custom_function_tracing import FunctionCalls
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.opaque_tracing import OpaqueCalls
-from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, example_call, torch_dtype
+from profiler.sample import TRACED_BATCH_SIZE_AT_LEAST, call_of, example_call, torch_dtype
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.silent_losses import refuse_hidden_writes, refuse_own_generators, refused
 from profiler.writes import may_write
@@ -223,9 +223,9 @@ def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
         {leaf.batch_dim: extent} if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None else None
         for leaf in spec.leaves
     ]
-    args, kwargs = pytree.tree_unflatten(shapes, pytree.treespec_loads(spec.tree))
+    call = call_of(spec, shapes)
     try:
-        return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+        return dict(inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments)
     except TypeError as problem:
         raise ArgumentError(f"the model cannot be called with the sample: {problem}") from problem
 

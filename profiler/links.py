@@ -59,7 +59,9 @@ def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
             "other devices, or pass Cluster(devices=..., link=Link(...)), as for a pipeline in one process"
         )
     threads = max(1, *(device.threads for device in pair))
-    seconds, _ = run_workers(ping_pong, [(device,) for device in pair], threads=threads, timeout_s=timeout_s)
+    seconds, _ = run_workers(
+        ping_pong, [(device,) for device in pair], threads=threads, timeout_s=timeout_s, users_modules=False
+    )
     return fit_link(SIZES_BYTES, seconds)
 
 

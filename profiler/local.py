@@ -15,11 +15,11 @@ import torch
 from profiler.backend import BACKENDS, Cpu, backend_of
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError
+from profiler.quantities import MOST_DEVICES, MOST_THREADS, shown
 
 Devices: TypeAlias = int | Sequence[torch.device | str | Device] | Cluster | None
 
 DEFAULT_CPU_WORKERS = 2
-MOST_THREADS = 1024  # torch ends the process with a segmentation fault where the system starts no more
 WHAT_TO_PASS = "pass a count, a list of devices such as ['cpu', 'cuda:1'], or a Cluster"
 
 
@@ -39,15 +39,15 @@ def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
         ArgumentError: no devices, more than there are, or something else than devices; threads that cannot be.
     """
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ArgumentError(f"threads={threads!r}; a CPU worker computes with at least 1 thread")
+        raise ArgumentError(f"threads={shown(threads)}; a CPU worker computes with at least 1 thread")
     if threads > MOST_THREADS:
-        raise ArgumentError(f"threads={threads}; a CPU worker computes with at most {MOST_THREADS} threads")
+        raise ArgumentError(f"threads={shown(threads)}; a CPU worker computes with at most {MOST_THREADS} threads")
     if isinstance(devices, Cluster):
         return devices
     if devices is None:
         return _cluster(_accelerators() or [Cpu.type] * DEFAULT_CPU_WORKERS, threads)
     if isinstance(devices, bool | str) or not isinstance(devices, int | Sequence):
-        raise ArgumentError(f"devices={devices!r} is a {type(devices).__name__}; {WHAT_TO_PASS}")
+        raise ArgumentError(f"devices={shown(devices)} is a {type(devices).__name__}; {WHAT_TO_PASS}")
     if isinstance(devices, int):
         return _cluster(_names(devices), threads)
     if not devices:
@@ -85,7 +85,9 @@ def _kinds_text() -> str:
 def _names(count: int) -> list[str]:
     """Names of `count` devices."""
     if count < 1:
-        raise ArgumentError(f"devices={count}, at least 1 is needed; {WHAT_TO_PASS}")
+        raise ArgumentError(f"devices={shown(count)}, at least 1 is needed; {WHAT_TO_PASS}")
+    if count > MOST_DEVICES:
+        raise ArgumentError(f"devices={shown(count)}, at most {MOST_DEVICES} can be planned for; {WHAT_TO_PASS}")
     names = _accelerators()
     if not names:
         return [Cpu.type] * count
@@ -118,13 +120,13 @@ def _cluster(devices: Sequence[Any], threads: int) -> Cluster:
 def _here(name: Any) -> torch.device:
     """A device that this machine has."""
     if not isinstance(name, str | torch.device):
-        raise ArgumentError(f"devices holds a {type(name).__name__}, {name!r}; {WHAT_TO_PASS}")
+        raise ArgumentError(f"devices holds a {type(name).__name__}, {shown(name)}; {WHAT_TO_PASS}")
     try:
         device = torch.device(name)
     except RuntimeError as problem:
-        raise ArgumentError(f"{name!r} is not a torch device; {WHAT_TO_PASS}") from problem
+        raise ArgumentError(f"{shown(name)} is not a torch device; {WHAT_TO_PASS}") from problem
     if device.type not in BACKENDS:
-        raise ArgumentError(f"device {str(device)!r} cannot run a stage; stages run on {_kinds_text()} devices")
+        raise ArgumentError(f"device {shown(str(device))} cannot run a stage; stages run on {_kinds_text()} devices")
     there = BACKENDS[device.type].count()
     if there is not None and (device.index or 0) >= there:
         raise ArgumentError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from profiler.device import Cluster
 from profiler.errors import ArgumentError
+from profiler.quantities import MOST_SAMPLES, shown
 
 MICRO_BATCHES_PER_STAGE = 4  # M >= 4K (GPipe, section 2.2), so no micro-batch holds more than a quarter of the batch
 
@@ -80,8 +81,11 @@ def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ..
 
 
 def _check_size(name: str, size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ArgumentError(f"{name}: {size!r} is no size; sizes are whole numbers of samples, at least 1")
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST_SAMPLES:
+        raise ArgumentError(
+            f"{name}: {shown(size)} is no size; sizes are whole numbers of samples, at least 1 and at most "
+            f"{MOST_SAMPLES}"
+        )
 
 
 def by_importance(sizes: Sequence[int], batch_size: int, stages: int) -> tuple[int, ...]:

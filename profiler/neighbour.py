@@ -43,7 +43,3 @@ def busy_work(device: torch.device) -> Callable[[], torch.Tensor]:
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 from profiler.errors import ProfileError
 from profiler.neighbour import READY
+from profiler.start import python_command
 from profiler.workers import KEEP_FREED_MEMORY
 
 
@@ -50,15 +50,10 @@ def neighbours(count: int, *, threads: int = 1) -> Iterator[Callable[[], None]]:
 
 def _start(threads: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "profiler.neighbour", str(threads)],
+        python_command("profiler.neighbour", str(threads)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={
-            **KEEP_FREED_MEMORY,
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
+        env={**KEEP_FREED_MEMORY, **os.environ, "OMP_NUM_THREADS": str(threads)},
     )
 
 

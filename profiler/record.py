@@ -9,12 +9,25 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from profiler.device import Link
 from profiler.errors import ArgumentError, ProfileError
+from profiler.quantities import (
+    Bytes,
+    Elements,
+    NoRate,
+    Position,
+    PositiveExtent,
+    Rate,
+    RelativeError,
+    RelativeSize,
+    Samples,
+    Seconds,
+    Share,
+)
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, read_file, write_atomically
 
@@ -22,12 +35,10 @@ if TYPE_CHECKING:
     import pandas
 
 
-_Count = Annotated[int, Field(ge=0)]
-
-LayerBytes = tuple[tuple[_Count, _Count], ...]
+LayerBytes = tuple[tuple[Position, Bytes], ...]
 """Pairs (index of a layer, bytes)."""
 
-LeafBytes = tuple[tuple[_Count, _Count, _Count, _Count], ...]
+LeafBytes = tuple[tuple[Position, Position, Position, Bytes], ...]
 """Entries (three indices of layers, bytes)."""
 
 
@@ -41,8 +52,8 @@ class ParameterInfo(Value):
     """
 
     name: str
-    elements: int = Field(ge=0)
-    size_bytes: int = Field(ge=0)
+    elements: Elements
+    size_bytes: Bytes
     trainable: bool
 
 
@@ -58,11 +69,11 @@ class LayerInfo(Value):
         module_paths: paths of the modules that its operations come from, in order of first use.
     """
 
-    index: int = Field(ge=0)
+    index: Position
     name: str
     signature: str
     parameters: tuple[str, ...]
-    buffers_bytes: int = Field(ge=0)
+    buffers_bytes: Bytes
     module_paths: tuple[str, ...]
 
 
@@ -77,11 +88,11 @@ class Workspace(Value):
         is_kept: whether autograd saves it; of a layer that is not trained it is there in passing.
     """
 
-    steps: int = Field(gt=0)
-    samples: int = Field(gt=0)
-    entering: int = Field(gt=0)
-    width: int = Field(gt=0)
-    size_bytes: int = Field(ge=0)
+    steps: PositiveExtent
+    samples: PositiveExtent
+    entering: PositiveExtent
+    width: PositiveExtent
+    size_bytes: Bytes
     is_kept: bool
 
 
@@ -122,19 +133,19 @@ class InStage(Value):
 
     carried_bytes: LayerBytes = ()
     repeated_bytes: LayerBytes = ()
-    held_bytes: int = Field(default=0, ge=0)
-    forward_bytes: int = Field(ge=0)
+    held_bytes: Bytes = 0
+    forward_bytes: Bytes
     waiting_bytes: LayerBytes = ()
     prelude_bytes: LayerBytes = ()
-    prelude_peak_bytes: int = Field(default=0, ge=0)
-    backward_bytes: int = Field(ge=0)
-    last_backward_bytes: int = Field(ge=0)
+    prelude_peak_bytes: Bytes = 0
+    backward_bytes: Bytes
+    last_backward_bytes: Bytes
     returning_bytes: LayerBytes = ()
     made_bytes: LayerBytes = ()
     leaf_bytes: LeafBytes = ()
     passing_bytes: LayerBytes = ()
     copied_bytes: LayerBytes = ()
-    workspace_bytes: int = Field(default=0, ge=0)
+    workspace_bytes: Bytes = 0
     workspaces: tuple[Workspace, ...] = ()
 
     def layers_named(self) -> set[int]:
@@ -177,18 +188,18 @@ class LayerCost(Value):
         output_gradient_bytes: the part of `output_bytes` that a gradient comes back for.
     """
 
-    layer: int = Field(ge=0)
-    micro_batch_size: int = Field(gt=0)
+    layer: Position
+    micro_batch_size: Samples
     device_kind: str
-    forward_s: float = Field(ge=0)
-    recompute_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
-    spread: float = Field(ge=0)
-    kept_bytes: int = Field(ge=0)
-    transient_bytes: int = Field(ge=0)
+    forward_s: Seconds
+    recompute_s: Seconds
+    backward_s: Seconds
+    spread: RelativeError
+    kept_bytes: Bytes
+    transient_bytes: Bytes
     in_stage: InStage | None = None
-    output_bytes: int = Field(ge=0)
-    output_gradient_bytes: int = Field(ge=0)
+    output_bytes: Bytes
+    output_gradient_bytes: Bytes
 
 
 class SkipValue(Value):
@@ -203,9 +214,9 @@ class SkipValue(Value):
     """
 
     name: str
-    users: tuple[_Count, ...] = Field(min_length=2)
+    users: tuple[Position, ...] = Field(min_length=2)
     has_gradient: bool
-    size_bytes: tuple[tuple[_Count, _Count], ...] = Field(min_length=1)
+    size_bytes: tuple[tuple[Samples, Bytes], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -238,7 +249,7 @@ class WithoutFormula(Value):
     """
 
     operation: str
-    share_of_bytes: float = Field(ge=0, le=1)
+    share_of_bytes: Share
 
 
 class Estimate(Value):
@@ -254,14 +265,14 @@ class Estimate(Value):
     """
 
     device_kind: str
-    error: float = Field(ge=0)
-    float32_flops_per_s: float = Field(gt=0)
-    convolution_flops_per_s: float = Field(gt=0)
-    half_flops_per_s: float = Field(gt=0)
-    bfloat16_flops_per_s: float = Field(default=0.0, ge=0)
-    float64_flops_per_s: float = Field(default=0.0, ge=0)
-    memory_bytes_per_s: float = Field(gt=0)
-    launch_s: float = Field(ge=0)
+    error: RelativeError
+    float32_flops_per_s: Rate
+    convolution_flops_per_s: Rate
+    half_flops_per_s: Rate
+    bfloat16_flops_per_s: NoRate = 0.0
+    float64_flops_per_s: NoRate = 0.0
+    memory_bytes_per_s: Rate
+    launch_s: Seconds
     without_formula: tuple[WithoutFormula, ...] = ()
 
 
@@ -276,8 +287,8 @@ class OptimizerCost(Value):
 
     name: str
     device_kind: str
-    seconds_per_byte: float = Field(ge=0)
-    state_bytes_per_byte: float = Field(ge=0)
+    seconds_per_byte: Seconds
+    state_bytes_per_byte: RelativeSize
 
 
 class Profile(Value):
@@ -300,8 +311,8 @@ class Profile(Value):
     costs: tuple[LayerCost, ...] = Field(min_length=1)
     optimizers: tuple[OptimizerCost, ...] = Field(min_length=1)
     links: tuple[Link, ...] = ()
-    input_bytes: int = Field(ge=0)
-    reserve_bytes: int = Field(default=0, ge=0)
+    input_bytes: Bytes
+    reserve_bytes: Bytes = 0
     estimates: tuple[Estimate, ...] = ()
     skips: tuple[SkipValue, ...] | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from profiler import sample_tree
 from profiler.errors import ArgumentError
 from profiler.sample_spec import ConstantLeaf, SampleSpec, TensorLeaf
 
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 TRACED_BATCH_SIZE_AT_LEAST = 2  # torch.export specializes extents 0 and 1, so a sample of 1 is traced as 2
 
 
@@ -55,17 +57,15 @@ def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleS
     negative = {argument: dim for argument, dim in chosen.items() if dim is not None and dim < 0}
     if negative:
         raise ArgumentError(f"batch_dims holds negative dimensions {negative}; count from 0")
-    leaves, tree = pytree.tree_flatten((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_leaf)
     try:
-        structure = pytree.treespec_dumps(tree)
-    except NotImplementedError as problem:
-        raise ArgumentError(
-            f"the sample holds a container that cannot be written to a plan ({problem}); pass tuples, lists and dicts"
-        ) from problem
+        structure = sample_tree.dumps((args, kwargs))
+    except ValueError as problem:
+        raise ArgumentError(f"the sample cannot be written to a plan: {problem}") from problem
     dims: list[int | None] = []
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for argument, value in arguments:
-        dims.extend([chosen.get(argument, 0)] * len(pytree.tree_leaves(value)))
+        dims.extend([chosen.get(argument, 0)] * len(pytree.tree_leaves(value, is_leaf=_is_leaf)))
     extents = [
         leaf.shape[dim]
         for leaf, dim in zip(leaves, dims, strict=True)
@@ -82,6 +82,11 @@ def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleS
     )
 
 
+def _is_leaf(value: Any) -> bool:
+    """Whether a plan cannot say what it holds; `_describe_leaf` refuses what is no plain constant."""
+    return type(value) not in sample_tree.CONTAINERS.values()
+
+
 def _describe_leaf(leaf: Any, dim: int | None, batch_size: int) -> TensorLeaf | ConstantLeaf:
     if isinstance(leaf, Tensor):
         batched = dim is not None and leaf.dim() > dim and leaf.shape[dim] == batch_size
@@ -91,7 +96,10 @@ def _describe_leaf(leaf: Any, dim: int | None, batch_size: int) -> TensorLeaf | 
         raise ArgumentError(f"the sample holds the number {leaf}; constants must be finite")
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return ConstantLeaf(value=leaf)
-    raise ArgumentError(f"the sample holds a {type(leaf).__name__}; tensors, numbers, strings and None can be traced")
+    raise ArgumentError(
+        f"the sample holds a {type(leaf).__name__}; tensors, numbers, strings and None can be traced, in tuples, lists "
+        "and dicts"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +127,20 @@ def example_call(spec: SampleSpec, batch_size: int, device: torch.device) -> Cal
             leaves.append(torch.zeros(shape, dtype=torch_dtype(leaf.dtype), device=device))
         else:
             leaves.append(leaf.value)
-    args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(spec.tree))
+    return call_of(spec, leaves)
+
+
+def call_of(spec: SampleSpec, leaves: Iterable[Any]) -> Call:
+    """Arguments of the described structure with other leaves."""
+    args, kwargs = pytree.tree_unflatten(leaves, _structure(spec.tree))
     return Call(args, kwargs)
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """`torch.float32` for `"float32"`."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if name not in DTYPES:
         raise ArgumentError(f"unknown dtype {name!r}")
-    return dtype
+    return DTYPES[name]
 
 
 def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
@@ -140,7 +152,7 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
         ArgumentError: the structure, a constant, a dtype or a shape differs from the traced sample.
     """
     leaves, tree = pytree.tree_flatten(call_arguments(sample))
-    if tree != _structure(spec.tree) and pytree.treespec_dumps(tree) != spec.tree:
+    if tree != _structure(spec.tree):
         raise ArgumentError(f"the model was traced with another structure of arguments than {tree}")
     tensors: list[Tensor] = []
     for position, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
@@ -156,13 +168,16 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
 @cache
 def _structure(tree: str) -> pytree.TreeSpec:
     """The structure that a spec holds as text; reading it takes longer than a small step's other checks."""
-    return pytree.treespec_loads(tree)
+    try:
+        return pytree.tree_structure(sample_tree.loads(tree))
+    except ValueError as problem:
+        raise ArgumentError(f"the sample's structure {problem}") from problem
 
 
 def of_other_shapes(sample: Any, spec: SampleSpec) -> SampleSpec | None:
     """The spec of a sample that differs in extents alone (a longer sequence, say); None if it differs in more."""
     leaves, tree = pytree.tree_flatten(call_arguments(sample))
-    if pytree.treespec_dumps(tree) != spec.tree:
+    if tree != _structure(spec.tree):
         return None
     found: list[TensorLeaf | ConstantLeaf] = []
     for leaf, expected in zip(leaves, spec.leaves, strict=True):

@@ -1,13 +1,18 @@
 """What a model is traced with, as data: enough to trace the same graph again without the sample. Torch-free."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from profiler import sample_tree
+from profiler.quantities import Extent, Samples
 from profiler.value import Value
 
 FrontEnd = Literal["export", "static export", "symbolic_trace", "children"]
 FRONT_ENDS: tuple[FrontEnd, ...] = ("export", "static export", "symbolic_trace", "children")  # in order, see front_ends
+
+
+MOST_DIMS = 64  # of a tensor, as torch has it
 
 
 class TensorLeaf(Value):
@@ -19,9 +24,20 @@ class TensorLeaf(Value):
     """
 
     kind: Literal["tensor"] = "tensor"
-    shape: tuple[int, ...]
+    shape: tuple[Extent, ...] = Field(max_length=MOST_DIMS)
     dtype: str
-    batch_dim: int | None = Field(ge=0)
+    batch_dim: int | None = Field(ge=0, lt=MOST_DIMS)
+
+    @model_validator(mode="after")
+    def _has_the_dimension(self) -> Self:
+        if self.batch_dim is not None and self.batch_dim >= len(self.shape):
+            raise ValueError(f"batch_dim is {self.batch_dim}, and the shape {self.shape} has {len(self.shape)}")
+        return self
+
+    @property
+    def extent(self) -> int | None:
+        """Of its batch dimension, if it has one."""
+        return None if self.batch_dim is None else self.shape[self.batch_dim]
 
 
 class ConstantLeaf(Value):
@@ -36,7 +52,7 @@ class SampleSpec(Value):
 
     Attributes:
         batch_size: extent of every batch dimension in the sample.
-        tree: `torch.utils._pytree` structure of `(args, kwargs)`, in torch's own JSON form.
+        tree: structure of `(args, kwargs)` as text, see `profiler.sample_tree`.
         leaves: in flattening order.
         autocast: dtype in which autocast lets the model compute, such as `"bfloat16"`; None for none.
         keep_together: paths of modules that no cut may part.
@@ -44,13 +60,31 @@ class SampleSpec(Value):
         called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.
     """
 
-    batch_size: int = Field(gt=0)
+    batch_size: Samples
     tree: str
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
-    autocast: str | None = None
+    autocast: Literal["bfloat16", "float16"] | None = None
     keep_together: tuple[str, ...] = ()
     front_end: FrontEnd | None = None
     called_as_is: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.front_end is not None:  # a model was traced with it
+            self._check_tree()
+        for leaf in self.leaves:
+            if isinstance(leaf, TensorLeaf) and leaf.extent not in (None, self.batch_size):
+                raise ValueError(f"a tensor of shape {leaf.shape} has another batch than {self.batch_size} samples")
+        return self
+
+    def _check_tree(self) -> None:
+        structure = sample_tree.loads(self.tree)
+        if not (isinstance(structure, tuple) and [type(part) for part in structure] == [tuple, dict]):
+            raise ValueError("tree is no pair of positional and keyword arguments")
+        if not all(isinstance(name, str) for name in structure[1]):
+            raise ValueError("tree has a keyword argument whose name is a number")
+        if sample_tree.leaf_count(structure) != len(self.leaves):
+            raise ValueError(f"tree has {sample_tree.leaf_count(structure)} leaves, and {len(self.leaves)} are given")
 
     @property
     def only_micro_batch_size(self) -> int | None:

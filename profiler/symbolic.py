@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx._symbolic_trace import PH
-from torch.utils import _pytree as pytree
 
 from profiler.attributes import attributes_of, changed_names, put_back
 from profiler.backend import BACKENDS
@@ -22,6 +21,7 @@ from profiler.custom_function_tracing import functions_noticed
 from profiler.custom_functions import applied
 from profiler.errors import NotTraceableError
 from profiler.random_states import python_and_numpy_states
+from profiler.sample import call_of
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.silent_losses import refused
 
@@ -112,8 +112,8 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
 def _concrete_arguments(model: nn.Module, spec: SampleSpec) -> dict[str, Any] | None:
     """What is no tensor, by the name of forward's parameter."""
     leaves = [PH if isinstance(leaf, TensorLeaf) else leaf.value for leaf in spec.leaves]
-    args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(spec.tree))
-    given = inspect.signature(model.forward).bind(*args, **kwargs)
+    call = call_of(spec, leaves)
+    given = inspect.signature(model.forward).bind(*call.args, **call.kwargs)
     given.apply_defaults()
     concrete = {name: value for name, value in given.arguments.items() if value is not PH}
     return concrete or None

@@ -1,7 +1,10 @@
 """What every public value has in common: frozen, validated when built, and JSON with deterministic bytes."""
 
 import json
-from collections.abc import Callable
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from profiler.errors import ArgumentError, PlanError
 from profiler.files import replace_file
+
+LARGEST_FILE_BYTES = 2**28  # a profile of a thousand layers has some ten million
 
 
 class Value(BaseModel):
@@ -48,17 +53,67 @@ class Value(BaseModel):
             PlanError: what `error` builds, with the JSON path of the first thing that is wrong.
         """
         try:
-            return cls.model_validate_json(text)
+            value = cls.model_validate_json(text)
         except ValidationError as problem:
             raise error(f"{source}: {first_problem(problem)}") from problem
+        twice = first_twice(text)
+        if twice is not None:
+            raise error(f"{source}: {twice}: stands twice, and only one of the two can count; remove the other")
+        return value
 
 
 def first_problem(problem: ValidationError) -> str:
     """The JSON path of the first thing that is wrong, what is wrong with it, and how many more things are."""
-    first = problem.errors(include_url=False)[0]
-    path = "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    first = problem.errors(include_url=False, include_input=False)[0]
     more = problem.error_count() - 1
-    return f"{path}: {first['msg']}{f' (and {more} more)' if more else ''}"
+    return f"{_json_path(first['loc'])}: {first['msg']}{f' (and {more} more)' if more else ''}"
+
+
+def _json_path(parts: Iterable[str | int]) -> str:
+    return "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+
+
+class _Twice(dict[str, Any]):
+    """An object of JSON in which a key stands twice."""
+
+    key: str
+
+
+def first_twice(text: str) -> str | None:
+    """The JSON path of the first key that an object has twice; None if there is none.
+
+    Readers of JSON take one of the two without a word, and not all the same one.
+
+    Args:
+        text: JSON that is well formed, and no deeper than pydantic reads.
+    """
+    found = False
+
+    def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal found
+        whole = dict(pairs)
+        if len(whole) == len(pairs):
+            return whole
+        found = True
+        twice = _Twice(whole)
+        twice.key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return twice
+
+    whole = json.loads(text, object_pairs_hook=fields, parse_int=len, parse_float=len)  # digits do not matter here
+    return _json_path(_first_twice(whole) or ()) if found else None
+
+
+def _first_twice(whole: Any) -> tuple[str | int, ...] | None:
+    if isinstance(whole, _Twice):
+        return (whole.key,)
+    parts: Iterable[tuple[str | int, Any]] = (
+        whole.items() if isinstance(whole, dict) else enumerate(whole) if isinstance(whole, list) else ()
+    )
+    for place, part in parts:
+        found = _first_twice(part)
+        if found is not None:
+            return (place, *found)
+    return None
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -89,9 +144,28 @@ def read_file(path: str | Path, what: str, error: Callable[[str], PlanError]) ->
     """
     path = _path_of(path)
     try:
-        return path.read_text(encoding="utf-8")
+        return _bytes_of(path).decode("utf-8-sig")  # some editors put a mark before the text
+    except UnicodeDecodeError as problem:
+        raise error(f"cannot read the {what} {str(path)!r}: it is no text ({problem})") from problem
     except (OSError, ValueError) as problem:
-        raise error(f"cannot read the {what} {str(path)!r}: {problem}") from problem
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"cannot read the {what} {str(path)!r}: {reason}") from problem
+
+
+def _bytes_of(path: Path) -> bytes:
+    """What a file holds, if it is a file and not endless."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no file but a pipe or a device")
+        text = file.read(LARGEST_FILE_BYTES + 1)
+    if len(text) > LARGEST_FILE_BYTES:
+        raise ValueError(f"it holds more than {LARGEST_FILE_BYTES} bytes")
+    return text
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _path_of(path: str | Path) -> Path:

@@ -69,6 +69,8 @@ def _run(task: Task) -> bytes | Failure:
         dist.init_process_group(
             process_groups(), store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
         )
+        if task.search_path is not None:
+            sys.path[:] = task.search_path  # only now: all that this process itself is made of is there
         function, args = cloudpickle.loads(task.payload)
         return bytes(cloudpickle.dumps(function(*args)))
     except PlanError as problem:
@@ -80,7 +82,3 @@ def _run(task: Task) -> bytes | Failure:
     except Exception as problem:
         message = f"{type(problem).__name__}: {problem}"
         return Failure(message, traceback.format_exc(), any(echo in message for echo in ECHOES))
-
-
-if __name__ == "__main__":
-    main()

@@ -26,6 +26,7 @@ import cloudpickle
 
 from profiler.errors import ExecutionError, PlanError
 from profiler.journal import Entry, Journal
+from profiler.start import python_command
 
 # glibc returns freed memory to the system at once by default and faults it in again in the next micro-batch; on a GPT
 # of 3 M parameters that made forward passes 1.5 times as slow. Workers keep what they freed. [measured]
@@ -51,6 +52,7 @@ class Task:
         cores: that the worker may run on; None for all.
         environment: further variables of its environment.
         payload: `(function, args)`, pickled by value.
+        search_path: where modules that the payload names are looked for; None for where the worker finds its own.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class Task:
     cores: frozenset[int] | None
     environment: Mapping[str, str]
     payload: bytes
+    search_path: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ def run_workers(
     own_cores: bool = True,
     environment: Mapping[str, str] | None = None,
     describe: Callable[[Entry], str] = lambda _: "",
+    users_modules: bool = True,
 ) -> list[Any]:
     """Call `function(*args_of_rank[rank])` in one process per rank, inside one `torch.distributed` world.
 
@@ -105,6 +109,7 @@ def run_workers(
         environment: further variables of the workers' environment.
         describe: says in words what a worker's journal holds; "" for nothing. Of a worker that dies it is the last
             that is known.
+        users_modules: whether workers find modules where this process does; without, as Python alone finds them.
 
     Returns:
         The results in rank order.
@@ -120,11 +125,10 @@ def run_workers(
             payload = cloudpickle.dumps((function, args))
             listener = store.fileno() if rank == 0 else None
             port = store.getsockname()[1]
-            workers.append(
-                _start(
-                    Task(rank, world_size, port, listener, threads, timeout_s, cores[rank], environment or {}, payload)
-                )
-            )
+            task = Task(rank, world_size, port, listener, threads, timeout_s, cores[rank], environment or {}, payload)
+            if users_modules:
+                task = replace(task, search_path=tuple(path or str(Path.cwd()) for path in sys.path))
+            workers.append(_start(task))
         return _gather(workers, describe)
 
 
@@ -190,9 +194,9 @@ def _start(task: Task) -> _Worker:
         }
         inherited = [theirs.fileno(), page.fileno()]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "profiler.worker", *map(str, inherited)],
+            python_command("profiler.worker", *map(str, inherited)),
             pass_fds=inherited if task.listener is None else [*inherited, task.listener],
-            env={**environment, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C goes to the caller alone, and what a worker starts ends with it
         )

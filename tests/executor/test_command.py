@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 import planner
 from executor import command
+from executor.parameters import Size
 from planner import automatic
 from planner.plan import Plan, Prediction, Stage, StageMemory, StageTimes
 from planner.settings import SettingKeywords
@@ -272,13 +273,13 @@ def test_an_option_that_means_nothing_is_a_usage_error(
     [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5 kb", 1500), ("4096", 4096), ("12B", 12), ("2TiB", 2 * 2**40)],
 )
 def test_sizes(text: str, size_bytes: int) -> None:
-    assert command._Size().convert(text, None, None) == size_bytes
+    assert Size().convert(text, None, None) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "8Gi B", "3i", "-1GB", "1e9", "8EiB"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is no size"):
-        command._Size().convert(text, None, None)
+        Size().convert(text, None, None)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from planner.from_profile import plan_from_profile
+from planner.from_profile import make_problem, plan_from_profile
 from planner.simulator import simulate_plan
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
@@ -164,3 +164,43 @@ def test_unlike_devices_share_the_work_by_speed(profile_of, device):
 def test_equal_inputs_give_equal_bytes(profile, device):
     plans = [plan_from_profile(profile, [device()] * 3, batch_size=13).to_json() for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"batch_size": 10**20},
+        {"batch_size": 10**5000},
+        {"max_stages": 10**20},
+        {"stages": 10**5000},
+        {"micro_batches": 10**20},
+        {"micro_batches_per_stage": 10**20},
+        {"micro_batch_sizes": [10**20]},
+        {"micro_batch_sizes": 4},
+        {"replicas": 10**20},
+        {"replicas": float("nan")},
+        {"memory_limit": 10**400},
+        {"memory_limit": float("inf")},
+        {"time_limit_s": float("nan")},
+        {"time_limit_s": float("inf")},
+        {"time_limit_s": "soon"},
+        {"keep_together": 5},
+        {"cut_at": None, "pinned": 5},
+        {"schedule": ["gpipe"]},
+    ],
+)
+def test_a_setting_far_from_what_exists_is_an_argument(profile, device, given):
+    """A batch of 10**20 samples was planned for without end; 5000 digits could not even be written in the message."""
+    with pytest.raises(ArgumentError) as caught:
+        plan_from_profile(profile, [device()], **{"batch_size": 16, **given})
+    assert len(str(caught.value)) < 300
+
+
+def test_as_many_micro_batches_are_tried_as_a_plan_may_have(profile_of, device):
+    """Each M up to the batch was tried, so a batch of a million samples took a minute of planning."""
+    profile = profile_of({("a", size): [[size * value for value in ROW]] for size in (1, 64)})
+    problem = make_problem(profile, [device("a", 2**50)], batch_size=2**20, optimizer=None, settings={})
+    counts = [candidate.split.count for candidate in problem.candidates()]
+    assert (min(counts), max(counts)) == (2**14, 2**14)
+    with pytest.raises(ProfileError, match="needs micro-batches of 1024 to 4194304 samples"):
+        plan_from_profile(profile, [device("a", 2**50)], batch_size=2**24)

@@ -72,3 +72,53 @@ def test_a_frame_has_a_row_for_each_stage(plan):
     assert frame["first_layer"].tolist() == [0, 1]
     assert frame["total_bytes"].tolist() == [stage.memory.total for stage in plan.stages]
     assert frame["micro_batch_size"].tolist() == [max(plan.micro_batch_sizes)] * 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change(["stages", 1, "rank"], 10**9), r"\$\.stages\[1\]\.rank: "),
+        (change(["stages", 1, "rank"], 1000), "the stages name 2 ranks, the highest of them 1000"),
+        (change(["stages", 0, "memory", "activations"], 10**400), r"\$\.stages\[0\]\.memory\.activations: "),
+        (change(["stages", 0, "memory", "activations"], float("inf")), r"\$\.stages\[0\]\.memory\.activations: "),
+        (change(["stages", 0, "devices", 0, "memory_bytes"], 2**60), r"memory_bytes: Input should be less"),
+        (change(["stages", 0, "devices", 0, "threads"], 10**6), r"threads: Input should be less"),
+        (change(["stages", 0, "times", 0, "forward_s"], 1e300), r"forward_s: Input should be less"),
+        (change(["stages", 0, "recompute"], [{"first": 0, "stop": 9}]), "which lie outside"),
+        (change(["prediction", "gap"], 0.5), "gap is 0.5, but step_s / lower_bound_s - 1 is"),
+        (change(["prediction", "lower_bound_s"], 1e6), "lower_bound_s is 1000000.0, and step_s is less"),
+        (change(["prediction", "optimizer_s"], 1e6), "optimizer_s is 1000000.0, of a step of"),
+        (change(["prediction", "step_s"], 1e-300), r"step_s: Input should be greater"),
+        (change(["batch_size"], 10**20), r"\$\.batch_size: "),
+        (change(["replicas"], 2), "do not make up a batch of 9"),
+        (change(["sample", "batch_size"], 0), r"\$\.sample\.batch_size"),
+        (change(["sample", "front_end"], "export"), "is no structure of tuples, lists and dicts"),
+        (change(["sample", "autocast"], "int8"), r"\$\.sample\.autocast"),
+    ],
+)
+def test_numbers_that_cannot_be_or_do_not_belong_together_are_refused(plan, tmp_path, edit, message):
+    """A rank of a milliard took all memory, 1e400 bytes and a thousand million threads were shown or run."""
+    test_a_wrong_plan_is_refused_with_its_json_path(plan, tmp_path, edit, message)
+
+
+@pytest.mark.parametrize(
+    ("twice", "path"),
+    [
+        ('"batch_size": 9', r"\$\.batch_size"),
+        ('"rank": 1', r"\$\.stages\[1\]\.rank"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(plan, tmp_path, twice, path):
+    """Of two values for one key the last one counted without a word; other readers take the first."""
+    text = plan.to_json()
+    (tmp_path / "plan.json").write_text(text.replace(twice, f"{twice}, {twice}"))
+    with pytest.raises(PlanFileError, match=f"{path}: stands twice"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_an_unknown_key_cannot_command_the_terminal(plan, tmp_path):
+    (tmp_path / "plan.json").write_text(plan.to_json().replace('"batch_size"', '"\\u001b[2J"'))
+    with pytest.raises(PlanFileError) as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "\\x1b[2J" in str(caught.value) or "batch_size: Field required" in str(caught.value)
+    assert str(caught.value).isprintable()

@@ -1,6 +1,7 @@
 """Values and their files."""
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from profiler import ArgumentError, Cluster, Device, Link, Profile, ProfileError
-from profiler.value import write_atomically
+from profiler.value import LARGEST_FILE_BYTES, write_atomically
 
 WRITER = """
 import sys
@@ -80,3 +81,39 @@ def test_a_value_survives_a_trip() -> None:
         text = cluster.to_json()
         place = text.rindex('"memory_bytes": 16000000000')
         Cluster.parse_json(text[:place] + text[place:].replace("16000000000", "0"), source="text", error=ProfileError)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "EOF while parsing"),
+        (b"\xff\xfe{}", "it is no text"),
+        (b"[" * 100_000, "recursion limit exceeded"),
+        (b'{"layers":' * 100_000, "recursion limit exceeded"),
+        (b'{"input_bytes": ' + b"9" * 5000 + b"}", "number out of range"),
+        (b"\xef\xbb\xbf{}", r"\$\.fingerprint: Field required"),
+    ],
+)
+def test_a_file_that_holds_no_profile_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "profile.json").write_bytes(content)
+    with pytest.raises(ProfileError, match=message):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """`/dev/zero` filled the memory, and a pipe without another end was waited for without end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in ((tmp_path / "pipe", "a pipe or a device"), ("/dev/zero", "a device"), (tmp_path, "directory")):
+        with pytest.raises(ProfileError, match=reason):
+            Profile.load(path)
+
+
+def test_a_file_has_a_largest_size(tmp_path: Path) -> None:
+    with (tmp_path / "profile.json").open("wb") as file:
+        file.truncate(LARGEST_FILE_BYTES + 1)  # without taking room on the disk
+    with pytest.raises(ProfileError, match="it holds more than 268435456 bytes"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_messages_of_our_errors_hold_no_terminal_commands() -> None:
+    assert str(ProfileError("layer \x1b[2J\r of\nblocks")) == "layer \\x1b[2J\\r of\nblocks"

@@ -1,7 +1,10 @@
 """Worker processes: results, failures, deaths."""
 
+import importlib
 import os
 import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 from profiler.channel import finish, start_receive, start_send
+from profiler.device import Cluster, Device
 from profiler.errors import ExecutionError
+from profiler.links import measure_link
+from profiler.neighbours import neighbours
 from profiler.workers import cores_of_workers, run_workers, usable_cores
 
 
@@ -69,3 +75,40 @@ def test_a_worker_runs_on_its_cores() -> None:
 
 def _cores(_: int) -> list[int]:
     return sorted(os.sched_getaffinity(0))
+
+
+INTRUDERS = ("profiler", "planner", "executor", "typing_extensions", "random", "queue", "csv", "sympy")
+
+
+@pytest.fixture
+def folder_of_intruders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, which the parent's path begins with: each module in it leaves a file when it is imported."""
+    for name in INTRUDERS:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    (tmp_path / "users_own.py").write_text("def answer(rank):\n    return 42")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_helpers_of_planning_run_nothing_of_the_current_folder(folder_of_intruders: Path) -> None:
+    """`python -m profiler.neighbour` looked into the current folder first: a `typing_extensions.py` there was run as a
+    part of torch, and a `profiler.py` ended planning with 'No module named profiler.neighbour'. The link's processes
+    had it in front of their path by `PYTHONPATH`."""
+    here = str(folder_of_intruders)
+    with neighbours(1) as wait_until_busy:
+        wait_until_busy()
+    cluster = Cluster(devices=(Device(name="cpu", kind="cpu", memory_bytes=1, threads=1),) * 2)
+    assert run_workers(lambda: here in sys.path, [(), ()], users_modules=False) == [False, False]
+    assert measure_link(cluster).bytes_per_s > 0
+    assert not (folder_of_intruders / "ran").exists()
+
+
+def test_workers_find_the_users_modules_and_start_without_them(folder_of_intruders: Path) -> None:
+    """What a worker itself is made of comes before the user's folder does; then it finds what its parent finds."""
+    users_own = importlib.import_module("users_own")
+    try:
+        assert run_workers(users_own.answer, [(0,)]) == [42]
+    finally:
+        del sys.modules["users_own"]
+    assert not (folder_of_intruders / "ran").exists()

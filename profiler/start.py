@@ -1,0 +1,35 @@
+"""How helper processes start: with our own packages, and nothing of the folder that the user happens to be in.
+
+`python -m profiler.worker` would look into the current folder first, and the parent's `sys.path` may begin with the
+folder of the user's script. A `random.py`, `typing_extensions.py` or `profiler.py` there would then be run, and taken
+for the one that torch or we mean.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_HOME = Path(__file__).resolve().parent.parent
+# Our packages from their own home, wherever that stands in the path; all else from where Python alone looks for it.
+_START = """
+import sys
+import pathlib, typing  # while nothing can stand in their way
+home, module = sys.argv[1:3]
+del sys.argv[1:3]
+sys.path.insert(0, home)
+import profiler, planner, executor
+del sys.path[0]
+from importlib import import_module
+import_module(module).main()
+"""
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """A command that calls `main` of one of our modules in a fresh interpreter.
+
+    Args:
+        module: its name.
+        arguments: `sys.argv[1:]` there.
+    """
+    return [sys.executable, "-P", "-c", _START, str(_HOME), module, *arguments]

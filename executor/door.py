@@ -88,7 +88,7 @@ def let_in(door: socket.socket, key: str, ranks: Iterable[int], *, timeout_s: fl
     inside: dict[int, socket.socket] = {}
     strangers = 0
     with contextlib.ExitStack() as on_failure, _Hall(door, len(_greeting(key, 0))) as hall:
-        on_failure.callback(lambda: [line.close() for line in inside.values()])
+        on_failure.callback(_close, inside)
         while awaited - inside.keys():
             if time.monotonic() >= deadline:
                 missing = ", ".join(str(rank) for rank in sorted(awaited - inside.keys()))
@@ -106,6 +106,11 @@ def let_in(door: socket.socket, key: str, ranks: Iterable[int], *, timeout_s: fl
                     line.close()
         on_failure.pop_all()
     return inside
+
+
+def _close(lines: dict[int, socket.socket]) -> None:
+    for line in lines.values():
+        line.close()
 
 
 def _greeting(key: str, rank: int) -> bytes:

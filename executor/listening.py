@@ -27,7 +27,7 @@ def listener_at(host: str, port: int) -> socket.socket | None:
         OSError: the name means nothing, or the port is taken.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    if not _is_literal(host) and host != "localhost" and any(_loopback(place[0]) for *_, place in found):
+    if not _is_literal(host) and host != "localhost" and any(_loopback(str(place[0])) for *_, place in found):
         return None
     for family, _, _, _, place in found:
         try:

@@ -99,13 +99,12 @@ def _train(plan: Plan, folder: str) -> list[float]:
     return [pipe.step(X, target=X).item() for _ in range(20)]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' tables of sockets")
-def test_strangers_at_launch(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    """Its store listened at a port where any user could read and write all keys; now the ranks meet in a file."""
-    with strangers_everywhere(tmp_path) as seen:
-        first, second = launch(_train, plan_of(plan_for, 2), (str(tmp_path),), timeout_s=20)
+def train_by_launch(plan_for: Callable[..., Plan], folder: Path, *, strangers: bool) -> set[tuple[str, int]]:
+    """Train under `launch`; the addresses at which strangers were."""
+    with strangers_everywhere(folder) if strangers else contextlib.nullcontext(set()) as seen:
+        first, second = launch(_train, plan_of(plan_for, 2), (str(folder),), timeout_s=20)
     assert first == second
-    assert {host for host, _ in seen} == {"127.0.0.1"}
+    return seen
 
 
 SCRIPT = """
@@ -117,25 +116,21 @@ _train(Plan.load("plan.json"), ".")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' tables of sockets")
-def test_strangers_where_ranks_are_started_by_hand(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    """With MASTER_ADDR=127.0.0.1 the store listened on all interfaces, and gloo at that of the machine's name.
-
-    A stranger that connected and said nothing was waited for until the time-out, and the error blamed MASTER_ADDR.
-    """
-    plan_of(plan_for, 2).save(tmp_path / "plan.json")
+def train_by_hand(plan_for: Callable[..., Plan], folder: Path, *, strangers: bool) -> set[tuple[str, int]]:
+    """Train in processes that are started by hand; the addresses at which strangers were."""
+    plan_of(plan_for, 2).save(folder / "plan.json")
     variables = {
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    with strangers_everywhere(tmp_path) as seen:
+    with strangers_everywhere(folder) if strangers else contextlib.nullcontext(set()) as seen:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", SCRIPT],
                 env={**os.environ, **variables, "RANK": str(rank)},
-                cwd=tmp_path,
+                cwd=folder,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -144,5 +139,19 @@ def test_strangers_where_ranks_are_started_by_hand(plan_for: Callable[..., Plan]
         ]
         outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert {host for host, _ in seen} == {"127.0.0.1"}
-    assert ("127.0.0.1", int(variables["MASTER_PORT"])) in seen
+    return seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' tables of sockets")
+def test_strangers_at_launch(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    """Its store listened at a port where any user could read and write all keys; now the ranks meet in a file."""
+    assert {host for host, _ in train_by_launch(plan_for, tmp_path, strangers=True)} == {"127.0.0.1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' tables of sockets")
+def test_strangers_where_ranks_are_started_by_hand(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    """With MASTER_ADDR=127.0.0.1 the store listened on all interfaces, and gloo at that of the machine's name.
+
+    A stranger that connected and said nothing was waited for until the time-out, and the error blamed MASTER_ADDR.
+    """
+    assert {host for host, _ in train_by_hand(plan_for, tmp_path, strangers=True)} == {"127.0.0.1"}

@@ -89,6 +89,10 @@ def strangers_everywhere(folder: Path) -> Iterator[set[tuple[str, int]]]:
             stranger.leave()
 
 
+def _visits(folder: Path, *, strangers: bool) -> contextlib.AbstractContextManager[set[tuple[str, int]]]:
+    return strangers_everywhere(folder) if strangers else contextlib.nullcontext(set())
+
+
 def _train(plan: Plan, folder: str) -> list[float]:
     from executor import Pipeline
     from tests.executor.fault_trials import Deep, X
@@ -101,7 +105,7 @@ def _train(plan: Plan, folder: str) -> list[float]:
 
 def train_by_launch(plan_for: Callable[..., Plan], folder: Path, *, strangers: bool) -> set[tuple[str, int]]:
     """Train under `launch`; the addresses at which strangers were."""
-    with strangers_everywhere(folder) if strangers else contextlib.nullcontext(set()) as seen:
+    with _visits(folder, strangers=strangers) as seen:
         first, second = launch(_train, plan_of(plan_for, 2), (str(folder),), timeout_s=20)
     assert first == second
     return seen
@@ -125,7 +129,7 @@ def train_by_hand(plan_for: Callable[..., Plan], folder: Path, *, strangers: boo
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    with strangers_everywhere(folder) if strangers else contextlib.nullcontext(set()) as seen:
+    with _visits(folder, strangers=strangers) as seen:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", SCRIPT],

@@ -7,10 +7,8 @@ death of any other within milliseconds, also while it waits for something else.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -20,6 +18,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+
+from executor.door import knock, let_in, new_key, open_door
 
 Message = dict[str, Any]
 _CHUNK_BYTES = 65536
@@ -155,28 +155,18 @@ def _flush(line: _Line) -> None:
 def _connected(
     rank: int, world_size: int, about: object, timeout_s: float
 ) -> tuple[dict[int, socket.socket], list[Any]]:
-    """A socket to each other rank, and what all ranks tell; each calls those before it, and is called by the others."""
+    """A socket to each other rank, and what all ranks tell; each knocks at those before it, and lets the others in."""
     host = _own_address()
-    key = secrets.token_hex(16)
+    key = new_key()
     found: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as on_failure:
-        with socket.create_server((host, 0), backlog=world_size, family=_family(host)) as listener:
-            addresses: list[Any] = [None] * world_size
-            dist.all_gather_object(addresses, (host, listener.getsockname()[1], key, about))
-            for other in range(rank):
-                other_host, port, other_key, _ = addresses[other]
-                line = socket.create_connection((other_host, port), timeout=timeout_s)
-                found[other] = on_failure.enter_context(line)
-                line.sendall(f"{other_key} {rank:8d}".encode())
-            listener.settimeout(timeout_s)
-            while len(found) < world_size - 1:
-                line, _ = listener.accept()
-                line.settimeout(timeout_s)
-                greeting = line.recv(len(key) + 9, socket.MSG_WAITALL).decode(errors="replace")
-                if hmac.compare_digest(greeting[: len(key)].encode(), key.encode()):
-                    found[int(greeting[len(key) :])] = on_failure.enter_context(line)
-                else:
-                    line.close()  # a stranger
+    with contextlib.ExitStack() as on_failure, open_door(host) as door:
+        addresses: list[Any] = [None] * world_size
+        dist.all_gather_object(addresses, (host, door.getsockname()[1], key, about))
+        for other in range(rank):
+            other_host, port, other_key, _ = addresses[other]
+            line = knock((other_host, port), other_key, rank, timeout_s=timeout_s)
+            found[other] = on_failure.enter_context(line)
+        found |= let_in(door, key, range(rank + 1, world_size), timeout_s=timeout_s)
         on_failure.pop_all()
     return found, [told for *_, told in addresses]
 
@@ -188,7 +178,3 @@ def _own_address() -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -35,6 +35,7 @@ from executor.blame import Blame
 from executor.failure import FirstCause, named
 from executor.mesh import Mesh, Message
 from executor.position import Logbook, Phase
+from executor.speaking import without_waiting
 from profiler.errors import ExecutionError, PlanError
 from profiler.journal import Address, ForeignJournal, journal_of_this_process
 
@@ -152,8 +153,7 @@ class Watch:
             if self._cause is None:
                 if self._mesh is None and not isinstance(problem, Exception):
                     raise problem
-                first = FirstCause.of(problem, rank=self._rank, world_size=self._world_size, position=str(position))
-                self._set_cause(first, tell=True)
+                self._set_cause(self._first(problem, str(position)), tell=True)
             assert self._cause is not None
             cause = self._cause
             self._raised = True
@@ -217,11 +217,11 @@ class Watch:
         if self._cause is not None:
             return
         self._cause = cause
+        self._changed.notify_all()
         if self._mesh is not None:
             if tell:
                 self._mesh.post({"cause": {"text": cause.text, "error": cause.error, "rank": cause.rank}})
             self._mesh.wake()
-        self._changed.notify_all()
 
     def _say_at_once(self) -> None:
         """Before the exception itself, where torchrun may end this process any moment because another one has ended."""
@@ -248,22 +248,37 @@ class Watch:
             position = self.log.position
         # The training thread hangs inside a call that nothing interrupts, so no exception can say it: last words.
         _say(f"ExecutionError: {self._cause.text} (ended while at {position})")
-        sys.stdout.flush()
+        without_waiting(_flush)
         os._exit(1)
 
     def report(self, problem: BaseException) -> None:
         """Tell the others of an exception outside of any call that ends this process."""
         with self._changed:
             if self._cause is None:
-                first = FirstCause.of(
-                    problem, rank=self._rank, world_size=self._world_size, position=str(self.log.position)
-                )
-                self._set_cause(first, tell=True)
+                self._set_cause(self._first(problem, str(self.log.position)), tell=True)
                 self._raised = True
+
+    def fail(self, problem: Exception) -> None:
+        """The watching thread cannot go on: a cause like any other, since without it the ranks could wait for ever."""
+        with self._changed, contextlib.suppress(Exception):  # what has failed may be what the others are told with
+            self._set_cause(self._first(problem, "watching over the other ranks"), tell=True)
+        self._end_waits()
+
+    def _first(self, problem: BaseException, position: str) -> FirstCause:
+        return FirstCause.of(problem, rank=self._rank, world_size=self._world_size, position=position)
 
 
 def _watch(reference: weakref.ref[Watch], mesh: Mesh) -> None:
     """The watching thread; it ends with the watch, or when it has ended the training."""
+    try:
+        _take_turns(reference, mesh)
+    except Exception as problem:
+        watch = reference()
+        if watch is not None:
+            watch.fail(problem)
+
+
+def _take_turns(reference: weakref.ref[Watch], mesh: Mesh) -> None:
     pause_s = BEAT_S
     while not mesh.closing:
         heard = mesh.poll(pause_s)
@@ -292,8 +307,16 @@ def _say(text: str) -> None:
 
     `print` writes text and end of line apart where Python does not buffer, and torchrun starts it so.
     """
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+
+    def write() -> None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+    without_waiting(write)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
 
 
 def _journal_at(address: Address) -> ForeignJournal | None:

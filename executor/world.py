@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from executor.blame import timeout_for
+from executor.listening import keep_gloo_inside, listener_at
 from planner.plan import Plan
 from profiler.backend import process_groups
+from profiler.descriptors import hold_standard_descriptors
 from profiler.errors import ExecutionError, ForeignPlanError
 
 TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # how `launch` tells its workers how long to wait for each other
@@ -35,11 +37,12 @@ def join() -> tuple[int, int]:
     Raises:
         ExecutionError: the others cannot be reached.
     """
+    hold_standard_descriptors()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not dist.is_initialized():
         try:
             _initialize(world_size, timedelta(seconds=PROCESS_GROUP_TIMEOUT_S))
-        except (RuntimeError, KeyError, ValueError) as problem:
+        except (RuntimeError, OSError, KeyError, ValueError) as problem:
             raise ExecutionError(
                 f"{world_size} processes are announced, but they do not meet: {type(problem).__name__}: {problem}; "
                 "start them with launch or torchrun"
@@ -69,14 +72,19 @@ def _initialize(world_size: int, timeout: timedelta) -> None:
     back in 3 of 19 restarts, with keys of their own in 11 of 11. [measured]
     """
     rank = int(os.environ["RANK"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the agent holds the store, not rank 0
+    holds = rank == 0 and not hosted
+    listener = listener_at(host, port) if holds else None
     store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        host,
+        port,
         world_size,
-        is_master=rank == 0 and not hosted,
+        is_master=holds,
         timeout=timeout,
+        master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
     )
+    keep_gloo_inside(host)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         process_groups(),

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from profiler.ambient import as_in_training
 from profiler.cache import Cache, CacheSetting
+from profiler.descriptors import hides_progress
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.estimate import CONTEXT_BYTES, PLACE, estimated, is_listed
@@ -101,7 +102,7 @@ def profile(
     sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
     kinds = _least_of_each_kind(cluster)
     most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
-    bar = tqdm(total=most, desc="profile", unit="measurement", disable=None if progress else True)
+    bar = tqdm(total=most, desc="profile", unit="measurement", disable=hides_progress(progress))
     apart = [torch_device(device) for device in kinds.values() if not is_host(device)]
     with bar, torch.random.fork_rng(devices=apart):
         has_loss = loss_fn is not None or _returns_loss(sequence, torch_device(cluster.devices[0]))
@@ -138,7 +139,7 @@ def _from_data_sheets(
 ) -> Profile:
     """The profile for devices that are not here."""
     sequence = sequence.on(PLACE)
-    with tqdm(total=2, desc="profile", unit="estimate", disable=None if progress else True) as bar:
+    with tqdm(total=2, desc="profile", unit="estimate", disable=hides_progress(progress)) as bar:
         has_loss = loss_fn is not None or _returns_loss(sequence, PLACE)
         task = Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, 0.0, bar)
         memory, timings, optimizers, estimates = estimated(task, cluster)

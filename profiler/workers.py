@@ -2,7 +2,8 @@
 
 Workers are fresh interpreters, not forks (a fork after OpenMP has run hangs), and the function travels by value where
 it must: functions and models that a script or a notebook defines need no importable home and no `__main__` guard.
-Nothing hangs or is left behind: the first worker that fails ends all, and workers end with their parent.
+Nothing hangs or is left behind: the first worker that fails ends all, and workers end with their parent. Nor is
+anything lost: workers end as Python ends, with exit functions and output (`profiler.ending`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +24,8 @@ from typing import Any
 
 import cloudpickle
 
+from profiler.descriptors import hold_standard_descriptors
+from profiler.ending import SECONDS_TO_END, Worker, ended_workers, how_it_ended
 from profiler.errors import ExecutionError, PlanError
 from profiler.journal import Entry, Journal
 from profiler.start import python_command
@@ -35,7 +37,7 @@ KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 * 2**30),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
-SECONDS_FOR_OTHER_REPORTS = 0.4  # after the first failure, so that its cause is known and not only its echo
+SECONDS_FOR_OTHER_REPORTS = 0.4  # after the first failure: its cause becomes known, and others raise it themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,7 @@ class Task:
     Attributes:
         rank: of this worker.
         world_size: number of workers.
-        port: of the store through which the workers find each other; the first worker holds it.
-        listener: descriptor of the store's listening socket, in the first worker.
+        meeting_point: path of the file through which the workers find each other.
         threads: threads that torch computes with.
         timeout_s: seconds after which a message between workers counts as lost.
         cores: that the worker may run on; None for all.
@@ -57,8 +58,7 @@ class Task:
 
     rank: int
     world_size: int
-    port: int
-    listener: int | None
+    meeting_point: str
     threads: int
     timeout_s: float
     cores: frozenset[int] | None
@@ -120,15 +120,15 @@ def run_workers(
     """
     world_size = len(args_of_rank)
     cores = cores_of_workers(world_size, threads) if own_cores else [None] * world_size
-    with socket.create_server(("127.0.0.1", 0), backlog=world_size) as store, _ended_workers() as workers:
+    hold_standard_descriptors()
+    _flush_output()
+    with _meeting_point() as (meeting_point, inherited), ended_workers() as workers:
         for rank, args in enumerate(args_of_rank):
             payload = cloudpickle.dumps((function, args))
-            listener = store.fileno() if rank == 0 else None
-            port = store.getsockname()[1]
-            task = Task(rank, world_size, port, listener, threads, timeout_s, cores[rank], environment or {}, payload)
+            task = Task(rank, world_size, meeting_point, threads, timeout_s, cores[rank], environment or {}, payload)
             if users_modules:
                 task = replace(task, search_path=tuple(path or str(Path.cwd()) for path in sys.path))
-            workers.append(_start(task))
+            workers.append(_start(task, inherited))
         return _gather(workers, describe)
 
 
@@ -153,30 +153,29 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-@dataclass(slots=True)
-class _Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    journal: Journal
-
-
 @contextlib.contextmanager
-def _ended_workers() -> Iterator[list[_Worker]]:
-    """A list of workers of which none is left at the end."""
-    workers: list[_Worker] = []
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.connection.close()
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of it
-                os.killpg(worker.process.pid, signal.SIGKILL)  # with the processes that it has started
-        for worker in workers:
-            worker.process.wait()
+def _meeting_point() -> Iterator[tuple[str, list[int]]]:
+    """Path of an empty file that only this user can open, and descriptors that make it so in a worker.
+
+    A file and no port of this machine: to that any user could connect, read all keys and write others. Where the
+    system shows open files as files it has no name, so that nothing is left however the processes end.
+    """
+    if Path("/proc/self/fd").exists():
+        with tempfile.TemporaryFile() as file:
+            yield f"/proc/self/fd/{file.fileno()}", [file.fileno()]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield str(Path(folder, "meeting-point")), []
 
 
-def _start(task: Task) -> _Worker:
+def _flush_output() -> None:
+    """Write what was printed before the workers begin to print."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+            stream.flush()
+
+
+def _start(task: Task, inherited: Sequence[int]) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs, tempfile.TemporaryFile() as page:
         page.truncate(mmap.PAGESIZE)
@@ -189,13 +188,12 @@ def _start(task: Task) -> _Worker:
             "LOCAL_RANK": str(task.rank),
             "WORLD_SIZE": str(task.world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(task.port),
             **task.environment,
         }
-        inherited = [theirs.fileno(), page.fileno()]
+        own = [theirs.fileno(), page.fileno()]
         process = subprocess.Popen(
-            python_command("profiler.worker", *map(str, inherited)),
-            pass_fds=inherited if task.listener is None else [*inherited, task.listener],
+            python_command("profiler.worker", *map(str, [*own, *inherited])),
+            pass_fds=[*own, *inherited],
             env=environment,
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C goes to the caller alone, and what a worker starts ends with it
@@ -204,10 +202,10 @@ def _start(task: Task) -> _Worker:
     connection = Connection(ours.detach())
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a worker that died at once shows in _gather
         connection.send((task.rank, cloudpickle.dumps(task)))
-    return _Worker(task.rank, process, connection, journal)
+    return Worker(task.rank, process, connection, journal)
 
 
-def _gather(workers: Sequence[_Worker], describe: Callable[[Entry], str]) -> list[Any]:
+def _gather(workers: Sequence[Worker], describe: Callable[[Entry], str]) -> list[Any]:
     """The workers' results in rank order, or the error of the worker that failed first."""
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
@@ -225,8 +223,6 @@ def _gather(workers: Sequence[_Worker], describe: Callable[[Entry], str]) -> lis
             if isinstance(outcome, Failure):
                 failures[worker.rank] = outcome
                 deadline = deadline or time.monotonic() + SECONDS_FOR_OTHER_REPORTS
-                if not outcome.echo:
-                    deadline = time.monotonic()
             else:
                 results[worker.rank] = cloudpickle.loads(outcome)
     if failures:
@@ -240,14 +236,21 @@ def _gather(workers: Sequence[_Worker], describe: Callable[[Entry], str]) -> lis
     return [results[worker.rank] for worker in workers]
 
 
-def _outcome(worker: _Worker, describe: Callable[[Entry], str]) -> bytes | Failure:
+def _outcome(worker: Worker, describe: Callable[[Entry], str]) -> bytes | Failure:
     """What the worker reports, or how it ended."""
     try:
         outcome = worker.connection.recv()
     except (EOFError, OSError):
-        code = worker.process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        worker.ended = True
         where = describe(worker.journal.read())
-        return Failure(f"{where}{': ' if where else ''}its process {how} before it had finished", "", echo=False)
+        return Failure(f"{where}{': ' if where else ''}its process {_how_it_went(worker)}", "", echo=False)
+    worker.reported = True
     assert isinstance(outcome, bytes | Failure)
     return outcome
+
+
+def _how_it_went(worker: Worker) -> str:
+    try:
+        return f"{how_it_ended(worker.process.wait(SECONDS_TO_END))} before it had finished"
+    except subprocess.TimeoutExpired:
+        return "has closed the connection over which it should report"

@@ -110,7 +110,7 @@ def _arm(fault: Fault, switch: _Switch) -> None:
 
     def strike() -> None:
         time.sleep(fault.after_s)
-        Path(fault.mark).write_text(json.dumps([time.time(), int(os.environ["MASTER_PORT"])]))
+        Path(fault.mark).write_text(json.dumps([time.time(), int(os.environ.get("MASTER_PORT", "0"))]))
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "stop":
@@ -244,7 +244,7 @@ class _Leftovers:
         return sorted(new) + self._port(fault) + [f"process {number}" for number in self._processes()]
 
     def _port(self, fault: Fault) -> list[str]:
-        """That of the store at which the ranks met, if it cannot be had again."""
+        """That of the store at which the ranks met, if it cannot be had again; under `launch` they need none."""
         _, port = json.loads(Path(fault.mark).read_text())
         try:
             socket.create_server(("", port)).close()
@@ -262,6 +262,12 @@ class _Leftovers:
             if self._token.encode() in environment and place.name != str(os.getpid()):
                 found.append(place.name)
         return found
+
+
+def free_port() -> int:
+    """A port that nobody listens at, for ranks that are started by hand."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
 
 
 def plan_of(plan_for: Any, ranks: int) -> Plan:

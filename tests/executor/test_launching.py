@@ -113,11 +113,12 @@ def test_a_notebook_launches_what_its_cells_define(plan_for: Callable[..., Plan]
 
 
 SCRIPT = """
-import sys, time
+import atexit, sys, time
 from executor import launch
 from planner import Plan
 
 def wait(plan):
+    atexit.register(print, "exit function")
     print("begun", flush=True)
     time.sleep(600)
 
@@ -138,6 +139,7 @@ def test_an_interrupted_caller_ends_its_workers(plan_for: Callable[..., Plan], t
     assert caller.stdout is not None
     assert [caller.stdout.readline() for _ in range(2)] == ["begun\n"] * 2  # what workers print is seen
     caller.send_signal(signal.SIGINT)
-    _, errors = caller.communicate(timeout=60)  # ends only when the workers have closed their output too
+    output, errors = caller.communicate(timeout=60)  # ends only when the workers have closed their output too
+    assert output == "exit function\n" * 2
     assert caller.returncode == -signal.SIGINT
     assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")

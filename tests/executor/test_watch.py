@@ -1,8 +1,13 @@
 """One error in one form: who tells it, and how it is printed. Whole runs with faults are in test_faults.py."""
 
+import contextlib
 import io
+import os
+import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +16,9 @@ from executor import watch as watching
 from executor.mesh import Message
 from executor.position import Phase
 from executor.watch import Watch
-from planner import ExecutionError
+from executor.world import TIMEOUT_VARIABLE
+from planner import ExecutionError, Plan
+from tests.executor.fault_trials import free_port, plan_of
 
 ENDED: list[tuple[int, Message | None]] = [(2, {"finished": 0}), (2, None)]  # rank 2 without a call
 ECHO = "Connection closed by peer"  # what a wait of gloo raises then
@@ -97,3 +104,107 @@ def test_an_error_is_printed_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stderr", Unbuffered())
     watching._say("rank 1 of 3 failed")
     assert pieces == ["rank 1 of 3 failed\n"]
+
+
+def test_its_own_failure_is_a_cause_like_any_other(mesh: Posted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watching thread ended in silence: nobody noticed from then on that a rank was gone or stuck."""
+    watched = threading.Event()
+
+    def broken(_: float) -> list[tuple[int, Message | None]]:
+        watched.wait()
+        raise OSError("somebody has closed the descriptor")
+
+    monkeypatch.setattr(mesh, "poll", broken)
+    watch = Watch(0, 3, timeout_s=60)
+    told = r"^rank 0 of 3 failed: watching over the other ranks: OSError: somebody has closed the descriptor$"
+    with pytest.raises(ExecutionError, match=told), watch.call(Phase.NORM):
+        watched.set()
+        with watch._changed:
+            assert watch._changed.wait_for(lambda: watch._cause is not None, 60)
+        raise RuntimeError(ECHO)
+    assert [cause["rank"] for cause in mesh.causes] == [0]
+
+
+class Stalled(io.StringIO):
+    """A pipe that nobody reads."""
+
+    def write(self, text: str) -> int:
+        threading.Event().wait()
+        return len(text)
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("stream", [None, Full(), Stalled()], ids=["closed", "full", "stalled"])
+def test_it_speaks_without_being_heard(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    watching._say("rank 1 of 3 failed")
+
+
+SCRIPT = """
+import sys, time
+from executor import Pipeline
+from planner import Plan
+from tests.executor.fault_trials import Deep, X
+
+def loss_fn(output, target):
+    if pipe.steps == 1:
+        time.sleep(1e6)  # nothing interrupts it
+    return (output - target).square().mean()
+
+pipe = Pipeline(Deep(), Plan.load(sys.argv[1]), loss_fn=loss_fn)
+try:
+    for step in range(3):
+        pipe.step(X, target=X)
+except Exception as problem:
+    with open(sys.argv[2], "w") as file:
+        file.write(str(problem))
+    raise
+"""
+
+
+def test_no_output_disables_it(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    """With a closed standard error the watching thread died of its message, and the ranks waited without end.
+
+    Of three ranks one has it closed, one has a full disk, and the last, which is stuck, a pipe that nobody reads.
+    """
+    plan_of(plan_for, 3).save(tmp_path / "plan.json")
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    read, written = os.pipe()
+    os.set_blocking(written, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(written, b"x" * 4096)
+    os.set_blocking(written, True)
+    variables = {
+        "PYTHONPATH": path,
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "none",  # then a rank says its error at once, from the watching thread
+        TIMEOUT_VARIABLE: "3",
+    }
+    with Path("/dev/full").open("w") as full:
+        ranks = [
+            subprocess.Popen(
+                ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", SCRIPT, "plan.json", f"error-{rank}"],
+                env={**os.environ, **variables, "RANK": str(rank)},
+                cwd=tmp_path,
+                stderr=stderr,
+            )
+            for rank, (closed, stderr) in enumerate([("2>&-", None), ("", full), ("", written)])
+        ]
+    try:
+        codes = [rank.wait(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        os.close(read)
+        os.close(written)
+    assert all(codes)
+    errors = {(tmp_path / f"error-{rank}").read_text() for rank in range(2)}
+    assert len(errors) == 1 and errors.pop().startswith("rank 2 of 3 failed: it has been at step 1, stage 2")

@@ -1,9 +1,14 @@
-"""Worker processes: results, failures, deaths."""
+"""Worker processes: results, failures, deaths, ends."""
 
+import atexit
 import importlib
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from profiler import ending
 from profiler.channel import finish, start_receive, start_send
 from profiler.device import Cluster, Device
 from profiler.errors import ExecutionError
@@ -112,3 +118,137 @@ def test_workers_find_the_users_modules_and_start_without_them(folder_of_intrude
     finally:
         del sys.modules["users_own"]
     assert not (folder_of_intruders / "ran").exists()
+
+
+ENDS = """
+import atexit, ctypes, os, sys, threading, time, warnings
+from profiler.workers import run_workers
+
+def say(words):
+    sys.stdout.write(f"{words} of rank {os.environ['RANK']}\\n")
+
+def last(folder):
+    time.sleep(0.3)
+    with open(f"{folder}/{os.environ['RANK']}", "w") as file:
+        file.write("exit function")
+    say("exit function")
+
+def work(how, folder):
+    atexit.register(last, folder)
+    say("print")
+    sys.stdout.write("no end of line, ")
+    ctypes.CDLL(None).puts(f"C of rank {os.environ['RANK']}".encode())
+    threading.Thread(target=lambda: (time.sleep(0.3), say("thread"))).start()
+    globals()["held"] = open(f"{folder}/held-{os.environ['RANK']}", "w")
+    held.write("never closed")
+    if os.environ["RANK"] == "1" or how == "large":
+        if how == "raise":
+            raise KeyError("the first cause")
+        return b"0" * 2**24 if how == "large" else how
+    if how == "raise":
+        time.sleep(60)  # a rank that is not told of the failure
+    return how
+
+print("before")
+try:
+    print([len(result) for result in run_workers(work, [(sys.argv[1], sys.argv[2])] * 2)])
+except BaseException as problem:
+    print(str(problem).partition("\\n")[0])
+print("after")
+"""
+
+
+@pytest.mark.parametrize("to", ["pipe", "file"])
+@pytest.mark.parametrize("how", ["return", "large", "raise"])
+def test_workers_end_as_python_ends(tmp_path: Path, how: str, to: str) -> None:
+    """They were killed as soon as they had reported: where Python buffers, 0 of 6 printed lines arrived.
+
+    Nor did an exit function of 0.3 s come to its end, as experiment trackers have, or what threads still printed.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    with (tmp_path / "output").open("w+") as output:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", ENDS, how, str(tmp_path)],
+            env=environment,
+            stdout=output if to == "file" else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        output.seek(0)
+        said = done.stdout if to == "pipe" else output.read()
+    assert done.stderr == ""
+    lines = said.splitlines()
+    assert lines[0] == "before" and lines[-1] == "after"
+    result = {"return": "[6, 6]", "large": f"[{2**24}, {2**24}]"}.get(how, "rank 1 of 2 failed: KeyError: 'the first")
+    assert lines[-2].startswith(result)
+    for rank in range(2):
+        for words in ("print", "C", "thread", "exit function"):
+            assert said.count(f"{words} of rank {rank}\n") == 1, said
+        assert (tmp_path / str(rank)).read_text() == "exit function"
+        assert (tmp_path / f"held-{rank}").read_text() == "never closed"
+    assert said.count("no end of line, ") == 2
+
+
+def _never_ends(how: str) -> str:
+    """Rank 1 returns and does not end."""
+    if dist.get_rank() == 1:
+        if how == "exit function":
+            atexit.register(threading.Event().wait)
+        elif how == "stopped":
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        else:
+            atexit.register(print, "an exit function of rank 1")
+            threading.Thread(target=threading.Event().wait).start()
+    return how
+
+
+@pytest.mark.parametrize("how", ["thread", "exit function", "stopped"])
+def test_a_worker_that_does_not_end_is_ended_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Nothing may hang on a worker that has done its work; its exit functions still run if it can be interrupted."""
+    monkeypatch.setattr(ending, "SECONDS_TO_END", 3.0)
+    with pytest.warns(UserWarning, match=r"rank 1 of 2 had reported .* not ended 3 s later, so it was ended"):
+        assert run_workers(_never_ends, [(how,)] * 2) == [how] * 2
+    if how == "thread":
+        assert "an exit function of rank 1\n" in capfd.readouterr().out
+
+
+def _crashes_at_exit(_: int) -> int:
+    if dist.get_rank() == 1:
+        atexit.register(os._exit, 3)
+    return 0
+
+
+def test_a_worker_that_ends_badly_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"rank 1 of 2 had reported .* then exited with code 3, in an exit function"):
+        assert run_workers(_crashes_at_exit, [(0,)] * 2) == [0, 0]
+
+
+def _exits(code: int) -> None:
+    threading.Thread(target=threading.Event().wait).start()
+    sys.exit(code)
+
+
+def test_a_worker_that_exits_is_no_reason_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent waited without end for the thread of a worker that had called sys.exit."""
+    monkeypatch.setattr(ending, "SECONDS_TO_END", 0.5)
+    with warnings.catch_warnings(record=True), pytest.raises(ExecutionError, match="SystemExit: 7"):
+        warnings.simplefilter("always")
+        run_workers(_exits, [(7,)])
+
+
+def _forks_and_terminates(_: int) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+    process.start()
+    process.terminate()
+    process.join()
+    return process.exitcode
+
+
+def test_forks_end_when_they_are_terminated() -> None:
+    """They do not inherit that a worker ends with its exit functions when it is asked to."""
+    assert run_workers(_forks_and_terminates, [(0,)]) == [-signal.SIGTERM]

@@ -236,7 +236,7 @@ def hook_gradient(value: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
     def only_if_there_is_one(gradient: Tensor | None) -> Tensor | None:
         return None if gradient is None else hook(gradient)
 
-    value.register_hook(only_if_there_is_one)  # type: ignore[no-untyped-call]
+    value.register_hook(only_if_there_is_one)
 
 
 def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:

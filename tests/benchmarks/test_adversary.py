@@ -3,9 +3,10 @@
     python -m pytest -m benchmark tests/benchmarks/test_adversary.py -s
     python -m tests.benchmarks.test_adversary --first 2500 --models 2500      # a further chunk, in a script
 
-A case is one plan for one model: cuts, K = 2 to 4, M, micro-batches of one and uneven ones, schedule, recompute, skips,
-replicas. Four plans for each of 2,510 models make 10,000 cases, though some models may be refused. Each prints its text if it is wrong, and the
-figures of adversary.md at the end. In processes, ranks sleep for random moments before and after their passes.
+A case is one plan for one model: cuts, K = 1 to 4, M, micro-batches of one and uneven ones, schedule, recompute, skips,
+replicas. Four plans for each of 2,510 models make 10,000 cases, though some models may be refused. Each prints its text
+if it is wrong, and the figures of adversary.md come at the end. In processes, ranks sleep for random moments before and
+after their passes.
 """
 
 from __future__ import annotations
@@ -62,9 +63,8 @@ def adversary(first: int, models: int) -> tuple[int, list[str]]:
                 print(found[-1], flush=True)
         if (seed - first) % 50 == 49:
             print(f"{ran} cases, {len(found)} wrong, {time.monotonic() - begin_s:.0f} s", flush=True)
-    print(
-        f"{ran} cases of {models} models (seeds from {first}), {refused} of them refused by name, {len(found)} wrong; operations: {dict(seen)}", flush=True
-    )
+    print(f"{ran} cases of {models} models (seeds from {first}), {refused} of them refused, {len(found)} wrong")
+    print(f"operations: {dict(seen)}", flush=True)
     return ran, found
 
 

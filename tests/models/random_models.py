@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 FEATURES = 12
+DRAFTED = 11  # samples while a model is made up: no other extent, so that samples never mix
 IDS = 4  # different numbers in `ids`
 STREAMS = 2  # of hyper-connections
 Shape = tuple[int, ...]
@@ -98,7 +99,7 @@ class RecipeModel(nn.Module):
         self.recipe = recipe
         self.shapes: dict[str, Shape] = {}
         with torch.no_grad():
-            self.forward(*sample(3), make=True)
+            self.forward(*sample(DRAFTED), make=True)
 
     def held(self, name: str, shape: Shape, make: bool) -> Tensor:
         """A parameter or buffer; made on the first run."""
@@ -284,7 +285,7 @@ class _Draft:
         self._chance = chance
         self._operations: list[Operation] = []
         self._model = RecipeModel(Recipe((), (0,), (0,)))
-        x, ids = sample(3)
+        x, ids = sample(DRAFTED)
         self._values = [x, ids]
         self._names = 0
 
@@ -300,7 +301,7 @@ class _Draft:
                 alike = [number for number, value in enumerate(self._values) if value.shape == shape]
                 reads.append(chance.choice(alike) if chance.random() < 0.7 else chance.randrange(len(self._values)))
             written = name in WRITES and self._is_given(self._values[reads[0]])
-            if not written and max(self._values[number].numel() for number in reads) <= 3 * 96:
+            if not written and max(self._values[number].numel() for number in reads) <= DRAFTED * 96:
                 names, extents = tuple(self._name(name)), self._extents(name, self._values[reads[0]])
                 if self._grows_by(Operation(name, tuple(reads), names, extents)):
                     return
@@ -312,7 +313,7 @@ class _Draft:
                 self._model.apply_to(values, operation, make=True)
         except (RuntimeError, ValueError, IndexError, TypeError):
             return False
-        if any(value.dim() < 2 or len(value) != 3 for value in values):
+        if any(value.dim() < 2 or len(value) != DRAFTED for value in values):
             return False  # mixes the samples, or could with the next operation
         self._values = values
         self._operations.append(operation)
@@ -364,7 +365,7 @@ class _Draft:
 
 def _trains(recipe: Recipe) -> bool:
     """Whether torch can train it with micro-batches of one sample, too."""
-    for size in (3, 1):
+    for size in (DRAFTED, 1):
         model = RecipeModel(recipe)
         x, ids = sample(size)
         try:

@@ -23,7 +23,7 @@ from profiler.loss import LossFunction, loss_of
 from profiler.measured_kind import is_host, layer_costs, measured_kind
 from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, by_importance, measured_sizes
 from profiler.optimizers import OptimizerChoice, named_optimizer
-from profiler.quantities import check_seconds
+from profiler.quantities import MOST_SECONDS, shown
 from profiler.record import LayerInfo, ParameterInfo, Profile
 from profiler.sequence import LayerSequence
 from profiler.stand_ins import fake_runner, input_bytes, micro_batch
@@ -167,7 +167,8 @@ def _least_of_each_kind(cluster: Cluster) -> dict[str, Device]:
 
 
 def _check(loss_fn: LossFunction | None, target: Any, time_budget_s: float) -> None:
-    check_seconds("time_budget_s", time_budget_s, positive=False)
+    if not (isinstance(time_budget_s, int | float) and 0 <= time_budget_s <= MOST_SECONDS):
+        raise ArgumentError(f"time_budget_s={shown(time_budget_s)}; pass seconds, 0 for as few repeats as can be")
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentError(f"loss_fn={loss_fn!r} cannot be called; pass a function of the output and the target")
     if (loss_fn is None) != (target is None):

@@ -58,6 +58,12 @@ def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleS
     if negative:
         raise ArgumentError(f"batch_dims holds negative dimensions {negative}; count from 0")
     leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_leaf)
+    strange = [type(leaf).__name__ for leaf in leaves if not pytree.tree_structure(leaf).is_leaf()]
+    if strange:
+        raise ArgumentError(
+            f"the sample holds a container that cannot be written to a plan ({strange[0]}); pass tuples, lists and "
+            "dicts"
+        )
     try:
         structure = sample_tree.dumps((args, kwargs))
     except ValueError as problem:
@@ -96,10 +102,7 @@ def _describe_leaf(leaf: Any, dim: int | None, batch_size: int) -> TensorLeaf | 
         raise ArgumentError(f"the sample holds the number {leaf}; constants must be finite")
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return ConstantLeaf(value=leaf)
-    raise ArgumentError(
-        f"the sample holds a {type(leaf).__name__}; tensors, numbers, strings and None can be traced, in tuples, lists "
-        "and dicts"
-    )
+    raise ArgumentError(f"the sample holds a {type(leaf).__name__}; tensors, numbers, strings and None can be traced")
 
 
 @dataclass(frozen=True, slots=True)

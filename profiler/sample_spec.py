@@ -84,7 +84,9 @@ class SampleSpec(Value):
         if not all(isinstance(name, str) for name in structure[1]):
             raise ValueError("tree has a keyword argument whose name is a number")
         if sample_tree.leaf_count(structure) != len(self.leaves):
-            raise ValueError(f"tree has {sample_tree.leaf_count(structure)} leaves, and {len(self.leaves)} are given")
+            raise ValueError(
+                f"tree has {sample_tree.leaf_count(structure)} leaves, and {len(self.leaves)} are given; plan again"
+            )
 
     @property
     def only_micro_batch_size(self) -> int | None:

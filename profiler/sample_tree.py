@@ -100,7 +100,9 @@ def loads(text: str) -> Any:
             raise ValueError(f"containers stand more than {MOST_DEPTH} deep inside each other")
         return node.built()
     except ValidationError as problem:
-        raise ValueError(f"is no structure of tuples, lists and dicts: {first_problem(problem)}") from problem
+        raise ValueError(
+            f"is no structure of tuples, lists and dicts, plan again ({first_problem(problem)})"
+        ) from problem
 
 
 def leaf_count(structure: Any) -> int:

@@ -108,7 +108,10 @@ class Point(NamedTuple):
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ((torch.zeros(4, 3), Point(torch.zeros(4, 3))), "holds a Point; .* in tuples, lists and dicts"),
+        (
+            (torch.zeros(4, 3), Point(torch.zeros(4, 3))),
+            "a container that cannot be written to a plan .Point.; pass tuples, lists and dicts",
+        ),
         ((torch.zeros(4, 3), {2.5: torch.zeros(4)}), "the key 2.5, which is neither a string nor a whole number"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import cloudpickle
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -44,6 +46,15 @@ def main() -> None:
     os._exit(0)  # a process group that lost a peer can hang in its destructor
 
 
+def _seed(seed: int | None) -> None:
+    """Let all random numbers that a training loop may draw begin at a seed."""
+    if seed is None:
+        return
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
 def _end_with_parent(connection: Connection) -> None:
     """End this process when the socket closes: a parent that died must not leave workers behind."""
     try:
@@ -69,7 +80,9 @@ def _run(task: Task) -> bytes | Failure:
         dist.init_process_group(
             default_backend(), store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
         )
+        _seed(task.seed)  # the function's own modules, imported now, may draw as well
         function, args = cloudpickle.loads(task.payload)
+        _seed(task.seed)
         return bytes(cloudpickle.dumps(function(*args)))
     except PlanError as problem:
         # A connection that breaks within an action is wrapped as a failure of that action, and still an echo.

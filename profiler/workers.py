@@ -50,6 +50,7 @@ class Task:
         timeout_s: seconds after which a message between workers counts as lost.
         cores: that the worker may run on; None for all.
         environment: further variables of its environment.
+        seed: of the random numbers of torch, Python and numpy; None to leave them as they are.
         payload: `(function, args)`, pickled by value.
     """
 
@@ -61,6 +62,7 @@ class Task:
     timeout_s: float
     cores: frozenset[int] | None
     environment: Mapping[str, str]
+    seed: int | None
     payload: bytes
 
 
@@ -91,6 +93,7 @@ def run_workers(
     timeout_s: float = 60.0,
     own_cores: bool = True,
     environment: Mapping[str, str] | None = None,
+    seed: int | None = None,
     describe: Callable[[Entry], str] = lambda _: "",
 ) -> list[Any]:
     """Call `function(*args_of_rank[rank])` in one process per rank, inside one `torch.distributed` world.
@@ -103,6 +106,7 @@ def run_workers(
         own_cores: give each worker cores of its own where together they occupy exactly those of this machine; see
             `cores_of_workers`.
         environment: further variables of the workers' environment.
+        seed: of all workers' random numbers; None for others in each.
         describe: says in words what a worker's journal holds; "" for nothing. Of a worker that dies it is the last
             that is known.
 
@@ -120,11 +124,9 @@ def run_workers(
             payload = cloudpickle.dumps((function, args))
             listener = store.fileno() if rank == 0 else None
             port = store.getsockname()[1]
-            workers.append(
-                _start(
-                    Task(rank, world_size, port, listener, threads, timeout_s, cores[rank], environment or {}, payload)
-                )
-            )
+            variables = environment or {}
+            task = Task(rank, world_size, port, listener, threads, timeout_s, cores[rank], variables, seed, payload)
+            workers.append(_start(task))
         return _gather(workers, describe)
 
 

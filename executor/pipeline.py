@@ -43,6 +43,7 @@ from executor.randomness import generator_of, preserved
 from executor.replicas import GradientSum, group_of_peers
 from executor.runtime import Runtime
 from executor.shared_loss import SharedLoss
+from executor.shared_state import share_state
 from executor.stage_runner import MicroBatch, StageRunner
 from executor.stopwatch import TimedAction
 from executor.tied import forget_gradients, sum_gradients
@@ -121,6 +122,8 @@ class Pipeline:
         # All meet before process groups are made: nothing could end the wait for one that is stuck.
         with self.watch.call(Phase.CONSTRUCTION, {"the call": "the end of the construction"}):
             self._connect(check_finite)
+            self.watch.log.phase(Phase.SHARING)
+            share_state(self._sequence, plan, self._layout, self._placement, self._unread)
 
     def _place(self, loss_fn: LossFunction | None, seed: int, initialize: Initializer | None) -> None:
         """The stages of this process."""

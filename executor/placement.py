@@ -66,13 +66,13 @@ def place(
         for name in sequence.layers[layer].parameters
     }
     ordered = [(name, device) for name in sequence.parameters for device in devices.values() if (name, device) in used]
-    buffer_names = {stage: _buffer_names(sequence, layers_of[stage]) for stage in stages}
+    needed = {stage: buffer_names(sequence, layers_of[stage]) for stage in stages}
     bare: dict[str, set[torch.device]] = {}
     for name, device in ordered:
         if sequence.parameters[name].is_meta:
             bare.setdefault(name, set()).add(device)
     for stage in stages:
-        for name in buffer_names[stage]:
+        for name in needed[stage]:
             if sequence.buffers[name].is_meta:
                 bare.setdefault(name, set()).add(devices[stage])
     made = materialize(bare) if bare else {}
@@ -93,7 +93,7 @@ def place(
             stage: {
                 name: made[name, devices[stage]] if (name, devices[stage]) in made else buffer.to(devices[stage])
                 for name, buffer in sequence.buffers.items()
-                if name in buffer_names[stage]
+                if name in needed[stage]
             }
             for stage in stages
         },
@@ -110,7 +110,7 @@ def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | Non
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
-def _buffer_names(sequence: LayerSequence, layers: range) -> set[str]:
+def buffer_names(sequence: LayerSequence, layers: range) -> set[str]:
     """All buffers that the layers, their statistics or a prelude may read."""
     names = sequence.names_read(layers) | set(sequence.prelude_of(sorted(sequence.prelude_names)).buffers)
     return names & sequence.buffers.keys()

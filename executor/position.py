@@ -27,6 +27,7 @@ class Phase(IntEnum):
     SAVE = 7
     LOAD = 8
     MEASURED = 9
+    SHARING = 10
 
 
 _WORDS = {
@@ -40,6 +41,7 @@ _WORDS = {
     Phase.SAVE: "in save_checkpoint",
     Phase.LOAD: "in load_checkpoint",
     Phase.MEASURED: "sharing what was measured",
+    Phase.SHARING: "sharing the parameters and buffers that several ranks hold",
 }
 
 
@@ -78,7 +80,7 @@ class Position:
         if self.action is not None:
             where = f"stage {self.action.stage}, micro-batch {self.action.micro_batch}, action {self.action}"
             return f"step {self.step}, {where}"
-        if self.phase in (Phase.CONSTRUCTION, Phase.LOAD):
+        if self.phase in (Phase.CONSTRUCTION, Phase.LOAD, Phase.SHARING):
             return _WORDS[self.phase]
         return f"step {self.step}, {_WORDS[self.phase]}"
 

@@ -65,6 +65,22 @@ def samples_of_replicas(batch_size: int, replicas: int) -> tuple[int, ...]:
     return (smaller + 1,) * larger + (smaller,) * (replicas - larger)
 
 
+def some_samples(tensor: Tensor, batch_dim: int | None, samples: range) -> Tensor:
+    """Some samples of an input of the model; one without a batch dimension stays whole."""
+    if batch_dim is None or len(samples) == tensor.shape[batch_dim]:
+        return tensor
+    return tensor.narrow(batch_dim, samples.start, len(samples))
+
+
+def target_of(target: Any, samples: range) -> Any:
+    """The target of some samples: tensors along dimension 0, other leaves whole."""
+
+    def some(leaf: Tensor) -> Tensor:
+        return some_samples(leaf, 0 if leaf.dim() > 0 else None, samples)
+
+    return some(target) if isinstance(target, Tensor) else pytree.tree_map_only(Tensor, some, target)
+
+
 def split_input(tensor: Tensor, batch_dim: int | None, sizes: Sequence[int]) -> Sequence[Tensor]:
     """An input of the model for each micro-batch; one without a batch dimension goes whole to each."""
     return [tensor] * len(sizes) if batch_dim is None else tensor.split(list(sizes), batch_dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,18 @@ def place(
         read_by=read_by,
         tied=_tied(sequence, plan, layout, parameters, read_by),
     )
+
+
+def of_no_layer(model: nn.Module, sequence: LayerSequence, materialize: Materialize) -> dict[str, Tensor]:
+    """Parameters and buffers of the model's state that no layer reads; the first stage holds them."""
+    read = {*sequence.parameters, *sequence.buffers}
+    used = {alias for name in read for alias in sequence.aliases.get(name, ())}
+    whole: dict[str, Any] = model.state_dict(keep_vars=True)
+    unread = {name: held for name, held in whole.items() if name not in used and isinstance(held, Tensor)}
+    cpu = torch.device("cpu")
+    bare = {name: [cpu] for name, held in unread.items() if held.is_meta}
+    made = materialize(bare) if bare else {}
+    return {name: made.get((name, cpu), held) for name, held in unread.items()}
 
 
 def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | None) -> nn.Parameter:

@@ -28,6 +28,8 @@ class Phase(IntEnum):
     LOAD = 8
     MEASURED = 9
     SHARING = 10
+    READING = 11
+    HANDING_OUT = 12
 
 
 _WORDS = {
@@ -42,6 +44,8 @@ _WORDS = {
     Phase.LOAD: "in load_checkpoint",
     Phase.MEASURED: "sharing what was measured",
     Phase.SHARING: "sharing the parameters and buffers that several ranks hold",
+    Phase.READING: "reading the next batch",
+    Phase.HANDING_OUT: "handing out rank 0's batch",
 }
 
 
@@ -74,7 +78,7 @@ class Position:
         """Whether the rank talks to others there, and so waits for them."""
         if self.action is not None:
             return self.action.kind in _TRANSFERS
-        return self.phase not in (Phase.OUTSIDE, Phase.CONSTRUCTION, Phase.PREPARATION)
+        return self.phase not in (Phase.OUTSIDE, Phase.CONSTRUCTION, Phase.PREPARATION, Phase.READING)
 
     def __str__(self) -> str:
         if self.action is not None:

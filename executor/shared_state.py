@@ -46,8 +46,8 @@ def share_state(
 ) -> None:
     """Give what several processes hold the value that it has in the first of them.
 
-    All processes call this. Who holds what is known to all, and they go through it in one order, that of the holders: so
-    both ends of a message put the same into it, and no two wait for each other.
+    All processes call this. Who holds what is known to all, and they go through it in one order, that of the holders:
+    so both ends of a message put the same into it, and no two wait for each other.
 
     Args:
         sequence: the model's layers.

@@ -46,7 +46,7 @@ def digest_of(tree: Any) -> str:
         if isinstance(leaf, Tensor):
             dense = leaf.detach().to_dense() if leaf.layout is not torch.strided else leaf.detach()
             found.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            found.update(memoryview(_bytes_of(dense.cpu().contiguous().reshape(-1))))
+            found.update(_bytes_of(dense.cpu().contiguous().reshape(-1)).data)
         else:
             found.update(_of_other(leaf))
     return found.hexdigest()
@@ -124,15 +124,16 @@ class Contents:
 
 def _some_of(tensor: Tensor, look: int) -> Tensor:
     """Some elements of a tensor, in the order of its dimensions, whatever its layout in memory."""
-    some = tensor.detach().take(_positions(tensor.numel(), look % LOOKED_AT, tensor.device))
+    stride = -(-tensor.numel() // LOOKED_AT)
+    places = _places(tensor.numel(), stride, tensor.device)
+    some = tensor.detach().take((places + look % stride) % tensor.numel())
     return some.to("cpu", non_blocking=True) if some.is_cuda else some
 
 
-@lru_cache(maxsize=1024)
-def _positions(elements: int, turn: int, device: torch.device) -> Tensor:
-    """Positions all over a tensor; over as many turns they are all different where it is large."""
-    stride = max(1, elements // LOOKED_AT)
-    return torch.arange(turn * stride // LOOKED_AT, elements, stride, device=device)
+@lru_cache(maxsize=64)
+def _places(elements: int, stride: int, device: torch.device) -> Tensor:
+    """Places all over a tensor; moved on by one at each look they come by every element."""
+    return torch.arange(0, elements, stride, device=device)
 
 
 def _bytes_of(flat: Tensor) -> numpy.ndarray[Any, Any]:

@@ -86,10 +86,10 @@ def _held(
         yield _Shared(_holders(layout, [stage for stage, names in enumerate(read) if name in names]), own)
     read = [buffer_names(sequence, own) for own in layers]
     for name, original in sequence.buffers.items():
-        own = tuple(buffers[name] for buffers in placement.buffers.values() if name in buffers)
-        if own and name not in sequence.aliases:
-            own += (original,)  # a constant: the graphs of evaluation, traced later, read the model's own
-        yield _Shared(_holders(layout, [stage for stage, names in enumerate(read) if name in names]), own)
+        buffers = tuple(own[name] for own in placement.buffers.values() if name in own)
+        if buffers and name not in sequence.aliases:
+            buffers += (original,)  # a constant: the graphs of evaluation, traced later, read the model's own
+        yield _Shared(_holders(layout, [stage for stage, names in enumerate(read) if name in names]), buffers)
     for name in sorted(unread):
         yield _Shared(_holders(layout, [0]), (unread[name],))
 

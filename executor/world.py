@@ -67,7 +67,8 @@ def group_on_host(layout: Layout) -> dist.ProcessGroup | None:
     """A group that carries tensors on the CPU; None if the default one does, or there is nobody to carry them to."""
     if layout.alone or "cpu:" in dist.get_backend_config():
         return None
-    return dist.new_group(backend="gloo")
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def _initialize(world_size: int, timeout: timedelta) -> None:

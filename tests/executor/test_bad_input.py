@@ -84,7 +84,7 @@ def outcome(plan: Plan, wrong: str, odd: bool) -> tuple[str, int, bool]:
             model.zero_grad()
         call = pipe.evaluate if odd and wrong == "call" else pipe.step
         if odd and wrong in EMPTY:
-            call(**{"target": target} if wrong == "no inputs" else {})
+            call(target=target if wrong == "no inputs" else None)
         else:
             call(x, target=target)
     except PlanError as problem:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from executor import Pipeline, launch, shared_state
 from planner import Plan
-from profiler import trace
+from profiler import channel, trace
 
 X = torch.arange(8) % 5
 
@@ -24,6 +24,9 @@ class Tied(nn.Module):
         self.middle = nn.Linear(6, 6)
         self.norm = nn.BatchNorm1d(6)
         self.last = nn.Linear(6, 6)
+        self.scale: Tensor
+        self.mask: Tensor
+        self.hidden: Tensor
         self.register_buffer("scale", torch.rand(6))
         self.register_buffer("mask", torch.rand(6).expand(8, 6))
         self.register_buffer("hidden", torch.rand(3), persistent=False)
@@ -59,7 +62,7 @@ def built(plan: Plan, on_meta: bool) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     drawn = torch.Generator().manual_seed(dist.get_rank())  # a generator that the pipeline cannot know of
     sent = 0
-    start_send = shared_state.start_send
+    start_send = channel.start_send
 
     def count(tensors: list[Tensor], **where: int) -> Any:
         nonlocal sent
@@ -71,7 +74,7 @@ def built(plan: Plan, on_meta: bool) -> dict[str, Any]:
             if tensor.is_floating_point():
                 tensor.copy_(torch.rand(tensor.shape, generator=drawn))
 
-    shared_state.start_send = count
+    pytest.MonkeyPatch().setattr(shared_state, "start_send", count)
     model = Tied(on_meta)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if on_meta:

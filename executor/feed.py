@@ -90,12 +90,13 @@ class Feed:
         """What the ranks must have in common before they exchange a message of a call, or its size would be wrong."""
         if self._layout.alone:
             return {}
-        brings = _brings(args, kwargs, target)
+        inputs, targets = pytree.tree_leaves([args, kwargs]), pytree.tree_leaves(target)
+        brings = _brings(inputs, targets)
         if brings is not Brings.ALL:
             return {CALL: kind, DATA: brings}
-        given = {CALL: kind, DATA: brings, BATCH: shapes_of([args, kwargs]), TARGET: shapes_of(target)}
+        given = {CALL: kind, DATA: brings, BATCH: shapes_of(inputs), TARGET: shapes_of(targets)}
         if self._watch.from_first(kind) is None:
-            given |= zip(CONTENT, (digest_of([args, kwargs]), digest_of(target)), strict=True)
+            given |= zip(CONTENT, (digest_of(inputs), digest_of(targets)), strict=True)
         return given
 
     def call(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool) -> Call:
@@ -111,7 +112,7 @@ class Feed:
             form, part = self._receive()
             self._watch.log.phase(Phase.PREPARATION)
             return calls.cut(form, part)
-        if layout.alone and _brings(args, kwargs, target) is not Brings.ALL:
+        if layout.alone and _brings(pytree.tree_leaves([args, kwargs]), []) is not Brings.ALL:
             raise ArgumentError(f"{kind} was given no data; pass what the model is called with")
         batch = calls.understood(args, kwargs, target, training=training)
         if from_first:
@@ -184,15 +185,14 @@ class Feed:
         return form, Part(inputs, pytree.tree_map_only(Tensor, lambda _: next(received), part.target))
 
 
-def _brings(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Brings:
+def _brings(inputs: Sequence[Any], targets: Sequence[Any]) -> Brings:
     """What a call was given; a stand-in says that this rank has no data, whatever it was computed together with."""
-    inputs, targets = (
-        [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ([args, kwargs], target)
-    )
-    if any(tensor.is_meta for tensor in (*inputs, *targets)):
+    tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+    aims = [leaf for leaf in targets if isinstance(leaf, Tensor)]
+    if any(tensor.is_meta for tensor in (*tensors, *aims)):
         return Brings.NOTHING
-    if not inputs:
-        return Brings.TARGET_ALONE if targets else Brings.NOTHING
+    if not tensors:
+        return Brings.TARGET_ALONE if aims else Brings.NOTHING
     return Brings.ALL
 
 

@@ -42,9 +42,8 @@ def sizes_for(
     return (smaller + 1,) * larger + (smaller,) * (count - larger)
 
 
-def shapes_of(tree: Any) -> str:
-    """Shapes and dtypes of a tree's tensors and how many other leaves it has, in words for an error."""
-    leaves = pytree.tree_leaves(tree)
+def shapes_of(leaves: Sequence[Any]) -> str:
+    """Shapes and dtypes of the tensors among a tree's leaves and how many others it has, in words for an error."""
     tensors = [f"{tuple(leaf.shape)} {str(leaf.dtype)[6:]}" for leaf in leaves if isinstance(leaf, Tensor)]
     others = len(leaves) - len(tensors)
     return ", ".join(tensors + ([f"{others} other values"] if others else [])) or "nothing"

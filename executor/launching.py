@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from executor.blame import timeout_for
 from executor.position import describe
 from executor.world import PROCESS_GROUP_TIMEOUT_S, TIMEOUT_VARIABLE
@@ -26,7 +28,9 @@ def launch(
 
         losses = launch(train, plan)[0]
 
-    Works from scripts and notebooks alike, without a `__main__` guard: `fn` travels by value where it must.
+    Works from scripts and notebooks alike, without a `__main__` guard: `fn` travels by value where it must. The random
+    numbers of torch, Python and numpy begin alike in all processes, at the caller's `torch.initial_seed()`: each builds
+    the same model and shuffles alike, and `torch.manual_seed(7)` before decides how.
 
     Args:
         fn: what each process runs.
@@ -54,6 +58,7 @@ def launch(
         threads=max(threads, 1),
         timeout_s=max(PROCESS_GROUP_TIMEOUT_S, 2 * limit_s),
         environment={TIMEOUT_VARIABLE: str(limit_s)},
+        seed=torch.initial_seed(),
         own_cores=on_cpu,
         describe=describe,
     )

@@ -44,18 +44,26 @@ class Layout:
     @property
     def own_replicas(self) -> tuple[int, ...]:
         """Replicas whose micro-batches this process runs."""
-        return tuple(range(self.replicas)) if self.alone else (self.replica,)
+        return self.replicas_of(self.process)
+
+    def replicas_of(self, process: int) -> tuple[int, ...]:
+        """Replicas whose micro-batches a process runs."""
+        return tuple(range(self.replicas)) if self.alone else (process * self.replicas // self.processes,)
+
+    def stages_of(self, process: int) -> tuple[int, ...]:
+        """Stages that a process runs, ascending."""
+        peers = self.peers_of(process)
+        return tuple(stage for stage, other in enumerate(self.process_of) if other in peers)
 
     @property
     def peers(self) -> tuple[int, ...]:
         """Processes that run the same stages, by replica; only this one where it is alone."""
-        if self.alone:
-            return (self.process,)
-        ranks = self.processes // self.replicas
-        return tuple(replica * ranks + self.process % ranks for replica in range(self.replicas))
+        return self.peers_of(self.process)
 
     def peers_of(self, process: int) -> tuple[int, ...]:
         """Processes that run the same stages as another one."""
+        if self.alone:
+            return (process,)
         ranks = self.processes // self.replicas
         return tuple(replica * ranks + process % ranks for replica in range(self.replicas))
 

@@ -42,9 +42,8 @@ def sizes_for(
     return (smaller + 1,) * larger + (smaller,) * (count - larger)
 
 
-def shapes_of(tree: Any) -> str:
-    """Shapes and dtypes of a tree's tensors and how many other leaves it has, in words for an error."""
-    leaves = pytree.tree_leaves(tree)
+def shapes_of(leaves: Sequence[Any]) -> str:
+    """Shapes and dtypes of the tensors among a tree's leaves and how many others it has, in words for an error."""
     tensors = [f"{tuple(leaf.shape)} {str(leaf.dtype)[6:]}" for leaf in leaves if isinstance(leaf, Tensor)]
     others = len(leaves) - len(tensors)
     return ", ".join(tensors + ([f"{others} other values"] if others else [])) or "nothing"
@@ -63,6 +62,22 @@ def samples_of_replicas(batch_size: int, replicas: int) -> tuple[int, ...]:
         )
     smaller, larger = divmod(batch_size, replicas)
     return (smaller + 1,) * larger + (smaller,) * (replicas - larger)
+
+
+def some_samples(tensor: Tensor, batch_dim: int | None, samples: range) -> Tensor:
+    """Some samples of an input of the model; one without a batch dimension stays whole."""
+    if batch_dim is None or len(samples) == tensor.shape[batch_dim]:
+        return tensor
+    return tensor.narrow(batch_dim, samples.start, len(samples))
+
+
+def target_of(target: Any, samples: range) -> Any:
+    """The target of some samples: tensors along dimension 0, other leaves whole."""
+
+    def some(leaf: Tensor) -> Tensor:
+        return some_samples(leaf, 0 if leaf.dim() > 0 else None, samples)
+
+    return some(target) if isinstance(target, Tensor) else pytree.tree_map_only(Tensor, some, target)
 
 
 def split_input(tensor: Tensor, batch_dim: int | None, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -2,7 +2,7 @@
 
     pipe = Pipeline(model, plan, loss_fn=cross_entropy)
     optimizer = torch.optim.AdamW(pipe.parameters())
-    for x, y in batches:
+    for x, y in pipe.batches(loader):       # rank 0 reads the loader
         loss = pipe.step(x, target=y)       # M micro-batches forward and backward through K stages
         optimizer.step()
         optimizer.zero_grad()
@@ -15,7 +15,7 @@ model, data, M, R, schedule and seed, not of K, the cuts, recompute or the proce
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,29 +26,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.action_times import TimedAction
-from executor.agreement import Given
 from executor.belonging import check_model, device_of, traced_as_planned
 from executor.calls import Call, Calls
 from executor.clocks import clock_offset_s
+from executor.feed import Feed
 from executor.gradient_norm import global_norm
 from executor.layout import layout_of
 from executor.materialize import Initializer, materialized
 from executor.measured import Recorded, measured_frame, real_timelines
-from executor.micro_batch import shapes_of
 from executor.moving import BufferMover
 from executor.outputs import check_joinable, whole_output
-from executor.placement import Materialize, Placement, place
+from executor.placement import Placement, of_no_layer, place
 from executor.position import Phase
 from executor.randomness import generator_of, preserved
 from executor.replicas import GradientSum, group_of_peers
 from executor.run import Run
 from executor.runtime import Runtime
 from executor.shared_loss import SharedLoss
+from executor.shared_state import share_state
 from executor.stage_runner import MicroBatch, StageRunner
 from executor.tied import forget_gradients, sum_gradients
 from executor.transport import Distributed, InProcess
 from executor.watch import Watch
-from executor.world import check_world_size, join, wait_limit
+from executor.world import check_world_size, group_on_host, join, wait_limit
 from planner.plan import Plan
 from planner.timeline import save_timeline_json
 from profiler.ambient import as_in_training
@@ -59,9 +59,6 @@ from profiler.loss import LossFunction
 
 if TYPE_CHECKING:
     import pandas
-
-
-CPU = torch.device("cpu")
 
 
 class Pipeline:
@@ -124,6 +121,8 @@ class Pipeline:
         # All meet before process groups are made: nothing could end the wait for one that is stuck.
         with self.watch.call(Phase.CONSTRUCTION, {"the call": "the end of the construction"}):
             self._connect(check_finite)
+            self.watch.log.phase(Phase.SHARING)
+            share_state(self._sequence, plan, self._layout, self._placement, self._unread)
 
     def _place(self, loss_fn: LossFunction | None, seed: int, initialize: Initializer | None) -> None:
         """The stages of this process."""
@@ -136,17 +135,7 @@ class Pipeline:
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
         self._seed = seed
-        self._unread = self._of_no_layer(materialize) if 0 in self._runners else {}
-
-    def _of_no_layer(self, materialize: Materialize) -> dict[str, Tensor]:
-        """Parameters and buffers of the model's state that no layer reads; the first stage holds them."""
-        read = {*self._sequence.parameters, *self._sequence.buffers}
-        used = {alias for name in read for alias in self._sequence.aliases.get(name, ())}
-        whole: dict[str, Any] = self._model.state_dict(keep_vars=True)
-        unread = {name: held for name, held in whole.items() if name not in used and isinstance(held, Tensor)}
-        bare = {name: [CPU] for name, held in unread.items() if held.is_meta}
-        made = materialize(bare) if bare else {}
-        return {name: made.get((name, CPU), held) for name, held in unread.items()}
+        self._unread = of_no_layer(self._model, self._sequence, materialize) if 0 in self._runners else {}
 
     def _connect(self, check_finite: bool) -> None:
         """What carries out the stages of this process, together with the others."""
@@ -157,15 +146,16 @@ class Pipeline:
         skips = [skip.ends for skip in plan.skips]
         transport = InProcess() if layout.alone else Distributed(layout, skips, in_order=backend_of(first).keeps_order)
         self._runtime = Runtime(self._runners, transport, self.watch.log, check_finite)
-        group = group_of_peers(layout)
-        for used in (transport.groups, [group] if group is not None else []):
-            for watched in used:
-                self.watch.add_group(watched)
+        group, on_host = group_of_peers(layout), group_on_host(layout)
+        for made in (*transport.groups, group, on_host):
+            if made is not None:
+                self.watch.add_group(made)
         push_nobody_off()
         self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
         self._mover = BufferMover(layout, group)
         self._loss = SharedLoss(layout, devices[layout.stages[0]])
         self._calls = Calls(self._model, plan, layout, self._sequence, devices, self._placement)
+        self._feed = Feed(self._calls, layout, self.watch, on_host)
         self._steps = 0
         self._peak = Peak()
 
@@ -185,12 +175,34 @@ class Pipeline:
         named = self._placement.named_parameters().items()
         return ((self._sequence.aliases.get(name, (name,))[0], parameter) for name, parameter in named)
 
+    def batches(self, loader: Iterable[Any] | None) -> Iterator[Any]:
+        """All batches of a loader that rank 0 alone reads, in a loop that all ranks go through together.
+
+            for x, y in pipe.batches(loader):
+                loss = pipe.step(x, target=y)
+
+        Every process calls it, and what the loader of another rank holds, or whether it has one, does not matter. There
+        the loop yields stand-ins: batches of the same structure, whose tensors have shapes and dtypes but no data (they
+        are on the meta device). They may be sliced and reshaped like others. A call that is given stand-ins, or none,
+        takes its data from rank 0, which sends to each rank what its stages read. Other leaves of a batch, such as
+        strings, are the same on all ranks.
+
+        Args:
+            loader: a `DataLoader`, or anything else to iterate over; None where there is none, on other ranks than 0.
+
+        Raises:
+            ExecutionError: reading a batch failed; the message names the cause, on all ranks.
+        """
+        return self._feed.batches(loader)
+
     def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Tensor:
         """One training step: gradients of the mini-batch's mean loss are added to the parameters' `.grad`.
 
         Args:
-            args: what the model is called with, the whole mini-batch, in every process.
-            target: passed to `loss_fn`; tensors have the batch as dimension 0.
+            args: what the model is called with, the whole mini-batch: on rank 0, and on all other ranks either the same
+                or none, as `batches` does; then what they read comes from rank 0. From its first call on each of
+                `step`, `evaluate` and `predict` takes its data in one of these ways.
+            target: passed to `loss_fn`; tensors have the batch as dimension 0. Given where `args` are.
             scaler: scales the gradients, where half precision would lose small ones; call its `step` and `update` as
                 usual. Of several processes each needs torch's `ShardedGradScaler`, which lets all skip a step alike.
             kwargs: what the model is called with.
@@ -199,14 +211,15 @@ class Pipeline:
             The mean loss over the mini-batch, a scalar on this process's first device, in every process.
 
         Raises:
-            ArgumentError: the arguments differ from what the model was traced with; before anything runs.
+            ArgumentError: the arguments differ from what the model was traced with, or from those of other ranks, of
+                which later calls compare some elements only, and say so within about a quarter of a second.
             ExecutionError: an action failed; the message names stage, micro-batch and cause. Gradients are then as they
                 were before. But those that earlier steps had left, of a plan without replicas, may hold a part of this
                 step's.
         """
-        with self.watch.call(Phase.PREPARATION, self._given("step", args, kwargs, target)):
+        with self.watch.call(Phase.PREPARATION, self._feed.given("step", args, kwargs, target)):
             self._refuse_other_modes()
-            call = self._calls.understood(args, kwargs, target, training=True)
+            call = self._feed.call("step", args, kwargs, target, training=True)
             self._begin(scaler)
             forget_gradients(self._placement.tied)
             with self._gradients.of_a_step():
@@ -220,6 +233,7 @@ class Pipeline:
                     self._mover.move(runner, call.own, call.counts)
                 loss = self._loss.of(self._own_losses(call.own))
             self._steps += 1
+            self._feed.end()
             self.watch.log.step = self._steps
         return loss
 
@@ -231,9 +245,11 @@ class Pipeline:
         Raises:
             NotTraceableError: in evaluation mode the model reads parameters elsewhere than in training.
         """
-        with self.watch.call(Phase.PREPARATION, self._given("evaluate", args, kwargs, target)):
-            call = self._evaluated(args, kwargs, target, keep_outputs=False)
-            return self._loss.of(self._own_losses(call.own))
+        with self.watch.call(Phase.PREPARATION, self._feed.given("evaluate", args, kwargs, target)):
+            call = self._evaluated("evaluate", args, kwargs, target)
+            loss = self._loss.of(self._own_losses(call.own))
+            self._feed.end()
+        return loss
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch in evaluation mode, in the process of the last stage.
@@ -245,7 +261,7 @@ class Pipeline:
         No gradient is kept, and neither a target nor a `loss_fn` is needed. Every process calls it.
 
         Args:
-            args: what the model is called with, the whole batch, in every process.
+            args: what the model is called with, the whole batch; given as to `step`.
             kwargs: what the model is called with.
 
         Returns:
@@ -260,8 +276,8 @@ class Pipeline:
                 dimension to join micro-batches along, before anything runs; or one without differs between them.
             NotTraceableError: in evaluation mode the model reads parameters elsewhere than in training.
         """
-        with self.watch.call(Phase.PREPARATION, self._given("predict", args, kwargs, None)):
-            call = self._evaluated(args, kwargs, None, keep_outputs=True)
+        with self.watch.call(Phase.PREPARATION, self._feed.given("predict", args, kwargs, None)):
+            call = self._evaluated("predict", args, kwargs, None)
             own = [batch for batches in call.own for batch in batches]
             runner = self._runners.get(self.plan.K - 1)
             output = None
@@ -269,12 +285,14 @@ class Pipeline:
                 parts = [runner.take_output(batch) for batch in own]
                 output = whole_output(call.sequence, parts, [batch.size for batch in own])
             self._loss.of([])  # there is none, but all wait for it, and end together if the last stage fails
+            self._feed.end()
         return output
 
-    def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep_outputs: bool) -> Call:
+    def _evaluated(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         """A call in evaluation mode, carried out; the last stage's runner holds its losses, or its outputs."""
         self._refuse_other_modes()
-        call = self._calls.understood(args, kwargs, target, training=False)
+        keep_outputs = kind == "predict"
+        call = self._feed.call(kind, args, kwargs, target, training=False)
         if keep_outputs:
             check_joinable(call.sequence, sum(call.counts))
         self._begin(None, keep_outputs=keep_outputs)
@@ -390,12 +408,6 @@ class Pipeline:
             everyone: list[Any] = [None] * layout.processes
             dist.all_gather_object(everyone, own)
             return everyone[: layout.processes // layout.replicas]
-
-    def _given(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Given:
-        """What the ranks must have in common before they exchange a message of a call, or its size would be wrong."""
-        if self._layout.alone:
-            return {}
-        return {"the call": call, "the batch": shapes_of([args, kwargs]), "the target": shapes_of(target)}
 
     def _refuse_other_modes(self) -> None:
         """Refuse what would make layers compute something else than planned, and messages hold something else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,13 +67,13 @@ def place(
         for name in sequence.layers[layer].parameters
     }
     ordered = [(name, device) for name in sequence.parameters for device in devices.values() if (name, device) in used]
-    buffer_names = {stage: _buffer_names(sequence, layers_of[stage]) for stage in stages}
+    needed = {stage: buffer_names(sequence, layers_of[stage]) for stage in stages}
     bare: dict[str, set[torch.device]] = {}
     for name, device in ordered:
         if sequence.parameters[name].is_meta:
             bare.setdefault(name, set()).add(device)
     for stage in stages:
-        for name in buffer_names[stage]:
+        for name in needed[stage]:
             if sequence.buffers[name].is_meta:
                 bare.setdefault(name, set()).add(devices[stage])
     made = materialize(bare) if bare else {}
@@ -93,13 +94,25 @@ def place(
             stage: {
                 name: made[name, devices[stage]] if (name, devices[stage]) in made else buffer.to(devices[stage])
                 for name, buffer in sequence.buffers.items()
-                if name in buffer_names[stage]
+                if name in needed[stage]
             }
             for stage in stages
         },
         read_by=read_by,
         tied=_tied(sequence, plan, layout, parameters, read_by),
     )
+
+
+def of_no_layer(model: nn.Module, sequence: LayerSequence, materialize: Materialize) -> dict[str, Tensor]:
+    """Parameters and buffers of the model's state that no layer reads; the first stage holds them."""
+    read = {*sequence.parameters, *sequence.buffers}
+    used = {alias for name in read for alias in sequence.aliases.get(name, ())}
+    whole: dict[str, Any] = model.state_dict(keep_vars=True)
+    unread = {name: held for name, held in whole.items() if name not in used and isinstance(held, Tensor)}
+    cpu = torch.device("cpu")
+    bare = {name: [cpu] for name, held in unread.items() if held.is_meta}
+    made = materialize(bare) if bare else {}
+    return {name: made.get((name, cpu), held) for name, held in unread.items()}
 
 
 def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | None) -> nn.Parameter:
@@ -110,7 +123,7 @@ def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | Non
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
-def _buffer_names(sequence: LayerSequence, layers: range) -> set[str]:
+def buffer_names(sequence: LayerSequence, layers: range) -> set[str]:
     """All buffers that the layers, their statistics or a prelude may read."""
     names = sequence.names_read(layers) | set(sequence.prelude_of(sorted(sequence.prelude_names)).buffers)
     return names & sequence.buffers.keys()

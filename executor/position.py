@@ -27,6 +27,9 @@ class Phase(IntEnum):
     SAVE = 7
     LOAD = 8
     MEASURED = 9
+    SHARING = 10
+    READING = 11
+    HANDING_OUT = 12
 
 
 _WORDS = {
@@ -40,6 +43,9 @@ _WORDS = {
     Phase.SAVE: "in save_checkpoint",
     Phase.LOAD: "in load_checkpoint",
     Phase.MEASURED: "sharing what was measured",
+    Phase.SHARING: "sharing the parameters and buffers that several ranks hold",
+    Phase.READING: "reading the next batch",
+    Phase.HANDING_OUT: "handing out rank 0's batch",
 }
 
 
@@ -72,13 +78,13 @@ class Position:
         """Whether the rank talks to others there, and so waits for them."""
         if self.action is not None:
             return self.action.kind in _TRANSFERS
-        return self.phase not in (Phase.OUTSIDE, Phase.CONSTRUCTION, Phase.PREPARATION)
+        return self.phase not in (Phase.OUTSIDE, Phase.CONSTRUCTION, Phase.PREPARATION, Phase.READING)
 
     def __str__(self) -> str:
         if self.action is not None:
             where = f"stage {self.action.stage}, micro-batch {self.action.micro_batch}, action {self.action}"
             return f"step {self.step}, {where}"
-        if self.phase in (Phase.CONSTRUCTION, Phase.LOAD):
+        if self.phase in (Phase.CONSTRUCTION, Phase.LOAD, Phase.SHARING):
             return _WORDS[self.phase]
         return f"step {self.step}, {_WORDS[self.phase]}"
 

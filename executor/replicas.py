@@ -101,7 +101,7 @@ class GradientSum:
         if not self._layout.alone:
             self._totals = [dense(parameter.grad) for parameter in self._parameters]
             self._check_alike()
-            for bucket in _buckets([total for total in self._totals if total is not None]):
+            for bucket in buckets([total for total in self._totals if total is not None]):
                 self._sum(bucket)
         for parameter, earlier, total in zip(self._parameters, self._earlier, self._totals, strict=True):
             parameter.grad = earlier if total is None else total if earlier is None else earlier + total
@@ -122,7 +122,7 @@ class GradientSum:
         elements = sum(tensor.numel() for tensor in tensors)
         share = -(-elements // replicas)
         flat = torch.zeros(share * replicas, dtype=tensors[0].dtype, device=tensors[0].device)
-        for place, tensor in zip(_places(flat, tensors), tensors, strict=True):
+        for place, tensor in zip(places(flat, tensors), tensors, strict=True):
             place.copy_(tensor)
         shares = torch.empty_like(flat)
         dist.all_to_all_single(shares, flat, group=self._group)
@@ -130,11 +130,11 @@ class GradientSum:
         for replica in range(1, replicas):
             total = total + shares[replica * share : (replica + 1) * share]
         dist.all_gather(list(flat.chunk(replicas)), total, group=self._group)
-        for place, tensor in zip(_places(flat, tensors), tensors, strict=True):
+        for place, tensor in zip(places(flat, tensors), tensors, strict=True):
             tensor.copy_(place)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one type and device, together of about `BUCKET_BYTES`."""
     bucket: list[Tensor] = []
     held = 0
@@ -148,7 +148,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _places(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def places(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Where each tensor lies in the flat one."""
     begin = 0
     for tensor in tensors:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from executor.agreement import Agreement, Given
 from executor.blame import Blame
+from executor.contents import Contents
 from executor.failure import FirstCause, named
 from executor.mesh import Mesh, Message
 from executor.position import Logbook, Phase
@@ -67,6 +68,7 @@ class Watch:
         self._raised = False
         self._calling = False
         self._agreement = Agreement(rank, world_size)
+        self._contents = Contents(rank)
         self._groups: list[dist.ProcessGroup | None] = [None]
         self._said_s = time.monotonic()  # when this rank last told the others where it is
         self._mesh = _meet(rank, world_size, self.log, timeout_s) if world_size > 1 else None
@@ -116,6 +118,19 @@ class Watch:
         finally:
             self.log.phase(Phase.OUTSIDE)
             self._calling = False
+
+    def from_first(self, kind: str) -> bool | None:
+        """Whether rank 0 alone brings the data of such calls; None before the ranks have met in one."""
+        with self._changed:
+            return self._agreement.from_first(kind)
+
+    def note_contents(self, tree: Any) -> None:
+        """This call was given these data; that the others' are the same comes out with a beat."""
+        with self._changed:
+            self._contents.note(self.log.calls, tree)
+            self._accuse(self._contents.difference())
+            if self._cause is not None:
+                raise self._cause.exception()
 
     # What the training thread does.
 
@@ -192,6 +207,9 @@ class Watch:
         self._blame.hear(other, message, now_s=now_s)
         if message is None:
             return
+        if message.get("contents") is not None:
+            self._contents.hear(other, *message["contents"])
+            self._accuse(self._contents.difference())
         if "given" in message:
             number = message["call"]
             if self._agreement.hear(other, number, message["given"]):
@@ -206,7 +224,7 @@ class Watch:
         self._blame.note(entry, now_s=now_s)
         if self._mesh is not None and now_s - self._said_s >= BEAT_S:
             self._said_s = now_s
-            self._mesh.post({"at": entry}, droppable=True)
+            self._mesh.post({"at": entry, "contents": self._contents.latest()}, droppable=True)
 
     def _accuse(self, cause: FirstCause | None) -> None:
         """Take what this rank has found out, if anything, for the cause unless one is known; the others hear of it."""

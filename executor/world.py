@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from executor.blame import timeout_for
+from executor.layout import Layout
 from executor.listening import keep_gloo_inside, listener_at
 from planner.plan import Plan
 from profiler.backend import process_groups
@@ -63,6 +64,14 @@ def check_world_size(plan: Plan, world_size: int) -> None:
         raise ForeignPlanError(
             f"the plan has {stages}{pipelines}, but {world_size} processes run; start {needed} processes, or one"
         )
+
+
+def group_on_host(layout: Layout) -> dist.ProcessGroup | None:
+    """A group that carries tensors on the CPU; None if the default one does, or there is nobody to carry them to."""
+    if layout.alone or "cpu:" in dist.get_backend_config():
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def _initialize(world_size: int, timeout: timedelta) -> None:

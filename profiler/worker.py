@@ -8,6 +8,7 @@ import ctypes
 import gc
 import io
 import os
+import random
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 
 import cloudpickle
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -102,6 +104,15 @@ def _keep_process_groups() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
+def _seed(seed: int | None) -> None:
+    """Let all random numbers that a training loop may draw begin at a seed."""
+    if seed is None:
+        return
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
 def _end_with_parent(connection: Connection) -> None:
     """End this process when the socket closes: a parent that died must not leave workers behind."""
     try:
@@ -123,7 +134,9 @@ def _run(task: Task) -> bytes | Failure:
         )
         if task.search_path is not None:
             sys.path[:] = task.search_path  # only now: all that this process itself is made of is there
+        _seed(task.seed)  # the function's own modules, imported now, may draw as well
         function, args = cloudpickle.loads(task.payload)
+        _seed(task.seed)
         return bytes(cloudpickle.dumps(function(*args)))
     except PlanError as problem:
         # A connection that breaks within an action is wrapped as a failure of that action, and still an echo.

@@ -52,6 +52,7 @@ class Task:
         timeout_s: seconds after which a message between workers counts as lost.
         cores: that the worker may run on; None for all.
         environment: further variables of its environment.
+        seed: of the random numbers of torch, Python and numpy; None to leave them as they are.
         payload: `(function, args)`, pickled by value.
         search_path: where modules that the payload names are looked for; None for where the worker finds its own.
     """
@@ -63,6 +64,7 @@ class Task:
     timeout_s: float
     cores: frozenset[int] | None
     environment: Mapping[str, str]
+    seed: int | None
     payload: bytes
     search_path: tuple[str, ...] | None = None
 
@@ -94,6 +96,7 @@ def run_workers(
     timeout_s: float = 60.0,
     own_cores: bool = True,
     environment: Mapping[str, str] | None = None,
+    seed: int | None = None,
     describe: Callable[[Entry], str] = lambda _: "",
     users_modules: bool = True,
 ) -> list[Any]:
@@ -107,6 +110,7 @@ def run_workers(
         own_cores: give each worker cores of its own where together they occupy exactly those of this machine; see
             `cores_of_workers`.
         environment: further variables of the workers' environment.
+        seed: of all workers' random numbers; None for others in each.
         describe: says in words what a worker's journal holds; "" for nothing. Of a worker that dies it is the last
             that is known.
         users_modules: whether workers find modules where this process does; without, as Python alone finds them.
@@ -125,7 +129,8 @@ def run_workers(
     with _meeting_point() as (meeting_point, inherited), ended_workers() as workers:
         for rank, args in enumerate(args_of_rank):
             payload = cloudpickle.dumps((function, args))
-            task = Task(rank, world_size, meeting_point, threads, timeout_s, cores[rank], environment or {}, payload)
+            variables = environment or {}
+            task = Task(rank, world_size, meeting_point, threads, timeout_s, cores[rank], variables, seed, payload)
             if users_modules:
                 task = replace(task, search_path=tuple(path or str(Path.cwd()) for path in sys.path))
             workers.append(_start(task, inherited))

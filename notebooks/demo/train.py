@@ -60,14 +60,14 @@ def train(plan: Plan, steps: int, checkpoint: Path) -> Outcome:
     """Train by the plan; runs in every process."""
     pipe = Pipeline(make_model(), plan, loss_fn=next_token_loss)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE)
-    held_out = validation_batches()
 
     def validate() -> float:
+        held_out = pipe.batches(validation_batches())
         return statistics.fmean(pipe.evaluate(x, target=y).item() for x, y in held_out)
 
     before = validate()
     losses, measured = [], []
-    data = batches(train_and_held_out()[0], BATCH_SIZE, CONFIG.context, seed=0)
+    data = pipe.batches(batches(train_and_held_out()[0], BATCH_SIZE, CONFIG.context, seed=0))
     bar = tqdm(islice(data, steps), total=steps, desc="training", disable=None if pipe.rank == 0 else True)
     for x, y in bar:
         begun = time.perf_counter()

@@ -12,6 +12,7 @@ from planner import Plan, PlanError
 from profiler import trace
 
 RANKS = 3
+STEPS = 100_000  # more than are made until a beat
 X = torch.randn(8, 4)
 Y = torch.zeros(8, 1)
 
@@ -37,7 +38,15 @@ WRONG = {
     "target": "ArgumentError: the ranks differ in the target: rank 0 has",
     "call": "ArgumentError: the ranks differ in the call: rank 0 has",
     "later": "ArgumentError: the ranks differ in the batch: rank 0 has",
+    "samples": "ArgumentError: the ranks differ in the content of the batch: rank 0 has",
+    "labels": "ArgumentError: the ranks differ in the content of the target: rank 0 has",
+    "no data on rank 0": "ArgumentError: rank 0 was given no data for step; give rank 0 alone the data",
+    "no inputs": "ArgumentError: rank {odd} was given a target without inputs for step; give rank 0 alone the data",
+    "data on two of three": "ArgumentError: rank 1 was given a batch for step, and rank {odd} no data; give rank 0",
+    "samples later": "ArgumentError: the ranks differ in the content of the batch or the target: rank 1 was given",
+    "no data later": "ArgumentError: rank {odd} was given no data for step, unlike for the calls of step before; give",
 }
+EMPTY = ("no data on rank 0", "no inputs", "data on two of three", "no data later")
 
 
 def outcome(plan: Plan, wrong: str, odd: bool) -> tuple[str, int, bool]:
@@ -45,8 +54,18 @@ def outcome(plan: Plan, wrong: str, odd: bool) -> tuple[str, int, bool]:
     model: nn.Module = nn.Linear(4, 2) if odd and wrong == "model" else Three()
     if odd and wrong == "plan":
         plan = plan.model_copy(update={"optimizer": "SGD"})
-    given = {"fewer samples": X[:6], "no samples": X[:0], "dtype": X.double(), "shape": X[:, :3], "later": X[:6]}
+    given = {
+        "fewer samples": X[:6],
+        "no samples": X[:0],
+        "dtype": X.double(),
+        "shape": X[:, :3],
+        "later": X[:6],
+        "samples": X.flip(0),
+    }
     x = given.get(wrong, X) if odd else X
+    target = torch.zeros(len(x), 1)
+    if odd and wrong in ("target", "labels"):
+        target = Y[:5] if wrong == "target" else Y + 1
     losses = 0
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -56,14 +75,23 @@ def outcome(plan: Plan, wrong: str, odd: bool) -> tuple[str, int, bool]:
 
     try:
         pipe = Pipeline(model, plan, loss_fn=loss_fn, seed=int(odd and wrong == "seed"))
-        if wrong == "later":
+        if "later" in wrong:
             pipe.step(X, target=Y)
             losses = 0
             model.zero_grad()
+        for _ in range(STEPS if wrong == "samples later" else 0):
+            pipe.step(X, target=Y + odd * torch.arange(8.0).reshape(8, 1) / 1e3)
+            model.zero_grad()
         call = pipe.evaluate if odd and wrong == "call" else pipe.step
-        call(x, target=Y[:5] if odd and wrong == "target" else torch.zeros(len(x), 1))
+        if odd and wrong in EMPTY:
+            call(target=target if wrong == "no inputs" else None)
+        else:
+            call(x, target=target)
     except PlanError as problem:
         error = f"{type(problem).__name__}: {problem}"
+    if wrong == "samples later":  # a beat says so while they go on
+        losses = 0
+        model.zero_grad()
     return error, losses, any(parameter.grad is not None for parameter in model.parameters())
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,22 @@ def test_results_come_in_rank_order(plan_for: Callable[..., Plan]) -> None:
         return dist.get_rank() + offset, dist.get_world_size(), torch.get_num_threads()
 
     assert launch(place, make_plan(plan_for), (10,)) == [(10, 2, 1), (11, 2, 1)]
+
+
+def drawn() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(numpy.random.rand())
+
+
+def test_workers_draw_alike_as_the_caller_says(plan_for: Callable[..., Plan]) -> None:
+    """Each was seeded by itself: with a loader that shuffles, stages got inputs and targets of different samples."""
+    torch.manual_seed(7)
+    first = launch(lambda _: drawn(), make_plan(plan_for))
+    torch.rand(3)  # what the caller draws moves nothing
+    assert first[0] == first[1]
+    assert launch(lambda _: drawn(), make_plan(plan_for)) == first
+    assert first[0][0] == torch.rand((), generator=torch.Generator().manual_seed(7)).item()
+    torch.manual_seed(8)
+    assert launch(lambda _: drawn(), make_plan(plan_for))[0] != first[0]
 
 
 def test_an_exception_in_the_loss_names_stage_micro_batch_and_cause(plan_for: Callable[..., Plan]) -> None:

@@ -105,7 +105,7 @@ def test_stages_between_neither_receive_nor_send_it(plan_for: Callable[..., Plan
     sequence = trace(ladder(), X)
     plan = plan_for(sequence, cuts_of(ladder()), batch_size=BATCH, micro_batches=M, skips=True)
     pipe = Pipeline(ladder(), plan, loss_fn=nn.functional.mse_loss)
-    call = pipe._calls.understood((X,), {}, Y, training=True)
+    call = pipe._feed.call("step", (X,), {}, Y, training=True)
     program = pipe._calls.program(call, call.own[0])
     moved = {(str(i.action), i.move.names) for i in program.instructions if i.move and i.action.micro_batch == 0}
     for skip in plan.skips:

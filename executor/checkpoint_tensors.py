@@ -6,7 +6,7 @@ in whose place stand-ins without any behaviour come. What they hold is checked b
 checkpoint's own folder, parts inside of the files, one whole tensor each. The tensors themselves come through
 `torch.load(weights_only=True)`.
 
-Names in files of torch 2.13; they have been the same since 2.3:
+Names in files of torch 2.13; a file that names others is refused:
 
     torch.distributed.checkpoint.metadata     Metadata, TensorStorageMetadata, TensorProperties, ...
     torch.distributed.checkpoint.filesystem   _StorageInfo

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -33,6 +34,7 @@ from executor.parameters import (
 )
 from planner.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError
+from profiler.files import replace_file
 from profiler.quantities import shown
 from profiler.text import printable
 
@@ -282,8 +284,10 @@ def _present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | 
 
         figure = plot_timeline(plan).get_figure(root=True)
         assert figure is not None
+        picture = io.BytesIO()
+        figure.savefig(picture, format=timeline.suffix[1:] or None)
         try:
-            figure.savefig(timeline)
+            replace_file(timeline, picture.getvalue())
         except OSError as problem:
             reason = problem.strerror or problem
             raise ArgumentError(f"cannot write {str(timeline)!r}: {reason}; choose another file") from problem

@@ -255,7 +255,7 @@ class Pipeline:
         """What the model returns for a batch in evaluation mode, in the process of the last stage.
 
             logits = pipe.predict(x)
-            if logits is not None:                              # not in the processes of earlier stages
+            if logits is not None:                              # there, where y is too if every rank reads the loader
                 right += (logits.argmax(-1) == y).sum()
 
         No gradient is kept, and neither a target nor a `loss_fn` is needed. Every process calls it.

@@ -43,10 +43,11 @@ WRONG = {
     "no data on rank 0": "ArgumentError: rank 0 was given no data for step; give rank 0 alone the data",
     "no inputs": "ArgumentError: rank {odd} was given a target without inputs for step; give rank 0 alone the data",
     "data on two of three": "ArgumentError: rank 1 was given a batch for step, and rank {odd} no data; give rank 0",
-    "samples later": "ArgumentError: the ranks differ in the content of the batch or the target: rank 1 was given",
+    "no data on rank 0 later": "ArgumentError: rank 0 was given no data for step; give rank 0 alone the data",
+    "samples later": "ArgumentError: the ranks differ in the content of the batch or the target: rank {odd} was given",
     "no data later": "ArgumentError: rank {odd} was given no data for step, unlike for the calls of step before; give",
 }
-EMPTY = ("no data on rank 0", "no inputs", "data on two of three", "no data later")
+EMPTY = ("no data on rank 0", "no inputs", "data on two of three", "no data later", "no data on rank 0 later")
 
 
 def outcome(plan: Plan, wrong: str, odd: bool) -> tuple[str, int, bool]:

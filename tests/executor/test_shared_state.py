@@ -1,5 +1,8 @@
 """What several ranks hold starts equal, whatever each process has drawn; and nothing else travels."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor import Pipeline, launch, shared_state
-from planner import Plan
+from executor import Pipeline, launch, pipeline, shared_state
+from planner import ExecutionError, Plan
 from profiler import channel, trace
 
 X = torch.arange(8) % 5
@@ -105,3 +108,30 @@ def test_what_several_ranks_hold_starts_equal(replicas: int, on_meta: bool, plan
             assert not drawn or all(not torch.equal(value, parts[other]["before"][name]) for other in others), name
         bytes_shared += value.nbytes * len(others)
     assert sum(part["sent"] for part in parts) == bytes_shared
+
+
+def struck(plan: Plan, signal_number: int) -> None:
+    """Rank 1 is struck where it should receive."""
+
+    def strike(*_: Any) -> None:
+        os.kill(os.getpid(), signal_number)
+        time.sleep(600)
+
+    if dist.get_rank() == 1:
+        pytest.MonkeyPatch().setattr(pipeline, "share_state", strike)
+    Pipeline(Tied(False), plan)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGKILL, "sharing the parameters and buffers that several ranks hold: its process was killed by"),
+        (
+            signal.SIGSTOP,
+            "it has not answered for .*last at sharing the parameters .*; rank 0 has waited .* at sharing",
+        ),
+    ],
+)
+def test_a_rank_that_fails_while_they_share_is_named(number: int, error: str, plan_for: Callable[..., Plan]) -> None:
+    with pytest.raises(ExecutionError, match=f"rank 1 of 2 failed: {error}"):
+        launch(struck, plan_of(plan_for, 1, False), (int(number),), timeout_s=4.0)

@@ -124,6 +124,7 @@ def build_layer(
         written_buffers=tuple((name, _new_value(name)) for name, _ in written),
         statistics=tuple(statistics),
         in_place=frozenset(node.name for node in draft.values if facts[node].storage in touched),
+        views=_views(draft, leaving, facts),
         draws_random=any(facts[node].draws_random for node in nodes),
         flops=sum(facts[node].flops for node in nodes),
         signature=_signature(draft, nodes, facts, root),
@@ -201,6 +202,21 @@ def _without_gaps(draft: _Draft, node: fx.Node, facts: Mapping[fx.Node, NodeFact
     if not facts[node].is_tensor or facts[node].dim_order is not None:
         return copy
     return draft.graph.call_method("contiguous", (copy,))
+
+
+def _views(
+    draft: _Draft, leaving: Iterable[fx.Node], facts: Mapping[fx.Node, NodeFacts]
+) -> tuple[tuple[str, str], ...]:
+    """Pairs of a value that leaves and one that was read, in the same memory.
+
+    Also where `_without_gaps` copies the first: for a micro-batch of one sample there may be no gap to copy for.
+    """
+    return tuple(
+        (node.name, source.name)
+        for node in leaving
+        for source in draft.values
+        if facts[node].storage is not None and facts[node].storage == facts[source].storage
+    )
 
 
 def _return_statistics(draft: _Draft, node: fx.Node, counters: set[str]) -> tuple[BatchStatistics, dict[str, fx.Node]]:

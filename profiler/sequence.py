@@ -84,6 +84,7 @@ class Layer:
         written_buffers: pairs (buffer, output that holds its new value).
         statistics: batch normalizations whose running statistics are to be moved by its outputs.
         in_place: those of `values` that it writes in place, itself or through a view.
+        views: pairs (output, one of `values`) that lie in the same memory, so that a later layer can write that value.
         draws_random: whether it draws random numbers.
         flops: of its forward pass at the sample's batch size.
         signature: equal for layers that do the same operations on the same shapes.
@@ -102,6 +103,7 @@ class Layer:
     written_buffers: tuple[tuple[str, str], ...]
     statistics: tuple[BatchStatistics, ...]
     in_place: frozenset[str]
+    views: tuple[tuple[str, str], ...]
     draws_random: bool
     flops: int
     signature: str

@@ -123,7 +123,7 @@ class StageFunction:
         self._device = device or next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
         self.draws_random = any(layer.draws_random for layer in layers)
         self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
-        self._copied = frozenset[str]().union(*(layer.in_place for layer in layers))
+        self._copied = _written(layers)
         self._steps = _steps(layers, parameters, frozenset(self.leaving))
         self.parameters: tuple[Tensor, ...] = tuple(tensor for step in self._steps for tensor in step.parameters)
 
@@ -249,6 +249,14 @@ def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
         return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
     return bring
+
+
+def _written(layers: Sequence[Layer]) -> frozenset[str]:
+    """Names of values that these layers write, also through a view that another of them made before."""
+    written: set[str] = set()
+    for layer in reversed(layers):
+        written.update(layer.in_place, (source for output, source in layer.views if output in written))
+    return frozenset(written)
 
 
 def _take_writes(

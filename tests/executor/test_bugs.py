@@ -514,3 +514,36 @@ def test_a_view_whose_base_was_written_trains(plan_for: Callable[..., Plan]) -> 
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class WrittenLater(nn.Module):
+    """One layer makes a view of what it receives, and a later one writes the view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.gate = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        view = self.first(x).view(-1, 2, 8)
+        gate = self.gate(x)
+        view.mul_(2)
+        return self.last(view.reshape(-1, 16) * gate)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_view_of_a_received_value_is_written_by_a_later_layer(
+    plan_for: Callable[..., Plan], *, recompute: bool
+) -> None:
+    """A stage copied what a layer that reads it writes, not what another one writes through a view: a RuntimeError."""
+    model = WrittenLater()
+    plain = copy.deepcopy(model)
+    sequence = trace(model, X)
+    views = next(layer for layer in sequence.layers if layer.views)
+    assert not views.in_place
+    plan = plan_for(sequence, [views.index], batch_size=8, micro_batches=4, recompute=recompute)
+    Pipeline(model, plan, loss_fn=functional.cross_entropy).step(X, target=Y)
+    functional.cross_entropy(plain(X), Y).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -101,6 +101,9 @@ def build_layer(
     written = _write_copies(draft, nodes, facts)
     for node in nodes:
         draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
+        if facts[node].apart:
+            others = [draft.copies[source] for source in facts[node].apart]
+            draft.copies[node] = draft.graph.call_function(apart_from, (draft.copies[node], *others))
     results = {node.name: _without_gaps(draft, node, facts) for node in leaving}
     results.update({_new_value(name): copy for name, copy in written})
     statistics = []
@@ -130,6 +133,12 @@ def build_layer(
         signature=_signature(draft, nodes, facts, root),
         function=compiler.function(draft.graph, draft.modules),
     )
+
+
+def apart_from(value: Tensor, *others: Tensor) -> Tensor:
+    """The value in memory that none of the others has: a copy if it shares theirs."""
+    own = value.untyped_storage().data_ptr()
+    return value.clone() if any(other.untyped_storage().data_ptr() == own for other in others) else value
 
 
 def build_function(

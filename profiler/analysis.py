@@ -118,11 +118,8 @@ def _apart(
     mode, emptied = without_data((*traced.module.parameters(), *traced.module.buffers()))
     with mode:
         call = example_call(spec, 1, device)
-    inputs = dict(
-        zip(
-            traced.inputs, tensor_leaves(call.kwargs if call.kwargs and not call.args else call.args, spec), strict=True
-        )
-    )
+    sample = call.kwargs if call.kwargs and not call.args else call.args
+    inputs = dict(zip(traced.inputs, tensor_leaves(sample, spec), strict=True))
     values: dict[fx.Node, Any] = {}
     apart: dict[fx.Node, tuple[fx.Node, ...]] = {}
     with autocasting(spec, device), mode, torch.enable_grad():

@@ -84,6 +84,7 @@ def build_layer(
     root: fx.GraphModule,
     counters: set[str],
     compiler: Compiler,
+    written_later: frozenset[int],
 ) -> Layer:
     """Compile a run of nodes.
 
@@ -95,13 +96,20 @@ def build_layer(
         root: where `get_attr` targets resolve.
         counters: names of batch counters that were taken out of the graph.
         compiler: of all layers of the model.
+        written_later: storages that later layers write in place.
     """
     draft = _Draft()
     _place_sources(draft, nodes, root)
     written = _write_copies(draft, nodes, facts)
     for node in nodes:
         draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
+        if facts[node].apart:
+            others = [draft.copies[source] for source in facts[node].apart]
+            draft.copies[node] = draft.graph.call_function(apart_from, (draft.copies[node], *others))
     results = {node.name: _without_gaps(draft, node, facts) for node in leaving}
+    for node in leaving:
+        if facts[node].storage in written_later:
+            results[node.name] = draft.graph.call_function(no_view, (results[node.name],))
     results.update({_new_value(name): copy for name, copy in written})
     statistics = []
     for node in nodes:
@@ -130,6 +138,21 @@ def build_layer(
         signature=_signature(draft, nodes, facts, root),
         function=compiler.function(draft.graph, draft.modules),
     )
+
+
+def apart_from(value: Tensor, *others: Tensor) -> Tensor:
+    """The value in memory that none of the others has: a copy if it shares theirs."""
+    own = value.untyped_storage().data_ptr()
+    return value.clone() if any(other.untyped_storage().data_ptr() == own for other in others) else value
+
+
+def no_view(value: Tensor) -> Tensor:
+    """A value that a later layer writes, as something other than autograd's view of something.
+
+    A write to a view goes into the history of its base, and gradients of readers before and after the write are summed
+    there in an order of its own. A stage writes a copy of what it receives, which is no view; so nothing else is one.
+    """
+    return value.clone() if value._is_view() else value  # type: ignore[no-untyped-call]
 
 
 def build_function(

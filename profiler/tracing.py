@@ -223,13 +223,15 @@ def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int
     bounds = list(pairwise((*starts, len(body.nodes))))
     layers = []
     compiler = Compiler()
+    last_write = {storage: i for i, node in enumerate(body.nodes) for storage in body.facts[node].writes}
     for index, (first, stop) in enumerate(bounds):
         own = body.nodes[first:stop]
         inside = set(own)
         leaving = [node for node in body.alive[stop] if node in inside]
         if stop == len(body.nodes):
             leaving = [node for node in own if body.last_use[node] == stop]
-        layers.append(build_layer(index, own, leaving, body.facts, traced.module, counters, compiler))
+        later = frozenset(storage for storage, position in last_write.items() if position >= stop)
+        layers.append(build_layer(index, own, leaving, body.facts, traced.module, counters, compiler, later))
     names = {node.name: node for node in traced.module.graph.nodes}
     parameters, buffers = _sources(layers, traced.module)
     output = next(node for node in traced.module.graph.nodes if node.op == "output")

@@ -30,6 +30,7 @@ from profiler.errors import ExecutionError, PlanError
 from profiler.journal import announce
 from profiler.workers import Failure, Task
 
+_ANY_FILE = io.IOBase.__base__ or io.IOBase  # the plain class of all files, of which the abstract one is a subclass
 ASKED = "it was asked to end (SIGTERM)"
 # What a rank sees when another rank is gone: gloo's words for a closed socket or a message that never came.
 ECHOES = (
@@ -77,7 +78,8 @@ def _write_open_files() -> None:
     of what the function has loaded that took 0.6 of 0.85 s [measured].
     """
     for each in gc.get_objects():
-        if issubclass(type(each), io.IOBase):
+        # Not of `io.IOBase` itself: an abstract class asks all its subclasses, once for each of 20000 types [0.5 s].
+        if issubclass(type(each), _ANY_FILE):
             with contextlib.suppress(Exception):  # it is closed, or takes nothing; Python would only print that
                 each.flush()
     gc.freeze()

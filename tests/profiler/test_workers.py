@@ -2,6 +2,7 @@
 
 import atexit
 import importlib
+import io
 import multiprocessing
 import os
 import signal
@@ -190,6 +191,30 @@ def test_workers_end_as_python_ends(tmp_path: Path, how: str, to: str) -> None:
         assert (tmp_path / str(rank)).read_text() == "exit function"
         assert (tmp_path / f"held-{rank}").read_text() == "never closed"
     assert said.count("no end of line, ") == 2
+
+
+class _Asked(type(io.IOBase)):  # type: ignore[misc]
+    """Says when a class of it is asked whether another is its subclass."""
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        os.write(2, b"asked\n")
+        return bool(super().__subclasscheck__(other))
+
+
+def _leaves_a_file_open(path: str) -> None:
+    global held  # noqa: PLW0603
+    held = _Asked("Kind", (io.RawIOBase,), {}), Path(path).open("w")  # noqa: SIM115
+    held[1].write("never closed")
+
+
+def test_the_search_for_open_files_asks_no_abstract_class(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """At its end a worker asked `io.IOBase` about each type there is, and that all its subclasses, users' ones too.
+
+    Of the 2.1 s from an exception to the end of `launch` on a busy machine this took 1.2 s.
+    """
+    run_workers(_leaves_a_file_open, [(str(tmp_path / "log"),)])
+    assert (tmp_path / "log").read_text() == "never closed"
+    assert "asked" not in capfd.readouterr().err
 
 
 def _never_ends(how: str) -> str:

@@ -42,7 +42,7 @@ class NodeFacts:
         requires_grad: whether a gradient flows back through its value.
         draws_random: whether it draws random numbers.
         writes: storages that it writes in place.
-        apart: operations whose memory its value must not share for any batch size, though torch lets it for one sample.
+        apart: operations that it reads and must not share memory with, though torch may let it.
     """
 
     flops: int
@@ -91,7 +91,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
             _refuse_wrapped(node, values[node])
             facts[node] = _facts(node, values, counter)
     _refuse_shared_writes(traced.module.graph, values, facts)
-    apart = _apart(traced, spec, device, facts)
+    apart = _apart(facts)
     # A value that is written in place later can come to carry a gradient then, so ask at the end.
     return {
         node: replace(
@@ -101,44 +101,24 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     }
 
 
-def _apart(
-    traced: TracedGraph, spec: SampleSpec, device: torch.device, facts: Mapping[fx.Node, NodeFacts]
-) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Which operations copy at the sample's size and make a view of one sample, where the memory is written.
+def _apart(facts: Mapping[fx.Node, NodeFacts]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Which operations made memory of their own that is written, or read what is, and so must always make it.
 
-    `x.transpose(0, 1).contiguous()` copies, unless one of both dimensions has a single element. What writes that value
-    would then write `x` too, for micro-batches of one sample alone.
+    Some copy only where they have to: `x.transpose(0, 1).contiguous()` is `x` itself for one sample, and so is
+    `x[:, ::2].contiguous()` where a boundary has copied the slice already. What writes the one would write both.
 
     Returns:
-        These operations, and what they read and may share memory with.
+        These operations, and what they read that they must not share memory with.
     """
     written = frozenset().union(*(fact.writes for fact in facts.values()))
-    if not written or spec.only_micro_batch_size is not None:
-        return {}
-    mode, emptied = without_data((*traced.module.parameters(), *traced.module.buffers()))
-    with mode:
-        call = example_call(spec, 1, device)
-    sample = call.kwargs if call.kwargs and not call.args else call.args
-    inputs = dict(zip(traced.inputs, tensor_leaves(sample, spec), strict=True))
-    values: dict[fx.Node, Any] = {}
     apart: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    with autocasting(spec, device), mode, torch.enable_grad():
-        for node, fact in facts.items():
-            try:
-                values[node] = _evaluate(node, values, inputs, traced.module, emptied)
-            except Exception:  # a model that cannot take one sample never trains with one: its step says why
-                return {}
-            shared = tuple(
-                source
-                for source in node.all_input_nodes
-                if fact.is_tensor
-                and facts[source].is_tensor
-                and fact.storage != facts[source].storage
-                and not written.isdisjoint((fact.storage, facts[source].storage))
-                and _storage(values[node]) == _storage(values[source])
-            )
-            if shared:
-                apart[node] = shared
+    for node, fact in facts.items() if written else ():
+        sources = [source for source in node.all_input_nodes if facts[source].is_tensor]
+        if not fact.is_tensor or fact.writes or any(facts[source].storage == fact.storage for source in sources):
+            continue
+        others = tuple(source for source in sources if {fact.storage, facts[source].storage} & written)
+        if others:
+            apart[node] = others
     return apart
 
 

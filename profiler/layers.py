@@ -142,8 +142,8 @@ def build_layer(
 
 def apart_from(value: Tensor, *others: Tensor) -> Tensor:
     """The value in memory that none of the others has: a copy if it shares theirs."""
-    own = value.untyped_storage().data_ptr()
-    return value.clone() if any(other.untyped_storage().data_ptr() == own for other in others) else value
+    own = value.untyped_storage()._cdata
+    return value.clone() if any(other.untyped_storage()._cdata == own for other in others) else value
 
 
 def no_view(value: Tensor) -> Tensor:

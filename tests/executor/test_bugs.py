@@ -609,3 +609,34 @@ def test_a_view_written_by_a_later_layer_gives_the_bits_of_one_stage(plan_for: C
         found.append([parameter.grad for parameter in model.parameters()])
     assert len(found) > 3
     assert all(torch.equal(*pair) for gradients in found for pair in zip(gradients, found[0], strict=True))
+
+
+class ContiguousSlice(nn.Module):
+    """`contiguous` copies a slice, but not one that a boundary has copied already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.gate = nn.Linear(16, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.first(x)[:, ::2]
+        gate = self.gate(x)
+        own = part.contiguous()
+        own.mul_(2)
+        return self.last(own * gate + part)
+
+
+def test_a_copy_of_a_slice_stays_a_copy_behind_a_boundary(plan_for: Callable[..., Plan]) -> None:
+    """The slice left its layer without gaps, so `contiguous` gave the slice itself, and `mul_` changed both."""
+    model = ContiguousSlice()
+    plain = copy.deepcopy(model)
+    functional.cross_entropy(plain(X), Y).backward()
+    sequence = trace(model, X)
+    for cuts in ([], *([cut] for cut in range(1, len(sequence)))):
+        model.zero_grad()
+        plan = plan_for(sequence, cuts, batch_size=8, micro_batches=4)
+        Pipeline(model, plan, loss_fn=functional.cross_entropy).step(X, target=Y)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)

@@ -371,7 +371,7 @@ def _trains(recipe: Recipe) -> bool:
         try:
             loss = loss_of(recipe)(model(x, ids), torch.zeros(size, dtype=torch.float64))
             loss.backward()
-        except (RuntimeError, ValueError):  # the latter: a parameter's shape depends on the batch size
+        except (RuntimeError, ValueError, IndexError):  # the last two: what there is depends on the batch size
             return False
         if not bool(torch.isfinite(loss)) or abs(loss.item()) > 1e6:
             return False

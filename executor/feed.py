@@ -12,7 +12,8 @@ alone reads does not travel. Rank 0 sends from the caller's own memory and compu
 what is not contiguous, or not on the CPU, and one for all that read it. Data travel over gloo, from CPU to CPU.
 
 `Feed.batches` lets all ranks go through a loader together that rank 0 alone reads. The others get stand-ins: tensors
-without data on the meta device, of which slices may be taken as of any other. Given those, a rank brings no data.
+without data on the meta device, with which a loop may do as with any other (`executor.stand_in`). Given those, a rank
+brings no data.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from executor.layout import Layout
 from executor.message import MessageForm, TensorSpec
 from executor.micro_batch import shapes_of
 from executor.position import Phase
+from executor.stand_in import StandIn
 from executor.watch import Watch
 from executor.words import Words
 from profiler.channel import Pending, end_at, finish
@@ -49,14 +51,14 @@ _END = object()
 
 
 @dataclass(frozen=True, slots=True)
-class _StandIn:
+class _Look:
     """A tensor in the description of a tree, by what it looks like."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _StandIn:
+    def of(cls, tensor: Tensor) -> _Look:
         """For a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
@@ -158,7 +160,7 @@ class Feed:
     def _hear_of_batch(self) -> Any:
         self._watch.log.phase(Phase.HANDING_OUT)
         text = self._of_loader.hear()
-        return _with_stand_ins(pickle.loads(text)) if text else _END
+        return pytree.tree_map_only(Tensor, _movable, _with_stand_ins(pickle.loads(text))) if text else _END
 
     def _hand_out(self, batch: Batch) -> None:
         """Begin to send all others what they read of a batch; on rank 0."""
@@ -204,12 +206,16 @@ def _iterator_of(loader: Iterable[Any] | None) -> Iterator[Any]:
 
 def _described(tree: Any) -> Any:
     """A tree with descriptions in the place of tensors; it travels as a whole."""
-    return pytree.tree_map_only(Tensor, _StandIn.of, tree)
+    return pytree.tree_map_only(Tensor, _Look.of, tree)
 
 
 def _with_stand_ins(described: Any) -> Any:
     """The tree that was described, with tensors without data."""
-    return pytree.tree_map_only(_StandIn, _StandIn.tensor, described)
+    return pytree.tree_map_only(_Look, _Look.tensor, described)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(StandIn)
 
 
 def _pickled(described: Any) -> bytes:
@@ -228,7 +234,7 @@ def _inputs_like(form: Form, dims: Mapping[str, int | None]) -> dict[str, Tensor
     inputs = {}
     for (name, dim), leaf in zip(dims.items(), leaves, strict=True):
         shape = tuple(form.batch_size if position == dim else extent for position, extent in enumerate(leaf.shape))
-        inputs[name] = _StandIn(shape, torch_dtype(leaf.dtype)).tensor()
+        inputs[name] = _Look(shape, torch_dtype(leaf.dtype)).tensor()
     return inputs
 
 

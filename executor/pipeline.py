@@ -183,9 +183,9 @@ class Pipeline:
 
         Every process calls it, and what the loader of another rank holds, or whether it has one, does not matter. There
         the loop yields stand-ins: batches of the same structure, whose tensors have shapes and dtypes but no data (they
-        are on the meta device). They may be sliced and reshaped like others. A call that is given stand-ins, or none,
-        takes its data from rank 0, which sends to each rank what its stages read. Other leaves of a batch, such as
-        strings, are the same on all ranks.
+        are on the meta device, and stay there when they are moved). They may be sliced and computed with like others. A
+        call that is given stand-ins, or none, takes its data from rank 0, which sends to each rank what its stages
+        read. Other leaves of a batch, such as strings, are the same on all ranks.
 
         Args:
             loader: a `DataLoader`, or anything else to iterate over; None where there is none, on other ranks than 0.

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from executor import Pipeline, feed, launch
 from executor.calls import inputs_read
 from executor.stage_runner import StageLayers
+from executor.stand_in import StandIn
 from planner import ArgumentError, ExecutionError, Plan
 from profiler import LayerSequence, channel, trace
 
@@ -206,7 +207,7 @@ def fed(plan: Plan, how: str) -> int:
         for x, (y, *others) in pipe.batches([(X, [Y, "text", 7])] if pipe.rank == 0 else None):
             assert others == ["text", 7]
             assert (x.is_meta, y.is_meta) == (pipe.rank > 0,) * 2
-            pipe.step(x[:4] * 1, target=y[:4])
+            pipe.step(x.to("cpu")[:4] * torch.ones(1), target=y.cpu()[:4])
         return numbers[0] * 10 + numbers[1]
     return 0
 
@@ -239,3 +240,17 @@ def test_a_lone_process_without_data_is_told_so(plan_for: Callable[..., Plan]) -
     for call in (pipe.step, pipe.evaluate, pipe.predict, lambda: pipe.step(X.to("meta"), target=Y)):
         with pytest.raises(ArgumentError, match="was given no data; pass what the model is called with"):
             call()
+
+
+def test_a_loop_moves_and_changes_its_batches_on_all_ranks() -> None:
+    """As training loops do: `x.to(device)` ended every rank but 0 with "Cannot copy out of meta tensor; no data!"."""
+    x, batches = torch.empty(8, 4, device="meta").as_subclass(StandIn), torch.arange(8)
+    for same in (x.to("cpu"), x.to(torch.device("cuda", 0), non_blocking=True), x.to(device="cpu"), x.cpu(), x.cuda()):
+        assert (same.shape, same.dtype, same.is_meta) == ((8, 4), torch.float32, True)
+    assert x.to("cuda", torch.float64).dtype == x.to(torch.ones(1).double()).dtype == torch.float64
+    masked = torch.where(torch.rand(8, 4) < 0.1, torch.zeros_like(x, device="cpu"), x)[batches.flip(0)]
+    for same in (masked, x.pin_memory(), nn.Linear(4, 4)(x), torch.cat([x[:4], torch.ones(4, 4)])):
+        assert isinstance(same, StandIn) and (same.shape, same.is_meta) == ((8, 4), True)
+    for needs_values in (x[0, 0].item, x.tolist, x[0, 0].__bool__, x.numpy):
+        with pytest.raises(ArgumentError, match=r"failed on a stand-in for rank 0's batch .* or on rank 0"):
+            needs_values()

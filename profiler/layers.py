@@ -152,7 +152,7 @@ def no_view(value: Tensor) -> Tensor:
     A write to a view goes into the history of its base, and gradients of readers before and after the write are summed
     there in an order of its own. A stage writes a copy of what it receives, which is no view; so nothing else is one.
     """
-    return value.clone() if value._is_view() else value  # type: ignore[no-untyped-call]
+    return value.clone() if value._is_view() else value
 
 
 def build_function(

@@ -18,7 +18,6 @@ from profiler.attributes import attributes_of, changed_names, put_back
 from profiler.backend import BACKENDS
 from profiler.blame import place_now, place_of
 from profiler.custom_function_tracing import functions_noticed
-from profiler.custom_functions import applied
 from profiler.errors import NotTraceableError
 from profiler.random_states import python_and_numpy_states
 from profiler.sample import call_of
@@ -62,7 +61,7 @@ class _Tracer(fx.Tracer):
         """A node in the place of a call of a custom function, which would be followed without its backward pass."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return applied(function, *args, **kwargs)
+            return function.apply(*args, **kwargs)  # so that export, which comes next, notices it, too
 
         return self.create_proxy("call_function", call, args, dict(kwargs), name=function.__name__)
 

@@ -606,7 +606,7 @@ def test_a_view_written_by_a_later_layer_gives_the_bits_of_one_stage(plan_for: C
         model.zero_grad()
         plan = plan_for(sequence, cuts, batch_size=8, micro_batches=8)
         Pipeline(model, plan, loss_fn=functional.cross_entropy).step(inputs, target=Y)
-        found.append([parameter.grad for parameter in model.parameters()])
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert len(found) > 3
     assert all(torch.equal(*pair) for gradients in found for pair in zip(gradients, found[0], strict=True))
 

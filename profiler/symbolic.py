@@ -40,6 +40,17 @@ class CalledFunction(nn.Module):
         return self.function(*args, **kwargs)
 
 
+class _Applied:
+    """A call of a custom function in the graph, which export, that comes next, notices as it does in the model."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, model: nn.Module, leaves: Sequence[str]) -> None:
         super().__init__()
@@ -59,11 +70,7 @@ class _Tracer(fx.Tracer):
 
     def call_of(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A node in the place of a call of a custom function, which would be followed without its backward pass."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function.apply(*args, **kwargs)  # so that export, which comes next, notices it, too
-
-        return self.create_proxy("call_function", call, args, dict(kwargs), name=function.__name__)
+        return self.create_proxy("call_function", _Applied(function), args, dict(kwargs), name=function.__name__)
 
 
 def _region() -> tuple[bool, ...]:
@@ -125,7 +132,7 @@ def _wrap_functions(module: fx.GraphModule) -> None:
         if node.op != "call_function" or not callable(target) or isinstance(target, str):
             continue
         home = getattr(target, "__module__", None) or ""
-        if home.split(".")[0] in _TRACEABLE:
+        if home.split(".")[0] in _TRACEABLE or isinstance(target, _Applied):
             continue
         module.add_submodule(node.name, CalledFunction(target))
         with module.graph.inserting_before(node):

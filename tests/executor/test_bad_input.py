@@ -96,10 +96,11 @@ def outcome(plan: Plan, wrong: str, odd: bool) -> tuple[str, int, bool]:
     return error, losses, any(parameter.grad is not None for parameter in model.parameters())
 
 
-def outcomes(plan: Plan) -> dict[tuple[str, int], tuple[str, int, bool]]:
+def outcomes(plan: Plan, port: int) -> dict[tuple[str, int], tuple[str, int, bool]]:
     """Each kind with another rank as the odd one; the ranks meet anew for each."""
     found = {}
     rank = dist.get_rank()
+    os.environ["MASTER_PORT"] = str(port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
     for number, wrong in enumerate(WRONG):
         dist.destroy_process_group()
@@ -111,7 +112,8 @@ def outcomes(plan: Plan) -> dict[tuple[str, int], tuple[str, int, bool]]:
 
 def test_bad_input_of_one_rank_is_one_error_on_all_before_anything_runs(plan_for: Callable[..., Plan]) -> None:
     """Ranks told it in different words; a watching thread ended with a traceback when the group was gone."""
-    parts = launch(outcomes, plan_for(trace(Three(), X), [1, 2], batch_size=8, micro_batches=4))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts = launch(outcomes, plan_for(trace(Three(), X), [1, 2], batch_size=8, micro_batches=4), (store.port,))
     for (wrong, odd), (error, losses, has_gradient) in parts[0].items():
         assert error.startswith(WRONG[wrong].format(odd=odd))
         assert not losses and not has_gradient

@@ -112,7 +112,7 @@ def outcomes(plan: Plan, port: int) -> dict[tuple[str, int], tuple[str, int, boo
 
 def test_bad_input_of_one_rank_is_one_error_on_all_before_anything_runs(plan_for: Callable[..., Plan]) -> None:
     """Ranks told it in different words; a watching thread ended with a traceback when the group was gone."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     parts = launch(outcomes, plan_for(trace(Three(), X), [1, 2], batch_size=8, micro_batches=4), (store.port,))
     for (wrong, odd), (error, losses, has_gradient) in parts[0].items():
         assert error.startswith(WRONG[wrong].format(odd=odd))

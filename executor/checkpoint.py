@@ -154,7 +154,7 @@ def load_checkpoint(
         source = Path(_shared(str(checkpoint_at(given)) if _is_first() else None))
         manifest = Manifest.of(source)
         training = _checked_training(source, manifest)
-        training.check_model(source, pipe)
+        training.check_model(source, pipe.state_names())
         training.check_also(source, list(others))
         change = _change(source, manifest, training, pipe, optimizer)
         with _continued(others, training.also):
@@ -188,7 +188,7 @@ def _complete(
     draft: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, also: Mapping[str, Stateful]
 ) -> None:
     """Add to a draft with all tensors what is kept beside them, and the manifest."""
-    entries = None if optimizer is None else dict(optimizer_entries(pipe, optimizer))
+    entries = None if optimizer is None else dict(optimizer_entries(dict(pipe.named_parameters()), optimizer))
     own = sums_of(draft, [path.name for path in draft.glob(f"__{_rank()}_*.distcp")])
     parts: list[tuple[dict[str, OptimizerEntry] | None, dict[str, FileSum]]] = _gathered((entries, own))
     if not _is_first():
@@ -266,7 +266,7 @@ def _change(
     optimizer: torch.optim.Optimizer | None,
 ) -> _Change:
     """Read what this process needs; nothing of the training is touched."""
-    entries = training.entries_for(source, pipe, optimizer)
+    entries = training.entries_for(source, dict(pipe.named_parameters()), optimizer)
     stored = stored_tensors(source)
     held = pipe.state_dict()
     wanted = {f"model.{name}" for name in held}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, TypeAdapter
-from torch import Tensor
+from torch import Tensor, nn
 
 from executor.checkpoint_files import FORMAT, FORMAT_WITHOUT_MANIFEST, TRAINING, open_file, unreadable
-from executor.pipeline import Pipeline
 from profiler.errors import ArgumentError, ExecutionError
 
 _NOT_OPTIONS = ("params", "param_names")  # what else a group of an optimizer holds
@@ -85,13 +84,13 @@ class Training:
             "where it was made"
         )
 
-    def check_model(self, checkpoint: Path, pipe: Pipeline) -> None:
-        """See that the names of parameters and buffers are the model's.
+    def check_model(self, checkpoint: Path, names: Collection[str]) -> None:
+        """See that the names of parameters and buffers are `names`, the model's.
 
         Raises:
             ExecutionError: they are another's.
         """
-        own, kept = set(pipe.state_names()), set(self.names)
+        own, kept = set(names), set(self.names)
         if own != kept:
             only = [f"{len(kept - own)} that the model lacks, such as {min(kept - own)}"] if kept - own else []
             only += [f"not {len(own - kept)} of the model's, such as {min(own - kept)}"] if own - kept else []
@@ -113,9 +112,9 @@ class Training:
             )
 
     def entries_for(
-        self, checkpoint: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None
+        self, checkpoint: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
     ) -> dict[str, OptimizerEntry]:
-        """What the checkpoint keeps of this process's parameters in the optimizer.
+        """What the checkpoint keeps of this process's parameters, given by name, in the optimizer.
 
         Raises:
             ExecutionError: it was saved with another optimizer, or with one of other parameters.
@@ -130,7 +129,7 @@ class Training:
                 f"{type(optimizer).__name__}; use the optimizer that it was saved with"
             )
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        names = [name for name, parameter in pipe.named_parameters() if parameter in held]
+        names = [name for name, parameter in parameters.items() if parameter in held]
         absent = [name for name in names if name not in self.optimizer]
         if absent:
             raise ExecutionError(
@@ -147,12 +146,14 @@ class Training:
 _VALID = TypeAdapter(Training)
 
 
-def optimizer_entries(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, OptimizerEntry]]:
+def optimizer_entries(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, OptimizerEntry]]:
     """What is kept of this process's parameters, by name."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("LBFGS keeps one state for all parameters, which does not follow the stages; use another")
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in pipe.named_parameters():
+    for name, parameter in parameters.items():
         if parameter in group_of:
             state = optimizer.state.get(parameter, {})
             yield (

@@ -1,7 +1,7 @@
 """Training state on disk, in torch's own distributed format and under the model's original names.
 
 A folder holds whole checkpoints of one run, and a link to the newest that moves in one step: whenever a process is
-killed, `latest` is a whole checkpoint (`executor.checkpoint_folder`).
+killed, `latest` is a whole checkpoint (`executor.checkpoints.folder`).
 
     checkpoints/step-00000100/      parameters, buffers, optimizer state (torch.distributed.checkpoint); training.pt;
                                     manifest.json: whose it is, and the checksum of each file
@@ -10,8 +10,8 @@ killed, `latest` is a whole checkpoint (`executor.checkpoint_folder`).
 Loading is all or nothing: every file that a rank reads is checked, everything is read into memory of its own, and
 model, optimizer, step and seed change when all ranks have got so far. No file can make code run, whoever wrote it.
 
-A run owns what it saved, and what the run that it goes on from had saved until then (`executor.run`); `keep` removes
-nothing else. Two runs cannot save into one folder at a time.
+A run owns what it saved, and what the run that it goes on from had saved until then
+(`executor.checkpoints.run_identity`); `keep` removes nothing else. Two runs cannot save into one folder at a time.
 
 A checkpoint knows nothing of stages: saved with K of them, it loads with any other number, or without a pipeline:
 
@@ -40,7 +40,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from executor.checkpoint_files import (
+from executor.checkpoints.files import (
     FORMAT,
     METADATA,
     TRAINING,
@@ -50,11 +50,11 @@ from executor.checkpoint_files import (
     sums_of,
     unreadable,
 )
-from executor.checkpoint_folder import CheckpointFolder, checkpoint_at
-from executor.checkpoint_tensors import StoredTensor, stored_tensors
-from executor.checkpoint_training import OptimizerEntry, Training, key_of, optimizer_entries
+from executor.checkpoints.folder import CheckpointFolder, checkpoint_at
+from executor.checkpoints.tensors import StoredTensor, stored_tensors
+from executor.checkpoints.training import OptimizerEntry, Training, key_of, optimizer_entries
 from executor.pipeline import Pipeline
-from executor.position import Phase
+from executor.watch.position import Phase
 from profiler.errors import ArgumentError, ExecutionError
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from executor.parameters import (
+from executor.command_options import (
     FILE,
     MICRO_BATCHES,
     PICTURE,
@@ -32,14 +32,14 @@ from executor.parameters import (
     Replicas,
     SecondsOption,
 )
-from planner.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError
 from profiler.files import replace_file
 from profiler.quantities import shown
 from profiler.text import printable
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
 
 class _Group(click.Group):
@@ -209,7 +209,7 @@ def plan(
     import torch
 
     from planner import autoplan
-    from profiler.local import local_devices
+    from profiler.machine.local import local_devices
 
     cluster = local_devices(devices, threads=threads)  # before the model is built, which may take long
     built = _built(model, _function(model, "MODEL"))
@@ -241,7 +241,7 @@ def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bo
       autoplan show plan.json
       autoplan show plan.json --timeline plan.png --trace plan-trace.json
     """
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
     _present(Plan.load(plan_file), as_json=as_json, timeline=timeline, trace=trace)
 
@@ -262,7 +262,7 @@ def run(plan_file: Path, script: str, dry_run: bool) -> None:
       autoplan run plan.json train.py:train
       autoplan run plan.json train.py:train --dry-run
     """
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
     made = Plan.load(plan_file)
     _check_devices(plan_file, made)
@@ -280,7 +280,7 @@ def _present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | 
     if timeline is not None:
         from matplotlib import pyplot
 
-        from planner.timeline import plot_timeline
+        from planner.plan.timeline import plot_timeline
 
         figure = plot_timeline(plan).get_figure(root=True)
         assert figure is not None
@@ -294,7 +294,7 @@ def _present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | 
         finally:
             pyplot.close(figure)
     if trace is not None:
-        from planner.timeline import save_timeline_json
+        from planner.plan.timeline import save_timeline_json
 
         save_timeline_json(plan, trace)
     click.echo(plan.to_json() if as_json else str(plan), nl=not as_json)
@@ -312,7 +312,7 @@ def _batch_dims(given: tuple[tuple[str, int | str], ...]) -> dict[int | str, int
 
 def _check_devices(plan_file: Path, plan: Plan) -> None:
     """Refuse a plan for devices that this machine lacks, before any process is started."""
-    from profiler.local import torch_device
+    from profiler.machine.local import torch_device
 
     for position, stage in enumerate(plan.stages):
         try:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from executor.blame import timeout_for
-from executor.position import describe
+from executor.watch.accusation import timeout_for
+from executor.watch.position import describe
 from executor.world import PROCESS_GROUP_TIMEOUT_S, TIMEOUT_VARIABLE
-from planner.plan import Plan
-from profiler.backend import backend_of
+from planner.plan.plan import Plan
 from profiler.errors import ArgumentError
-from profiler.workers import run_workers
+from profiler.machine.backend import backend_of
+from profiler.machine.workers import run_workers
 
 
 def launch(

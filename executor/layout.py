@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

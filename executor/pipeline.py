@@ -25,37 +25,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor.action_times import TimedAction
-from executor.belonging import check_model, device_of, traced_as_planned
-from executor.calls import Call, Calls
-from executor.clocks import clock_offset_s
-from executor.feed import Feed
-from executor.gradient_norm import global_norm
+from executor.batch.calls import Call, Calls
+from executor.batch.feed import Feed
+from executor.checkpoints.run_identity import Run
 from executor.layout import layout_of
-from executor.materialize import Initializer, materialized
-from executor.measured import Recorded, measured_frame, real_timelines
-from executor.moving import BufferMover
-from executor.outputs import check_joinable, whole_output
-from executor.placement import Placement, of_no_layer, place
-from executor.position import Phase
-from executor.randomness import generator_of, preserved
-from executor.replicas import GradientSum, group_of_peers
-from executor.run import Run
-from executor.runtime import Runtime
-from executor.shared_loss import SharedLoss
-from executor.shared_state import share_state
-from executor.stage_runner import MicroBatch, StageRunner
-from executor.tied import forget_gradients, sum_gradients
-from executor.transport import Distributed, InProcess
-from executor.watch import Watch
+from executor.measure.action_times import TimedAction
+from executor.measure.clocks import clock_offset_s
+from executor.measure.measured import Recorded, measured_frame, real_timelines
+from executor.plan_check import check_model, device_of, traced_as_planned
+from executor.run.outputs import check_joinable, whole_output
+from executor.run.randomness import generator_of, preserved
+from executor.run.runtime import Runtime
+from executor.run.stage_runner import MicroBatch, StageRunner
+from executor.run.transport import Distributed, InProcess
+from executor.state.buffers import BufferMover
+from executor.state.gradient_norm import global_norm
+from executor.state.materialize import Initializer, materialized
+from executor.state.placement import Placement, of_no_layer, place
+from executor.state.replicas import GradientSum, group_of_peers
+from executor.state.shared_loss import SharedLoss
+from executor.state.shared_state import share_state
+from executor.state.tied import forget_gradients, sum_gradients
+from executor.watch.position import Phase
+from executor.watch.watch import Watch
 from executor.world import check_world_size, group_on_host, join, wait_limit
-from planner.plan import Plan
-from planner.timeline import save_timeline_json
-from profiler.ambient import as_in_training
-from profiler.backend import Peak, backend_of
-from profiler.channel import push_nobody_off
+from planner.plan.plan import Plan
+from planner.plan.timeline import save_timeline_json
 from profiler.errors import ArgumentError
-from profiler.loss import LossFunction
+from profiler.machine.backend import Peak, backend_of
+from profiler.machine.channel import push_nobody_off
+from profiler.observe.ambient import as_in_training
+from profiler.run.loss import LossFunction
 
 if TYPE_CHECKING:
     import pandas
@@ -73,9 +73,10 @@ class Pipeline:
         check_finite: end the step with an error that names step and micro-batch when a loss is not finite; this waits
             for each loss to be computed, which on CUDA costs time.
         initialize: of a model on the meta device, whose tensors come to life only where they are used: fills those of
-            the module that it is called with, in place of the module's own initializer; see `executor.materialize`.
+            the module that it is called with, in place of the module's own initializer; see
+            `executor.state.materialize`.
         timeout_s: how long a process waits for another before all end; as `launch` says, or follows from the plan, if
-            None (see `executor.watch`).
+            None (see `executor.watch.watch`).
 
     Attributes:
         plan: the plan.
@@ -368,8 +369,8 @@ class Pipeline:
     def measured(self) -> pandas.DataFrame:
         """Times and peak memory of each stage over the last steps, beside the plan's prediction.
 
-        Every process calls this, and each gets the whole table: see `executor.measured.measured_frame`. Of several
-        replicas it is about the first.
+        Every process calls this, and each gets the whole table: see `executor.measure.measured.measured_frame`. Of
+        several replicas it is about the first.
         """
         return measured_frame(self.plan, self._recorded())
 

@@ -8,13 +8,13 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from executor.blame import timeout_for
+from executor.connect.listening import keep_gloo_inside, listener_at
 from executor.layout import Layout
-from executor.listening import keep_gloo_inside, listener_at
-from planner.plan import Plan
-from profiler.backend import process_groups
-from profiler.descriptors import hold_standard_descriptors
+from executor.watch.accusation import timeout_for
+from planner.plan.plan import Plan
 from profiler.errors import ExecutionError, ForeignPlanError
+from profiler.machine.backend import process_groups
+from profiler.machine.descriptors import hold_standard_descriptors
 
 TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # how `launch` tells its workers how long to wait for each other
 # Torch's own time-out: longer than it takes to write any checkpoint, since who watches over the ranks knows better

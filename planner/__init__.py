@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from planner.automatic import autoplan
     from planner.explain import what_if
     from planner.from_profile import plan_from_profile
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
     from profiler.device import Cluster, Device, Link
     from profiler.errors import (
         ArgumentError,
@@ -57,7 +57,7 @@ _HOME = {
     "InfeasibleError": "profiler.errors",
     "Link": "profiler.device",
     "NotTraceableError": "profiler.errors",
-    "Plan": "planner.plan",
+    "Plan": "planner.plan.plan",
     "PlanError": "profiler.errors",
     "PlanFileError": "profiler.errors",
     "ProfileError": "profiler.errors",

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from planner.from_profile import plan_from_profile
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.settings import SettingKeywords, Settings
 from profiler.cache import CacheSetting
-from profiler.local import Devices, local_devices
-from profiler.loss import LossFunction
+from profiler.machine.local import Devices, local_devices
 from profiler.measure import profile
-from profiler.optimizers import OptimizerChoice
+from profiler.observe.untouched import untouched
 from profiler.quantities import check_seconds
-from profiler.sample import BatchDims
-from profiler.tracing import trace
-from profiler.untouched import untouched
+from profiler.run.loss import LossFunction
+from profiler.timing.optimizers import OptimizerChoice
+from profiler.tracing.sample import BatchDims
+from profiler.tracing.tracing import trace
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas
 
-from planner.actions import ActionKind
-from planner.plan import Plan
-from planner.simulator import Timeline, simulate_plan
+from planner.plan.actions import ActionKind
+from planner.plan.plan import Plan
+from planner.plan.simulator import Timeline, simulate_plan
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError, InfeasibleError
 from profiler.record import Profile
@@ -24,8 +24,8 @@ from profiler.record import Profile
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from planner.problem import Problem
     from planner.settings import SettingKeywords
+    from planner.solve.problem import Problem
 
 MOST_PINNED = 12
 """Stages on unlike devices up to which each stays on its own when a cut moves; with more, the best order counts."""
@@ -105,7 +105,7 @@ def _row(plan: Plan, index: int, size: int) -> dict[str, Any]:
 
 def _problem_of(plan: Plan, profile: Profile) -> Problem:
     """The problem whose only freedom is recompute and cuts."""
-    from planner.costs import fingerprint_of
+    from planner.cost.layer_costs import fingerprint_of
     from planner.from_profile import make_problem
 
     if fingerprint_of(profile) != plan.profile_fingerprint:
@@ -134,8 +134,8 @@ def _devices(plan: Plan, replica: int) -> list[Device]:
 
 def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     """Seconds of the step with these cuts on the plan's devices; not a number when they do not fit."""
-    from planner.problem import device_classes
-    from planner.routing import best_plan
+    from planner.solve.problem import device_classes
+    from planner.solve.skip_search import best_plan
 
     positions = [0, *cuts, problem.layers]
     if any(stop <= first for first, stop in itertools.pairwise(positions)):

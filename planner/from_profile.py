@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planner.costs import CostModel, ParameterRanges
-from planner.plan import Plan
-from planner.problem import Problem, device_classes
-from planner.routing import best_plan, no_plan_text
+from planner.cost.layer_costs import CostModel, ParameterRanges
+from planner.plan.plan import Plan
 from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings
+from planner.solve.problem import Problem, device_classes
+from planner.solve.skip_search import best_plan, no_plan_text
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
 from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S
@@ -102,7 +102,7 @@ def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:
     if not isinstance(devices, Sequence) or not all(isinstance(device, Device) for device in devices):
         raise ArgumentError(
             f"devices={devices!r} are no planned devices; pass a Cluster or a list of Device, "
-            "profiler.local.local_devices makes one of counts and names"
+            "profiler.machine.local.local_devices makes one of counts and names"
         )
     return tuple(devices)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.costs import Indices
+from planner.cost.layer_costs import Indices
 from planner.settings import Settings
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.record import Profile

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
-from planner.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
+from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
 from profiler.device import Device
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.quantities import (
@@ -37,8 +37,8 @@ class SettingKeywords(TypedDict, total=False):
     """Keywords of `autoplan` and `plan_from_profile` that say what is asked of a plan; all may be left out.
 
     Attributes:
-        schedule: order of forward and backward passes, a key of `planner.schedules.SCHEDULES`, `"gpipe"` by default;
-            `"auto"` takes the fastest one that fits.
+        schedule: order of forward and backward passes, a key of `planner.plan.schedules.SCHEDULES`, `"gpipe"` by
+            default; `"auto"` takes the fastest one that fits.
         recompute: `"auto"` (default) recomputes no more than must be for a stage to fit or the step to be fast,
             `"always"` every stage as a whole, as GPipe does, `"never"` nothing.
         skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     )
     from profiler.measure import profile
     from profiler.record import Profile
-    from profiler.sequence import LayerSequence
-    from profiler.tracing import trace
+    from profiler.tracing.sequence import LayerSequence
+    from profiler.tracing.tracing import trace
 
 __all__ = [
     "ArgumentError",
@@ -52,7 +52,7 @@ _HOME = {
     "ExecutionError": "profiler.errors",
     "ForeignPlanError": "profiler.errors",
     "InfeasibleError": "profiler.errors",
-    "LayerSequence": "profiler.sequence",
+    "LayerSequence": "profiler.tracing.sequence",
     "Link": "profiler.device",
     "NotTraceableError": "profiler.errors",
     "PlanError": "profiler.errors",
@@ -60,7 +60,7 @@ _HOME = {
     "Profile": "profiler.record",
     "ProfileError": "profiler.errors",
     "profile": "profiler.measure",
-    "trace": "profiler.tracing",
+    "trace": "profiler.tracing.tracing",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts every name

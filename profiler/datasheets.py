@@ -3,7 +3,7 @@
     Device.of("H100-80GB"), Cluster.of("8xA100-40GB", link="nvlink3")
 
 Rates are those of dense arithmetic (without structured sparsity), memory in the manufacturer's GB of 1e9 bytes. What
-training reaches of them is in `profiler.analytic`.
+training reaches of them is in `profiler.timing.analytic`.
 """
 
 from __future__ import annotations

@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from profiler.ambient import as_in_training
 from profiler.cache import Cache, CacheSetting
-from profiler.descriptors import hides_progress
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
-from profiler.estimate import CONTEXT_BYTES, PLACE, estimated, is_listed
-from profiler.links import measure_link
-from profiler.local import Devices, context_bytes, local_devices, torch_device
-from profiler.loss import LossFunction, loss_of
+from profiler.machine.descriptors import hides_progress
+from profiler.machine.links import measure_link
+from profiler.machine.local import Devices, context_bytes, local_devices, torch_device
+from profiler.machine.workers import usable_cores
 from profiler.measured_kind import is_host, layer_costs, measured_kind
 from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, by_importance, measured_sizes
-from profiler.optimizers import OptimizerChoice, named_optimizer
+from profiler.observe.ambient import as_in_training
 from profiler.quantities import MOST_SECONDS, shown
 from profiler.record import LayerInfo, ParameterInfo, Profile
-from profiler.sequence import LayerSequence
-from profiler.stand_ins import fake_runner, input_bytes, micro_batch
-from profiler.sweeps import MOST_SWEEPS
-from profiler.task import Task
-from profiler.travel import skip_values
-from profiler.workers import usable_cores
+from profiler.run.inputs import fake_runner, input_bytes, micro_batch
+from profiler.run.loss import LossFunction, loss_of
+from profiler.timing.estimate import CONTEXT_BYTES, PLACE, estimated, is_listed
+from profiler.timing.optimizers import OptimizerChoice, named_optimizer
+from profiler.timing.sweeps import MOST_SWEEPS
+from profiler.tracing.dataflow import skip_values
+from profiler.tracing.sequence import LayerSequence
+from profiler.workload import Task
 
 
 @as_in_training()
@@ -63,7 +63,7 @@ def profile(
     Args:
         sequence: the traced model.
         devices: see `local_devices`. One device of each kind is measured, the one with the least memory. Devices from
-            data sheets (`Cluster.of`) are not: their times are estimated, see `profiler.analytic`.
+            data sheets (`Cluster.of`) are not: their times are estimated, see `profiler.timing.analytic`.
         sample: real values for the model's inputs; made-up ones can be unlike them (integers are 0).
         batch_size: samples of a mini-batch; the traced sample's by default.
         micro_batch_sizes: sizes to measure. By default powers of two up to a quarter of the batch, and the largest

@@ -12,29 +12,29 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from profiler.allocator import keep_freed_memory
-from profiler.backend import backend_of
 from profiler.cache import Cache, CachedCosts, digest_of
 from profiler.device import Cluster, Device
 from profiler.errors import ProfileError
-from profiler.layer_runner import LayerRunner
-from profiler.local import torch_device
+from profiler.left_out_sizes import Refusals
+from profiler.machine.allocator import keep_freed_memory
+from profiler.machine.backend import backend_of
+from profiler.machine.background_load import neighbours
+from profiler.machine.local import torch_device
+from profiler.machine.workers import usable_cores
 from profiler.measured_workspace import with_measured_workspace
-from profiler.memory import LayerMemory
-from profiler.memory_by_size import memory_by_size
-from profiler.neighbours import neighbours
-from profiler.optimizers import optimizer_cost
+from profiler.memory.by_size import memory_by_size
+from profiler.memory.capacity import Room
+from profiler.memory.in_stage import LayerMemory
 from profiler.record import LayerCost, OptimizerCost
-from profiler.refusals import Refusals
-from profiler.room import Room
-from profiler.sample import call_arguments
-from profiler.sequence import LayerSequence
-from profiler.shelf import Shelf
-from profiler.stand_ins import part_of, real_runner, resized_target
-from profiler.sweeps import LayerTiming, time_layers
-from profiler.task import Task
-from profiler.timing import computing_with
-from profiler.workers import usable_cores
+from profiler.run.inputs import part_of, real_runner, resized_target
+from profiler.run.layer_runner import LayerRunner
+from profiler.run.parameter_shelf import Shelf
+from profiler.timing.optimizers import optimizer_cost
+from profiler.timing.repeats import computing_with
+from profiler.timing.sweeps import LayerTiming, time_layers
+from profiler.tracing.sample import call_arguments
+from profiler.tracing.sequence import LayerSequence
+from profiler.workload import Task
 
 OPTIMIZER_SHARE = 0.05  # of the time budget
 SHELF_SHARE = 0.25  # of a device's memory, for parameters and gradients, of layers that are not run at the moment too

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from profiler.memory import LayerMemory
-from profiler.sweeps import LayerTiming
+from profiler.memory.in_stage import LayerMemory
+from profiler.timing.sweeps import LayerTiming
 
 LSTM_SCRATCH_BYTES = 3 * 4096
 """oneDNN's LSTM also computes in three parts, each in proportion to the samples and rounded up to a page [measured,

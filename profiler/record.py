@@ -97,7 +97,7 @@ class Workspace(Value):
 
 
 class InStage(Value):
-    """What a layer needs of memory as one of the layers of a stage; `planner.costs` adds it up.
+    """What a layer needs of memory as one of the layers of a stage; `planner.cost.layer_costs` adds it up.
 
     Attributes:
         carried_bytes: (later layer, bytes): the part of the layer's `kept_bytes` that nothing keeps before that later

@@ -14,16 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("profiler", "planner", "executor")  # the lowest floor first
 
-# What the executor needs of the planner: values, what they predict and how to show them, never how they were found.
-PLAN_MODULES = {
-    "planner.plan",
-    "planner.actions",
-    "planner.schedules",
-    "planner.simulator",
-    "planner.report",
-    "planner.timeline",
-    "planner.units",
-}
+# All that the executor needs of the planner: values, what they predict and how to show them, never how they were found.
+PLAN_FOLDER = "planner.plan"
 
 # `autoplan show`, and whoever reads a plan or a profile, waits for none of these.
 SLOW = ("torch", "scipy", "pandas", "networkx", "matplotlib")
@@ -33,19 +25,19 @@ FAST_MODULES = (
     "profiler.device",
     "profiler.sample_spec",
     "profiler.record",
-    "planner.plan",
-    "planner.actions",
-    "planner.schedules",
-    "planner.simulator",
-    "planner.report",
-    "planner.units",
+    "planner.plan.plan",
+    "planner.plan.actions",
+    "planner.plan.schedules",
+    "planner.plan.simulator",
+    "planner.plan.report",
+    "planner.plan.units",
 )
 
 # Where a value shows itself: one-line delegates at the end of its class, imported when they are called.
 VIEWS = {
-    ("planner.plan", "planner.explain"),
-    ("planner.plan", "planner.report"),
-    ("profiler.sequence", "profiler.travel"),
+    ("planner.plan.plan", "planner.explain"),
+    ("planner.plan.plan", "planner.plan.report"),
+    ("profiler.tracing.sequence", "profiler.tracing.dataflow"),
 }
 
 
@@ -72,8 +64,7 @@ def is_allowed(importer: str, file: str, imported: str) -> bool:
         return False
     if (importer, package) != ("executor", "planner") or file == "executor/command.py":
         return True
-    is_plan_type = any(imported == module or imported.startswith(f"{module}.") for module in PLAN_MODULES)
-    return is_plan_type or imported in {"planner", "planner.Plan"}
+    return imported.startswith(f"{PLAN_FOLDER}.") or imported in {"planner", "planner.Plan"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -87,7 +78,17 @@ def test_imports_never_run_upwards(package: str) -> None:
     assert wrong == []
 
 
-def test_there_is_no_circle_of_imports() -> None:
+def whole_name(module: str) -> str:
+    return module
+
+
+def folder(module: str) -> str:
+    """Of a module in a folder of a package; a module at the top of its package stands for itself."""
+    return ".".join(module.split(".")[:2])
+
+
+@pytest.mark.parametrize("room", [whole_name, folder])
+def test_there_is_no_circle_of_imports(room: Callable[[str], str]) -> None:
     """Also none of imports inside functions or for types alone: what needs each other belongs together."""
     modules = {
         ".".join(file.relative_to(ROOT).with_suffix("").parts): file
@@ -102,7 +103,15 @@ def test_there_is_no_circle_of_imports() -> None:
                 imports.add_edge(name, target)
     assert set(imports.edges) >= VIEWS
     imports.remove_edges_from(VIEWS)
-    assert [sorted(circle) for circle in networkx.strongly_connected_components(imports) if len(circle) > 1] == []
+    rooms: networkx.DiGraph[str] = networkx.DiGraph((room(one), room(other)) for one, other in imports.edges)
+    assert [sorted(circle) for circle in networkx.strongly_connected_components(rooms) if len(circle) > 1] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_folder_says_what_comes_in_what_goes_out_and_where_to_start(package: str) -> None:
+    for folder in {file.parent for file in source_files(package)} - {ROOT / package}:
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        assert all(word in text for word in ("In: ", "Out: ", "Start with ")), folder
 
 
 @pytest.mark.parametrize("module", FAST_MODULES)

@@ -29,9 +29,9 @@ from text import batches, train_and_held_out
 
 from executor import Pipeline, launch
 from executor.checkpoint import save_checkpoint
-from executor.measured import MeasuredStep, compare
+from executor.measure.measured import MeasuredStep, compare
 from planner import Plan, autoplan
-from planner.timeline import plot_timeline, save_timeline_json
+from planner.plan.timeline import plot_timeline, save_timeline_json
 
 LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 3  # the first steps fill allocators and caches and are not compared with the prediction

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.actions import ActionKind, make_schedule
-from planner.compiled import compiled
+from planner.kernel.compiled import compiled
+from planner.plan.actions import ActionKind, make_schedule
 from profiler.device import Device
 from profiler.record import Profile
 from tests.planner.made_up import FIELDS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from executor import Pipeline
 from planner import Plan
 from profiler.device import Device
-from profiler.links import fit_link, ping_pong
+from profiler.machine.links import fit_link, ping_pong
 
 BATCH, WIDTH, STEPS = 64, 4096, 5
 SIZES_BYTES = tuple(2**power for power in range(10, 22, 2))

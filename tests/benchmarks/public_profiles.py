@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TypeAlias, TypedDict
 
 from planner import Plan, plan_from_profile
-from planner.actions import make_schedule
-from planner.simulator import Durations, simulate
+from planner.plan.actions import make_schedule
+from planner.plan.simulator import Durations, simulate
 from profiler.device import Cluster, Device, Link
 from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
 from profiler.sample_spec import SampleSpec

@@ -9,7 +9,7 @@ from gpt import GPT, Config, next_token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler.loss import LossFunction
+from profiler.run.loss import LossFunction
 from tests.coverage.model_list import hugging_face
 from tests.models.amoebanet import AmoebaNet
 from tests.models.densenet import DenseNet

@@ -23,9 +23,9 @@ import pytest
 import torch
 
 from executor import launch
-from executor.stage_runner import StageRunner
+from executor.run.stage_runner import StageRunner
 from planner import NotTraceableError, PlanError
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.executor.adversary import Case, Subject, Trained, differing, random_case, wrong
 from tests.models.random_models import random_recipe
 

@@ -17,9 +17,9 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from profiler import Cluster, Device, LayerSequence, Profile, profile, trace
-from profiler.analytic import LayerWork, Rates, fitted_rates, seconds_of, work_of_layers
 from profiler.record import LayerCost
-from profiler.stand_ins import fake_runner, micro_batch
+from profiler.run.inputs import fake_runner, micro_batch
+from profiler.timing.analytic import LayerWork, Rates, fitted_rates, seconds_of, work_of_layers
 from tests.models.densenet import DenseNet
 from tests.models.transformer import Translator
 from tests.models.unet import UNet

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from executor import Pipeline, launch
 from planner import Plan
 from profiler import LayerSequence, trace
-from profiler.allocator import keep_freed_memory
+from profiler.machine.allocator import keep_freed_memory
 from tests.executor.conftest import _plan as plan_for
 
 K = 2

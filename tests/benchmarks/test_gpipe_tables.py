@@ -7,7 +7,7 @@ is RMSProp with 12 bytes a parameter as in the paper. Assumptions, here and ther
 
 - all tensors are float32, and no compiler fuses operations: TPUs keep activations in bfloat16 and XLA fuses
   normalization, activation and dropout into the operations before, so that the paper's activations are smaller;
-- 600 MB of each accelerator are taken by the process (`profiler.estimate.CONTEXT_BYTES`);
+- 600 MB of each accelerator are taken by the process (`profiler.timing.estimate.CONTEXT_BYTES`);
 - a mini-batch of 128 sequences on 128 accelerators, where the paper's has 32: ours has at least K micro-batches;
 - one mini-batch for all cells of a row; the paper changed it from cell to cell to fit memory;
 - Transformers of more than 13 blocks are the traced one with its block repeated (equal layers cost the same).
@@ -25,8 +25,8 @@ import torch
 from torch.nn import functional
 
 from planner import InfeasibleError, Plan, plan_from_profile
-from planner.actions import make_schedule
-from planner.simulator import Durations, simulate
+from planner.plan.actions import make_schedule
+from planner.plan.simulator import Durations, simulate
 from profiler import Cluster, Profile, profile, trace
 from profiler.device import Link
 from profiler.record import LayerInfo, ParameterInfo

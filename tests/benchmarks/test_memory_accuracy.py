@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from planner.costs import CostModel
+from planner.cost.layer_costs import CostModel
 from profiler import Cluster, Device, Profile, profile, trace
-from profiler.stand_ins import micro_batch, resized_target
-from profiler.storage_watch import StorageWatch
+from profiler.observe.storage_watch import StorageWatch
+from profiler.run.inputs import micro_batch, resized_target
 from tests.benchmarks.stage_models import MODELS, build
 from tests.models.tracked import CPU, Allocator, run_stages
 

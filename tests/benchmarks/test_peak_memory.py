@@ -21,8 +21,8 @@ from torch.nn import functional
 from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
 from profiler import Profile, profile, trace
-from profiler.local import local_devices
-from profiler.loss import LossFunction
+from profiler.machine.local import local_devices
+from profiler.run.loss import LossFunction
 from tests.models.unet import UNet
 
 CONFIG = Config(context=128, width=192, heads=4, blocks=6)

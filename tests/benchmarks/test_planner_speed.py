@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from torchgpipe.balance import blockpartition
 
-from planner.balancer import Balance, balance
 from planner.from_profile import make_problem
 from planner.settings import SettingKeywords
+from planner.solve.balancer import Balance, balance
 from profiler.device import Device, Link
 from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
 from profiler.sample_spec import SampleSpec

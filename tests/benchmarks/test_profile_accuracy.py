@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from profiler import LayerSequence, trace
-from profiler.allocator import keep_freed_memory
-from profiler.layer_runner import LayerRunner, Stage
-from profiler.memory import layer_memory
-from profiler.refusals import Refusals
-from profiler.shelf import Shelf
-from profiler.stage_function import Pass, leaves_of, roots_of, run_backward
-from profiler.stand_ins import micro_batch, real_runner, resized_target
-from profiler.sweeps import LayerTiming, time_layers
-from profiler.timing import collecting_no_garbage, computing_with
+from profiler.left_out_sizes import Refusals
+from profiler.machine.allocator import keep_freed_memory
+from profiler.memory.in_stage import layer_memory
+from profiler.run.inputs import micro_batch, real_runner, resized_target
+from profiler.run.layer_runner import LayerRunner, Stage
+from profiler.run.parameter_shelf import Shelf
+from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
+from profiler.timing.repeats import collecting_no_garbage, computing_with
+from profiler.timing.sweeps import LayerTiming, time_layers
 from tests.benchmarks.stage_models import MODELS, build
 
 CPU = torch.device("cpu")

@@ -44,11 +44,11 @@ HEAD = """\
 
 Predicted, not measured: five profiles of PipeDream (`tests/data/public_profiles`), one mini-batch of the profile being
 one micro-batch; up to K equal devices without memory limit, M = 4K, every stage recomputes, all plans evaluated by
-`planner.simulator`. "crossing" is how many tensors may cross a cut, L the number of layers that this leaves, "used" the
-stages of our plan; where it is less than K, more stages would not be faster. Columns of planners are step times divided
-by ours. Other planners do not know the link. "search" is an exact search of its own (`searched_step_s`), relative to
-ours; "-" where it would take too long. A crossing that allows the same cuts as the one above it is left out.
-`tests/benchmarks/published_balancers.py` says what each planner does.
+`planner.plan.simulator`. "crossing" is how many tensors may cross a cut, L the number of layers that this leaves,
+"used" the stages of our plan; where it is less than K, more stages would not be faster. Columns of planners are step
+times divided by ours. Other planners do not know the link. "search" is an exact search of its own (`searched_step_s`),
+relative to ours; "-" where it would take too long. A crossing that allows the same cuts as the one above it is left
+out. `tests/benchmarks/published_balancers.py` says what each planner does.
 """
 
 

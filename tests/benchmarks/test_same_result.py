@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from executor import Pipeline, launch
-from planner.schedules import ScheduleName
+from planner.plan.schedules import ScheduleName
 from profiler import trace
-from profiler.loss import loss_of
-from profiler.sample import call_arguments
+from profiler.run.loss import loss_of
+from profiler.tracing.sample import call_arguments
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME, MODELS, Case, Entry
 from tests.executor.conftest import _plan as plan_for
 from tests.executor.same_result import DROPOUT, M, differing, random_plan, train

@@ -22,7 +22,7 @@ from task import BATCH_SIZE, CONFIG, make_model
 from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
 from profiler import profile, trace
-from profiler.local import local_devices
+from profiler.machine.local import local_devices
 
 M = 8
 ROUNDS = 3

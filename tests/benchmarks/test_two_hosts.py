@@ -2,7 +2,8 @@
 
     make bench
 
-The measured transfer of a boundary is compared with the link that `profiler.links` measures with the same calls.
+The measured transfer of a boundary is compared with the link that `profiler.machine.links` measures with the same
+calls.
 """
 
 import json

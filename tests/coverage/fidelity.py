@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from profiler import LayerSequence, trace
-from profiler.loss import loss_of, model_output
-from profiler.sample import call_arguments, tensor_leaves
-from profiler.sequence import Layer
-from profiler.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.run.loss import loss_of, model_output
+from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.tracing.sample import call_arguments, tensor_leaves
+from profiler.tracing.sequence import Layer
 from tests.coverage.model_list import Case
 from tests.snapshot import differences, snapshot
 

@@ -17,7 +17,7 @@ from gpt import GPT, Config, next_token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler.loss import LossFunction
+from profiler.run.loss import LossFunction
 from tests.models.amoebanet import AmoebaNet
 from tests.models.densenet import DenseNet
 from tests.models.gnmt import GNMT

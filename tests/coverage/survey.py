@@ -28,9 +28,9 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from profiler import LayerSequence, NotTraceableError, trace
-from profiler.loss import loss_of
-from profiler.sample import call_arguments
+from profiler.run.loss import loss_of
 from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.tracing.sample import call_arguments
 from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 from tests.coverage.survey_models import Candidate, candidates

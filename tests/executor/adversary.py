@@ -15,7 +15,7 @@ from torch import Tensor
 import executor.pipeline
 from executor import Pipeline
 from planner import Plan
-from planner.schedules import ScheduleName
+from planner.plan.schedules import ScheduleName
 from profiler import LayerSequence, trace
 from tests.executor.conftest import _plan as plan_for
 from tests.executor.same_result import random_segments

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from planner.plan import Plan, Prediction, Segment, Stage, StageMemory, StageTimes
-from planner.schedules import ScheduleName
-from planner.skips import plan_skips, routes_of
+from planner.cost.skips import plan_skips, routes_of
+from planner.plan.plan import Plan, Prediction, Segment, Stage, StageMemory, StageTimes
+from planner.plan.schedules import ScheduleName
 from profiler.device import Device
-from profiler.sequence import LayerSequence
-from profiler.travel import skip_values
+from profiler.tracing.dataflow import skip_values
+from profiler.tracing.sequence import LayerSequence
 
 PlanFor = Callable[..., Plan]
 Segments = Sequence[Sequence[tuple[int, int]]]  # for each stage the recomputed segments

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from executor import Pipeline, launch
-from executor.stage_runner import StageRunner
+from executor.run.stage_runner import StageRunner
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from profiler import trace

@@ -11,7 +11,7 @@ from torch import Tensor
 from executor import Pipeline
 from planner import Plan
 from profiler import LayerSequence
-from profiler.sample import call_arguments
+from profiler.tracing.sample import call_arguments
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME
 from tests.executor.conftest import _plan as plan_for
 from tests.snapshot import differences, snapshot

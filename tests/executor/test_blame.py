@@ -2,10 +2,10 @@
 
 import pytest
 
-from executor.blame import Blame
-from executor.position import Phase, Position
-from planner.actions import Action, ActionKind
-from profiler.journal import Entry
+from executor.watch.accusation import Blame
+from executor.watch.position import Phase, Position
+from planner.plan.actions import Action, ActionKind
+from profiler.machine.journal import Entry
 
 TIMEOUT_S = 60.0
 LATE_S = 59.0  # by then any rank's turn to blame has come

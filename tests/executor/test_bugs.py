@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
-from executor.micro_batch import sizes_for
+from executor.run.micro_batch import sizes_for
 from planner import ArgumentError, ExecutionError, ForeignPlanError, NotTraceableError, Plan, PlanFileError
 from profiler import trace
 

@@ -10,8 +10,8 @@ import torch
 
 from executor import Pipeline, checkpoint, launch
 from executor.checkpoint import Stateful, load_checkpoint, save_checkpoint
-from executor.checkpoint_files import MANIFEST, TRAINING, unreadable
-from executor.checkpoint_tensors import StoredTensor
+from executor.checkpoints.files import MANIFEST, TRAINING, unreadable
+from executor.checkpoints.tensors import StoredTensor
 from planner import ExecutionError, Plan
 from profiler import trace
 from tests.executor.rich_training import Rich, Training, X, plans_of, same

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from executor import checkpoint_lock
 from executor.checkpoint import load_checkpoint, save_checkpoint
-from executor.checkpoint_files import Manifest
+from executor.checkpoints import lock as checkpoint_lock
+from executor.checkpoints.files import Manifest
 from planner import ArgumentError, ExecutionError, Plan
 from tests.executor.rich_training import Training, plans_of, same
 
 HOLDER = """
 import sys
 from pathlib import Path
-from executor.checkpoint_lock import lock_folder
+from executor.checkpoints.lock import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from executor import checkpoint_tensors
-from executor.checkpoint_files import MANIFEST, METADATA, TRAINING, Manifest, sums_of
-from executor.checkpoint_tensors import stored_tensors
+from executor.checkpoints import tensors as checkpoint_tensors
+from executor.checkpoints.files import MANIFEST, METADATA, TRAINING, Manifest, sums_of
+from executor.checkpoints.tensors import stored_tensors
 from planner import ExecutionError, Plan
 from tests.executor.rich_training import Training, plans_of, same
 

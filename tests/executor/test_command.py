@@ -18,13 +18,13 @@ from click.testing import CliRunner, Result
 
 import planner
 from executor import command
-from executor.parameters import Size
+from executor.command_options import Size
 from planner import automatic
-from planner.plan import Plan, Prediction, Stage, StageMemory, StageTimes
+from planner.plan.plan import Plan, Prediction, Stage, StageMemory, StageTimes
 from planner.settings import SettingKeywords
 from profiler.device import Device
 from profiler.errors import ArgumentError, ExecutionError, InfeasibleError, NotTraceableError
-from profiler.local import local_devices
+from profiler.machine.local import local_devices
 from profiler.sample_spec import SampleSpec, TensorLeaf
 
 MODEL_FILE = """

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.contents import EVERY, LOOKED_AT, Contents, digest_of
+from executor.watch.contents import EVERY, LOOKED_AT, Contents, digest_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.int64, torch.complex64]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor import door as doors
-from executor.door import knock, let_in, new_key, open_door
+from executor.connect import door as doors
+from executor.connect.door import knock, let_in, new_key, open_door
 
 FOR_EVER_S = 60.0  # a test that takes as long has failed
 

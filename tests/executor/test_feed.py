@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from executor import Pipeline, feed, launch
-from executor.calls import inputs_read
-from executor.stage_runner import StageLayers
-from executor.stand_in import StandIn
+from executor import Pipeline, launch
+from executor.batch import feed
+from executor.batch.calls import inputs_read
+from executor.batch.stand_in import StandIn
+from executor.run.stage_runner import StageLayers
 from planner import ArgumentError, ExecutionError, Plan
-from profiler import LayerSequence, channel, trace
+from profiler import LayerSequence, trace
+from profiler.machine import channel
 
 TOKENS, WIDTH = 6, 9
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from executor import launch
-from executor.listening import listener_at
+from executor.connect.listening import listener_at
 from planner import Plan
 from tests.executor.fault_trials import free_port, plan_of
 from tests.executor.test_door import KINDS, Stranger

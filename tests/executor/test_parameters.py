@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from executor import command
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.fuzzing.subjects import good_plan, workplace
 
 DIGITS = "9" * 5000

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.agreement import Agreement
-from executor.message import SMALL_BYTES, MessageForm, TensorSpec
-from executor.micro_batch import sizes_for, split_target
-from executor.randomness import generator_of, key, preserved
-from executor.tied import TiedParameter, accumulator_of, sum_gradients
-from executor.transport import InProcess, Transfer
-from planner.actions import AHEAD_BYTES, Action
+from executor.run.message import SMALL_BYTES, MessageForm, TensorSpec
+from executor.run.micro_batch import sizes_for, split_target
+from executor.run.randomness import generator_of, key, preserved
+from executor.run.transport import InProcess, Transfer
+from executor.state.tied import TiedParameter, accumulator_of, sum_gradients
+from executor.watch.agreement import Agreement
+from planner.plan.actions import AHEAD_BYTES, Action
 from profiler import ArgumentError
 
 CPU = torch.device("cpu")

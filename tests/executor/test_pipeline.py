@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan
-from planner.timeline import save_timeline_json
+from planner.plan.timeline import save_timeline_json
 from profiler import ArgumentError, ForeignPlanError, trace
 
 BATCH_SIZE = 10  # with M = 4: micro-batches of 3, 3, 2, 2

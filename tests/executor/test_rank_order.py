@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.rank_order import RECEIVES, SENDS, rank_lists
+from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from planner import ExecutionError
-from planner.actions import SENDS_AHEAD, Action, ActionKind, Schedule, make_schedule, parse_schedule, receives_ahead
+from planner.plan.actions import (
+    SENDS_AHEAD,
+    Action,
+    ActionKind,
+    Schedule,
+    make_schedule,
+    parse_schedule,
+    receives_ahead,
+)
 
 SECONDS = {ActionKind.F: 1.0, ActionKind.R: 1.0, ActionKind.B: 2.0}
 

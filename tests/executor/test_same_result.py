@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from planner.schedules import ScheduleName
+from planner.plan.schedules import ScheduleName
 from profiler import trace
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME
 from tests.executor.conftest import _plan as plan_for

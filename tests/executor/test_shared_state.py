@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor import Pipeline, launch, pipeline, shared_state
+from executor import Pipeline, launch, pipeline
+from executor.state import shared_state
 from planner import ExecutionError, Plan
-from profiler import channel, trace
+from profiler import trace
+from profiler.machine import channel
 
 X = torch.arange(8) % 5
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor import Pipeline, launch
-from executor.action_times import TimedAction, TimedStep
-from executor.measured import Recorded, measured_frame
+from executor.measure.action_times import TimedAction, TimedStep
+from executor.measure.measured import Recorded, measured_frame
 from planner import Plan
-from planner.actions import Action
-from planner.schedules import SCHEDULES, Objective, ScheduleName, ScheduleRecord
+from planner.plan.actions import Action
+from planner.plan.schedules import SCHEDULES, Objective, ScheduleName, ScheduleRecord
 from profiler import ForeignPlanError, trace
 
 M = 4

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from executor import blame
-from executor import watch as watching
-from executor.mesh import Message
-from executor.position import Phase
-from executor.watch import Watch
+from executor.connect.mesh import Message
+from executor.watch import accusation as blame
+from executor.watch import watch as watching
+from executor.watch.position import Phase
+from executor.watch.watch import Watch
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from tests.executor.fault_trials import free_port, plan_of

@@ -11,17 +11,17 @@ import pytest
 
 import planner
 from planner import plan_from_profile
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.settings import SettingKeywords, Settings
 from profiler.cache import Cache
 from profiler.device import Cluster, Device, Link
-from profiler.local import local_devices
+from profiler.machine.local import local_devices
 from profiler.measured_sizes import measured_sizes
-from profiler.optimizers import named_optimizer
 from profiler.quantities import check_seconds
 from profiler.record import InStage, LayerCost, Profile, SkipValue, Workspace
 from profiler.sample_spec import ConstantLeaf, SampleSpec, TensorLeaf
 from profiler.sample_tree import LEAF, dumps
+from profiler.timing.optimizers import named_optimizer
 from tests.planner.made_up import build_profile
 
 MODEL = "def build():\n    return object(), object()\n\ndef train(plan):\n    pass\n\nx = 1\n"

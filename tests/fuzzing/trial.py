@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from executor import command
 from planner import plan_from_profile
-from planner.plan import Plan
-from planner.timeline import save_timeline_json
+from planner.plan.plan import Plan
+from planner.plan.timeline import save_timeline_json
 from profiler.device import Cluster, Device
 from profiler.errors import PlanError
 from profiler.record import Profile

@@ -15,9 +15,9 @@ from gpt import GPT, Config, next_token_loss
 
 from executor import Pipeline
 from planner import Plan, autoplan
-from planner.units import bytes_text
+from planner.plan.units import bytes_text
 from profiler import Cluster, Link, profile, trace
-from profiler.local import local_devices
+from profiler.machine.local import local_devices
 
 CONFIG = Config(context=256, width=512, heads=8, blocks=6, dropout=0.0)
 BATCH_SIZE = 32

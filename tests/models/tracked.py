@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from planner.stage_bytes import StageBytes
+from planner.cost.stage_bytes import StageBytes
 from profiler import LayerSequence
-from profiler.loss import LossFunction, loss_of, model_output
-from profiler.memory import LayerMemory
+from profiler.memory.in_stage import LayerMemory
+from profiler.observe.storage_watch import StorageWatch
 from profiler.record import LayerCost
-from profiler.shelf import Shelf
-from profiler.stage_function import Pass, Results, StageFunction, leaves_of, roots_of, run_backward
-from profiler.storage_watch import StorageWatch
+from profiler.run.loss import LossFunction, loss_of, model_output
+from profiler.run.parameter_shelf import Shelf
+from profiler.run.stage_function import Pass, Results, StageFunction, leaves_of, roots_of, run_backward
 
 CPU = torch.device("cpu")
 

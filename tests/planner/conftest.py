@@ -9,8 +9,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 
-from planner.actions import ActionKind, make_schedule
-from planner.simulator import Durations, simulate
+from planner.plan.actions import ActionKind, make_schedule
+from planner.plan.simulator import Durations, simulate
 from profiler.device import Device, Link
 from profiler.record import Profile, SkipValue
 from tests.planner.made_up import FIELDS, build_profile

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.actions import Action, ActionKind, make_schedule, parse_schedule, schedule_text
+from planner.plan.actions import Action, ActionKind, make_schedule, parse_schedule, schedule_text
 from profiler.errors import ArgumentError
 
 GOLDEN = """\

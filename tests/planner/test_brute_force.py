@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from planner.actions import make_schedule
-from planner.simulator import Durations, simulate
+from planner.plan.actions import make_schedule
+from planner.plan.simulator import Durations, simulate
 from tests.benchmarks.exhaustive import action_table, walk_s
 from tests.benchmarks.small_problems import compared
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from planner.arcs import before_bounds, make_arcs, step_bound_s
-from planner.clock import UNLIMITED, Clock
 from planner.from_profile import make_problem
-from planner.recompute import Effort, Ways
-from planner.search import search
+from planner.kernel.candidate_stages import before_bounds, make_arcs, step_bound_s
+from planner.kernel.search import search
 from planner.settings import SettingKeywords
-from planner.tables import make_tables
+from planner.solve.deadline import UNLIMITED, Clock
+from planner.solve.segment_choices import Effort, Ways
+from planner.solve.tables import make_tables
 from profiler.device import Link
 
 

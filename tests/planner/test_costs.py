@@ -3,13 +3,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.actions import AHEAD_BYTES
-from planner.costs import CostModel, ParameterRanges, range_sums
-from planner.memory import stage_memory
-from planner.messages import Message
-from planner.micro_batches import MicroBatches
-from planner.plan import Segment
-from planner.units import bytes_text, count_text, seconds_text
+from planner.cost.layer_costs import CostModel, ParameterRanges, range_sums
+from planner.cost.messages import Message
+from planner.cost.stage_memory import stage_memory
+from planner.plan.actions import AHEAD_BYTES
+from planner.plan.micro_batches import MicroBatches
+from planner.plan.plan import Segment
+from planner.plan.units import bytes_text, count_text, seconds_text
 from profiler.errors import ProfileError
 
 #        forward, recompute, backward, kept, transient, output, output gradient

@@ -1,7 +1,7 @@
 import pytest
 
 from planner.from_profile import make_problem, plan_from_profile
-from planner.simulator import simulate_plan
+from planner.plan.simulator import simulate_plan
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from planner.costs import CostModel
-from planner.next_kernels import with_next_kernels
+from planner.cost.layer_costs import CostModel
+from planner.cost.next_kernels import with_next_kernels
 from profiler import profile, trace
 from profiler.record import InStage, LayerCost
-from profiler.stand_ins import micro_batch
+from profiler.run.inputs import micro_batch
 from tests.models.tracked import CPU, Allocator, run_stages
 
 KIND = "cpu/1 thread"

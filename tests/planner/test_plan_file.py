@@ -3,7 +3,7 @@ import json
 import pytest
 
 from planner.from_profile import plan_from_profile
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiler.errors import PlanFileError
 
 ROW = (0.25, 0.25, 0.5, 10, 4, 8, 8)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from planner.costs import CostModel
-from planner.recurrent_workspace import PAGE_BYTES, PARTS, lstm_bytes, with_room
+from planner.cost.layer_costs import CostModel
+from planner.cost.recurrent_workspace import PAGE_BYTES, PARTS, lstm_bytes, with_room
 from profiler import profile, trace
+from profiler.observe.storage_watch import StorageWatch
 from profiler.record import InStage, LayerCost, Workspace
-from profiler.stand_ins import micro_batch
-from profiler.storage_watch import StorageWatch
+from profiler.run.inputs import micro_batch
 from tests.models.tracked import CPU, Allocator, run_stages
 
 KIND = "cpu/1 thread"

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner import Plan, plan_from_profile
-from planner.actions import make_schedule
-from planner.objective import makespan_s
-from planner.schedules import SCHEDULES, Objective, ScheduleRecord, stage_orders
-from planner.simulator import Durations, simulate
+from planner.kernel.makespan import makespan_s
+from planner.plan.actions import make_schedule
+from planner.plan.schedules import SCHEDULES, Objective, ScheduleRecord, stage_orders
+from planner.plan.simulator import Durations, simulate
 from profiler.errors import PlanFileError
 from tests.planner.conftest import most_in_flight
 from tests.planner.test_balancer import check, draw_devices

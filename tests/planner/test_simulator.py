@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.actions import make_schedule, parse_schedule
-from planner.objective import makespan_s
-from planner.simulator import Durations, simulate
+from planner.kernel.makespan import makespan_s
+from planner.plan.actions import make_schedule, parse_schedule
+from planner.plan.simulator import Durations, simulate
 from profiler.errors import PlanError
 
 SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
@@ -17,7 +17,7 @@ def constant(rows, micro_batches):
 
 
 def closed_form_s(rows, micro_batches):
-    """T of `planner.objective`."""
+    """T of `planner.kernel.makespan`."""
     forward, recompute, backward, send, send_back = (list(column) for column in zip(*rows, strict=True))
     links = [*zip(send[:-1], send_back[1:], strict=True)]
     through = sum(forward) + sum(backward) + sum(map(sum, links))

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.costs import fingerprint_of
+from planner.cost.layer_costs import fingerprint_of
 from planner.from_profile import plan_from_profile
-from planner.plan import Plan
-from planner.simulator import simulate_plan
+from planner.plan.plan import Plan
+from planner.plan.simulator import simulate_plan
 from profiler.device import Link
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
 from profiler.record import SkipValue

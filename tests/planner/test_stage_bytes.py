@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.stage_bytes import StageBytes
+from planner.cost.stage_bytes import StageBytes
 from profiler import trace
-from profiler.loss import LossFunction
-from profiler.memory import layer_memory
+from profiler.memory.in_stage import layer_memory
 from profiler.record import InStage, LayerCost
-from profiler.stand_ins import fake_runner, micro_batch
+from profiler.run.inputs import fake_runner, micro_batch
+from profiler.run.loss import LossFunction
 from tests.models.densenet import DenseNet
 from tests.models.tracked import CPU, run_stages, stage_bytes
 from tests.models.transformer import Translator

@@ -6,8 +6,8 @@ import pytest
 from matplotlib import pyplot
 
 from planner.from_profile import plan_from_profile
-from planner.simulator import simulate_plan
-from planner.timeline import plot_memory, plot_timeline, save_timeline_json
+from planner.plan.simulator import simulate_plan
+from planner.plan.timeline import plot_memory, plot_timeline, save_timeline_json
 from profiler.device import Link
 
 

@@ -7,7 +7,10 @@ from torch import nn
 from torch.nn import functional
 
 from profiler import ArgumentError, Cluster, Device, Link, profile, trace
-from profiler.analytic import (
+from profiler.datasheets import DATA_SHEETS, LINK_EFFICIENCY, LINKS
+from profiler.record import LayerCost, Profile
+from profiler.run.inputs import fake_runner, micro_batch
+from profiler.timing.analytic import (
     LayerWork,
     Operations,
     Rates,
@@ -16,9 +19,6 @@ from profiler.analytic import (
     seconds_of,
     work_of_layers,
 )
-from profiler.datasheets import DATA_SHEETS, LINK_EFFICIENCY, LINKS
-from profiler.record import LayerCost, Profile
-from profiler.stand_ins import fake_runner, micro_batch
 
 CPU = torch.device("cpu")
 

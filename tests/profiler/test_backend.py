@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from profiler.backend import BACKENDS, Cpu, Cuda, backend_of, process_groups
 from profiler.device import Device
 from profiler.errors import ArgumentError
-from profiler.local import local_devices
+from profiler.machine.backend import BACKENDS, Cpu, Cuda, backend_of, process_groups
+from profiler.machine.local import local_devices
 
 
 def test_each_kind_of_device_has_one() -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from planner import autoplan
-from profiler import ArgumentError, Link, Profile, measured_kind, optimizers, profile, sweeps, trace
+from profiler import ArgumentError, Link, Profile, measured_kind, profile, trace
 from profiler.cache import Cache, CachedCosts, digest_of
 from profiler.record import OptimizerCost
+from profiler.timing import optimizers, sweeps
 
 Case = tuple[nn.Module, Any]
 KEY = {"what": "link", "number": 1}

@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from profiler import NotTraceableError, trace
-from profiler.memory import layer_memory
-from profiler.shelf import Shelf
-from profiler.stand_ins import fake_runner, micro_batch, real_runner
+from profiler.memory.in_stage import layer_memory
+from profiler.run.inputs import fake_runner, micro_batch, real_runner
+from profiler.run.parameter_shelf import Shelf
 from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 

@@ -10,7 +10,7 @@ from profiler import Cluster, profile, trace
 
 HELD = """
 import os, sys
-from profiler.descriptors import hold_standard_descriptors
+from profiler.machine.descriptors import hold_standard_descriptors
 hold_standard_descriptors()
 found = [os.open(os.devnull, os.O_RDONLY)]
 os.write(1, b"%d %s" % (found[0], str(sys.stderr).encode()))

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from profiler import equal_layers, trace
-from profiler.lone_layer import look_forward
-from profiler.memory import layer_memory
-from profiler.stand_ins import fake_runner, micro_batch
+from profiler import trace
+from profiler.memory import equal_layers
+from profiler.memory.in_stage import layer_memory
+from profiler.memory.one_layer import look_forward
+from profiler.run.inputs import fake_runner, micro_batch
 from tests.models.transformer import Translator
 from tests.models.unet import UNet
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from profiler import NotTraceableError, trace
-from profiler.cuts import Body, allowed_positions
-from profiler.evaluation import stage_starts
-from profiler.front_ends import graph_of
-from profiler.prelude import prelude_nodes
-from profiler.sequence import LayerSequence
-from profiler.tracing import trace_evaluation
+from profiler.tracing.cuts import Body, allowed_positions
+from profiler.tracing.evaluation_cuts import stage_starts
+from profiler.tracing.front_ends import graph_of
+from profiler.tracing.prelude import prelude_nodes
+from profiler.tracing.sequence import LayerSequence
+from profiler.tracing.tracing import trace_evaluation
 
 X = torch.zeros(4, 6)
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from profiler.flops import FLOP_FORMULAS
+from profiler.observe.flops import FLOP_FORMULAS
 
 aten = torch.ops.aten
 

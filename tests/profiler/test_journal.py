@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from profiler.journal import ForeignJournal, Journal
+from profiler.machine.journal import ForeignJournal, Journal
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="journals are found by way of /proc")
 
 OTHER = """
 import sys
-from profiler.journal import Journal
+from profiler.machine.journal import Journal
 journal = Journal()
 journal.write(1, 2, 3)
 print(*journal.address, flush=True)

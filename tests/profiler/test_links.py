@@ -7,8 +7,8 @@ from hypothesis import given
 
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError
-from profiler.links import SIZES_BYTES, fit_link, measure_link, rounds_of
-from profiler.local import local_devices
+from profiler.machine.links import SIZES_BYTES, fit_link, measure_link, rounds_of
+from profiler.machine.local import local_devices
 
 
 @given(latency_s=st.floats(1e-7, 1e-2), bytes_per_s=st.floats(1e6, 1e12))

@@ -7,7 +7,7 @@ import torch
 
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError
-from profiler.local import local_devices, torch_device
+from profiler.machine.local import local_devices, torch_device
 from profiler.measured_sizes import measured_sizes
 
 

@@ -11,11 +11,11 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from profiler import ArgumentError, Cluster, Device, Link, Profile, ProfileError, profile, trace
-from profiler.layer_runner import Kept, LayerRunner, backward
-from profiler.optimizers import check_optimizer, optimizer_cost, optimizer_names
-from profiler.shelf import Shelf
-from profiler.swept_layers import windows
-from profiler.task import Task
+from profiler.run.layer_runner import Kept, LayerRunner, backward
+from profiler.run.parameter_shelf import Shelf
+from profiler.run.sampled_layers import windows
+from profiler.timing.optimizers import check_optimizer, optimizer_cost, optimizer_names
+from profiler.workload import Task
 from tests.models.tracked import allocations
 
 Case = tuple[nn.Module, Any]
@@ -158,7 +158,7 @@ def test_backward_passes_run_under_no_grad(monkeypatch: pytest.MonkeyPatch) -> N
         run.append(len(kept.roots))
         return backward(kept, gradients)
 
-    monkeypatch.setattr("profiler.sweeps.backward", noted)
+    monkeypatch.setattr("profiler.timing.sweeps.backward", noted)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(4, 4)
     with torch.no_grad():
         _quick(model, x, micro_batch_sizes=[2])
@@ -282,7 +282,7 @@ def test_of_many_equal_layers_a_few_are_swept(
     make_case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values go on behind those that are left out, and these take what equal ones take."""
-    monkeypatch.setattr("profiler.swept_layers.LEAST_BYTES", 0)
+    monkeypatch.setattr("profiler.run.sampled_layers.LEAST_BYTES", 0)
     run: list[int] = []
     forward = LayerRunner.forward
 
@@ -293,8 +293,8 @@ def test_of_many_equal_layers_a_few_are_swept(
     model, ids = make_case("gpt")
     sequence = trace(model, ids)
     assert len(sequence) > 2 * len({layer.signature for layer in sequence.layers})
-    monkeypatch.setattr("profiler.sweeps.LayerRunner.forward", noted)
-    monkeypatch.setattr("profiler.swept_layers.LEAST_COPIES", 1)
+    monkeypatch.setattr("profiler.timing.sweeps.LayerRunner.forward", noted)
+    monkeypatch.setattr("profiler.run.sampled_layers.LEAST_COPIES", 1)
     measured = _quick(model, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1, 2])
     swept = run[-run[::-1].index(0) - 1 :]  # the last sweep
     assert len(set(swept)) == len(swept) < len(sequence) / 2

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.costs import CostModel
+from planner.cost.layer_costs import CostModel
 from profiler import LayerSequence, profile, trace
-from profiler.memory import LayerMemory, layer_memory
-from profiler.memory_by_size import agree
-from profiler.shelf import Shelf
-from profiler.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
-from profiler.stand_ins import fake_runner, input_bytes, micro_batch, real_runner, resized
-from profiler.timing import computing_with
+from profiler.memory.by_size import agree
+from profiler.memory.in_stage import LayerMemory, layer_memory
+from profiler.run.inputs import fake_runner, input_bytes, micro_batch, real_runner, resized
+from profiler.run.parameter_shelf import Shelf
+from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.timing.repeats import computing_with
 from tests.models.tracked import Allocator, allocations, run_stages
 
 Case = tuple[nn.Module, Any]

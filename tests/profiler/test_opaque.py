@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from executor import Pipeline
 from planner import plan_from_profile
 from profiler import ExecutionError, LayerSequence, NotTraceableError, profile, trace
-from profiler.local import local_devices
-from profiler.memory import layer_memory
-from profiler.opaque import Affine
-from profiler.shelf import Shelf
-from profiler.stand_ins import fake_runner, micro_batch, real_runner
+from profiler.machine.local import local_devices
+from profiler.memory.in_stage import layer_memory
+from profiler.opaque.call import Affine
+from profiler.run.inputs import fake_runner, micro_batch, real_runner
+from profiler.run.parameter_shelf import Shelf
 from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from planner import Plan, autoplan
 from profiler import ArgumentError, Cluster, profile, trace
-from profiler.optimizers import named_optimizer, state_bytes
+from profiler.timing.optimizers import named_optimizer, state_bytes
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler import trace
-from profiler.stage_function import StageFunction
+from profiler.run.stage_function import StageFunction
 
 
 class CreatesTensors(nn.Module):

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from profiler import trace
 from profiler.errors import ArgumentError
-from profiler.sample import describe_sample
 from profiler.sample_tree import LEAF, MOST_DEPTH, dumps, loads
+from profiler.tracing.sample import describe_sample
 
 structures = st.recursive(
     st.just(LEAF),

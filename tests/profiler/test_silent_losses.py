@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from profiler import NotTraceableError, trace
-from profiler.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
 from tests.coverage.fidelity import difference, eager, run
 from tests.coverage.model_list import Case
 

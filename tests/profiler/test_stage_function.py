@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler import LayerSequence, trace
-from profiler.stage_function import Pass, StageFunction, roots_of, run_backward
+from profiler.run.stage_function import Pass, StageFunction, roots_of, run_backward
 
 
 class Transposed(nn.Module):

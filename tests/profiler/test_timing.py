@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiler.allocator import give_back_freed_memory, keep_freed_memory
-from profiler.backend import backend_of
 from profiler.errors import ProfileError
-from profiler.neighbours import neighbours
-from profiler.timing import Timing, collecting_no_garbage, computing_with, rounds, time_call
+from profiler.machine.allocator import give_back_freed_memory, keep_freed_memory
+from profiler.machine.backend import backend_of
+from profiler.machine.background_load import neighbours
+from profiler.timing.repeats import Timing, collecting_no_garbage, computing_with, rounds, time_call
 
 
 def test_median_and_quartiles() -> None:

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from profiler import LayerSequence, NotTraceableError, trace
 from profiler.errors import ArgumentError
-from profiler.loss import model_output
-from profiler.sample import call_arguments, tensor_leaves
-from profiler.stage_function import Pass, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
+from profiler.run.loss import model_output
+from profiler.run.stage_function import Pass, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
+from profiler.tracing.sample import call_arguments, tensor_leaves
 
 Case = tuple[nn.Module, Any]
 

@@ -1,0 +1,106 @@
+"""How long each action took, for the comparison of a plan's predictions with what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from planner.plan.actions import Action, ActionKind
+from profiler.machine.backend import backend_of
+from profiler.machine.stopwatches import Marks
+
+STEPS_KEPT = 20  # of the last ones
+_COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """One action of a step.
+
+    Attributes:
+        action: what was done.
+        start_s: seconds after the step began on this rank; of a RECV when it began to wait.
+        end_s: likewise.
+    """
+
+    action: Action
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds that the action took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """The actions of one step of one process.
+
+    Attributes:
+        number: counts the steps of this process.
+        began_s: by `time.perf_counter` of this process.
+        actions: in order.
+    """
+
+    number: int
+    began_s: float
+    actions: tuple[TimedAction, ...]
+
+
+@dataclass(slots=True)
+class _Step:
+    """One mark after each action, since a process does one after the other."""
+
+    number: int
+    began_s: float
+    marks: Marks
+    actions: list[Action] = field(default_factory=list)
+    since: dict[int, float] = field(default_factory=dict)  # by position of an action: when it began to wait
+
+
+class ActionTimes:
+    """Times the actions of the last steps by marks of the device, which are read after the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._backend = backend_of(device)
+        self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
+        self._current: _Step | None = None
+        self._count = 0
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._current = _Step(self._count, time.perf_counter(), self._backend.marks())
+        self._steps.append(self._current)
+        self._count += 1
+
+    def mark(self, action: Action, since_s: float | None = None) -> None:
+        """The action has just been carried out; `since_s` is when a receive began to wait, by `time.perf_counter`."""
+        step = self._current
+        assert step is not None, "start comes first"
+        if since_s is not None:
+            step.since[len(step.actions)] = since_s
+        step.actions.append(action)
+        step.marks.mark()
+
+    def steps(self) -> tuple[TimedStep, ...]:
+        """The last steps, oldest first; waits for the device."""
+        return tuple(TimedStep(step.number, step.began_s, _timed(step)) for step in self._steps)
+
+    def read(self) -> tuple[TimedAction, ...]:
+        """The actions of the last step that computed."""
+        actions = () if self._current is None else _timed(self._current)
+        return tuple(timed for timed in actions if timed.action.kind in _COMPUTED)
+
+
+def _timed(step: _Step) -> tuple[TimedAction, ...]:
+    """Actions with the marks before and after them; an aborted step has fewer marks."""
+    moments = step.marks.seconds()
+    starts = [
+        moment if since is None or not step.marks.on_the_host else since - step.began_s
+        for moment, since in zip(moments, map(step.since.get, range(len(moments))), strict=True)
+    ]
+    return tuple(TimedAction(*each) for each in zip(step.actions, starts, moments[1:], strict=False))

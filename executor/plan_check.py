@@ -1,0 +1,88 @@
+"""Whether a plan belongs to this model and this machine: found out before anything runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from planner.plan.plan import Plan
+from profiler.errors import ForeignPlanError, PlanError, PlanFileError
+from profiler.machine.backend import BACKENDS
+from profiler.tracing.dataflow import skip_users
+from profiler.tracing.sequence import LayerSequence
+from profiler.tracing.tracing import trace
+
+
+def device_of(plan: Plan, stage: int, replica: int) -> torch.device:
+    """The torch device of a stage.
+
+    Raises:
+        ForeignPlanError: this machine has no such device.
+    """
+    name = plan.stages[stage].devices[replica].name
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        raise PlanFileError(f"stage {stage} is planned for {name!r}, which is no torch device; plan again") from problem
+    if device.type not in BACKENDS:
+        raise PlanFileError(f"stage {stage} is planned for {name!r}, where no stage runs; plan again")
+    there = BACKENDS[device.type].count()
+    if there is not None and (device.index or 0) >= there:
+        raise ForeignPlanError(
+            f"stage {stage} is planned for {device}, but this process sees {there} {device.type.upper()} devices; "
+            "plan for the devices that are here"
+        )
+    return device
+
+
+def traced_as_planned(model: nn.Module, plan: Plan) -> LayerSequence:
+    """The model's layers, traced as the plan says.
+
+    Raises:
+        PlanError: the model cannot be traced, or is not called as the plan's sample says.
+    """
+    try:
+        return trace(model, plan.sample)
+    except PlanError:
+        raise
+    except Exception as problem:
+        raise PlanFileError(
+            f"the plan's sample does not describe a call of a model ({type(problem).__name__}: {problem}); plan again"
+        ) from problem
+
+
+def check_model(sequence: LayerSequence, plan: Plan) -> None:
+    """Refuse a plan of another model.
+
+    Raises:
+        ForeignPlanError: the model's fingerprint or number of layers is not the plan's, or a value cannot skip stages
+            as the plan says.
+    """
+    if sequence.fingerprint != plan.model_fingerprint:
+        raise ForeignPlanError(
+            f"the plan was made for a model with fingerprint {plan.model_fingerprint}, this model has "
+            f"{sequence.fingerprint} (torch {torch.__version__}); plan again for this model"
+        )
+    if plan.stages[-1].stop_layer != len(sequence):
+        raise ForeignPlanError(
+            f"the plan's stages hold {plan.stages[-1].stop_layer} layers, the model has {len(sequence)}; plan again"
+        )
+    if plan.skips:
+        _check_skips(sequence, plan)
+
+
+def _check_skips(sequence: LayerSequence, plan: Plan) -> None:
+    stops = [stage.stop_layer for stage in plan.stages]
+    users = {value.name: layers for value, layers in skip_users(sequence).items()}
+    for skip in plan.skips:
+        for name in skip.values:
+            stages = [bisect_right(stops, layer) for layer in users.get(name, ())]
+            if skip.ends not in pairwise(stages):
+                why = f"uses it in stages {sorted(set(stages))}" if stages else "has no such value that skips layers"
+                raise ForeignPlanError(
+                    f"the plan sends {name} from stage {skip.sender} to stage {skip.receiver}; this model {why}, so it "
+                    "cannot go there directly; plan again for this model"
+                )

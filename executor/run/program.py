@@ -1,0 +1,223 @@
+"""A program: the actions of one process for a batch of given sizes, with all that can be known before it comes.
+
+Schedules, shapes and peers are the same in every step. They are worked out once and kept, so that a step only walks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from executor.layout import Layout
+from executor.run.message import MessageForm, TensorSpec
+from executor.run.rank_order import RECEIVES, SENDS, rank_lists
+from executor.run.stage_runner import StageLayers
+from executor.run.transport import Transfer
+from planner.plan.actions import Action, ActionKind
+from planner.plan.plan import Plan
+from planner.plan.schedules import SCHEDULES
+from profiler.tracing.sequence import BoundaryValue
+
+_GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
+_COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """A SEND or RECV action.
+
+    Attributes:
+        names: of the values that it moves, or whose gradients.
+        specs: of what it moves, in this order.
+        transfer: how.
+        is_remote: whether the other end lies in another process.
+        says_which: whether a mask of the gradients that exist leads the message.
+        is_last: of the messages that the stage sends or receives with one another.
+    """
+
+    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    transfer: Transfer
+    is_remote: bool
+    says_which: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instruction:
+    """One action with what it needs.
+
+    Attributes:
+        action: what is done.
+        layers: of its stage.
+        move: of a SEND or RECV.
+        keep: of an F: whether it keeps what the last recomputed segment saves.
+    """
+
+    action: Action
+    layers: StageLayers
+    move: Move | None
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """What one process does in a step.
+
+    Attributes:
+        instructions: in order.
+        remote: receives from other processes, in order.
+        training: whether it has backward passes.
+    """
+
+    instructions: tuple[Instruction, ...]
+    remote: tuple[Transfer, ...]
+    training: bool
+
+
+def compiled(
+    plan: Plan,
+    layout: Layout,
+    layers: Mapping[int, StageLayers],
+    devices: Mapping[int, torch.device],
+    sizes: Sequence[int],
+    *,
+    training: bool,
+) -> Program:
+    """The program of one process.
+
+    Args:
+        plan: the plan.
+        layout: of this process.
+        layers: of this process's stages; they say what crosses each boundary.
+        devices: of this process's stages.
+        sizes: samples of each micro-batch of one replica.
+        training: with backward passes, else forward only.
+    """
+    lists = _lists(plan, layout, len(sizes), training=training)
+    recomputed = {(action.stage, action.micro_batch) for action in lists if action.kind is ActionKind.R}
+    moves = _Moves(plan, layout, layers, devices, sizes, lists, training)
+    instructions = []
+    remote = []
+    for action in lists:
+        move = None
+        if action.kind not in _COMPUTED:
+            move = moves.of(action)
+            if move.is_remote and action.kind in RECEIVES:
+                remote.append(move.transfer)
+        keep = (action.stage, action.micro_batch) not in recomputed
+        instructions.append(Instruction(action, layers[action.stage], move, keep))
+    return Program(tuple(instructions), tuple(remote), training)
+
+
+def _lists(plan: Plan, layout: Layout, micro_batches: int, *, training: bool) -> tuple[Action, ...]:
+    """This process's actions in order."""
+    schedule = plan.actions(micro_batches)
+    if not training:
+        # values do not skip stages then
+        forward_only = (ActionKind.RECV_F, ActionKind.F, ActionKind.SEND_F)
+        schedule = tuple(
+            tuple(action for action in actions if action.kind in forward_only and action.peer is None)
+            for actions in schedule
+        )
+    if len(layout.stages) == 1:
+        return schedule[layout.stages[0]]
+    rank_of = (0,) * plan.K if layout.alone else tuple(stage.rank for stage in plan.stages)
+    return rank_lists(schedule, rank_of, _seconds(plan))[rank_of[layout.stages[0]]]
+
+
+def _seconds(plan: Plan) -> Callable[[Action], float]:
+    """Predicted times for the largest micro-batch, from which the order of a rank with several stages follows."""
+    times = [stage.times_at(max(plan.micro_batch_sizes)) for stage in plan.stages]
+    table = {
+        ActionKind.F: [entry.forward_s for entry in times],
+        ActionKind.R: [entry.recompute_s for entry in times],
+        ActionKind.B: [entry.backward_s for entry in times],
+    }
+    return lambda action: table[action.kind][action.stage]
+
+
+class _Moves:
+    """What the SEND and RECV actions of one process move.
+
+    Args:
+        plan: the plan.
+        layout: of this process.
+        layers: of its stages.
+        devices: of its stages.
+        sizes: samples of each micro-batch.
+        actions: that it carries out.
+        training: whether values skip stages, as they do in the graph that trains.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: Layout,
+        layers: Mapping[int, StageLayers],
+        devices: Mapping[int, torch.device],
+        sizes: Sequence[int],
+        actions: Sequence[Action],
+        training: bool,
+    ) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._layers = layers
+        self._devices = devices
+        self._sizes = sizes
+        self._skips = {skip.ends: frozenset(skip.values) for skip in plan.skips} if training else {}
+        self._number = {skip.ends: plan.K + position for position, skip in enumerate(plan.skips)}
+        first: dict[tuple[int, ActionKind, int | None], Action] = {}
+        last: dict[tuple[int, ActionKind, int], Action] = {}
+        for action in actions:
+            first.setdefault((action.stage, action.kind, action.peer), action)
+            last[action.stage, action.kind, action.micro_batch] = action
+        self._first, self._last = frozenset(first.values()), frozenset(last.values())
+
+    def of(self, action: Action) -> Move:
+        """Values of a boundary, or the gradients of those that have one."""
+        values = self._values(action)
+        samples = self._sizes[action.micro_batch]
+        specs = tuple(TensorSpec(value.shape_at(samples), value.dim_order, value.dtype) for value in values)
+        says_which = action.kind in _GRADIENTS and action in self._first and bool(values)
+        mask = [TensorSpec((len(values),), (0,), torch.bool)] if says_which else []
+        here = self._devices[action.stage]
+        other = action.other_end.stage
+        receiver = other if action.kind in SENDS else action.stage
+        # A schedule that keeps the inputs of all micro-batches until their backward pass may have their buffers from
+        # the start.
+        unlimited = action.kind is ActionKind.RECV_F and SCHEDULES[self._plan.schedule].keeps_all
+        form = MessageForm([*mask, *specs], here)
+        return Move(
+            names=tuple(value.name for value in values),
+            specs=specs,
+            transfer=Transfer(action, form, self._devices.get(receiver, here), self._way(action), unlimited),
+            is_remote=self._layout.process_of[other] != self._layout.process,
+            says_which=says_which,
+            is_last=action in self._last,
+        )
+
+    def _values(self, action: Action) -> tuple[BoundaryValue, ...]:
+        """Those of the boundary that the message holds."""
+        inward = action.kind in (ActionKind.RECV_F, ActionKind.SEND_B)
+        alive = self._layers[action.stage].entering if inward else self._layers[action.stage].leaving
+        if action.peer is not None:
+            own = self._skips[_ends(action.stage, action.peer)]
+            alive = tuple(value for value in alive if value.name in own)
+        elif self._skips:
+            skipping = [names for ends, names in self._skips.items() if ends[inward] == action.stage]
+            alive = tuple(value for value in alive if not any(value.name in names for names in skipping))
+        return tuple(value for value in alive if value.requires_grad or action.kind not in _GRADIENTS)
+
+    def _way(self, action: Action) -> int:
+        """A number of the boundary, or of the skip, and of the direction; the same at both ends."""
+        receive = action if action.kind in RECEIVES else action.other_end
+        number = receive.stage if receive.peer is None else self._number[_ends(receive.stage, receive.peer)]
+        return 2 * number + (receive.kind is ActionKind.RECV_B)
+
+
+def _ends(stage: int, other: int) -> tuple[int, int]:
+    """Sender and receiver of a skip."""
+    return min(stage, other), max(stage, other)

@@ -1,0 +1,163 @@
+"""The one runtime: walks the list of actions of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from executor.measure.action_times import ActionTimes
+from executor.run.program import Instruction, Move, Program
+from executor.run.rank_order import RECEIVES
+from executor.run.stage_runner import MicroBatch, StageRunner
+from executor.run.transport import InProcess, Transport
+from executor.watch.position import Logbook, Phase
+from planner.plan.actions import Action, ActionKind
+from profiler.errors import ExecutionError
+
+_Place = tuple[int, int]  # stage and micro-batch
+
+
+class Runtime:
+    """Carries out programs.
+
+    Args:
+        runners: the stages of this process.
+        remote: transport to other processes.
+        log: where each action is noted before it begins.
+        check_finite: whether a loss that is not finite is an error.
+    """
+
+    def __init__(self, runners: Mapping[int, StageRunner], remote: Transport, log: Logbook, check_finite: bool) -> None:
+        self._runners = runners
+        self._local = InProcess()
+        self._remote = remote
+        self._log = log
+        self._check_finite = check_finite
+        self.action_times = ActionTimes(next(iter(runners.values())).device)
+
+    def run(self, program: Program, batches: Sequence[MicroBatch]) -> None:
+        """Carry out a program on the micro-batches of one replica; the logbook says of any failure where it was."""
+        work = _Work(self._runners, self._local, self._remote, program, batches)
+        note, mark = self._log.action, self.action_times.mark
+        profiled = torch.autograd.profiler._is_profiler_enabled  # naming ranges costs time even if nobody looks
+        self.action_times.start()
+        self._local.begin(())
+        self._remote.begin(program.remote)
+        for instruction in program.instructions:
+            note(instruction.action)
+            if profiled:
+                with torch.profiler.record_function(str(instruction.action)):
+                    work.carry_out(instruction)
+            else:
+                work.carry_out(instruction)
+            move = instruction.move
+            if move is not None and move.is_remote and instruction.action.kind in RECEIVES:
+                mark(instruction.action, self._remote.waiting_since_s)
+            else:
+                mark(instruction.action)
+            if self._check_finite and instruction.action.kind is ActionKind.F and instruction.layers.is_last:
+                self._refuse_infinite(
+                    self._runners[instruction.action.stage].loss_of(batches[instruction.action.micro_batch])
+                )
+        self._log.phase(Phase.END_OF_STEP)
+        self._remote.end()
+
+    def _refuse_infinite(self, loss: Tensor | None) -> None:
+        if loss is not None and not bool(torch.isfinite(loss)):
+            raise ExecutionError(
+                f"{self._log.position}: the loss of this micro-batch is {loss.item()}; look at its samples, or "
+                "lower the learning rate"
+            )
+
+
+class _Work:
+    """What is under way in one run: received messages that wait for their action, and results that wait to leave."""
+
+    def __init__(
+        self,
+        runners: Mapping[int, StageRunner],
+        local: Transport,
+        remote: Transport,
+        program: Program,
+        batches: Sequence[MicroBatch],
+    ) -> None:
+        self._runners = runners
+        self._local = local
+        self._remote = remote
+        self._training = program.training
+        self._batches = batches
+        self._incoming: dict[_Place, dict[str, Tensor]] = {}
+        self._outgoing: dict[_Place, dict[str, Tensor]] = {}
+        self._absent: dict[int, list[str]] = {}  # values without a gradient by way, of what is sent by its complement
+
+    def carry_out(self, instruction: Instruction) -> None:
+        """Do what the action says."""
+        action = instruction.action
+        if instruction.move is None:
+            self._compute(instruction)
+        elif action.kind is ActionKind.RECV_F or action.kind is ActionKind.RECV_B:
+            self._receive(action, instruction.move)
+        else:
+            self._send(action, instruction.move)
+
+    def _receive(self, action: Action, move: Move) -> None:
+        received = (self._remote if move.is_remote else self._local).receive(move.transfer)
+        way = move.transfer.way
+        if move.says_which:
+            exists = received.pop(0).tolist()
+            self._absent[way] = [name for name, there in zip(move.names, exists, strict=True) if not there]
+        values = dict(zip(move.names, received, strict=True))
+        for name in self._absent.get(way, ()):
+            del values[name]
+        self._incoming.setdefault((action.stage, action.micro_batch), {}).update(values)
+
+    def _send(self, action: Action, move: Move) -> None:
+        place = (action.stage, action.micro_batch)
+        outgoing = self._outgoing.pop(place) if move.is_last else self._outgoing[place]
+        if action.kind is ActionKind.SEND_B:
+            tensors = self._gradients(action, move, outgoing)
+        else:
+            tensors = [outgoing[name] for name in move.names]
+        (self._remote if move.is_remote else self._local).send(move.transfer, tensors)
+
+    def _gradients(self, action: Action, move: Move, found: Mapping[str, Tensor]) -> list[Tensor]:
+        """The message with the gradients of a stage's inputs.
+
+        A value without a path to the loss has none, which is not the same as zeros: weight decay would move what no
+        gradient reaches. Which ones exist follows from the graph, so the first micro-batch to go back says it for all.
+        """
+        absent = [name for name in move.names if name not in found]
+        for name in self._absent.setdefault(~move.transfer.way, absent):
+            if name in found:
+                raise ExecutionError(
+                    f"{action}: {name} has a gradient, but had none in the micro-batches that went back before; "
+                    "let loss_fn use the same outputs in every micro-batch of a step, with weight 0 where need be"
+                )
+        device = self._runners[action.stage].device
+        tensors = [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=device) if name in absent else found[name]
+            for name, spec in zip(move.names, move.specs, strict=True)
+        ]
+        if move.says_which:
+            tensors.insert(0, torch.tensor([name not in absent for name in move.names], device=device))
+        return tensors
+
+    def _compute(self, instruction: Instruction) -> None:
+        action, layers = instruction.action, instruction.layers
+        runner = self._runners[action.stage]
+        number = action.micro_batch
+        batch = self._batches[number]
+        before = self._batches[number - 1].index if number else None
+        place = (action.stage, number)
+        if action.kind is ActionKind.R:
+            runner.recompute(layers, batch, before)
+            return
+        received = self._incoming.pop(place, {})
+        if action.kind is ActionKind.B:
+            self._outgoing[place] = runner.backward(layers, batch, received, before)
+        elif self._training:
+            self._outgoing[place] = runner.forward(layers, batch, received, before, keep=instruction.keep)
+        else:
+            self._outgoing[place] = runner.evaluate(layers, batch, received)

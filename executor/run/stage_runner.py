@@ -1,0 +1,319 @@
+"""One stage on its device: forward, recompute and backward passes of the micro-batches of a step.
+
+A stage is cut into parts at the borders of its recomputed segments. The forward pass keeps of a recomputed part only
+what enters it; B walks the parts backward and runs each recomputed one again just before its own backward pass:
+
+    part        kept     segment 0      kept    segment 1
+    F         |======| |-----------| |======| |-----------|
+    R                                         |===========|     before the gradient arrives
+    B         |<=====| |====|<=====| |<=====| |<==========|     one segment's saved values exist at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from executor.run.accumulators import Accumulators
+from executor.run.micro_batch import mean_over_samples
+from executor.run.randomness import generator_of, key
+from planner.plan.plan import Segment
+from profiler.errors import ArgumentError
+from profiler.run.loss import LossFunction, loss_of, model_output
+from profiler.run.stage_function import (
+    Moved,
+    Pass,
+    Results,
+    StageFunction,
+    keeping_nothing,
+    leaves_of,
+    roots_of,
+    run_backward,
+)
+from profiler.tracing.sequence import LayerSequence
+
+LOSS = "loss"  # the one value that the last stage leaves while training
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a stage needs of one micro-batch beside what the stage before sends.
+
+    Attributes:
+        index: position in the mini-batch of all replicas, which keys random numbers.
+        size: samples.
+        weight: share of the mini-batch, samples / all samples.
+        inputs: the model's inputs by name.
+        target: what the loss is computed with.
+    """
+
+    index: int
+    size: int
+    weight: float
+    inputs: Mapping[str, Tensor]
+    target: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of layers of a stage that is recomputed as a whole, or not at all."""
+
+    function: StageFunction
+    again: bool
+
+
+class StageLayers:
+    """The layers of one stage, ready to run: one version of them, for training or evaluation and one kind of input.
+
+    Args:
+        sequence: the layers of the model on the stage's device.
+        first: index of the stage's first layer.
+        stop: index behind its last layer.
+        segments: that are recomputed.
+        parameters: by (layer, name), see `StageFunction`.
+        constants: of the graph by name, where they are others than those that the stage's buffers hold.
+        past: names of values that skip the stage.
+
+    Attributes:
+        entering: what the stage receives, from whichever stage.
+        leaving: what it sends.
+    """
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        first: int,
+        stop: int,
+        segments: Sequence[Segment],
+        parameters: Mapping[tuple[int, str], Tensor],
+        constants: Mapping[str, Tensor] | None = None,
+        past: frozenset[str] = frozenset(),
+    ) -> None:
+        self.sequence = sequence
+        self.leaving = tuple(value for value in sequence.boundaries[stop] if value.name not in past)
+        self.constants = constants or {}
+        self.is_last = stop == len(sequence)
+        again = {segment.first for segment in segments}
+        borders = sorted({first, stop, *again, *(segment.stop for segment in segments)})
+        self.parts = tuple(
+            Part(StageFunction(sequence, begin, end, parameters, past=past), begin in again)
+            for begin, end in pairwise(borders)
+        )
+        self.entering = self.parts[0].function.entering
+        self.last_again = max((index for index, part in enumerate(self.parts) if part.again), default=-1)
+        self.inputs = tuple(dict.fromkeys(name for part in self.parts for name in part.function.inputs))
+
+
+@dataclass(slots=True)
+class _StepState:
+    """What a stage holds during one step, by micro-batch index; of parts by (micro-batch, part).
+
+    Of one replica at a time there are `accumulators`, by part.
+    """
+
+    number: int
+    loss_scale: Tensor | None = None
+    accumulators: list[Accumulators] = field(default_factory=list)
+    entering: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Pass] = field(default_factory=dict)
+    buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    statistics: dict[int, list[Moved]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, dict[str, Any]] | None = None
+
+
+class StageRunner:
+    """Runs the layers of one stage.
+
+    Args:
+        device: where it runs.
+        buffers: the stage's buffers by name, on its device.
+        loss_fn: of the last stage.
+        seed: of all random numbers.
+    """
+
+    def __init__(
+        self, device: torch.device, buffers: dict[str, Tensor], loss_fn: LossFunction | None, seed: int
+    ) -> None:
+        self.device = device
+        self.buffers = buffers
+        self._loss_fn = loss_fn
+        self.seed = seed
+        self._generator = generator_of(device)
+        self._state = _StepState(0)
+
+    def begin(self, step: int, loss_scale: Tensor | None = None, *, keep_outputs: bool = False) -> None:
+        """Forget the step before.
+
+        Args:
+            step: keys the random numbers.
+            loss_scale: times as large are the gradients.
+            keep_outputs: whether `evaluate` keeps what the model returns, in place of its loss.
+        """
+        self._state = _StepState(step, loss_scale, outputs={} if keep_outputs else None)
+
+    def forward(
+        self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor], before: int | None, *, keep: bool
+    ) -> dict[str, Tensor]:
+        """The forward pass of one micro-batch.
+
+        Args:
+            layers: the stage's layers.
+            batch: the micro-batch.
+            received: the entering values.
+            before: index of the micro-batch that came before in this replica, whose written buffers it goes on from.
+            keep: whether to keep what the last recomputed segment saves; otherwise `recompute` must come first.
+
+        Returns:
+            The leaving values, detached; empty behind the last stage.
+        """
+        state = self._state
+        index = batch.index
+        carried = state.buffers[index] = {} if before is None else state.buffers[before]
+        if before is None:
+            state.accumulators = [Accumulators(part.function.parameters) for part in layers.parts]
+        written: dict[str, Tensor] = {}
+        moments: list[Moved] = []
+        values: Mapping[str, Tensor] = received
+        for position, part in enumerate(layers.parts):
+            place = (index, position)
+            leaves = state.entering[place] = leaves_of(values, part.function.entering)
+            if not part.again or (keep and position == layers.last_again):
+                values, results = self._run(layers, position, batch, carried)
+                state.kept[place] = Pass(leaves, roots_of(values))
+            else:
+                with keeping_nothing():
+                    values, results = self._run(layers, position, batch, carried)
+            written.update(results.buffers)
+            moments.extend(results.statistics)
+        if written:
+            state.buffers[index] = {**carried, **written}
+        state.statistics[index] = moments
+        if layers.is_last:
+            state.losses[index] = values[LOSS].detach()
+            return {}
+        return {name: value.detach() for name, value in values.items()}
+
+    def recompute(self, layers: StageLayers, batch: MicroBatch, before: int | None) -> None:
+        """Run the last segment again and keep what its backward pass needs."""
+        self._run_again(layers, layers.last_again, batch, before)
+
+    def _run_again(self, layers: StageLayers, position: int, batch: MicroBatch, before: int | None) -> None:
+        place = (batch.index, position)
+        buffers = self._state.buffers[before] if before is not None else {}
+        values, _ = self._run(layers, position, batch, buffers)
+        self._state.kept[place] = Pass(self._state.entering[place], roots_of(values))
+
+    def backward(
+        self, layers: StageLayers, batch: MicroBatch, gradients: Mapping[str, Tensor], before: int | None
+    ) -> dict[str, Tensor]:
+        """The backward pass of one micro-batch, with the recompute of all segments but the last.
+
+        Args:
+            layers: the stage's layers.
+            batch: the micro-batch.
+            gradients: of the leaving values; of the last stage's loss when empty.
+            before: as in `forward`.
+
+        Returns:
+            Gradients of the entering values that have one.
+        """
+        state = self._state
+        if layers.is_last:
+            share = torch.full_like(state.losses[batch.index], batch.weight)
+            gradients = {LOSS: share if state.loss_scale is None else share * state.loss_scale.to(share)}
+        for position in reversed(range(len(layers.parts))):
+            place = (batch.index, position)
+            if place not in state.kept:
+                self._run_again(layers, position, batch, before)
+            del state.entering[place]
+            entering = run_backward(state.kept.pop(place), gradients)
+            state.accumulators[position].own()
+            gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
+        return dict(gradients)
+
+    def evaluate(self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The forward pass without gradient."""
+        with torch.no_grad():
+            values: Mapping[str, Tensor] = received
+            buffers = {**self.buffers, **layers.constants}
+            for part in layers.parts:
+                values = part.function.forward(dict(values), self._inputs(batch, part), buffers).values
+            if layers.is_last and self._state.outputs is not None:
+                self._state.outputs[batch.index] = pytree.tree_map_only(Tensor, Tensor.detach, dict(values))
+                return {}
+            if layers.is_last:
+                self._state.losses[batch.index] = self._loss(layers, batch, values, layers.parts[-1].function)
+                return {}
+        return dict(values)
+
+    def loss(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """The mean loss in float64, weighted by the given micro-batches' shares of the mini-batch."""
+        return mean_over_samples([self._state.losses[batch.index] for batch in batches], [b.weight for b in batches])
+
+    def loss_of(self, batch: MicroBatch) -> Tensor | None:
+        """The loss of a micro-batch that the last stage has run, a scalar; None where the output is kept instead."""
+        return self._state.losses.get(batch.index)
+
+    def take_output(self, batch: MicroBatch) -> dict[str, Any]:
+        """The named values of which the model's output for a micro-batch consists; the stage forgets them."""
+        assert self._state.outputs is not None, "begin was told to keep them"
+        return self._state.outputs.pop(batch.index)
+
+    def written_buffers(self, index: int) -> Mapping[str, Tensor]:
+        """The written buffers as micro-batch `index` left them."""
+        return self._state.buffers[index]
+
+    def statistics(self, index: int) -> Sequence[Moved]:
+        """The batch normalizations' statistics of micro-batch `index`."""
+        return self._state.statistics[index]
+
+    def _run(
+        self, layers: StageLayers, position: int, batch: MicroBatch, buffers: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Results]:
+        """A forward pass of one part; `buffers` are those that earlier micro-batches have written."""
+        part = layers.parts[position]
+        results = part.function.forward(
+            self._state.entering[batch.index, position],
+            self._inputs(batch, part),
+            {**self.buffers, **buffers} if buffers else self.buffers,
+            seed=partial(self._seed_layer, batch.index),
+        )
+        if not layers.is_last or position != len(layers.parts) - 1:
+            return results.values, results
+        self._seed_layer(batch.index, len(layers.sequence))  # the loss may draw random numbers too
+        loss = self._loss(layers, batch, results.values, part.function)
+        if not loss.requires_grad:
+            raise ArgumentError(
+                "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "
+                "or integers, and the model for requires_grad"
+            )
+        return {LOSS: loss}, results
+
+    def _loss(
+        self, layers: StageLayers, batch: MicroBatch, values: Mapping[str, Tensor], function: StageFunction
+    ) -> Tensor:
+        with function.autocasting():
+            return loss_of(model_output(layers.sequence, values), self._target(batch), self._loss_fn)
+
+    def _inputs(self, batch: MicroBatch, part: Part) -> dict[str, Tensor]:
+        """The model's inputs that the part reads, on its device."""
+        return {name: self._here(batch.inputs[name]) for name in part.function.inputs}
+
+    def _target(self, batch: MicroBatch) -> Any:
+        if isinstance(batch.target, Tensor):
+            return self._here(batch.target)
+        return pytree.tree_map_only(Tensor, self._here, batch.target)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+
+    def _seed_layer(self, micro_batch: int, layer: int) -> None:
+        self._generator.manual_seed(key(self.seed, self._state.number, micro_batch, layer))

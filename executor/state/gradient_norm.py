@@ -1,0 +1,44 @@
+"""The norm of all stages' gradients, the same for every number of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executor.layout import Layout
+from executor.state.placement import Placement
+
+
+def global_norm(placement: Placement, names: Sequence[str], layout: Layout) -> Tensor:
+    """Euclidean norm of the gradients of all processes' parameters.
+
+    Each parameter's squared norm is computed where it lies, once if it is tied, and the sum runs over the model's
+    parameters in their order: neither depends on the cuts.
+
+    Args:
+        placement: of this process.
+        names: all parameters of the model in order.
+        layout: of this process.
+
+    Returns:
+        A float64 scalar on this process's first device.
+    """
+    elsewhere = {tied.name for tied in placement.tied if layout.process != tied.users[0]}
+    parameters = placement.named_parameters()
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    squares = torch.zeros(len(names), dtype=torch.float64, device=device)
+    if layout.replica > 0:
+        parameters = {}  # the gradients of the first replica are those of all
+    for position, name in enumerate(names):
+        gradient = parameters[name].grad if name in parameters and name not in elsewhere else None
+        if gradient is not None:
+            if gradient.is_sparse:
+                gradient = gradient.coalesce().values()
+            real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+            squares[position] = torch.linalg.vector_norm(real, dtype=torch.float64).square()
+    if not layout.alone:
+        dist.all_reduce(squares)
+    return squares.sum().sqrt()

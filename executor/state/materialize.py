@@ -1,0 +1,172 @@
+"""A model on the meta device: its tensors come to life only in the processes that hold them.
+
+Each module draws its values with random numbers keyed by (seed, the module's path), so they are the same for every K
+and every process. As its initializer counts, in this order: what the caller passes; `_init_weights` of the nearest
+module around it that has one (Hugging Face models); its own `reset_parameters` or `_reset_parameters`, as torch's own
+modules have. After it come those of the modules around it, from the inside out, as where a model is built: GPT-2's
+attention scales down the weights of its output projection. A checkpoint that is loaded afterwards replaces the values.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executor.run.randomness import generator_of, key, preserved
+from profiler.errors import ArgumentError
+
+Initializer = Callable[[nn.Module], None]
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a tensor of the model has no values."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def materialized(
+    model: nn.Module,
+    wanted: Mapping[str, Collection[torch.device]],
+    *,
+    initialize: Initializer | None,
+    seed: int,
+) -> dict[tuple[str, torch.device], Tensor]:
+    """Tensors with values for the given names of a model on meta.
+
+    Args:
+        model: some of its tensors have no values.
+        wanted: names of parameters and buffers, and the devices on which each is wanted.
+        initialize: fills the parameters and buffers of the one module that it is called with, not of its children.
+            What it leaves of the persistent ones is NaN, or 0, for a checkpoint to fill; all else left is an error.
+        seed: of the random numbers.
+
+    Raises:
+        ArgumentError: a tensor has no initializer, or belongs to no module.
+    """
+    found: dict[tuple[str, torch.device], Tensor] = {}
+    living = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if not tensor.is_meta]
+    for path, names in _by_module(model, wanted).items():
+        module = model.get_submodule(path)
+        for device in sorted({device for name in names.values() for device in wanted[name]}, key=str):
+            twin = _twin(module, device)
+            empty = {own: getattr(twin, own) for own in names}
+            versions = {own: tensor._version for own, tensor in empty.items()}
+            with preserved([generator_of(device)]), torch.no_grad():
+                generator_of(device).manual_seed(key(seed, 0, 0, _number(path)))
+                if initialize is not None:
+                    initialize(twin)
+                else:
+                    _initialize(model, path, twin, living)
+            for own, name in names.items():
+                if device in wanted[name]:
+                    value = getattr(twin, own)
+                    untouched = value is empty[own] and value._version == versions[own]
+                    to_load = initialize is not None and own not in module._non_persistent_buffers_set
+                    if _is_empty(value, untouched) and not to_load:
+                        raise _unfilled(own, path)
+                    found[name, device] = value.detach()
+    return found
+
+
+def _by_module(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """By the path of a module the wanted tensors that it holds: name there -> wanted name.
+
+    Of a tied tensor the first module counts, whichever name is wanted.
+    """
+    identity: dict[str, int] = {}
+    first: dict[int, str] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        identity[name] = id(tensor)
+        first.setdefault(id(tensor), name)
+    grouped: dict[str, dict[str, str]] = {}
+    for name in wanted:
+        if name not in identity:
+            raise ArgumentError(
+                f"the model is on the meta device and computes with the constant {name}, which has no values there; "
+                "register it as a buffer of a module that fills it in reset_parameters"
+            )
+        path, _, own = first[identity[name]].rpartition(".")
+        grouped.setdefault(path, {})[own] = name
+    return grouped
+
+
+def _twin(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with tensors of its own on the device, NaN where they can be; children stay as they are."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None if held is None else nn.Parameter(_empty(held, device), requires_grad=held.requires_grad)
+        for name, held in module._parameters.items()
+    }
+    twin._buffers = {name: None if held is None else _empty(held, device) for name, held in module._buffers.items()}
+    return twin
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    if not like.is_meta:
+        return like.detach().to(device, copy=True)
+    empty = torch.empty_like(like, device=device, requires_grad=False)
+    return empty.fill_(float("nan")) if empty.is_floating_point() or empty.is_complex() else empty.zero_()
+
+
+def _initialize(model: nn.Module, path: str, twin: nn.Module, living: Collection[str]) -> None:
+    """Fill a module's twin as the model itself does.
+
+    Of a module around it nothing but the twin has values; where something has (`living`), it is left alone.
+    """
+    parts = path.split(".") if path else []
+    paths = [".".join(parts[:length]) for length in reversed(range(len(parts) + 1))]
+    own = _initializer_of(model, paths, twin)
+    if own is None:
+        raise ArgumentError(
+            f"module {path!r} ({type(twin).__name__}) is on the meta device and has no reset_parameters; add one, or "
+            "pass initialize=... to Pipeline"
+        )
+    own()
+    for position, outer in enumerate(paths[1:], start=1):
+        if any(name.startswith(f"{outer}." if outer else "") for name in living):
+            return
+        around = copy.copy(model.get_submodule(outer))
+        around._modules = {**around._modules, parts[-position]: twin}
+        twin = around
+        then = _initializer_of(model, paths[position:], twin)
+        if then is not None:
+            then()
+
+
+def _initializer_of(model: nn.Module, paths: Sequence[str], twin: nn.Module) -> Callable[[], Any] | None:
+    """What initializes a module, given its path and those of the modules around it."""
+    for path in paths:
+        init_weights = getattr(model.get_submodule(path), "_init_weights", None)
+        if callable(init_weights):
+            return partial(init_weights, twin)
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(getattr(twin, name, None)):
+            return getattr(twin, name)  # type: ignore[no-any-return]
+    return None
+
+
+def _is_empty(tensor: Tensor, untouched: bool) -> bool:
+    """Whether a tensor holds what `_empty` gave it; what is written to its `.data` shows in its values only."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return untouched and not bool(tensor.any())
+
+
+def _unfilled(name: str, path: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name!r} of module {path!r} is on the meta device, and the module's initializer does not fill it; let "
+        "reset_parameters do so, or pass initialize=... to Pipeline"
+    )
+
+
+def _number(path: str) -> int:
+    """A number for a module's path."""
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,156 @@
+"""What of a model a process holds: the parameters and buffers of its stages, on their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executor.layout import Layout
+from executor.state.tied import TiedParameter, accumulator_of, users_of
+from planner.plan.plan import Plan
+from profiler.tracing.sequence import LayerSequence
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tensors of one process.
+
+    Attributes:
+        parameters: by (name, device): on the CPU the model's own parameters, elsewhere copies.
+        buffers: per local stage: name -> buffer on the stage's device; the model's own where that is the CPU.
+        read_by: per local stage: (layer, name) -> the tensor that the layer reads and that collects its gradient.
+        tied: tied parameters with a using layer in this process.
+    """
+
+    parameters: Mapping[tuple[str, torch.device], nn.Parameter]
+    buffers: Mapping[int, dict[str, Tensor]]
+    read_by: Mapping[int, dict[tuple[int, str], Tensor]]
+    tied: tuple[TiedParameter, ...]
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Each parameter once, by original name, in the model's order; a tied one from its first stage."""
+        named: dict[str, nn.Parameter] = {}
+        for (name, _), parameter in self.parameters.items():
+            named.setdefault(name, parameter)
+        return named
+
+
+Materialize = Callable[[Mapping[str, Collection[torch.device]]], Mapping[tuple[str, torch.device], Tensor]]
+
+
+def place(
+    sequence: LayerSequence,
+    plan: Plan,
+    layout: Layout,
+    devices: Mapping[int, torch.device],
+    materialize: Materialize,
+) -> Placement:
+    """Place a process's stages of a plan.
+
+    Args:
+        sequence: the model's layers.
+        plan: the plan.
+        layout: says which stages this process runs.
+        devices: of each of these stages.
+        materialize: makes tensors on devices for names of tensors that lie on the meta device.
+    """
+    stages = layout.stages
+    layers_of = {stage: range(plan.stages[stage].first_layer, plan.stages[stage].stop_layer) for stage in stages}
+    used = {
+        (name, devices[stage])
+        for stage in stages
+        for layer in layers_of[stage]
+        for name in sequence.layers[layer].parameters
+    }
+    ordered = [(name, device) for name in sequence.parameters for device in devices.values() if (name, device) in used]
+    needed = {stage: buffer_names(sequence, layers_of[stage]) for stage in stages}
+    bare: dict[str, set[torch.device]] = {}
+    for name, device in ordered:
+        if sequence.parameters[name].is_meta:
+            bare.setdefault(name, set()).add(device)
+    for stage in stages:
+        for name in needed[stage]:
+            if sequence.buffers[name].is_meta:
+                bare.setdefault(name, set()).add(devices[stage])
+    made = materialize(bare) if bare else {}
+    parameters = {
+        (name, device): _parameter(sequence.parameters[name], device, made.get((name, device)))
+        for name, device in dict.fromkeys(ordered)
+    }
+    read_by: dict[int, dict[tuple[int, str], Tensor]] = {}
+    for stage in stages:
+        read_by[stage] = {}
+        for layer in layers_of[stage]:
+            for name in sequence.layers[layer].parameters:
+                parameter = parameters[name, devices[stage]]
+                read_by[stage][layer, name] = accumulator_of(parameter) if name in sequence.tied else parameter
+    return Placement(
+        parameters=parameters,
+        buffers={
+            stage: {
+                name: made[name, devices[stage]] if (name, devices[stage]) in made else buffer.to(devices[stage])
+                for name, buffer in sequence.buffers.items()
+                if name in needed[stage]
+            }
+            for stage in stages
+        },
+        read_by=read_by,
+        tied=_tied(sequence, plan, layout, parameters, read_by),
+    )
+
+
+def of_no_layer(model: nn.Module, sequence: LayerSequence, materialize: Materialize) -> dict[str, Tensor]:
+    """Parameters and buffers of the model's state that no layer reads; the first stage holds them."""
+    read = {*sequence.parameters, *sequence.buffers}
+    used = {alias for name in read for alias in sequence.aliases.get(name, ())}
+    whole: dict[str, Any] = model.state_dict(keep_vars=True)
+    unread = {name: held for name, held in whole.items() if name not in used and isinstance(held, Tensor)}
+    cpu = torch.device("cpu")
+    bare = {name: [cpu] for name, held in unread.items() if held.is_meta}
+    made = materialize(bare) if bare else {}
+    return {name: made.get((name, cpu), held) for name, held in unread.items()}
+
+
+def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | None) -> nn.Parameter:
+    """The parameter on a device: the model's own if it lies there, `made` if it lies nowhere, else a copy."""
+    if parameter.device == device:
+        return parameter
+    value = parameter.detach().to(device) if made is None else made
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def buffer_names(sequence: LayerSequence, layers: range) -> set[str]:
+    """All buffers that the layers, their statistics or a prelude may read."""
+    names = sequence.names_read(layers) | set(sequence.prelude_of(sorted(sequence.prelude_names)).buffers)
+    return names & sequence.buffers.keys()
+
+
+def _tied(
+    sequence: LayerSequence,
+    plan: Plan,
+    layout: Layout,
+    parameters: Mapping[tuple[str, torch.device], nn.Parameter],
+    read_by: Mapping[int, Mapping[tuple[int, str], Tensor]],
+) -> tuple[TiedParameter, ...]:
+    """Tied parameters of this process."""
+    process_of = {
+        layer: layout.process_of[index]
+        for index, stage in enumerate(plan.stages)
+        for layer in range(stage.first_layer, stage.stop_layer)
+    }
+    own = {key: tensor for stage in read_by.values() for key, tensor in stage.items()}
+    return tuple(
+        TiedParameter(
+            name=name,
+            number=number,
+            copies=tuple(parameter for (held, _), parameter in parameters.items() if held == name),
+            accumulators=tuple(own[layer, name] for layer in sorted(layers) if (layer, name) in own),
+            users=users_of(layers, process_of),
+        )
+        for number, (name, layers) in enumerate(sequence.tied.items())
+        if any((layer, name) in own for layer in layers)
+    )

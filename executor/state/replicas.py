@@ -1,0 +1,169 @@
+"""Replicas: pipelines side by side, whose gradients are summed at the end of a step.
+
+The loss of a micro-batch is weighted by its share of the whole mini-batch, so the sum over replicas is the mean over
+all samples. It is taken in the order of the replicas, whatever their number: then a process that runs all of them one
+after the other, the reference, gets the same bits. `all_reduce` adds in an order of its own; here each process sums
+its share of the elements over all replicas, and the shares are gathered. That moves as many bytes as a ring.
+
+    replica 0   a0 b0 c0          a = a0 + a1 + a2 -----> a b c
+    replica 1   a1 b1 c1   ---->  b = b0 + b1 + b2 -----> a b c
+    replica 2   a2 b2 c2          c = c0 + c1 + c2 -----> a b c
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from executor.layout import Layout
+from executor.state.tied import dense
+from profiler.errors import ExecutionError
+
+_UNLIKE = (
+    "a parameter got a gradient in some replicas only; let loss_fn use the same outputs for every batch, with weight 0 "
+    "where need be"
+)
+BUCKET_BYTES = 32 * 2**20  # summed at a time: enough to hide the latency of two collectives, little beside a model
+
+
+class GradientSum:
+    """Sums the gradients of a step over the replicas.
+
+    Args:
+        parameters: of this process.
+        layout: of this process.
+        group: what `group_of_peers` made.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: dist.ProcessGroup | None) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._layout = layout
+        self._group = group
+        self._earlier: list[Tensor | None] = []
+        self._totals: list[Tensor | None] = []
+
+    @contextmanager
+    def of_a_step(self) -> Iterator[None]:
+        """Gradients are those of earlier steps and of this one behind the block, and as they were if it raises.
+
+        Within one replica micro-batches are added to what earlier steps left, in place, since a copy would take the
+        memory of all gradients once more. What they have added so far can then not be taken back, and the error has a
+        note that says so.
+        """
+        self._earlier = [parameter.grad for parameter in self._parameters]
+        if self._layout.replicas > 1:  # which must not be summed again
+            self._clear()
+        try:
+            yield
+        except BaseException as problem:
+            self._take_back(problem)
+            raise
+        finally:
+            self._earlier, self._totals = [], []
+
+    def _take_back(self, problem: BaseException) -> None:
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = earlier
+        changed = sum(earlier is not None for earlier in self._earlier)
+        if changed and self._layout.replicas == 1:
+            problem.add_note(
+                f"{changed} of {len(self._earlier)} parameters had a gradient before this step, and may hold a part of "
+                "the step's now; set them to zero, and repeat the steps since the last optimizer step"
+            )
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def add_replica(self) -> None:
+        """A process that runs all replicas has done one more."""
+        if self._layout.replicas > 1 and self._layout.alone:
+            added = [dense(parameter.grad) for parameter in self._parameters]
+            if not self._totals:
+                self._totals = added
+            elif [total is None for total in self._totals] != [gradient is None for gradient in added]:
+                raise ExecutionError(_UNLIKE)
+            else:
+                self._totals = [
+                    None if total is None or gradient is None else total + gradient
+                    for total, gradient in zip(self._totals, added, strict=True)
+                ]
+            self._clear()
+
+    def end(self) -> None:
+        """Leave the sum over all replicas, and what earlier steps left, in `.grad`."""
+        if self._layout.replicas == 1:
+            return
+        if not self._layout.alone:
+            self._totals = [dense(parameter.grad) for parameter in self._parameters]
+            self._check_alike()
+            for bucket in buckets([total for total in self._totals if total is not None]):
+                self._sum(bucket)
+        for parameter, earlier, total in zip(self._parameters, self._earlier, self._totals, strict=True):
+            parameter.grad = earlier if total is None else total if earlier is None else earlier + total
+
+    def _check_alike(self) -> None:
+        """Replicas must have gradients for the same parameters; `loss_fn` could differ by the data."""
+        if not self._parameters:
+            return
+        exists = torch.tensor([total is not None for total in self._totals], dtype=torch.int32)
+        counts = exists.clone().to(self._parameters[0].device)
+        dist.all_reduce(counts, group=self._group)
+        if not torch.equal(counts.cpu(), exists * self._layout.replicas):
+            raise ExecutionError(_UNLIKE)
+
+    def _sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum the tensors over the replicas, in place."""
+        replicas = self._layout.replicas
+        elements = sum(tensor.numel() for tensor in tensors)
+        share = -(-elements // replicas)
+        flat = torch.zeros(share * replicas, dtype=tensors[0].dtype, device=tensors[0].device)
+        for place, tensor in zip(places(flat, tensors), tensors, strict=True):
+            place.copy_(tensor)
+        shares = torch.empty_like(flat)
+        dist.all_to_all_single(shares, flat, group=self._group)
+        total = shares[:share]
+        for replica in range(1, replicas):
+            total = total + shares[replica * share : (replica + 1) * share]
+        dist.all_gather(list(flat.chunk(replicas)), total, group=self._group)
+        for place, tensor in zip(places(flat, tensors), tensors, strict=True):
+            tensor.copy_(place)
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type and device, together of about `BUCKET_BYTES`."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and (held >= BUCKET_BYTES or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.numel() * tensor.element_size()
+    if bucket:
+        yield bucket
+
+
+def places(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Where each tensor lies in the flat one."""
+    begin = 0
+    for tensor in tensors:
+        yield flat[begin : begin + tensor.numel()].view(tensor.shape)
+        begin += tensor.numel()
+
+
+def group_of_peers(layout: Layout) -> dist.ProcessGroup | None:
+    """The processes that run the same stages; every process makes the groups of all."""
+    if layout.alone or layout.replicas == 1:
+        return None
+    own = None
+    for first in range(layout.processes // layout.replicas):
+        peers = layout.peers_of(first)
+        group = dist.new_group(list(peers))
+        if layout.process in peers:
+            own = group
+    return own

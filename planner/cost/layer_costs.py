@@ -1,0 +1,308 @@
+"""From a profile to arrays: what every layer costs at any micro-batch size that the measured sizes enclose.
+
+    model = CostModel(profile)
+    costs = model.layers("cpu/1 thread", 6)      # between the measured sizes 4 and 8: the line through both
+    costs.forward_s[3:7].sum()                   # seconds of layers 3 to 6 for one micro-batch of 6 samples
+
+Ranges of layers are half open, [i, j), and matrices over them hold the range [i, j) at [i, j].
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.next_kernels import with_next_kernels
+from planner.cost.recurrent_workspace import with_room
+from planner.cost.stage_bytes import StageBytes, pair_sums
+from profiler.errors import ProfileError
+from profiler.record import LayerCost, OptimizerCost, Profile
+
+Floats: TypeAlias = NDArray[np.float64]
+Mask: TypeAlias = NDArray[np.bool_]
+Indices: TypeAlias = NDArray[np.intp]
+
+_TIMES = ("forward_s", "recompute_s", "backward_s")
+_SIZES = ("kept_bytes", "transient_bytes", "output_bytes", "output_gradient_bytes")
+_IN_STAGE = ("held_bytes", "workspace_bytes")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerArrays:
+    """Costs of all L layers at one micro-batch size on one kind of device; each array has shape (L,).
+
+    Attributes:
+        forward_s: as `LayerCost.forward_s`; so the other fields. Bytes are rounded up to whole ones; everything is
+            float64, which holds whole numbers up to 2**53 exactly.
+        held_bytes: the part of `kept_bytes` that stays until the end of the step, whether or not it is recomputed.
+        workspace_bytes: what kernels may allocate inside themselves on top of `transient_bytes`.
+    """
+
+    forward_s: Floats
+    recompute_s: Floats
+    backward_s: Floats
+    kept_bytes: Floats
+    transient_bytes: Floats
+    output_bytes: Floats
+    output_gradient_bytes: Floats
+    held_bytes: Floats
+    workspace_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageStack:
+    """Bytes of every stage of layers [i, j) at every measured size; arrays of shape (kinds and sizes, L + 1, L + 1).
+
+    Attributes:
+        costs: whose stages these are.
+        position: of each device kind and measured size.
+        position_below: the same, where it stands for larger sizes that were not measured, see `with_next_kernels`.
+        kept: bytes that one micro-batch keeps until its backward pass.
+        most: the most bytes that it has at any moment.
+    """
+
+    costs: CostModel
+    position: dict[tuple[str, int], int]
+    position_below: dict[tuple[str, int], int]
+    kept: Floats
+    most: Floats
+
+    def around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
+        """Positions of the measured sizes around one, and where between them it lies."""
+        below, above, share = self.costs.around(device_kind, micro_batch_size)
+        positions = self.position_below if share else self.position
+        return positions[device_kind, below], self.position[device_kind, above], share
+
+
+class CostModel:
+    """What a profile says at any micro-batch size; linear between measured sizes and never beyond them."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._rows = with_room(_rows(profile))
+        self._rows_below = with_next_kernels(self._rows)
+        self._measured = _measured_arrays(self._rows)
+        self._measured_below = _measured_arrays(self._rows_below)
+        self._layers: dict[tuple[str, int], LayerArrays] = {}
+
+    def measured_sizes(self, device_kind: str) -> tuple[int, ...]:
+        """The micro-batch sizes measured on that kind of device, ascending.
+
+        Raises:
+            ProfileError: the profile knows nothing about that kind.
+        """
+        if device_kind not in self._measured:
+            raise ProfileError(
+                f"no layer was measured on device kind {device_kind!r}; the profile holds "
+                f"{sorted(self._measured)}: profile the model on that kind, or plan for one of these"
+            )
+        return tuple(sorted(self._measured[device_kind]))
+
+    def covers(self, device_kind: str, micro_batch_size: int) -> bool:
+        """Whether the size lies within the measured ones."""
+        sizes = self.measured_sizes(device_kind)
+        return sizes[0] <= micro_batch_size <= sizes[-1]
+
+    def layers(self, device_kind: str, micro_batch_size: int) -> LayerArrays:
+        """Costs of all layers at that micro-batch size.
+
+        Raises:
+            ProfileError: the size lies outside the measured ones, or nothing was measured on that kind of device.
+        """
+        key = (device_kind, micro_batch_size)
+        if key not in self._layers:
+            self._layers[key] = self._interpolated(device_kind, micro_batch_size)
+        return self._layers[key]
+
+    def stage(self, device_kind: str, micro_batch_size: int, first: int, stop: int) -> tuple[float, float]:
+        """Bytes that a stage of layers [first, stop) keeps of one micro-batch, and the most it has at any moment.
+
+        The second leaves out the stage's inputs and received gradients. Between measured sizes both are on the line,
+        which for the second, a maximum of lines, is not below.
+
+        Raises:
+            ProfileError: as for `layers`.
+        """
+        stack = self.stage_stack
+        low, high, share = stack.around(device_kind, micro_batch_size)
+        kept, most = (
+            float(matrices[low, first, stop])
+            if not share
+            else float(np.ceil((1 - share) * matrices[low, first, stop] + share * matrices[high, first, stop] - 1e-6))
+            for matrices in (stack.kept, stack.most)
+        )
+        return kept, most
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`fingerprint_of` the profile."""
+        return fingerprint_of(self.profile)
+
+    @cached_property
+    def stage_stack(self) -> StageStack:
+        """What `stage` says, for all stages and measured sizes."""
+        position = {key: number for number, key in enumerate(self._rows)}
+        stacked = [*self._rows.values()]
+        position_below = dict(position)
+        for key, rows in self._rows_below.items():
+            if rows is not self._rows[key]:
+                position_below[key] = len(stacked)
+                stacked.append(rows)
+        return StageStack(self, position, position_below, *map(np.stack, zip(*map(_stage_bytes, stacked), strict=True)))
+
+    def optimizer(self, device_kind: str, name: str) -> OptimizerCost:
+        """What a step of that optimizer costs on that kind of device.
+
+        Raises:
+            ProfileError: the profile does not hold it.
+        """
+        for entry in self.profile.optimizers:
+            if entry.name == name and entry.device_kind == device_kind:
+                return entry
+        known = [f"{entry.name} on {entry.device_kind!r}" for entry in self.profile.optimizers]
+        raise ProfileError(
+            f"optimizer {name} was not measured on device kind {device_kind!r}; the profile holds "
+            f"{', '.join(known)}: choose one of these, or profile again with that optimizer"
+        )
+
+    def _interpolated(self, device_kind: str, micro_batch_size: int) -> LayerArrays:
+        below, above, share = self.around(device_kind, micro_batch_size)
+        measured = self._measured[device_kind]
+        if not share:
+            return measured[below]
+        return _between(self._measured_below[device_kind][below], measured[above], share)
+
+    def around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
+        """The measured sizes around one, and where between them it lies; 0 when it was measured itself."""
+        sizes = self.measured_sizes(device_kind)
+        if not sizes[0] <= micro_batch_size <= sizes[-1]:
+            raise ProfileError(
+                f"a micro-batch of {micro_batch_size} samples lies outside the {sizes[0]} to {sizes[-1]} samples "
+                f"measured on {device_kind!r}, and costs are not extrapolated: profile the model at "
+                f"{micro_batch_size} samples too, or change the number of micro-batches"
+            )
+        if micro_batch_size in sizes:
+            return micro_batch_size, micro_batch_size, 0.0
+        below = max(size for size in sizes if size < micro_batch_size)
+        above = min(size for size in sizes if size > micro_batch_size)
+        return below, above, (micro_batch_size - below) / (above - below)
+
+
+def fingerprint_of(profile: Profile) -> str:
+    """What a plan says of the profile that it was made from; of one without `skips` what earlier versions said."""
+    unsaid = frozenset({"skips"} if profile.skips is None else ())
+    return hashlib.sha256(profile.to_json(without=unsaid).encode()).hexdigest()
+
+
+def _rows(profile: Profile) -> dict[tuple[str, int], list[LayerCost]]:
+    """The profile's rows by device kind and micro-batch size, in order of layers."""
+    rows: dict[tuple[str, int], list[LayerCost]] = {}
+    for cost in sorted(profile.costs, key=lambda cost: cost.layer):
+        rows.setdefault((cost.device_kind, cost.micro_batch_size), []).append(cost)
+    return rows
+
+
+def _stage_bytes(costs: list[LayerCost]) -> tuple[Floats, Floats]:
+    """`CostModel.stage` at a measured size, for all stages; where no layer says more, by sums alone, which is fast."""
+    if any(cost.in_stage is not None for cost in costs):
+        entries = StageBytes.of(costs)
+        kept = entries.kept()
+        return kept, entries.most(kept)
+    kept = range_sums(np.array([cost.kept_bytes for cost in costs], dtype=np.float64))
+    then = np.triu(kept[:-1, 1:] + np.array([cost.transient_bytes for cost in costs]))
+    most = np.zeros_like(kept)
+    most[:-1, 1:] = np.maximum.accumulate(then, axis=1)
+    return kept, most
+
+
+def _measured_arrays(rows: dict[tuple[str, int], list[LayerCost]]) -> dict[str, dict[int, LayerArrays]]:
+    """The rows as arrays."""
+    arrays: dict[str, dict[int, LayerArrays]] = {}
+    for (kind, size), costs in rows.items():
+        arrays.setdefault(kind, {})[size] = LayerArrays(
+            **{name: np.array([getattr(cost, name) for cost in costs], dtype=np.float64) for name in _TIMES + _SIZES},
+            **{
+                name: np.array([getattr(cost.in_stage, name, 0) for cost in costs], dtype=np.float64)
+                for name in _IN_STAGE
+            },
+        )
+    return arrays
+
+
+def _between(below: LayerArrays, above: LayerArrays, share: float) -> LayerArrays:
+    """The line through two measurements; `share` is 0 at `below` and 1 at `above`."""
+
+    def line(name: str) -> Floats:
+        result: Floats = (1 - share) * getattr(below, name) + share * getattr(above, name)
+        return result
+
+    return LayerArrays(
+        **{name: line(name) for name in _TIMES},
+        **{name: np.ceil(line(name) - 1e-6) for name in _SIZES + _IN_STAGE},
+    )
+
+
+def prefix_sums(values: Floats) -> Floats:
+    """Sums of the first 0, 1, ..., L values, shape (L + 1,)."""
+    return np.concatenate(([0.0], np.cumsum(values, dtype=np.float64)))
+
+
+def range_sums(values: Floats) -> Floats:
+    """Sum of `values[i:j]` at [i, j], shape (L + 1, L + 1); 0 where j <= i."""
+    sums = prefix_sums(values)
+    return np.maximum(sums[None, :] - sums[:, None], 0.0)
+
+
+class ParameterRanges:
+    """Bytes of the parameters that a stage of layers [i, j) holds; matrices of shape (L + 1, L + 1), at [i, j].
+
+    Attributes:
+        unique: every parameter that one of the layers reads, once.
+        trainable: the same for trainable parameters alone.
+        gradients: of trainable parameters; one that several layers of the model read has one accumulator for each
+            of these layers, so that gradients do not depend on the cuts.
+        buffers: of the layers' buffers.
+        fixed: all that does not depend on the optimizer: unique, gradients and buffers.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        layers = len(profile.layers)
+        readers: dict[str, list[int]] = {}
+        for layer in profile.layers:
+            for name in sorted(set(layer.parameters)):
+                readers.setdefault(name, []).append(layer.index)
+        sizes = {parameter.name: parameter.size_bytes for parameter in profile.parameters}
+        trainable = {parameter.name for parameter in profile.parameters if parameter.trainable}
+        trainable_sizes = {name: size if name in trainable else 0 for name, size in sizes.items()}
+        self.unique = _unique_sums(layers, readers, sizes)
+        self.trainable = _unique_sums(layers, readers, trainable_sizes)
+        self.gradients = range_sums(_read_bytes(layers, readers, trainable_sizes))
+        self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
+        self.fixed: Floats = self.unique + self.gradients + self.buffers
+
+
+def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:
+    """For each layer the bytes of the parameters that it reads."""
+    read = np.zeros(layers, dtype=np.float64)
+    for name, users in readers.items():
+        read[users] += sizes[name]
+    return read
+
+
+def _unique_sums(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:
+    """Bytes of distinct parameters in [i, j): all that is read, less every repeated read within the range.
+
+    A parameter read by layers u and v, and by none between them, is repeated at v in every range with i <= u and
+    v < j; so the repeats are a two-dimensional prefix sum over the pairs (u, v).
+    """
+    repeats = np.zeros((layers, layers))
+    for name, users in readers.items():
+        for before, after in pairwise(users):
+            repeats[before, after] += sizes[name]
+    return range_sums(_read_bytes(layers, readers, sizes)) - pair_sums(repeats)

@@ -1,0 +1,96 @@
+"""GPipe with micro-batches of two sizes, n of the larger and then m of the smaller: what a step takes, exactly.
+
+Stages and links are machines in a row, and each phase is a flow shop: its time is the longest path that goes from
+machine to machine and from job to job. Jobs of one size are alike, so the longest path stays at one machine for all
+large jobs (n - 1 times) and at one for all small jobs (m - 1 times), and changes from large to small at a machine
+between these two:
+
+    machine a, stays n - 1 times     machine t, changes size     machine b, stays m - 1 times
+    o---large--->@@@@---large------->o/o---small------------->@@@@---small--->o
+
+In the backward phase the small ones come first, from the last stage to the first; the path is the same one read from
+the front. To come to a machine with another job costs less than to stay (`stay` has the recompute that is done while
+the gradient travels). Between the phases the path turns around at the last stage: to turn earlier saves work and gains
+none.
+
+A part of the row is described by four numbers, which take in more and more of the path. For the machines behind some
+position, seen from the front:
+
+    small      the small job passes           a+t, b and the change lie in front
+    stays      and the small ones stay        the change lies in front
+    changes    and the size changes           the large ones stay in front
+    whole      and the large ones stay        everything lies behind
+
+and the machines in front have the four complements in that order reversed. The whole row takes the largest of the four
+sums.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from planner.kernel.compiled import compiled
+
+Four: TypeAlias = tuple[float, float, float, float]
+NOTHING: Four = (0.0, 0.0, 0.0, 0.0)
+"""Of no machine; it stands for the impossible change in no machine, too, since that is never the longest."""
+
+
+class Machine(NamedTuple):
+    """Seconds of one stage or link in one phase.
+
+    Attributes:
+        large: coming with a large job.
+        large_stay: one more large job.
+        small: coming with a small job.
+        small_stay: one more small job.
+    """
+
+    large: float
+    large_stay: float
+    small: float
+    small_stay: float
+
+
+@compiled
+def behind_with(rest: Four, machine: Machine, more_large: float, more_small: float) -> Four:
+    """`small`, `stays`, `changes` and `whole` of a machine and the rest behind it.
+
+    Args:
+        rest: the numbers of the machines behind.
+        machine: the one in front of them.
+        more_large: n - 1.
+        more_small: m - 1.
+    """
+    small = machine.small + rest[0]
+    stays = max(machine.small + rest[1], small + more_small * machine.small_stay)
+    changes = max(machine.large + rest[2], machine.large_stay + stays)
+    whole = max(machine.large + rest[3], more_large * machine.large_stay + changes)
+    return small, stays, changes, whole
+
+
+@compiled
+def front_with(rest: Four, machine: Machine, more_large: float, more_small: float) -> Four:
+    """The complements of `whole`, `changes`, `stays` and `small`, of a machine and the rest in front of it."""
+    large = machine.large + rest[0]
+    stays = max(machine.large + rest[1], large + more_large * machine.large_stay)
+    changes = max(machine.small + rest[2], stays + machine.large_stay - machine.large + machine.small)
+    whole = max(machine.small + rest[3], changes + more_small * machine.small_stay)
+    return large, stays, changes, whole
+
+
+@compiled
+def longest(front: Four, behind: Four) -> float:
+    """What all machines take."""
+    return max(front[0] + behind[3], front[1] + behind[2], front[2] + behind[1], front[3] + behind[0])
+
+
+@compiled
+def both_phases(machine: Machine, other: Machine) -> Machine:
+    """A path that stays at the same machines in both phases."""
+    return Machine(
+        machine.large + other.large,
+        machine.large_stay + other.large_stay,
+        machine.small + other.small,
+        machine.small_stay + other.small_stay,
+    )

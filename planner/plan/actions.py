@@ -1,0 +1,232 @@
+"""A schedule is data: for each stage the ordered list of actions that its rank carries out.
+
+GPipe with K = 3 stages and M = 4 micro-batches, every stage recomputing; time runs to the right, `F2` is the forward
+pass of micro-batch 2, `R2` its recompute, `B2` its backward pass:
+
+    stage 0  F0 F1 F2 F3 .............. B3 R2 B2 R1 B1 R0 B0
+    stage 1     F0 F1 F2 F3 ........ B3 R2 B2 R1 B1 R0 B0
+    stage 2        F0 F1 F2 F3 B3 R2 B2 R1 B1 R0 B0
+
+Forward flushes before backward, and the backward phase takes the micro-batches in reverse order. 1F1B with the same K
+and M: stage k has at most K - k micro-batches under way, so it keeps less, and the backward passes come in the order
+of the forward passes:
+
+    stage 0  F0 F1 F2 R0 ......... B0 F3 R1 ... B1 R2 ... B2 R3 ... B3
+    stage 1     F0 F1 R0 ... B0 F2 R1 ... B1 F3 R2 ... B2 R3 ... B3
+    stage 2        F0 B0 F1 B1 F2 B2 F3 B3
+
+A recompute stands before the wait for the gradient (`R2`, `RECV_B2`, `B2`), so that it fills the time in which the
+gradient travels. Where no other pass stands between the forward and the backward pass of a micro-batch, its activations
+are kept and there is nothing to recompute. The simulator and the executor walk exactly these lists: RECV waits for a
+message whose receive was posted ahead, SEND starts a transfer and does not wait for it.
+
+Messages go to the neighbour. One that skips stages names the other end: `0SEND_F1@2` sends what stage 2 reads of stage
+0, past stage 1, and `2RECV_F1@0` waits for it.
+
+    >>> print(schedule_text(make_schedule("gpipe", stages=2, micro_batches=2, recompute=(True, False))))
+    0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0R0 0RECV_B0 0B0
+    1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from planner.plan.schedules import Order, ScheduleName, known, stage_orders
+from profiler.errors import ArgumentError
+
+# Messages of one boundary and direction that are under way at once: at least this many receives are posted ahead, and
+# at least as many sends may be incomplete before a sender waits; of short messages as many more as these bytes hold.
+RECEIVES_AHEAD = 2
+SENDS_AHEAD = 2
+AHEAD_BYTES = 4 * 2**20
+
+
+def receives_ahead(distance: int) -> int:
+    """How many receives are posted ahead at least, of messages that go over so many stages.
+
+    Their sender leads by one micro-batch a stage. With fewer it would wait for the receiver, and with 1F1B and many
+    stages between the two could wait for each other.
+    """
+    return RECEIVES_AHEAD + distance - 1
+
+
+class ActionKind(StrEnum):
+    """What a rank does in one action.
+
+    `F`, `R` and `B` compute; `SEND_F` and `RECV_F` move outputs to the next and from the previous stage, `SEND_B` and
+    `RECV_B` move gradients to the previous and from the next stage.
+    """
+
+    F = "F"
+    R = "R"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+
+_OTHER_END = {
+    ActionKind.SEND_F: (ActionKind.RECV_F, +1),
+    ActionKind.RECV_F: (ActionKind.SEND_F, -1),
+    ActionKind.SEND_B: (ActionKind.RECV_B, -1),
+    ActionKind.RECV_B: (ActionKind.SEND_B, +1),
+}
+_NUMBER = "(0|[1-9][0-9]*)"
+_TOKEN = re.compile(
+    f"{_NUMBER}({'|'.join(sorted(ActionKind, key=len, reverse=True))}){_NUMBER}(?:@{_NUMBER})?", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one stage with one micro-batch; its text form is one token.
+
+        >>> str(Action(2, ActionKind.F, 0)), Action.parse("1RECV_B3").kind.name
+        ('2F0', 'RECV_B')
+
+    Attributes:
+        stage: the stage whose rank acts.
+        kind: what it does.
+        micro_batch: position of the micro-batch in the mini-batch.
+        peer: of a transfer that skips stages, the stage at its other end; None for a neighbour.
+    """
+
+    stage: int
+    kind: ActionKind
+    micro_batch: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}" + ("" if self.peer is None else f"@{self.peer}")
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action whose `str` is `text`.
+
+        Raises:
+            ArgumentError: `text` is not the token of an action.
+        """
+        match = _TOKEN.fullmatch(text)
+        kind = ActionKind(match[2]) if match else None
+        if match is None or kind is None or (match[4] and kind not in _OTHER_END):
+            raise ArgumentError(
+                f"{text!r} is not an action; expected stage, kind and micro-batch such as 2F0, 1RECV_B3 or, of a "
+                f"transfer that skips stages, 0SEND_F1@2, with a kind of {', '.join(ActionKind)}"
+            )
+        return cls(int(match[1]), kind, int(match[3]), int(match[4]) if match[4] else None)
+
+    @property
+    def other_end(self) -> Action:
+        """The action at the other end of the transfer: the RECV of a SEND and the SEND of a RECV.
+
+        Raises:
+            ArgumentError: the action is no transfer.
+        """
+        if self.kind not in _OTHER_END:
+            raise ArgumentError(f"{self} computes; only SEND and RECV have another end")
+        kind, step = _OTHER_END[self.kind]
+        if self.peer is not None:
+            return Action(self.peer, kind, self.micro_batch, self.stage)
+        return Action(self.stage + step, kind, self.micro_batch)
+
+
+Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """The schedule as text, one line a stage, one token an action."""
+    return "\n".join(" ".join(str(action) for action in actions) for actions in schedule)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that `schedule_text` wrote.
+
+    Raises:
+        ArgumentError: a token is no action, or stands in the line of another stage.
+    """
+    schedule = tuple(tuple(Action.parse(token) for token in line.split()) for line in text.splitlines())
+    for stage, actions in enumerate(schedule):
+        for action in actions:
+            if action.stage != stage:
+                raise ArgumentError(f"action {action} of stage {action.stage} stands in line {stage}, of stage {stage}")
+    return schedule
+
+
+def make_schedule(
+    name: ScheduleName,
+    *,
+    stages: int,
+    micro_batches: int,
+    recompute: Sequence[bool],
+    skips: Sequence[tuple[int, int]] = (),
+) -> Schedule:
+    """The lists of actions of a schedule.
+
+    Args:
+        name: one of `planner.plan.schedules.SCHEDULES`; the module's diagrams show two.
+        stages: K.
+        micro_batches: M.
+        recompute: for each stage whether it runs a segment again before each backward pass.
+        skips: pairs of stages, not neighbours, of which the first sends to the second past those between.
+
+    Returns:
+        One list of actions a stage.
+
+    Raises:
+        ArgumentError: there is no such schedule, no stage or no micro-batch, or `recompute` does not have one entry a
+            stage.
+    """
+    known(name)
+    if stages < 1 or micro_batches < 1:
+        raise ArgumentError(f"{stages} stages and {micro_batches} micro-batches; a schedule needs at least 1 of both")
+    if len(recompute) != stages:
+        raise ArgumentError(f"recompute has {len(recompute)} entries for {stages} stages; give one a stage")
+    for sender, receiver in skips:
+        if not 0 <= sender < receiver - 1 < stages - 1:
+            raise ArgumentError(f"stage {sender} cannot skip to stage {receiver} of {stages}: none lies between them")
+    return tuple(
+        tuple(_with_transfers(order, recompute[stage], _Peers.of(stage, stages, skips)))
+        for stage, order in enumerate(stage_orders(name, stages, micro_batches))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """Which stages a stage receives outputs from, and which it sends them to; None stands for the neighbour."""
+
+    stage: int
+    before: tuple[int | None, ...]
+    behind: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, stage: int, stages: int, skips: Sequence[tuple[int, int]]) -> _Peers:
+        before = [None] if stage else []
+        behind = [None] if stage < stages - 1 else []
+        return cls(
+            stage,
+            (*before, *sorted(sender for sender, receiver in skips if receiver == stage)),
+            (*behind, *sorted(receiver for sender, receiver in skips if sender == stage)),
+        )
+
+
+def _with_transfers(order: Order, recompute: bool, peers: _Peers) -> Iterator[Action]:
+    """The passes with recompute before the wait for a gradient, unless the micro-batch has just gone forward."""
+    stage = peers.stage
+    before: int | None = None
+    for turn in order:
+        forward = turn >= 0
+        number = turn if forward else ~turn
+        if not forward and recompute and before != number:
+            yield Action(stage, ActionKind.R, number)
+        for peer in peers.before if forward else peers.behind:
+            yield Action(stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number, peer)
+        yield Action(stage, ActionKind.F if forward else ActionKind.B, number)
+        for peer in peers.behind if forward else peers.before:
+            yield Action(stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number, peer)
+        before = turn

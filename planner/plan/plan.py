@@ -1,0 +1,434 @@
+"""The plan: what runs where, in which order, and what that is predicted to cost. Torch-free, JSON in and out.
+
+A plan is the only thing that passes from the planner to the executor.
+
+    plan = Plan.load("plan.json")
+    print(plan)                      # one screen: stages, times, memory
+    plan.stages[1].module_paths      # what the second stage holds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isclose
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from planner.plan.actions import Schedule, make_schedule
+from planner.plan.schedules import DEFAULT_SCHEDULE, ScheduleName, known
+from profiler.device import Device
+from profiler.errors import ArgumentError, PlanFileError
+from profiler.quantities import (
+    MOST_DEVICES,
+    MOST_MICRO_BATCHES,
+    Position,
+    PredictedBytes,
+    PredictedSeconds,
+    Samples,
+    Share,
+    StepSeconds,
+    shown,
+)
+from profiler.sample_spec import SampleSpec
+from profiler.value import Value, read_file, write_atomically
+
+if TYPE_CHECKING:
+    import pandas
+
+    from profiler.record import Profile
+
+PLAN_SCHEMA_VERSION: Final = 2
+ROUNDING: Final = 1e-9
+"""Relative difference of two numbers of a plan that must be one, at most."""
+
+
+class Segment(Value):
+    """Layers `first` to `stop - 1`, as a unit of recompute: of these layers a forward pass keeps only what enters.
+
+    The backward phase runs a segment again just before its backward pass, so one segment's activations are there at a
+    time. The last segment of a stage is the first that goes back: it is run again by an action of its own, R, before
+    the gradient of the stage's outputs arrives, and not at all where that backward pass follows the forward pass
+    directly. The others are run again inside B.
+    """
+
+    first: Position
+    stop: Position
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if self.stop <= self.first:
+            raise ValueError(f"segment [{self.first}, {self.stop}) is empty")
+        return self
+
+
+class StageTimes(Value):
+    """Predicted seconds of one stage for one micro-batch of a given size.
+
+    Attributes:
+        forward_s: forward pass, action F.
+        recompute_s: running the last recomputed segment again, action R; 0 when all is kept.
+        backward_s: backward pass, action B, with the recompute of all other segments.
+        send_forward_s: sending the stage's outputs to the next stage; 0 for the last.
+        send_backward_s: sending the gradients of the stage's inputs to the stage before; 0 for the first.
+    """
+
+    micro_batch_size: Samples
+    forward_s: PredictedSeconds
+    recompute_s: PredictedSeconds
+    backward_s: PredictedSeconds
+    send_forward_s: PredictedSeconds
+    send_backward_s: PredictedSeconds
+
+
+class SkipTimes(Value):
+    """Predicted seconds of a skip's messages for one micro-batch of a given size.
+
+    Attributes:
+        micro_batch_size: samples.
+        send_forward_s: of the values.
+        send_backward_s: of their gradients.
+    """
+
+    micro_batch_size: Samples
+    send_forward_s: PredictedSeconds
+    send_backward_s: PredictedSeconds
+
+
+class Skip(Value):
+    """Values that one stage sends to a later one past the stages between, which do not read them.
+
+    Values that no skip names are relayed: every stage between passes them on to its neighbour. One that several stages
+    read goes from each of these to the next, so its gradient is summed from the last reader to the first either way.
+
+    Attributes:
+        sender: stage that computes the values, or is the last before the receiver that reads them.
+        receiver: the next stage that reads them.
+        values: their names.
+        times: one entry for each distinct micro-batch size of the plan.
+    """
+
+    sender: Position
+    receiver: Position
+    values: tuple[str, ...] = Field(min_length=1)
+    times: tuple[SkipTimes, ...] = Field(min_length=1)
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Sender and receiver."""
+        return self.sender, self.receiver
+
+    def passes_by(self, stage: int) -> bool:
+        """Whether the values go past that stage."""
+        return self.sender < stage < self.receiver
+
+    def times_at(self, micro_batch_size: int) -> SkipTimes:
+        """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
+        return _entry_at(self.times, micro_batch_size)
+
+
+_Times = TypeVar("_Times", StageTimes, SkipTimes)
+
+
+def _entry_at(times: Sequence[_Times], micro_batch_size: int) -> _Times:
+    for entry in times:
+        if entry.micro_batch_size == micro_batch_size:
+            return entry
+    raise KeyError(micro_batch_size)
+
+
+def _are_for(times: Sequence[StageTimes] | Sequence[SkipTimes], micro_batch_sizes: Sequence[int]) -> bool:
+    """Whether there is one entry for each of these sizes."""
+    sizes = [entry.micro_batch_size for entry in times]
+    return sorted(sizes) == sorted(set(micro_batch_sizes))
+
+
+def _listed(times: Sequence[StageTimes] | Sequence[SkipTimes]) -> str:
+    """The sizes that they are for, in a message."""
+    return shown(sorted(entry.micro_batch_size for entry in times))
+
+
+class StageMemory(Value):
+    """Predicted peak bytes of one stage on its device, by class.
+
+    Attributes:
+        parameters: parameters and buffers.
+        gradients: of trainable parameters.
+        optimizer: state of the optimizer.
+        activations: what all micro-batches in flight keep for the backward pass, stage inputs included.
+        transient: the largest moment beside that (one recomputed micro-batch, temporaries).
+        receive_buffers: messages under way: outputs and gradients, and with 1F1B inputs.
+        reserve: fixed cost of the process and its allocator.
+    """
+
+    parameters: PredictedBytes
+    gradients: PredictedBytes
+    optimizer: PredictedBytes
+    activations: PredictedBytes
+    transient: PredictedBytes
+    receive_buffers: PredictedBytes
+    reserve: PredictedBytes
+
+    @property
+    def total(self) -> int:
+        """Sum of all classes, to be compared with `Device.memory_bytes`."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.transient
+            + self.receive_buffers
+            + self.reserve
+        )
+
+
+class Stage(Value):
+    """A contiguous run of layers on one device.
+
+    Attributes:
+        first_layer: index of its first layer.
+        stop_layer: index behind its last layer.
+        module_paths: first and last module path, for people.
+        devices: where it runs in each of the R replicas, equal but for their names.
+        rank: the process of each replica that runs it; process `replica * (number of ranks) + rank` of them all.
+        parameters: names of its parameters (a tied parameter is named by every stage that uses it).
+        parameter_count: elements of those parameters.
+        recompute: segments that are run again in the backward phase, ascending and disjoint; the whole stage is
+            `(first_layer, stop_layer)`, as GPipe does it.
+        times: one entry for each distinct micro-batch size of the plan.
+        all_reduce_s: predicted seconds of averaging its gradients over the replicas; 0 for one replica.
+        optimizer_s: predicted seconds of the optimizer step.
+        memory: predicted peak bytes.
+    """
+
+    first_layer: Position
+    stop_layer: Position
+    module_paths: tuple[str, str]
+    devices: tuple[Device, ...] = Field(min_length=1)
+    rank: Position
+    parameters: tuple[str, ...]
+    parameter_count: PredictedBytes
+    recompute: tuple[Segment, ...] = ()
+    times: tuple[StageTimes, ...] = Field(min_length=1)
+    all_reduce_s: PredictedSeconds = 0.0
+    optimizer_s: PredictedSeconds
+    memory: StageMemory
+
+    @property
+    def device(self) -> Device:
+        """Where it runs in the first replica."""
+        return self.devices[0]
+
+    def times_at(self, micro_batch_size: int) -> StageTimes:
+        """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
+        return _entry_at(self.times, micro_batch_size)
+
+
+class Prediction(Value):
+    """What the planner expects of one training step.
+
+    Attributes:
+        step_s: seconds of one step, the optimizer included.
+        optimizer_s: the part of it that is the optimizer's.
+        bubble: share of the devices' time before the optimizer step in which they neither compute nor recompute.
+        samples_per_s: throughput.
+        lower_bound_s: no plan for the same profile, devices and settings is faster than this.
+        gap: `step_s / lower_bound_s - 1`; 0 means proven optimal for the cost model.
+        one_device_s: predicted step time of the same batch on the first device alone without recompute, if memory
+            were no matter: the base of speed-up figures.
+    """
+
+    step_s: StepSeconds
+    optimizer_s: PredictedSeconds
+    bubble: Share
+    samples_per_s: float = Field(gt=0)
+    lower_bound_s: StepSeconds
+    gap: float = Field(ge=0)
+    one_device_s: StepSeconds
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> Self:
+        if self.optimizer_s > self.step_s * (1 + ROUNDING):
+            raise ValueError(f"optimizer_s is {self.optimizer_s}, of a step of {self.step_s} s in all")
+        if self.lower_bound_s > self.step_s * (1 + ROUNDING):
+            raise ValueError(f"lower_bound_s is {self.lower_bound_s}, and step_s is less: {self.step_s}")
+        if not isclose(1 + self.gap, self.step_s / self.lower_bound_s, rel_tol=ROUNDING):
+            raise ValueError(
+                f"gap is {self.gap}, but step_s / lower_bound_s - 1 is {self.step_s / self.lower_bound_s - 1}"
+            )
+        return self
+
+
+class Plan(Value):
+    """A pipeline-parallel training plan. K is `len(plan.stages)`, M is `len(plan.micro_batch_sizes)`.
+
+    Attributes:
+        schema_version: of this format; another one is refused.
+        model_fingerprint: of the traced model; the executor refuses any other model.
+        profile_fingerprint: of the profile that the predictions come from.
+        sample: what the model is called with.
+        batch_size: samples of a mini-batch, over all replicas.
+        micro_batch_sizes: samples of each micro-batch of one replica in order; replica r takes samples
+            `[r * n, (r + 1) * n)` of the mini-batch with `n = batch_size / replicas`, which they add up to.
+        schedule: order of the passes on each stage, one of `planner.plan.schedules.SCHEDULES`.
+        replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
+        optimizer: class name of the optimizer that the predictions assume.
+        stages: in pipeline order.
+        skips: what goes past stages, one entry for each pair of ends; all else is sent from neighbour to neighbour.
+        prediction: step time and how good the plan is.
+    """
+
+    schema_version: Literal[2] = PLAN_SCHEMA_VERSION
+    model_fingerprint: str
+    profile_fingerprint: str
+    sample: SampleSpec
+    batch_size: Samples
+    micro_batch_sizes: tuple[Samples, ...] = Field(min_length=1, max_length=MOST_MICRO_BATCHES)
+    schedule: ScheduleName = DEFAULT_SCHEDULE
+    replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
+    optimizer: str
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    skips: tuple[Skip, ...] = ()
+    prediction: Prediction
+
+    @property
+    def K(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def M(self) -> int:
+        """Number of micro-batches of one replica."""
+        return len(self.micro_batch_sizes)
+
+    def actions(self, micro_batches: int | None = None) -> Schedule:
+        """The lists of actions of one replica's step, one a stage; with other than M micro-batches where given."""
+        return make_schedule(
+            self.schedule,
+            stages=self.K,
+            micro_batches=self.M if micro_batches is None else micro_batches,
+            recompute=[bool(stage.recompute) for stage in self.stages],
+            skips=[skip.ends for skip in self.skips],
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica; `ranks * replicas` of them train together."""
+        return 1 + max(stage.rank for stage in self.stages)
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        try:
+            return known(name)
+        except ArgumentError as problem:
+            raise ValueError(str(problem)) from problem
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        samples = sum(self.micro_batch_sizes)
+        if samples * self.replicas != self.batch_size:
+            raise ValueError(
+                f"{self.replicas} times {self.M} micro-batches of together {samples} samples do not make up a batch of "
+                f"{self.batch_size}"
+            )
+        only = self.sample.only_micro_batch_size
+        if only is not None and {*self.micro_batch_sizes} != {only}:
+            raise ValueError(
+                f"the model was traced for micro-batches of {only} samples alone, and these hold "
+                f"{min(self.micro_batch_sizes)} to {max(self.micro_batch_sizes)}"
+            )
+        given = {stage.rank for stage in self.stages}
+        if self.ranks != len(given):
+            raise ValueError(
+                f"the stages name {len(given)} ranks, the highest of them {self.ranks - 1}; one is left out"
+            )
+        expected = 0
+        for position, stage in enumerate(self.stages):
+            if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
+                raise ValueError(
+                    f"stage {position} holds layers [{stage.first_layer}, {stage.stop_layer}), expected to start at "
+                    f"{expected} and hold at least one"
+                )
+            expected = stage.stop_layer
+            if not _are_for(stage.times, self.micro_batch_sizes):
+                raise ValueError(f"stage {position} has times for micro-batches of {_listed(stage.times)} samples")
+            if len(stage.devices) != self.replicas:
+                raise ValueError(f"stage {position} has {len(stage.devices)} devices for {self.replicas} replicas")
+            behind = stage.first_layer
+            for segment in stage.recompute:
+                if segment.first < behind or segment.stop > stage.stop_layer:
+                    raise ValueError(
+                        f"stage {position} recomputes layers [{segment.first}, {segment.stop}), which lie outside "
+                        f"[{behind}, {stage.stop_layer})"
+                    )
+                behind = segment.stop
+        self._check_skips()
+        return self
+
+    def _check_skips(self) -> None:
+        if len({skip.ends for skip in self.skips}) != len(self.skips):
+            raise ValueError(f"{len(self.skips)} skips name a pair of stages twice")
+        for skip in self.skips:
+            if not skip.sender + 1 < skip.receiver < self.K:
+                raise ValueError(
+                    f"a skip leads from stage {skip.sender} to stage {skip.receiver} of {self.K}, and none lies between"
+                )
+            if not _are_for(skip.times, self.micro_batch_sizes):
+                raise ValueError(f"the skip {skip.ends} has times for micro-batches of {_listed(skip.times)} samples")
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, atomically; equal plans give equal bytes."""
+        write_atomically(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanFileError: the file is missing, cut off, or does not hold a plan of this schema version; the message
+                gives the JSON path of the first thing that is wrong.
+        """
+        text = read_file(path, "plan", PlanFileError)
+        return cls.parse_json(text, source=str(path), error=PlanFileError)
+
+    # What follows asks a higher floor, when it is called and not before.
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a stage: layers, device, parameters, times of the largest micro-batch, bytes by class.
+
+        Seconds are in columns that end in `_s`, bytes in columns that end in `_bytes`.
+        """
+        from planner.plan.report import plan_frame
+
+        return plan_frame(self)
+
+    def explain(self, profile: Profile | None = None) -> pandas.DataFrame:
+        """Why these cuts: busy times, bottlenecks and limits of each stage; with the profile, what others would cost.
+
+        See `planner.explain.explain`.
+        """
+        from planner.explain import explain
+
+        return explain(self, profile)
+
+    def compare(self, other: Plan) -> pandas.DataFrame:
+        """This plan and another side by side, one row a quantity."""
+        from planner.explain import compare
+
+        return compare(self, other)
+
+    def memory_over_time(self) -> pandas.DataFrame:
+        """Predicted bytes of every stage during a step; see `planner.explain.memory_over_time`."""
+        from planner.explain import memory_over_time
+
+        return memory_over_time(self)
+
+    def __repr__(self) -> str:
+        from planner.plan.report import plan_report
+
+        return plan_report(self)
+
+    __str__ = __repr__

@@ -1,0 +1,257 @@
+"""Simulates a schedule: when every action starts and ends, from the same lists that the executor walks.
+
+    timeline = simulate_plan(plan)
+    timeline.makespan_s, timeline.bubble
+
+Each stage is a machine that takes its actions in the order of its list. Each has one more machine for each direction
+that it sends in: its link, which takes messages first in, first out, those that skip stages behind the neighbour's. A
+SEND hands the message over and costs the sender nothing; a RECV blocks its stage until the message has arrived.
+
+    stage 0   |F0 |F1 |F2 |                 F, R, B: the stage computes
+    link 0>1      |==0==|==1==|==2==|       from SEND_F (or the message before) on, for the transfer time
+    stage 1             |F0 | |F1 | |F2 |   RECV_F holds the stage until the message is complete
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from planner.plan.actions import Action, ActionKind, Schedule
+from profiler.errors import PlanError
+
+if TYPE_CHECKING:
+    from planner.plan.plan import Plan
+
+_SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
+_RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds of every action, indexed by stage and micro-batch: `forward_s[stage][micro_batch]`.
+
+    Attributes:
+        forward_s: of F.
+        recompute_s: of R.
+        backward_s: of B.
+        send_forward_s: of the transfer that SEND_F starts.
+        send_backward_s: of the transfer that SEND_B starts.
+        skips: by sender and receiver of a message that skips stages: of its SEND_F and its SEND_B by micro-batch.
+    """
+
+    forward_s: tuple[tuple[float, ...], ...]
+    recompute_s: tuple[tuple[float, ...], ...]
+    backward_s: tuple[tuple[float, ...], ...]
+    send_forward_s: tuple[tuple[float, ...], ...]
+    send_backward_s: tuple[tuple[float, ...], ...]
+    skips: Mapping[tuple[int, int], tuple[tuple[float, ...], tuple[float, ...]]] = field(
+        default_factory=dict, kw_only=True
+    )
+
+    @classmethod
+    def of(cls, plan: Plan) -> Durations:
+        """The seconds that the plan predicts."""
+        times = [
+            [by_size[size] for size in plan.micro_batch_sizes]
+            for by_size in ({entry.micro_batch_size: entry for entry in stage.times} for stage in plan.stages)
+        ]
+        return cls(
+            forward_s=tuple(tuple(entry.forward_s for entry in row) for row in times),
+            recompute_s=tuple(tuple(entry.recompute_s for entry in row) for row in times),
+            backward_s=tuple(tuple(entry.backward_s for entry in row) for row in times),
+            send_forward_s=tuple(tuple(entry.send_forward_s for entry in row) for row in times),
+            send_backward_s=tuple(tuple(entry.send_backward_s for entry in row) for row in times),
+            skips={
+                skip.ends: (
+                    tuple(skip.times_at(size).send_forward_s for size in plan.micro_batch_sizes),
+                    tuple(skip.times_at(size).send_backward_s for size in plan.micro_batch_sizes),
+                )
+                for skip in plan.skips
+            },
+        )
+
+    def seconds(self, action: Action) -> float:
+        """Seconds of an action; of the transfer for a SEND."""
+        if action.peer is not None:
+            forward = action.kind is ActionKind.SEND_F
+            ends = (action.stage, action.peer) if forward else (action.peer, action.stage)
+            return self.skips[ends][0 if forward else 1][action.micro_batch]
+        match action.kind:
+            case ActionKind.F:
+                table = self.forward_s
+            case ActionKind.R:
+                table = self.recompute_s
+            case ActionKind.B:
+                table = self.backward_s
+            case ActionKind.SEND_F:
+                table = self.send_forward_s
+            case ActionKind.SEND_B:
+                table = self.send_backward_s
+            case _:
+                raise ValueError(f"{action} waits; how long follows from the other stages")
+        return table[action.stage][action.micro_batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action at its place in time.
+
+    Attributes:
+        lane: who is busy: `"stage 0"`, or `"link 0>1"` for a transfer.
+        action: F, R or B on a stage; the SEND on a link.
+        start_s: seconds since the step began.
+        end_s: seconds since the step began.
+    """
+
+    lane: str
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a step looks like.
+
+    Attributes:
+        events: by lane (stages in order, then links), in order of time within a lane.
+        makespan_s: seconds until the last stage is done with its list.
+        idle_s: for each stage the part of the makespan in which it neither computes nor recomputes.
+        optimizer_s: seconds of the slowest stage's all-reduce and optimizer step, which follow the makespan.
+    """
+
+    events: tuple[Event, ...]
+    makespan_s: float
+    idle_s: tuple[float, ...]
+    optimizer_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step, the optimizer included."""
+        return self.makespan_s + self.optimizer_s
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all stages' time before the optimizer step: 1 - busy / (K * makespan)."""
+        return sum(self.idle_s) / (len(self.idle_s) * self.makespan_s) if self.makespan_s else 0.0
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Names of the lanes in the order of the events."""
+        return tuple(dict.fromkeys(event.lane for event in self.events))
+
+
+def simulate_plan(plan: Plan) -> Timeline:
+    """The timeline of a plan's step, with its predicted times."""
+    return simulate(
+        plan.actions(),
+        Durations.of(plan),
+        optimizer_s=max(stage.all_reduce_s + stage.optimizer_s for stage in plan.stages),
+    )
+
+
+def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0.0) -> Timeline:
+    """Run a schedule in simulated time.
+
+    Args:
+        schedule: one list of actions a stage.
+        durations: seconds of each action.
+        optimizer_s: seconds of the optimizer step at the end, carried into the timeline.
+
+    Raises:
+        PlanError: the lists cannot finish, for a stage waits for a message that is never sent or that waits in turn;
+            the message names every waiting stage and what it waits for.
+    """
+    run = _Run(schedule, durations)
+    while run.ready:
+        run.advance(run.ready.popleft())
+    if any(position < len(actions) for position, actions in zip(run.position, schedule, strict=True)):
+        raise PlanError(_deadlock_text(schedule, run.position))
+    makespan_s = max(run.clock_s)
+    stages = [_stage_lane(stage) for stage in range(len(schedule))]
+    lanes = [*stages, *sorted(lane for lane in run.events if lane not in stages)]
+    return Timeline(
+        events=tuple(event for lane in lanes for event in run.events.get(lane, ())),
+        makespan_s=makespan_s,
+        idle_s=tuple(max(0.0, makespan_s - busy_s) for busy_s in run.busy_s),
+        optimizer_s=optimizer_s,
+    )
+
+
+class _Run:
+    """The state of one simulation: a clock and a position for each stage, and the messages that have arrived."""
+
+    def __init__(self, schedule: Schedule, durations: Durations) -> None:
+        self.schedule = schedule
+        self.durations = durations
+        self.clock_s = [0.0] * len(schedule)
+        self.busy_s = [0.0] * len(schedule)
+        self.position = [0] * len(schedule)
+        self.link_free_s: dict[tuple[int, ActionKind], float] = {}
+        self.arrival_s: dict[Action, float] = {}
+        self.waiting: set[Action] = set()
+        self.ready = deque(range(len(schedule)))
+        self.events: dict[str, list[Event]] = {}
+
+    def advance(self, stage: int) -> None:
+        """Walk the stage's list until it ends or a message is missing."""
+        actions = self.schedule[stage]
+        while self.position[stage] < len(actions):
+            action = actions[self.position[stage]]
+            if action.kind in _RECEIVES:
+                if action not in self.arrival_s:
+                    self.waiting.add(action)
+                    return
+                self.clock_s[stage] = max(self.clock_s[stage], self.arrival_s[action])
+            elif action.kind in _SENDS:
+                self._send(action)
+            else:
+                self._compute(action)
+            self.position[stage] += 1
+
+    def _compute(self, action: Action) -> None:
+        start_s = self.clock_s[action.stage]
+        seconds = self.durations.seconds(action)
+        self.clock_s[action.stage] = start_s + seconds
+        self.busy_s[action.stage] += seconds
+        self._note(_stage_lane(action.stage), action, start_s, start_s + seconds)
+
+    def _send(self, action: Action) -> None:
+        receive = action.other_end
+        lane = f"link {action.stage}>{receive.stage}"
+        link = action.stage, action.kind
+        start_s = max(self.clock_s[action.stage], self.link_free_s.get(link, 0.0))
+        end_s = start_s + self.durations.seconds(action)
+        self.link_free_s[link] = end_s
+        self.arrival_s[receive] = end_s
+        self._note(lane, action, start_s, end_s)
+        if receive in self.waiting:
+            self.waiting.remove(receive)
+            self.ready.append(receive.stage)
+
+    def _note(self, lane: str, action: Action, start_s: float, end_s: float) -> None:
+        self.events.setdefault(lane, []).append(Event(lane, action, start_s, end_s))
+
+
+def _stage_lane(stage: int) -> str:
+    return f"stage {stage}"
+
+
+def _deadlock_text(schedule: Schedule, position: list[int]) -> str:
+    """Every waiting stage, what it waits for, and why that does not come."""
+    waits = []
+    for stage, actions in enumerate(schedule):
+        if position[stage] == len(actions):
+            continue
+        receive = actions[position[stage]]
+        send = receive.other_end
+        if 0 <= send.stage < len(schedule) and send in schedule[send.stage]:
+            blocker = schedule[send.stage][position[send.stage]]
+            reason = f"{send}, which stands behind {blocker} in the list of stage {send.stage}"
+        else:
+            reason = f"{send}, which stands in no list"
+        waits.append(f"stage {stage} waits in {receive} for {reason}")
+    return "the schedule cannot finish: " + "; ".join(waits)

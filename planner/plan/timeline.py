@@ -1,0 +1,209 @@
+"""Pictures of a plan: the Gantt chart of a step, the memory of each stage, and a trace that opens in Perfetto."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.plan.actions import Action, ActionKind
+from planner.plan.plan import Plan, StageMemory
+from planner.plan.simulator import Event, Timeline, simulate_plan
+from planner.plan.units import seconds_text
+from profiler.text import one_line
+from profiler.value import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.R: "recompute",
+    ActionKind.B: "backward",
+    ActionKind.SEND_F: "send outputs",
+    ActionKind.SEND_B: "send gradients",
+}
+_COLOURS = {ActionKind.F: 0, ActionKind.R: 4, ActionKind.B: 2, ActionKind.SEND_F: 1, ActionKind.SEND_B: 3}
+"""Positions in matplotlib's qualitative colormap `tab20`, where light follows dark."""
+_LABEL_SHARE = 0.008
+"""Share of the step that a bar must take for each digit of its micro-batch's number to have room for it."""
+_MOST_OUTLINED = 200
+"""Most bars of a lane that get an outline; with more there is nothing but outlines."""
+
+
+def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Gantt chart of one step: a lane for each stage and each direction of each link.
+
+    Args:
+        plan: what to draw.
+        ax: where to draw; a new figure by default.
+    """
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+
+    timeline = simulate_plan(plan)
+    lanes = _lanes_by_place(timeline)
+    axes = ax if ax is not None else _new_axes(height=1.2 + 0.45 * len(lanes))
+    palette = colormaps["tab20"]
+    colours = {
+        kind: palette(2 * position + (kind in {ActionKind.SEND_F, ActionKind.SEND_B}))
+        for kind, position in _COLOURS.items()
+    }
+    for row, lane in enumerate(lanes):
+        events = [event for event in timeline.events if event.lane == lane]
+        is_stage = lane.startswith("stage")
+        height = 0.8 if is_stage else 0.4
+        faces = [colours[event.action.kind] for event in events]
+        axes.broken_barh(
+            [(event.start_s * 1e3, (event.end_s - event.start_s) * 1e3) for event in events],
+            (row - height / 2, height),
+            facecolors=faces,
+            edgecolors="white" if is_stage else faces,  # an edge of its own colour keeps a short transfer visible
+            linewidth=0.3 if len(events) < _MOST_OUTLINED else 0.0,
+        )
+        if is_stage:
+            _label_bars(axes, row, events, timeline.makespan_s)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlim(0, timeline.makespan_s * 1e3)
+    axes.set_xlabel("time in ms")
+    axes.set_title(
+        f"{plan.schedule}, K = {plan.K}, M = {plan.M}: step {seconds_text(timeline.step_s)}, "
+        f"of it optimizer {seconds_text(timeline.optimizer_s)}; bubble {timeline.bubble:.1%}"
+    )
+    shown = [kind for kind in _NAMES if any(event.action.kind == kind for event in timeline.events)]
+    axes.legend(
+        handles=[Patch(color=colours[kind], label=_NAMES[kind]) for kind in shown],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Predicted peak memory of each stage by class, stacked, with the device's limit as a line.
+
+    Args:
+        plan: what to draw.
+        ax: where to draw; a new figure by default.
+    """
+    from matplotlib import colormaps
+
+    axes = ax if ax is not None else _new_axes(height=4.0)
+    palette = colormaps["tab10"]
+    bottom = [0.0] * plan.K
+    largest = max(max(stage.memory.total, stage.device.memory_bytes) for stage in plan.stages)
+    unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    for position, name in enumerate(StageMemory.model_fields):
+        heights = [getattr(stage.memory, name) / scale for stage in plan.stages]
+        if any(heights):
+            label = name.replace("_", " ")
+            axes.bar(range(plan.K), heights, 0.7, bottom=bottom, color=palette(position), label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    limits = [stage.device.memory_bytes / scale for stage in plan.stages]
+    stages = range(plan.K)
+    axes.hlines(
+        limits, [k - 0.42 for k in stages], [k + 0.42 for k in stages], colors="black", linestyles="--", label="device"
+    )
+    axes.set_xticks(stages, [f"stage {k}\n{_plain(stage.device.name)}" for k, stage in enumerate(plan.stages)])
+    axes.set_ylim(0, 1.08 * max([*bottom, *limits]))
+    axes.set_ylabel(unit)
+    axes.set_title(f"predicted peak memory, K = {plan.K}, M = {plan.M}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def save_timeline_json(plan: Plan, path: str | Path, timeline: Timeline | None = None) -> None:
+    """Write one step as Chrome Trace Event JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    One thread for each stage and link; arrows lead from the computation through the transfer to what waits for it.
+
+    Args:
+        plan: the plan.
+        path: of the file.
+        timeline: of a step that was measured; by default the one that the plan predicts.
+    """
+    timeline = simulate_plan(plan) if timeline is None else timeline
+    threads = {lane: number for number, lane in enumerate(_lanes_by_place(timeline))}
+    records: list[dict[str, Any]] = [_metadata("process_name", 0, f"{plan.schedule}, K = {plan.K}, M = {plan.M}")]
+    for lane, thread in threads.items():
+        records.append(_metadata("thread_name", thread, lane))
+        records.append(_metadata("thread_sort_index", thread, thread))
+    records.extend(_slice(event, threads[event.lane]) for event in timeline.events)
+    records.extend(_arrows(timeline, threads))
+    text = json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, allow_nan=False, indent=0) + "\n"
+    write_atomically(path, text)
+
+
+def _plain(name: str) -> str:
+    """A name as matplotlib draws it letter for letter: between two dollars it would look for a formula."""
+    return one_line(name).replace("$", r"\$")
+
+
+def _new_axes(*, height: float) -> Axes:
+    from matplotlib import pyplot
+
+    axes: Axes = pyplot.subplots(figsize=(12, height), layout="constrained")[1]
+    return axes
+
+
+def _lanes_by_place(timeline: Timeline) -> list[str]:
+    """Lanes from the first device to the last, each link below the stage that sends first."""
+    return sorted(timeline.lanes, key=_place)
+
+
+def _place(lane: str) -> tuple[float, str]:
+    kind, where = lane.split(" ")
+    if kind == "stage":
+        return float(where), lane
+    first, second = (int(stage) for stage in where.split(">"))
+    return (first + second) / 2 + (0.1 if first > second else 0.0), lane
+
+
+def _label_bars(axes: Axes, row: int, events: list[Event], makespan_s: float) -> None:
+    for event in events:
+        label = str(event.action.micro_batch)
+        seconds = event.end_s - event.start_s
+        if seconds >= _LABEL_SHARE * len(label) * makespan_s:
+            middle_ms = (event.start_s + seconds / 2) * 1e3
+            axes.text(middle_ms, row, label, ha="center", va="center", fontsize=7, color="white")
+
+
+def _metadata(name: str, thread: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if name == "thread_sort_index" else "name"
+    return {"ph": "M", "pid": 0, "tid": thread, "name": name, "args": {key: value}}
+
+
+def _slice(event: Event, thread: int) -> dict[str, Any]:
+    start_us = event.start_s * 1e6
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": thread,
+        "name": str(event.action),
+        "cat": _NAMES[event.action.kind],
+        "ts": start_us,
+        "dur": max(0.0, event.end_s * 1e6 - start_us),
+        "args": {"stage": event.action.stage, "micro_batch": event.action.micro_batch},
+    }
+
+
+def _arrows(timeline: Timeline, threads: dict[str, int]) -> list[dict[str, Any]]:
+    """Two arrows a transfer: from what made the message to the link, and on to what reads it."""
+    events = {event.action: event for event in timeline.events}
+    records: list[dict[str, Any]] = []
+    for send in timeline.events:
+        if send.action.kind not in {ActionKind.SEND_F, ActionKind.SEND_B}:
+            continue
+        kind = ActionKind.F if send.action.kind is ActionKind.SEND_F else ActionKind.B
+        maker = events[Action(send.action.stage, kind, send.action.micro_batch)]
+        reader = events[Action(send.action.other_end.stage, kind, send.action.micro_batch)]
+        for source, target in ((maker, send), (send, reader)):
+            number = len(records) // 2
+            shared = {"pid": 0, "cat": "transfer", "name": str(send.action), "id": number}
+            records.append({**shared, "ph": "s", "tid": threads[source.lane], "ts": source.start_s * 1e6})
+            records.append({**shared, "ph": "f", "bp": "e", "tid": threads[target.lane], "ts": target.start_s * 1e6})
+    return records

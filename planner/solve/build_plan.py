@@ -1,0 +1,159 @@
+"""From what the balancer found to a plan: every stage's times and memory, and what the simulator predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
+from planner.cost.stage_memory import stage_memory
+from planner.plan.plan import Plan, Prediction, Stage, StageTimes
+from planner.plan.simulator import simulate_plan
+from planner.solve.balancer import Balance, StageChoice, end_seconds, stage_seconds
+from planner.solve.problem import Problem
+from profiler.device import Device
+from profiler.record import Profile
+
+ROUNDING = 1e-9
+"""Relative difference between two ways to compute a step time that is taken for rounding."""
+
+
+def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) -> Plan:
+    """The plan that a balance means.
+
+    Args:
+        problem: that it solves.
+        found: what the balancer found.
+        routes: of the values that skip stages; all others are relayed.
+    """
+    profile = problem.costs.profile
+    candidate = found.candidate
+    draft = Plan(
+        model_fingerprint=profile.fingerprint,
+        profile_fingerprint=problem.costs.fingerprint,
+        sample=profile.sample,
+        batch_size=problem.settings.batch_size,
+        micro_batch_sizes=candidate.split.sizes,
+        schedule=candidate.schedule,
+        replicas=candidate.replicas,
+        optimizer=problem.optimizer,
+        stages=stages_of(problem, found, routes),
+        skips=plan_skips(routes, problem.link, sorted({*candidate.split.sizes}, reverse=True)),
+        prediction=Prediction(
+            step_s=found.step_s,
+            optimizer_s=0.0,
+            bubble=0.0,
+            samples_per_s=problem.settings.batch_size / found.step_s,
+            lower_bound_s=found.step_s,
+            gap=0.0,
+            one_device_s=_one_device_s(problem, found),
+        ),
+    )
+    return draft.model_copy(update={"prediction": _prediction(problem, found, draft)})
+
+
+def _prediction(problem: Problem, found: Balance, draft: Plan) -> Prediction:
+    """The simulator has the last word on the step time."""
+    timeline = simulate_plan(draft)
+    lower_bound_s = min(found.lower_bound_s, timeline.step_s)
+    if timeline.step_s <= lower_bound_s * (1 + ROUNDING):
+        lower_bound_s = timeline.step_s
+    return Prediction(
+        step_s=timeline.step_s,
+        optimizer_s=timeline.optimizer_s,
+        bubble=min(1.0, timeline.bubble),
+        samples_per_s=problem.settings.batch_size / timeline.step_s,
+        lower_bound_s=lower_bound_s,
+        gap=timeline.step_s / lower_bound_s - 1,
+        one_device_s=_one_device_s(problem, found),
+    )
+
+
+def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[Stage, ...]:
+    """The plan's stages; equal devices are taken in the order in which they were given."""
+    sizes = sorted({*found.candidate.split.sizes}, reverse=True)
+    seconds = {size: stage_seconds(problem, size, found.stages) for size in sizes}
+    if routes:
+        stops = [stage.stop for stage in found.stages]
+        for size, table in seconds.items():
+            table[-2:] = neighbour_s(problem.link, problem.at_boundaries(size), size, stops, routes)
+    left = [list(group.members) for group in problem.classes]
+    stages = []
+    for index, choice in enumerate(found.stages):
+        members = [left[choice.device_class].pop(0) for _ in range(found.candidate.replicas)]
+        times = tuple(
+            StageTimes(
+                micro_batch_size=size,
+                **dict(
+                    zip(
+                        ("forward_s", "recompute_s", "backward_s", "send_forward_s", "send_backward_s"),
+                        (float(value) for value in seconds[size][:, index]),
+                        strict=True,
+                    )
+                ),
+            )
+            for size in sizes
+        )
+        stages.append(
+            _stage(problem, found, index, choice, tuple(problem.devices[member] for member in members), times, routes)
+        )
+    return tuple(stages)
+
+
+def _stage(
+    problem: Problem,
+    found: Balance,
+    index: int,
+    choice: StageChoice,
+    devices: tuple[Device, ...],
+    times: tuple[StageTimes, ...],
+    routes: Sequence[Route],
+) -> Stage:
+    profile = problem.costs.profile
+    first, stop = choice.first, choice.stop
+    names = dict.fromkeys(name for layer in profile.layers[first:stop] for name in layer.parameters)
+    elements = {parameter.name: parameter.elements for parameter in profile.parameters}
+    all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice)
+    return Stage(
+        first_layer=first,
+        stop_layer=stop,
+        module_paths=_end_paths(profile, first, stop),
+        devices=devices,
+        rank=index,
+        parameters=tuple(names),
+        parameter_count=sum(elements[name] for name in names),
+        recompute=choice.segments,
+        times=times,
+        all_reduce_s=all_reduce_s,
+        optimizer_s=optimizer_s,
+        memory=stage_memory(
+            problem.costs,
+            problem.parameters,
+            devices[0],
+            found.candidate.schedule,
+            found.candidate.split,
+            problem.costs.optimizer(devices[0].kind, problem.optimizer),
+            number=len(found.stages) - index,
+            first=first,
+            stop=stop,
+            segments=choice.segments,
+            skips=stage_skips(routes, index, found.candidate.split),
+        ),
+    )
+
+
+def _end_paths(profile: Profile, first: int, stop: int) -> tuple[str, str]:
+    """Module path of the first and the last operation of a stage."""
+    paths = [path for layer in profile.layers[first:stop] for path in layer.module_paths or (layer.name,)]
+    return paths[0], paths[-1]
+
+
+def _one_device_s(problem: Problem, found: Balance) -> float:
+    """Seconds of the same batch on the first device alone, memory disregarded."""
+    kind = problem.devices[0].kind
+    sizes = found.candidate.split.sizes
+    seconds = {size: problem.costs.layers(kind, size) for size in {*sizes}}
+    work = {size: float(costs.forward_s.sum() + costs.backward_s.sum()) for size, costs in seconds.items()}
+    optimizer_s = (
+        problem.costs.optimizer(kind, problem.optimizer).seconds_per_byte * problem.parameters.trainable[0, -1]
+    )
+    return found.candidate.replicas * sum(work[size] for size in sizes) + float(optimizer_s)

@@ -1,0 +1,167 @@
+"""Says why no plan fits and what would help. Every cure that is named was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from planner.cost.stage_memory import stage_memory
+from planner.kernel.least_overflow import LeastBad, equal_segments, least_bad
+from planner.plan.plan import Segment, StageMemory
+from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.units import bytes_text
+from planner.settings import Settings
+from planner.solve.balancer import first_balance
+from planner.solve.problem import Candidate, Problem, device_classes
+from planner.solve.segment_choices import segments_of, stage_costs
+from planner.solve.tables import make_tables
+from profiler.device import Device
+
+MOST_CANDIDATES = 12
+"""How many schedules, R and M are looked at for each question; they are spread over all, both ends included."""
+CLASSES_NAMED = 3
+"""How many classes of memory a message names."""
+
+
+def nothing_fits_text(problem: Problem) -> str:
+    """Which stage of the least bad plan does not fit, by how much and why, and what would help."""
+    tried = [(least_bad(make_tables(problem, candidate)), candidate) for candidate in _some(problem)]
+    nearest, candidate = min(tried, key=lambda pair: pair[0].over_bytes)
+    if not np.isfinite(nearest.over_bytes):
+        return (
+            "no plan satisfies all rules on these devices, whatever the memory: there are fewer equal devices than "
+            "stages that the rules make, or replicas; drop a rule"
+        )
+    memories = [_memory(problem, candidate, nearest, stage) for stage in range(len(nearest.classes))]
+    over = [
+        memory.total - problem.classes[group].device.memory_bytes
+        for (memory, _), group in zip(memories, nearest.classes, strict=True)
+    ]
+    stage = int(np.argmax(over))
+    memory, segments = memories[stage]
+    device = problem.classes[nearest.classes[stage]].device
+    classes = sorted(((getattr(memory, field), field) for field in StageMemory.model_fields), reverse=True)
+    largest = ", ".join(f"{name} {bytes_text(size)}" for size, name in classes[:CLASSES_NAMED] if size)
+    names = problem.costs.profile.layers
+    first, stop = (int(cut) for cut in nearest.cuts[stage : stage + 2])
+    cures = list(_cures(problem))
+    return (
+        f"no plan fits the memory. The nearest one has K = {len(nearest.classes)} stages and M = "
+        f"{candidate.split.count} micro-batches; its stage {stage} (layers {first} to {stop - 1}, "
+        f"{names[first].name} to "
+        f"{names[stop - 1].name}, {_recompute_text(segments)}) needs {bytes_text(memory.total)} and "
+        f"device {device.name} ({device.kind}) has {bytes_text(device.memory_bytes)}: "
+        f"{over[stage]} bytes ({bytes_text(over[stage])}) too many. "
+        f"Largest: {largest}. "
+        + (
+            f"What would help: {'; '.join(cures)}"
+            if cures
+            else f"Neither recompute, {', '.join(_lean_schedules())}, more micro-batches, a smaller batch nor more "
+            "devices would help alone"
+        )
+    )
+
+
+def _recompute_text(segments: Sequence[Segment]) -> str:
+    if not segments:
+        return "not recomputed"
+    return "recomputed" if len(segments) == 1 else f"recomputed in {len(segments)} segments"
+
+
+def _memory(
+    problem: Problem, candidate: Candidate, plan: LeastBad, stage: int
+) -> tuple[StageMemory, tuple[Segment, ...]]:
+    """Bytes of one stage, and its segments."""
+    device_class = int(plan.classes[stage])
+    device = problem.classes[device_class].device
+    number = len(plan.classes) - stage
+    first, stop = (int(cut) for cut in plan.cuts[stage : stage + 2])
+    tables = make_tables(problem, candidate)
+    costs = stage_costs(tables, device_class, number - 1 if tables.by_number else 0)
+    segments = segments_of(equal_segments(costs, first, stop, int(plan.parts[stage])), first)
+    optimizer = problem.costs.optimizer(device.kind, problem.optimizer)
+    return stage_memory(
+        problem.costs,
+        problem.parameters,
+        device,
+        candidate.schedule,
+        candidate.split,
+        optimizer,
+        number=number,
+        first=first,
+        stop=stop,
+        segments=segments,
+    ), segments
+
+
+def _cures(problem: Problem) -> Iterator[str]:
+    """What makes the problem feasible, one change at a time."""
+    settings = problem.settings
+    if settings.recompute != "auto" and _fits(_with(problem, replace(settings, recompute="auto"))):
+        yield 'recompute="auto"'
+    for name in _lean_schedules():
+        if name not in settings.schedules and _fits(_with(problem, replace(settings, schedules=(name,)))):
+            yield f'schedule="{name}"'
+    if settings.micro_batches is not None:
+        share = settings.batch_size // (settings.replicas or 1)
+        for count in _powers(settings.micro_batches, share):
+            if _fits(_with(problem, replace(settings, micro_batches=count))):
+                yield f"more micro-batches (M = {count} fits)"
+                break
+    for halvings in range(1, settings.batch_size.bit_length()):
+        batch = settings.batch_size >> halvings
+        if batch % (settings.replicas or 1) == 0 and _fits(_with(problem, replace(settings, batch_size=batch))):
+            yield f"a smaller batch ({batch} samples fit)"
+            break
+    if settings.stages is None or settings.stages == len(problem.devices):
+        for count in _powers(len(problem.devices), max(problem.layers, len(problem.devices))):
+            if _fits(_with_devices(problem, count)):
+                yield f"more devices ({count} fit, with the added ones like the last)"
+                break
+
+
+def _lean_schedules() -> list[ScheduleName]:
+    """The schedules that do not keep all micro-batches."""
+    return [name for name, record in SCHEDULES.items() if not record.keeps_all]
+
+
+def _powers(count: int, most: int) -> Iterator[int]:
+    """`count` doubled again and again, and at last `most`."""
+    count *= 2
+    while count < most:
+        yield count
+        count *= 2
+    if count // 2 < most:
+        yield most
+
+
+def _with(problem: Problem, settings: Settings) -> Problem:
+    return replace(problem, settings=settings)
+
+
+def _with_devices(problem: Problem, count: int) -> Problem:
+    added = count - len(problem.devices)
+    devices: tuple[Device, ...] = problem.devices + problem.devices[-1:] * added
+    settings = replace(
+        problem.settings,
+        max_stages=count,
+        stages=None if problem.settings.stages is None else count,
+        memory_limits=problem.settings.memory_limits + problem.settings.memory_limits[-1:] * added,
+    )
+    return replace(problem, devices=devices, classes=device_classes(devices, problem.rules), settings=settings)
+
+
+def _fits(problem: Problem) -> bool:
+    """Whether a plan was found that fits."""
+    return any(first_balance(problem, candidate) is not None for candidate in _some(problem))
+
+
+def _some(problem: Problem) -> list[Candidate]:
+    """At most `MOST_CANDIDATES` of the candidates, evenly spread."""
+    candidates = list(problem.candidates())
+    if len(candidates) <= MOST_CANDIDATES:
+        return candidates
+    picks = np.linspace(0, len(candidates) - 1, MOST_CANDIDATES).round().astype(int)
+    return [candidates[pick] for pick in picks]

@@ -1,0 +1,128 @@
+"""What the balancer is asked, a profile, devices and settings in one value; and what it chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.cost.layer_costs import CostModel, LayerArrays, ParameterRanges
+from planner.plan.micro_batches import MicroBatches
+from planner.plan.schedules import ScheduleName
+from planner.rules import FREE, Rules
+from planner.settings import Settings
+from profiler.device import Device, Link
+from profiler.quantities import MOST_MICRO_BATCHES
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClass:
+    """Devices that are equal for the planner.
+
+    Attributes:
+        device: one of them, with the memory limit in force.
+        members: positions of all of them among the given devices.
+        pinned: whether a rule pins layers to it; it is then alone in its class.
+    """
+
+    device: Device
+    members: tuple[int, ...]
+    pinned: bool
+
+    def capacity(self, replicas: int) -> int:
+        """How many stages they can run, each on one device in every replica."""
+        return len(self.members) // replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One schedule, R and M.
+
+    Attributes:
+        schedule: order of the actions.
+        replicas: R.
+        split: how a replica's share of the mini-batch is cut.
+    """
+
+    schedule: ScheduleName
+    replicas: int
+    split: MicroBatches
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Everything that a plan follows from.
+
+    Attributes:
+        costs: costs of the layers.
+        parameters: bytes of the parameters of every range of layers.
+        devices: with the memory limits in force; their order says nothing.
+        classes: equal devices together, in order of their first member.
+        link: between neighbours; may be None for one stage alone.
+        optimizer: name of the optimizer.
+        settings: what the caller asks.
+        rules: masks over the layers.
+        short_messages: whether more messages may be under way the shorter they are, as the executor has it. Without,
+            memory grows with the messages, so that a bound can be had.
+    """
+
+    costs: CostModel
+    parameters: ParameterRanges
+    devices: tuple[Device, ...]
+    classes: tuple[DeviceClass, ...]
+    link: Link | None
+    optimizer: str
+    settings: Settings
+    rules: Rules
+    short_messages: bool = True
+
+    @property
+    def layers(self) -> int:
+        """L, number of layers."""
+        return len(self.costs.profile.layers)
+
+    def at_boundaries(self, size: int) -> LayerArrays:
+        """What crosses boundaries; it does not depend on the device, so the first one's rows say it."""
+        return self.costs.layers(self.devices[0].kind, size)
+
+    def most_stages(self, replicas: int, count: int) -> int:
+        """The largest K with R replicas and M micro-batches; 0 when there is none."""
+        able = sum(group.capacity(replicas) for group in self.classes)
+        per_stage = count // self.settings.micro_batches_per_stage
+        most = min(self.settings.max_stages, self.layers, able, per_stage)
+        if self.settings.stages is None:
+            return most
+        return self.settings.stages if self.settings.stages <= most else 0
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Every schedule, R and M that the settings allow and whose micro-batch sizes the profile covers."""
+        settings = self.settings
+        for replicas in range(1, len(self.devices) + 1) if settings.replicas is None else (settings.replicas,):
+            if settings.batch_size % replicas:
+                continue
+            share = settings.batch_size // replicas
+            all_counts = range(1, min(share, MOST_MICRO_BATCHES) + 1)
+            counts = all_counts if settings.micro_batches is None else (settings.micro_batches,)
+            for count in counts:
+                split = MicroBatches(share, count)
+                if count <= share and self.most_stages(replicas, count) and self._covered(split):
+                    yield from (Candidate(schedule, replicas, split) for schedule in settings.schedules)
+
+    def _covered(self, split: MicroBatches) -> bool:
+        sizes = {split.smallest, split.largest}
+        allowed = self.settings.micro_batch_sizes
+        if allowed is not None and not sizes <= allowed:
+            return False
+        return all(self.costs.covers(kind, size) for kind in {device.kind for device in self.devices} for size in sizes)
+
+
+def device_classes(devices: Sequence[Device], rules: Rules) -> tuple[DeviceClass, ...]:
+    """Equal devices together; one that layers are pinned to is alone."""
+    pinned = {int(device) for device in rules.pinned if device != FREE}
+    groups: dict[tuple[str, int, int], list[int]] = {}
+    for position, device in enumerate(devices):
+        groups.setdefault((device.kind, device.memory_bytes, position if position in pinned else FREE), []).append(
+            position
+        )
+    return tuple(
+        DeviceClass(devices[members[0]], tuple(members), alone != FREE) for (_, _, alone), members in groups.items()
+    )

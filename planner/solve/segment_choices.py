@@ -1,0 +1,190 @@
+"""Ways to recompute the stages that a search asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.kernel.candidate_stages import ALWAYS, RECOMPUTES, ROOM, Arcs, Tables
+from planner.kernel.search import Choices
+from planner.kernel.segments import INSIDE, START, Found, StageCosts, exact_segments, pattern_costs, usual_segments
+from planner.plan.plan import Segment
+from planner.solve.deadline import Clock
+
+STAGE_WORK = 50_000_000
+"""Comparisons that solving the segments of one stage exactly may take [fitted: 0.1 s]."""
+ALL_WORK = 1_000_000_000
+"""The same for all stages and M of a balance [fitted: 2 s]."""
+MOST_LAYERS, FEW_LAYERS = 64, 12
+"""Layers of the longest stage that is tried, and of one that always is, as long as there is work left [chosen]."""
+
+
+@dataclass(slots=True)
+class Effort:
+    """What may still be spent on solving segments exactly; shared by all searches of a balance.
+
+    Attributes:
+        work: comparisons left.
+        layers: of the longest stage that is worth trying: long ones of unlike layers have too many choices.
+    """
+
+    work: int = ALL_WORK
+    layers: int = MOST_LAYERS
+
+    def spend(self, work: int, layers: int, solved: bool) -> None:
+        """Note what a stage of that many layers took; when that was in vain, only shorter ones are worth it."""
+        self.work -= work
+        if not solved:
+            self.layers = min(self.layers, max(FEW_LAYERS, layers * 7 // 8))
+
+
+class Ways:
+    """What is known about recompute in the stages of `arcs`; it grows as stages are looked at.
+
+    Attributes:
+        needed: how many stages need recompute.
+    """
+
+    def __init__(self, tables: Tables, arcs: Arcs, clock: Clock, effort: Effort) -> None:
+        self.tables = tables
+        self.arcs = arcs
+        self.clock = clock
+        self.effort = effort
+        self.needed = int((arcs.need == RECOMPUTES).sum())
+        count = len(arcs.need)
+        self._first_of = np.full(count, -1, dtype=np.int64)
+        self._number_of = np.zeros(count, dtype=np.int64)
+        self._exact = np.zeros(count, dtype=np.bool_)
+        self._wanted = np.zeros(count, dtype=np.bool_)
+        self._extra: list[float] = []
+        self._turning: list[float] = []
+        self._patterns: list[NDArray[np.uint8]] = []
+
+    def choices(self) -> Choices:
+        """What the search reads; it marks what it would like to know."""
+        return Choices(
+            self._first_of, self._number_of, self._exact, self._wanted, np.array(self._extra), np.array(self._turning)
+        )
+
+    def look_at_wanted(self, limit_s: float) -> int:
+        """Look at the stages that a search asked for, and say how many there were.
+
+        Args:
+            limit_s: only plans with a step time below are of interest.
+        """
+        wanted = [int(place) for place in np.flatnonzero(self._wanted)]
+        self._wanted[:] = False
+        return self.look_at(wanted, limit_s)
+
+    def look_at(self, places: Sequence[int], limit_s: float) -> int:
+        """The same for given stages; those that need no recompute, or are known, do not count."""
+        news = [place for place in places if self.arcs.need[place] == RECOMPUTES and self._first_of[place] < 0]
+        if not news:
+            return 0
+        shape = self.arcs.offset.shape
+        ends = np.flatnonzero(self.arcs.length.ravel())
+        begins = self.arcs.offset.ravel()[ends]
+        for place in news:
+            if self.clock.over:
+                break
+            end = ends[np.searchsorted(begins, place, side="right") - 1]
+            variant, device, stop = (int(index) for index in np.unravel_index(end, shape))
+            first = stop - 1 - (place - int(self.arcs.offset[variant, device, stop]))
+            found = self._found(place, variant, device, first, stop, limit_s)
+            self._first_of[place] = len(self._extra)
+            self._number_of[place] = len(found.extra)
+            self._exact[place] = found.exact
+            self._extra.extend(found.extra)
+            self._turning.extend(found.turning)
+            self._patterns.extend(found.pattern)
+        return len(news)
+
+    def segments(self, place: int, way: int, first: int) -> tuple[Segment, ...] | None:
+        """What a stage that begins at layer `first` recomputes.
+
+        Args:
+            place: of its arc.
+            way: what the search chose; -1 if it chose nothing, which for a stage that recomputes is the first way.
+            first: of its layers.
+
+        Returns:
+            None when the stage turned out not to fit.
+        """
+        if self.arcs.need[place] != RECOMPUTES:
+            return ()
+        if way < 0:
+            if not self._number_of[place]:
+                return None
+            way = int(self._first_of[place])
+        return segments_of(self._patterns[way], first)
+
+    def _found(self, place: int, variant: int, device: int, first: int, stop: int, limit_s: float) -> Found:
+        room, fits_whole = float(self.arcs.terms[place, ROOM]), bool(self.arcs.whole[place])
+        tables = self.tables
+        last_free = tables.last_turns_around and variant == 0
+        costs = stage_costs(tables, device, variant)
+        whole = np.full((1, stop - first), INSIDE, dtype=np.uint8)
+        whole[0, 0] = START
+        _, extra, turning = pattern_costs(costs, first, stop, last_free, whole[0])
+        as_one = Found(np.array([extra]), np.array([turning]), whole, True, 0)
+        if tables.recompute == ALWAYS:
+            return as_one
+        cap = np.inf
+        if self.arcs.steady_again:
+            steady_s = float(
+                tables.forward[device, stop]
+                - tables.forward[device, first]
+                + tables.backward[device, stop]
+                - tables.backward[device, first]
+            )
+            cap = (limit_s / tables.steady - steady_s) * (1 + 1e-9)
+        effort = self.effort
+        if stop - first <= effort.layers and effort.work > 0:
+            found = exact_segments(costs, first, stop, last_free, room, cap, min(STAGE_WORK, effort.work))
+            effort.spend(found.work, stop - first, found.exact)
+            if found.exact:
+                return _with(found, as_one) if fits_whole else found
+        found = usual_segments(costs, first, stop, last_free, room, cap)
+        return _with(found, as_one) if fits_whole else found
+
+
+def _with(found: Found, other: Found) -> Found:
+    """The choices of both that are worth having; the other is one that turns around as fast as any."""
+    keep = found.extra < other.extra[0]
+    if (found.turning[keep] <= other.turning[0]).any():
+        return found
+    return Found(
+        np.append(found.extra[keep], other.extra),
+        np.append(found.turning[keep], other.turning),
+        np.concatenate((found.pattern[keep], other.pattern)),
+        found.exact,
+        found.work,
+    )
+
+
+def stage_costs(tables: Tables, device: int, variant: int) -> StageCosts:
+    """The costs of one class of devices with one number of micro-batches in flight."""
+    return StageCosts(
+        tables.held[device, variant],
+        tables.entering[device, variant],
+        tables.kept_one[device],
+        tables.transient[device],
+        tables.again[device],
+        tables.again_passing[device],
+    )
+
+
+def segments_of(pattern: NDArray[np.uint8], first: int) -> tuple[Segment, ...]:
+    """The segments that a pattern marks in a stage that begins at layer `first`."""
+    segments, begun = [], -1
+    for layer, mark in enumerate(pattern, start=first):
+        if mark != INSIDE and begun >= 0:
+            segments.append(Segment(first=begun, stop=layer))
+        if mark != INSIDE:
+            begun = layer if mark == START else -1
+    if begun >= 0:
+        segments.append(Segment(first=begun, stop=first + len(pattern)))
+    return tuple(segments)

@@ -1,0 +1,274 @@
+"""Whether values that stages between do not read are relayed by these, or go past them.
+
+The balancer charges every boundary with all that crosses it: that is what relaying costs. What skipping saves depends
+on the cuts on both sides, which its search does not know. So with skips three problems are solved that differ in what
+boundaries are charged with:
+
+- with what must cross them in any case, from the layer before to the layer behind, and as few messages under way as may
+  be: no plan with skips is faster than this problem's bound, and none needs less memory;
+- with all but the values that no layer uses for as long as an even stage is;
+- with everything, as if it were relayed.
+
+From the plan of each, one cut after the other is moved to where the simulator finds the step shortest, until none is
+worth moving; the fastest plan that fits is taken, with skips or without.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from planner.cost.layer_costs import CostModel
+from planner.cost.skips import Route, routes_of
+from planner.plan.plan import Plan, Segment, Stage
+from planner.rules import FREE
+from planner.solve.balancer import Balance, StageChoice
+from planner.solve.build_plan import make_plan, stages_of
+from planner.solve.deadline import Clock
+from planner.solve.infeasible import nothing_fits_text
+from planner.solve.many_devices import balance_any, with_fewer_classes
+from planner.solve.problem import Candidate, Problem
+from planner.solve.work_bound import work_bound_s
+from profiler.errors import ProfileError
+from profiler.record import LayerCost, Profile, SkipValue
+
+NEXT = 2
+"""Least distance, in layers, of two users of a value that have another layer between them."""
+REACH = 12
+"""Positions on either side of a cut that it is tried at [chosen]."""
+MOST_WORK, EACH_PLAN = 80_000, 100
+"""What may be tried around plans that searches found; a plan counts as K M of its own and `EACH_PLAN` for all else
+[measured: 2 to 5 s]."""
+CLOSE_ENOUGH = 1e-3
+"""Relative distance from the lower bound at which none is tried [chosen]."""
+
+
+def best_plan(problem: Problem) -> Plan | None:
+    """The fastest plan that was found; None when none fits the devices' memory.
+
+    Raises:
+        ProfileError: the profile lacks a device kind or the optimizer, or does not say which values could skip stages.
+    """
+    values = _values(problem)
+    if not values:
+        relayed = balance_any(problem)
+        return None if relayed is None else make_plan(problem, relayed)
+    clock = Clock(problem.settings.time_limit_s)
+    problem = _with_share_of_time(problem)
+    least = replace(_charged_without(problem, _apart(values, NEXT)), short_messages=False)
+    bound = balance_any(least)
+    lower_bound_s = _bound_s(least) if bound is None else bound.lower_bound_s
+    even = max(NEXT, -(-problem.layers // problem.settings.max_stages))
+    found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
+    starts = list({(one.candidate, one.stages): one for one in found if one is not None}.values())
+    around = _Around(problem, values, lower_bound_s, clock)
+    plans = [around.nearest(start) for start in starts]
+    for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place])):
+        if _step_s(min(plans, key=_step_s)) > lower_bound_s * (1 + CLOSE_ENOUGH):
+            plans.append(around.better(starts[place]))
+    return min(plans, key=_step_s, default=None)
+
+
+def no_plan_text(problem: Problem) -> str:
+    """Why there is none. Cures are those of relaying, which is tried in any case."""
+    text = nothing_fits_text(with_fewer_classes(problem))
+    if _values(problem):
+        return "no plan was found that fits with values that skip stages; with all of them relayed, " + text
+    direct = replace(problem, settings=replace(problem.settings, skips="direct"))
+    if problem.costs.profile.skips and _values(direct) and best_plan(direct) is not None:
+        return f'{text}. Or set skips="direct": values then go past stages that do not read them, and it fits'
+    return text
+
+
+def _bound_s(problem: Problem) -> float:
+    """What no plan is below, from the work alone; infinite where there is no schedule, R and M."""
+    return min((work_bound_s(problem, candidate) for candidate in problem.candidates()), default=np.inf)
+
+
+def _values(problem: Problem) -> tuple[SkipValue, ...]:
+    """Those that may skip stages."""
+    settings = problem.settings
+    if settings.skips == "relayed" or min(settings.max_stages, settings.stages or settings.max_stages) < 3:
+        return ()
+    values = problem.costs.profile.skips
+    if values is None:
+        raise ProfileError(
+            'skips is "direct", and the profile does not say which values could go past a stage; profile the model '
+            'again, or set skips="relayed"'
+        )
+    return values
+
+
+Gap: TypeAlias = tuple[SkipValue, int, int]  # a value and two layers that use it, with none between that does
+
+
+def _apart(values: Iterable[SkipValue], distance: int) -> list[Gap]:
+    """Gaps of at least so many layers."""
+    gaps = [(value, *users) for value in values for users in pairwise(value.users)]
+    return [gap for gap in gaps if gap[2] - gap[1] >= distance]
+
+
+def _with_share_of_time(problem: Problem) -> Problem:
+    """The problem with a quarter of its time: there are three of them, and plans to try around theirs."""
+    limit_s = problem.settings.time_limit_s
+    if limit_s is None:
+        return problem
+    return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s / 4))
+
+
+class _Around:
+    """Plans with skips around those that the balancer found.
+
+    Args:
+        problem: the problem.
+        values: that may skip stages.
+        lower_bound_s: no plan is faster.
+        clock: how much time is left.
+    """
+
+    def __init__(self, problem: Problem, values: Sequence[SkipValue], lower_bound_s: float, clock: Clock) -> None:
+        self._problem = problem
+        self._values = values
+        self._lower_bound_s = lower_bound_s
+        self._clock = clock
+        self._work = 0
+        self._tried: dict[tuple[Candidate, tuple[StageChoice, ...]], Plan | None] = {}
+
+    def nearest(self, found: Balance) -> Plan | None:
+        """The better of the plan itself with skips and without; None where neither fits."""
+        plans = self._direct(found), self._plan(found, ())
+        return min((plan for plan in plans if plan is not None), key=_step_s, default=None)
+
+    def better(self, found: Balance) -> Plan | None:
+        """The plan with its cuts moved; None where none fits, or a rule says which device runs what."""
+        if (self._problem.rules.pinned != FREE).any():
+            return None
+        stops = self._climbed(found)
+        plans = [self._tried.get((found.candidate, _with_stops(found, stops).stages))]
+        if self._problem.settings.recompute == "auto":
+            exact = balance_any(self._cut_at(stops))
+            plans.append(None if exact is None else self._direct(exact))
+        return min(plans, key=_step_s)
+
+    def _climbed(self, found: Balance) -> tuple[int, ...]:
+        """Where the cuts end up."""
+        rules = self._problem.rules
+        stops = tuple(stage.stop for stage in found.stages)
+        places = np.flatnonzero(rules.allowed)
+        moved = True
+        while moved:
+            moved = False
+            for cut in range(len(stops) - 1):
+                if rules.demanded[stops[cut]]:
+                    continue
+                least, most = stops[cut - 1] if cut else 0, stops[cut + 1]
+                near = sorted(places[(places > least) & (places < most)], key=lambda place: abs(place - stops[cut]))
+                choices = [(*stops[:cut], int(place), *stops[cut + 1 :]) for place in near[: 2 * REACH]]
+                best = min(choices, key=lambda choice: _step_s(self._moved(found, choice)), default=stops)
+                if _step_s(self._moved(found, best)) < _step_s(self._moved(found, stops)):
+                    stops, moved = best, True
+        return stops
+
+    def _moved(self, found: Balance, stops: tuple[int, ...]) -> Plan | None:
+        """The plan with other cuts; None where it does not fit, or enough was tried."""
+        balance = _with_stops(found, stops)
+        key = balance.candidate, balance.stages
+        if key not in self._tried:
+            if self._work >= MOST_WORK or self._clock.over:
+                return None
+            self._work += len(stops) * found.candidate.split.count + EACH_PLAN
+            self._tried[key] = self._fitted(balance)
+        return self._tried[key]
+
+    def _fitted(self, balance: Balance) -> Plan | None:
+        """The plan with nothing recomputed but, as a whole, stages that have to be, or that the settings say."""
+        mode = self._problem.settings.recompute
+        whole = [(Segment(first=stage.first, stop=stage.stop),) for stage in balance.stages]
+        segments = [again if mode == "always" else () for again in whole]
+        for _ in range(2 if mode == "auto" else 1):
+            stages = tuple(
+                replace(stage, segments=again) for stage, again in zip(balance.stages, segments, strict=True)
+            )
+            plan = self._direct(replace(balance, stages=stages))
+            if plan is not None:
+                return plan
+            over = _over(stages_of(self._problem, replace(balance, stages=stages), self._routes(balance)))
+            segments = [again if full else () for again, full in zip(whole, over, strict=True)]
+        return None
+
+    def _direct(self, found: Balance) -> Plan | None:
+        """The plan with skips if it fits."""
+        return self._plan(found, self._routes(found))
+
+    def _routes(self, found: Balance) -> tuple[Route, ...]:
+        return routes_of(self._values, [stage.stop for stage in found.stages])
+
+    def _plan(self, found: Balance, routes: Sequence[Route]) -> Plan | None:
+        """The plan with these routes if it fits."""
+        if any(_over(stages_of(self._problem, found, routes))):
+            return None
+        return make_plan(self._problem, replace(found, lower_bound_s=self._lower_bound_s), routes)
+
+    def _cut_at(self, stops: tuple[int, ...]) -> Problem:
+        """The problem with these cuts, where boundaries are charged with what does not skip stages."""
+        skipping = [
+            gap for gap in _apart(self._values, NEXT) if bisect_right(stops, gap[2]) - bisect_right(stops, gap[1]) > 1
+        ]
+        rules = self._problem.rules
+        allowed, demanded = rules.allowed & False, rules.demanded & False
+        allowed[[0, *stops]] = True
+        demanded[list(stops[:-1])] = True
+        return replace(
+            _charged_without(self._problem, skipping), rules=replace(rules, allowed=allowed, demanded=demanded)
+        )
+
+
+def _step_s(plan: Plan | None) -> float:
+    """Seconds of its step; infinite where there is none."""
+    return np.inf if plan is None else plan.prediction.step_s
+
+
+def _over(stages: Iterable[Stage]) -> list[bool]:
+    """For each stage whether it needs more memory than its device has."""
+    return [stage.memory.total > stage.device.memory_bytes for stage in stages]
+
+
+def _with_stops(found: Balance, stops: tuple[int, ...]) -> Balance:
+    """A balance with other cuts, nothing recomputed."""
+    stages = zip(found.stages, pairwise((0, *stops)), strict=True)
+    return replace(
+        found, stages=tuple(replace(one, first=first, stop=stop, segments=()) for one, (first, stop) in stages)
+    )
+
+
+def _charged_without(problem: Problem, gaps: Iterable[Gap]) -> Problem:
+    """The problem with no boundary charged with a value in such a gap."""
+    return replace(problem, costs=CostModel(_without(problem.costs.profile, gaps)))
+
+
+def _without(profile: Profile, gaps: Iterable[Gap]) -> Profile:
+    sizes = {cost.micro_batch_size for cost in profile.costs}
+    saved: dict[tuple[int, int], tuple[int, int]] = {}  # by layer and size
+    for value, before, after in gaps:
+        for layer in range(before, after):
+            for size in sizes:
+                size_bytes = int(np.ceil(value.bytes_at(size) - 1e-6))
+                outputs, gradients = saved.get((layer, size), (0, 0))
+                saved[layer, size] = outputs + size_bytes, gradients + size_bytes * value.has_gradient
+
+    def charged(cost: LayerCost) -> LayerCost:
+        outputs, gradients = saved.get((cost.layer, cost.micro_batch_size), (0, 0))
+        if not outputs:
+            return cost
+        less = {
+            "output_bytes": max(0, cost.output_bytes - outputs),
+            "output_gradient_bytes": max(0, cost.output_gradient_bytes - gradients),
+        }
+        return cost.model_copy(update=less)
+
+    return profile.model_copy(update={"costs": tuple(map(charged, profile.costs))})

@@ -1,0 +1,153 @@
+"""What no plan of a schedule, R and M takes less than, from the layers' work alone: cheap, for all of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats, prefix_sums
+from planner.cost.stage_memory import behind_boundary, temporary_bytes
+from planner.kernel.candidate_stages import least_recompute_s
+from planner.kernel.compiled import compiled
+from planner.plan.schedules import SCHEDULES, Objective
+from planner.solve.problem import Candidate, Problem
+from planner.solve.tables import prices, steady_mean
+
+HALVINGS = 36
+"""Steps of the bisection for the smallest bottleneck."""
+SMALLEST_GAIN = 1e-9
+"""Share of a layer's work below which nothing is saved: rounding is as large."""
+ROUNDING = 1e-11
+"""Relative error of sums that a bound leaves room for."""
+
+
+def work_bound_s(problem: Problem, candidate: Candidate) -> float:
+    """A step time that no plan is below.
+
+    On unlike devices a micro-batch passes all layers with GPipe, and the others stay at the slowest stage, which has an
+    even share of the work at least. On equal devices see `_cut_bound_s`.
+    """
+    split, classes = candidate.split, problem.classes
+    pairs = [[problem.costs.layers(g.device.kind, size) for g in classes] for size in (split.largest, split.smallest)]
+    large, small = ([costs.forward_s + costs.backward_s for costs in sized] for sized in pairs)
+    mean = [steady_mean(split, *pair) for pair in zip(large, small, strict=True)]
+    least = [
+        np.minimum(more.forward_s, less.forward_s) + np.minimum(more.backward_s, less.backward_s)
+        for more, less in zip(*pairs, strict=True)
+    ]
+    steady = split.count - 1
+    flow_shops = SCHEDULES[candidate.schedule].objective is Objective.FLOW_SHOPS
+    if len(classes) > 1:
+        passes_s, stays_s = float(np.min(least, axis=0).sum()), steady * _bottleneck_s(problem, candidate, mean)
+        return passes_s + stays_s if flow_shops else max(passes_s, stays_s)
+    if not flow_shops:
+        return _cut_bound_s(problem, candidate, least[0], least[0], steady * mean[0])
+    if split.equal:
+        return _cut_bound_s(problem, candidate, large[0], 0 * large[0], steady * large[0])
+    work = (split.number_largest - 1) * large[0] + (split.count - split.number_largest) * small[0]
+    return _cut_bound_s(problem, candidate, large[0], large[0] - small[0], work)
+
+
+def _cut_bound_s(problem: Problem, candidate: Candidate, passes: Floats, saved: Floats, work: Floats) -> float:
+    """A step time that no plan on equal devices is below, whatever its cuts.
+
+    A path passes each stage up to stage k with some micro-batch and stays there for work w and recompute; behind it
+    saves something:
+
+        T >= sum of all passes - sum of what is saved behind k + (w + recompute of M - 1) of stage k
+
+    for each k. With GPipe and n large and m small micro-batches it passes with a large one, stays for n - 1 large and m
+    small ones, and goes on with a small one. With 1F1B it passes back and forth, M - 1 stay at stage k, and nothing is
+    left behind. So with d such that no layer saves more than d w, and g = T less all passes, the stages from the last
+    one on hold at most g, g (1 + d), g (1 + d)^2, ...: K of them g ((1 + d)^K - 1) / d.
+
+    Args:
+        problem: whose cuts.
+        candidate: schedule, R and M.
+        passes: seconds of each layer, shape (L,).
+        saved: seconds of each layer.
+        work: seconds of each layer.
+    """
+    counted = work > 0
+    gain = float(np.max(saved[counted] / work[counted], initial=0.0))
+    most = problem.most_stages(candidate.replicas, candidate.split.count)
+    again_s = (candidate.split.count - 1) * _pooled_recompute_s(problem, candidate)
+    share = 1 / most if gain < SMALLEST_GAIN else gain / math.expm1(most * math.log1p(gain))
+    even = (float(work.sum()) + again_s) * share
+    cut = least_bottleneck(prefix_sums(work)[problem.rules.allowed], most, gain)
+    return (float(passes.sum()) + max(even, cut)) * (1 - ROUNDING)
+
+
+@compiled
+def least_bottleneck(sums: Floats, stages: int, gain: float) -> float:
+    """The smallest g such that so many stages can hold all work, each at most g + gain * the work behind it.
+
+    Args:
+        sums: of the work before each place where a cut may be, both ends included, ascending.
+        stages: how many.
+        gain: at least 0.
+    """
+    total = sums[-1]
+    low, high = 0.0, total
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        first = len(sums) - 1
+        for _ in range(stages):
+            behind = total - sums[first]
+            reach = sums[first] - (middle + gain * behind) - ROUNDING * total
+            first = min(first, np.searchsorted(sums, reach))
+        if first == 0:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _bottleneck_s(problem: Problem, candidate: Candidate, work: list[Floats]) -> float:
+    """What the slowest stage takes for a micro-batch at least.
+
+    Devices are at least ratio times as slow as the first class on every layer, so their shares weigh by 1 / ratio.
+    """
+    classes = problem.classes
+    most = problem.most_stages(candidate.replicas, candidate.split.count)
+    largest = float(np.min(work, axis=0).max())
+    counted = work[0] > 0
+    shares: list[float] = []
+    for group, seconds in zip(classes, work, strict=True):
+        ratio = float(np.min(seconds[counted] / work[0][counted], initial=np.inf))
+        shares += [1 / ratio if ratio else np.inf] * group.capacity(candidate.replicas)
+    return max(largest, float(work[0].sum() / sum(sorted(shares, reverse=True)[:most])))
+
+
+def _pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
+    """Recompute of a steady micro-batch on all stages, at least: what it would be if the stages shared their memory.
+
+    Each has the temporaries of some layer, and all but the first the inputs of every micro-batch from some boundary.
+    """
+    record = SCHEDULES[candidate.schedule]
+    if record.objective is not Objective.FLOW_SHOPS or problem.settings.recompute != "auto":
+        return 0.0
+    split, group = candidate.split, problem.classes[0]
+    stages = problem.most_stages(candidate.replicas, split.count)
+    large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
+    many, few = split.in_flight(candidate.schedule, 1)
+    optimizer = problem.costs.optimizer(group.device.kind, problem.optimizer)
+    always_bytes = problem.costs.profile.reserve_bytes + split.batch_size * problem.costs.profile.input_bytes
+    held = many * large.kept_bytes + few * small.kept_bytes
+    held = held - many * large.held_bytes - few * small.held_bytes
+    entering = behind_boundary(many * large.output_bytes + few * small.output_bytes)
+    own_bytes = group.device.memory_bytes - always_bytes - float(temporary_bytes(large, small).min())
+    inputs_bytes = float(entering[1:-1][problem.rules.allowed[1:-1]].min(initial=np.inf)) if stages > 1 else 0.0
+    if own_bytes <= inputs_bytes:
+        return 0.0
+    room = (
+        stages * own_bytes
+        - (stages - 1) * inputs_bytes
+        - problem.parameters.fixed[0, -1]
+        - optimizer.state_bytes_per_byte * problem.parameters.trainable[0, -1]
+    )
+    if held.sum() <= room:
+        return 0.0
+    again = steady_mean(split, large.recompute_s, small.recompute_s)
+    return least_recompute_s(held, entering, again, prices(held, again), float(room))

@@ -1,0 +1,45 @@
+"""The main program of `profiler.machine.background_load`: work like a training worker's, without end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+ROWS = 512  # tokens of a micro-batch
+WIDTH = 512  # with ROWS: operands and results of 1 to 4 MB, of the order of a layer's in a model that a CPU trains
+READY = b"ready\n"
+
+
+def main() -> None:
+    """Say that the work has begun, and work until the parent closes our standard input or dies."""
+    torch.set_num_threads(int(sys.argv[1]))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    work = busy_work(torch.device("cpu"))
+    work()
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    while True:
+        work()
+
+
+def busy_work(device: torch.device) -> Callable[[], torch.Tensor]:
+    """A feed-forward block, to be called: two matrix products and passes over memory between them."""
+    inputs = torch.randn(ROWS, WIDTH, device=device)
+    expansion = torch.randn(4 * WIDTH, WIDTH, device=device) / WIDTH**0.5
+    projection = torch.randn(WIDTH, 4 * WIDTH, device=device) / WIDTH**0.5
+
+    def work() -> torch.Tensor:
+        hidden = functional.gelu(functional.linear(functional.layer_norm(inputs, [WIDTH]), expansion))
+        return inputs + functional.linear(hidden, projection)
+
+    return work
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)

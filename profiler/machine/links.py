@@ -1,0 +1,152 @@
+"""Latency and bandwidth of the link between two ranks, measured with the calls that the executor sends with.
+
+Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer. Beside that both ends
+compute, as they do in training: on a machine of two cores that halves the bandwidth between its processes [measured].
+A thread of its own computes here, which never waits as one that trains would; so gloo's threads keep their priority,
+which the executor lowers (`channel.push_nobody_off`).
+
+    rank 0   | send ----------> |                | send ----
+             | layers without end ...
+    rank 1   |                  | send --------> |
+             | layers without end ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from profiler.device import Cluster, Device, Link
+from profiler.errors import ArgumentError
+from profiler.machine.backend import backend_of
+from profiler.machine.busy_work import busy_work
+from profiler.machine.channel import finish, start_receive, start_send
+from profiler.machine.local import torch_device
+from profiler.machine.workers import run_workers
+
+SIZES_BYTES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
+WARM_UPS = 2
+MOST_ROUNDS = 20
+FEWEST_ROUNDS = 3
+BYTES_OF_A_SIZE = 32 * 2**20  # sent of each size if that is between the fewest and the most rounds
+
+
+def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
+    """Measure the link between the first two devices of a cluster.
+
+    Args:
+        cluster: at least two devices of this machine.
+        timeout_s: after which a message counts as lost.
+
+    Raises:
+        ArgumentError: there is no link, or a device is not on this machine.
+        ExecutionError: the two processes could not talk to each other.
+    """
+    if len(cluster.devices) < 2:
+        raise ArgumentError(f"the cluster has {len(cluster.devices)} device; a link needs 2")
+    pair = cluster.devices[:2]
+    first, second = (torch_device(device) for device in pair)
+    if first == second and backend_of(first).keeps_order:
+        raise ArgumentError(
+            f"both ends of the link are {str(first)!r}; messages between processes need a device each: measure with "
+            "other devices, or pass Cluster(devices=..., link=Link(...)), as for a pipeline in one process"
+        )
+    threads = max(1, *(device.threads for device in pair))
+    seconds, _ = run_workers(
+        ping_pong, [(device,) for device in pair], threads=threads, timeout_s=timeout_s, users_modules=False
+    )
+    return fit_link(SIZES_BYTES, seconds)
+
+
+def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """The line `latency_s + size / bytes_per_s` through measured transfers, both coefficients positive.
+
+    Least squares of relative distances, so that small messages count as much as large ones; `Link.error` is the
+    largest of these distances.
+
+    Args:
+        sizes_bytes: of the messages.
+        seconds: that each took one way.
+    """
+    sizes, times = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    unit = float(sizes.max())  # keeps both columns of the same order
+    columns = np.stack([1 / times, sizes / unit / times], axis=1)
+    (latency_s, unit_s), _ = nnls(columns, np.ones_like(times))
+    unit_s = max(float(unit_s), float(times.min()) * 1e-9)  # a bandwidth that latency hides entirely
+    fitted = latency_s + sizes / unit * unit_s
+    return Link(
+        latency_s=float(latency_s),
+        bytes_per_s=unit / unit_s,
+        error=float(np.max(np.abs(fitted / times - 1))),
+    )
+
+
+def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = MOST_ROUNDS) -> list[float]:
+    """Median seconds of one transfer for each size, of at most `rounds`; runs in both processes of a world of two.
+
+    Sizes take turns, so that a moment in which the machine is busy does not fall on one of them alone.
+    """
+    place = torch_device(device)
+    backend = backend_of(place)
+    backend.use(place)
+    turn = _serve if torch.distributed.get_rank() == 0 else _return
+    outgoing, incoming = torch.zeros((2, max(sizes_bytes)), dtype=torch.uint8, device=place)
+    seconds: list[list[float]] = [[] for _ in sizes_bytes]
+    with _computing(place):
+        for number in range(WARM_UPS + rounds):
+            for size, laps in zip(sizes_bytes, seconds, strict=True):
+                if number >= WARM_UPS + min(rounds_of(size), rounds):
+                    continue
+                start = time.perf_counter()
+                turn([outgoing[:size]], [incoming[:size]])
+                backend.synchronize(place)
+                if number >= WARM_UPS:
+                    laps.append((time.perf_counter() - start) / 2)
+    return [statistics.median(laps) for laps in seconds]
+
+
+def rounds_of(size_bytes: int) -> int:
+    """How often a message of that size goes to and fro."""
+    return min(max(FEWEST_ROUNDS, BYTES_OF_A_SIZE // size_bytes), MOST_ROUNDS)
+
+
+@contextlib.contextmanager
+def _computing(place: torch.device) -> Iterator[None]:
+    """A thread of this process computes until the block ends; on a CUDA device in a stream of its own."""
+    ended = threading.Event()
+
+    def compute() -> None:
+        work, backend = busy_work(place), backend_of(place)
+        with backend.aside(place):
+            while not ended.is_set():
+                work()
+                backend.synchronize(place)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _serve(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:
+    """Rank 0. The send comes first: NCCL runs messages between two ranks one after the other."""
+    sending = start_send(outgoing, to=1, tag=0)
+    receiving = start_receive(incoming, source=1, tag=0)
+    finish(sending)
+    finish(receiving)
+
+
+def _return(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:
+    """Rank 1."""
+    finish(start_receive(incoming, source=0, tag=0))
+    finish(start_send(outgoing, to=0, tag=0))

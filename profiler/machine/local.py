@@ -1,0 +1,136 @@
+"""The devices of this machine: from what a user passes as `devices` to a `Cluster`.
+
+local_devices()                    # all CUDA devices, or two CPU workers where there are none
+local_devices(4)                   # four of them
+local_devices(["cuda:1", "cpu"])   # these, in pipeline order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from profiler.device import Cluster, Device
+from profiler.errors import ArgumentError
+from profiler.machine.backend import BACKENDS, Cpu, backend_of
+from profiler.quantities import MOST_DEVICES, MOST_THREADS, shown
+
+Devices: TypeAlias = int | Sequence[torch.device | str | Device] | Cluster | None
+
+DEFAULT_CPU_WORKERS = 2
+WHAT_TO_PASS = "pass a count, a list of devices such as ['cpu', 'cuda:1'], or a Cluster"
+
+
+def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
+    """Resolve what a user passes as `devices`.
+
+    Args:
+        devices: a count; torch devices, their names or `Device` values in pipeline order; a `Cluster`, which is
+            returned as it is; None for all CUDA devices or, where there are none, two CPU workers. A count means CUDA
+            devices where there are any, else CPU workers.
+        threads: threads that each CPU worker computes with.
+
+    Returns:
+        The devices in pipeline order. CPU workers share the machine's memory equally.
+
+    Raises:
+        ArgumentError: no devices, more than there are, or something else than devices; threads that cannot be.
+    """
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ArgumentError(f"threads={shown(threads)}; a CPU worker computes with at least 1 thread")
+    if threads > MOST_THREADS:
+        raise ArgumentError(f"threads={shown(threads)}; a CPU worker computes with at most {MOST_THREADS} threads")
+    if isinstance(devices, Cluster):
+        return devices
+    if devices is None:
+        return _cluster(_accelerators() or [Cpu.type] * DEFAULT_CPU_WORKERS, threads)
+    if isinstance(devices, bool | str) or not isinstance(devices, int | Sequence):
+        raise ArgumentError(f"devices={shown(devices)} is a {type(devices).__name__}; {WHAT_TO_PASS}")
+    if isinstance(devices, int):
+        return _cluster(_names(devices), threads)
+    if not devices:
+        raise ArgumentError(f"devices holds 0 devices, at least 1 is needed; {WHAT_TO_PASS}")
+    return _cluster(devices, threads)
+
+
+def torch_device(device: Device) -> torch.device:
+    """The torch device of a local device.
+
+    Raises:
+        ArgumentError: this machine has no such device.
+    """
+    return _here(device.name)
+
+
+def context_bytes(device: Device) -> int:
+    """Memory of a local device that a process occupies before it holds any tensor.
+
+    What other processes hold on the device counts too, for it is not there to be used.
+    """
+    place = torch_device(device)
+    return backend_of(place).context_bytes(place)
+
+
+def described(device: torch.device, threads: int, sharing: int) -> Device:
+    """What the planner is told of a torch device, which `sharing` CPU workers have together if it is one."""
+    return backend_of(device).described(device, threads, sharing)
+
+
+def _kinds_text() -> str:
+    return " and ".join(repr(kind) for kind in BACKENDS)
+
+
+def _names(count: int) -> list[str]:
+    """Names of `count` devices."""
+    if count < 1:
+        raise ArgumentError(f"devices={shown(count)}, at least 1 is needed; {WHAT_TO_PASS}")
+    if count > MOST_DEVICES:
+        raise ArgumentError(f"devices={shown(count)}, at most {MOST_DEVICES} can be planned for; {WHAT_TO_PASS}")
+    names = _accelerators()
+    if not names:
+        return [Cpu.type] * count
+    if count > len(names):
+        raise ArgumentError(
+            f"devices={count}, but this machine has {len(names)} {names[0].partition(':')[0].upper()} devices; "
+            f"ask for at most {len(names)}, or for CPU workers with devices=['cpu'] * {count}"
+        )
+    return names[:count]
+
+
+def _accelerators() -> list[str]:
+    """Names of all devices of the first kind beside the host's cores that this machine has."""
+    for backend in BACKENDS.values():
+        if not backend.is_host and backend.count():
+            return [f"{backend.type}:{index}" for index in range(backend.count() or 0)]
+    return []
+
+
+def _cluster(devices: Sequence[Any], threads: int) -> Cluster:
+    cpu_workers = sum(1 for device in devices if not isinstance(device, Device) and backend_of(_here(device)).is_host)
+    return Cluster(
+        devices=tuple(
+            device if isinstance(device, Device) else described(_here(device), threads, cpu_workers)
+            for device in devices
+        )
+    )
+
+
+def _here(name: Any) -> torch.device:
+    """A device that this machine has."""
+    if not isinstance(name, str | torch.device):
+        raise ArgumentError(f"devices holds a {type(name).__name__}, {shown(name)}; {WHAT_TO_PASS}")
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        raise ArgumentError(f"{shown(name)} is not a torch device; {WHAT_TO_PASS}") from problem
+    if device.type not in BACKENDS:
+        raise ArgumentError(f"device {shown(str(device))} cannot run a stage; stages run on {_kinds_text()} devices")
+    there = BACKENDS[device.type].count()
+    if there is not None and (device.index or 0) >= there:
+        raise ArgumentError(
+            f"device {str(device)!r} is not on this machine, which has {there} {device.type.upper()} devices; "
+            f"{WHAT_TO_PASS}"
+        )
+    return device

@@ -1,0 +1,26 @@
+"""The modes around a call that change what a model computes: models are traced and measured as they train."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from profiler.machine.backend import BACKENDS
+
+
+@contextlib.contextmanager
+def as_in_training() -> Iterator[None]:
+    """Within, autograd records, and there is no autocast but the sequence's own.
+
+    A caller's `torch.no_grad`, `torch.inference_mode` or `torch.autocast` would give times of backward passes that
+    do nothing, or bytes of another dtype.
+    """
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(mode=False))
+        modes.enter_context(torch.enable_grad())
+        for device_type in BACKENDS:
+            if torch.is_autocast_enabled(device_type):
+                modes.enter_context(torch.autocast(device_type, enabled=False))
+        yield

@@ -1,0 +1,128 @@
+"""A watch on the bytes of the tensors that operations create, on real and on fake tensors alike."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.machine.backend import backend_of
+from profiler.observe.both_branches import sees_both_branches
+from profiler.observe.workspace_table import workspace_bytes
+from profiler.record import Workspace
+
+Peaks = tuple[int, int]  # bytes without and with what kernels may allocate inside themselves
+
+
+@sees_both_branches
+class StorageWatch(TorchDispatchMode):
+    """Counts the bytes of storages that operations create, for as long as they live.
+
+    Attributes:
+        live_bytes: of the storages alive now.
+        peak_bytes: largest `live_bytes` since it was last set.
+        peak_bytes_with_workspace: the same with what the kernel of the moment may allocate inside itself.
+        workspaces: (number of its storage, what it is): what LSTM's kernels gave back since the last `restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.peak_bytes_with_workspace = 0
+        self.workspaces: list[tuple[int | None, Workspace]] = []
+        self._known: dict[int, tuple[int, int]] = {}  # storage -> bytes, number
+        self._number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        arguments = [item for item in pytree.tree_leaves((args, kwargs)) if is_strided(item)]
+        storages = {storage_of(item) for item in arguments}
+        out = func(*args, **(kwargs or {}))
+        results = [item for item in pytree.tree_leaves(out) if is_strided(item)]
+        for item in results:
+            if storage_of(item) not in storages:
+                self.follow(item)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and out[3] is not None:
+            self.workspaces.append((self.number_of(out[3]), _lstm_workspace(args[0], out[0], out[3])))
+        workspace = workspace_bytes(func._schema.name, (*arguments, *results))
+        self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes + workspace)
+        return out
+
+    def restart(self) -> None:
+        """Forget the peaks and workspaces so far."""
+        self.workspaces = []
+        self.peak_bytes = self.peak_bytes_with_workspace = self.live_bytes
+
+    def peaks_above(self, live_bytes: int) -> Peaks:
+        """The peaks, less what was alive before."""
+        return self.peak_bytes - live_bytes, self.peak_bytes_with_workspace - live_bytes
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor; also one that no operation made, such as `torch.tensor(1)`."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._number += 1
+            size_bytes = storage_bytes(tensor)
+            self._known[storage._cdata] = size_bytes, self._number
+            weakref.finalize(storage, self._forget, storage._cdata)
+            self.live_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes)
+
+    def _forget(self, identity: int) -> None:
+        self.live_bytes -= self._known.pop(identity)[0]
+
+    def bytes_of(self, tensor: Tensor) -> int | None:
+        """Bytes of the storage behind a tensor; None if no operation under this watch created it."""
+        found = self._known.get(storage_of(tensor))
+        return None if found is None else found[0]
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """A number that no other storage under this watch has or had; None where `bytes_of` is."""
+        found = self._known.get(storage_of(tensor))
+        return None if found is None else found[1]
+
+
+def _lstm_workspace(entering: Tensor, leaving: Tensor, workspace: Tensor) -> Workspace:
+    """Of an LSTM over tensors of shape (steps, samples, features); not known yet whether it is kept."""
+    steps, samples, features = entering.shape
+    return Workspace(
+        steps=steps,
+        samples=samples,
+        entering=features,
+        width=leaving.shape[-1],
+        size_bytes=storage_bytes(workspace),
+        is_kept=False,
+    )
+
+
+def is_strided(item: Any) -> bool:
+    """Whether it is a tensor with a storage; a sparse one lies on those of its indices and values."""
+    return isinstance(item, Tensor) and item.layout == torch.strided
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes that the allocator gives for the storage behind a tensor, real or fake."""
+    return allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
+
+
+def allocated_bytes(size_bytes: int, device: torch.device) -> int:
+    """What an allocator gives when asked for that many bytes.
+
+    >>> allocated_bytes(700, torch.device("cuda"))
+    1024
+    """
+    block = backend_of(device).block_bytes
+    return -(-size_bytes // block) * block
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tensors on the same memory have in common, for as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,329 @@
+"""A module that cannot be traced, called as it is: one operation of the graph, whatever happens inside.
+
+Its parameters and buffers are arguments of the operation, under their original names, so that a stage can place them,
+and a buffer that it writes is written on a copy that the layer returns. What a graph cannot hold is looked for at
+each call: a module that does in training what it did not while it was traced is an error, never a wrong gradient.
+
+On fake tensors, from which nothing can be computed, a call is imitated: with the shapes, the FLOPs and the memory that
+a rehearsal on real tensors had, see `profiler.opaque.rehearsal`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from profiler.errors import ExecutionError
+from profiler.observe.python_state import attributes_of, changed_names, put_back
+from profiler.observe.random_states import python_and_numpy_states
+from profiler.observe.standing_in import standing_in
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A whole number that grows with the micro-batch: `constant + per_sample * n`."""
+
+    constant: int
+    per_sample: int
+
+    @classmethod
+    def through(cls, sizes: Sequence[int], values: Sequence[int]) -> Affine:
+        """The line through the first two points, or level through one.
+
+        >>> Affine.through((2, 3), (24, 36))
+        Affine(constant=0, per_sample=12)
+        """
+        if len(sizes) == 1:
+            return cls(values[0], 0)
+        per_sample, rest = divmod(values[1] - values[0], sizes[1] - sizes[0])
+        return cls(values[0] - per_sample * sizes[0], per_sample + bool(rest))
+
+    def at(self, size: Any) -> Any:
+        """The number for `size` samples, which may be symbolic."""
+        return self.constant + self.per_sample * size if self.per_sample else self.constant
+
+    def size_for(self, value: Any) -> Any:
+        """The micro-batch size at which the number is `value`."""
+        rest = value - self.constant if self.constant else value
+        return rest // self.per_sample if self.per_sample != 1 else rest
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """A tensor that the module takes or returns."""
+
+    shape: tuple[Affine, ...]
+    dtype: torch.dtype
+
+    def shape_at(self, size: Any) -> tuple[Any, ...]:
+        """Extents for a micro-batch of `size` samples."""
+        return tuple(extent.at(size) for extent in self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call costs beside what goes in and out.
+
+    Attributes:
+        flops: of the forward pass.
+        kept_bytes: created inside and kept by autograd.
+        forward_bytes: largest sum of bytes created inside during the forward pass, kept ones and outputs included.
+        backward_bytes: largest growth of memory during the backward pass.
+        kept_inputs: positions of the tensor inputs that autograd keeps.
+        kept_outputs: positions of the tensor outputs that autograd keeps.
+    """
+
+    flops: Affine
+    kept_bytes: Affine
+    forward_bytes: Affine
+    backward_bytes: Affine
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor or a number stands among the leaves of a call's arguments or of its result."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How a module is called, and what it returns.
+
+    Attributes:
+        leaves: of `(args, kwargs)`: a `Slot` for each tensor and, behind them, each number; anything else as it is.
+        tree: structure of `(args, kwargs)`.
+        inputs: the tensors.
+        result_leaves: a `Slot` for each tensor; anything else as it is.
+        result_tree: structure of the result.
+        outputs: the tensors.
+        written: names of the buffers that it writes.
+    """
+
+    leaves: tuple[Any, ...]
+    tree: pytree.TreeSpec
+    inputs: tuple[TensorKind, ...]
+    result_leaves: tuple[Any, ...]
+    result_tree: pytree.TreeSpec
+    outputs: tuple[TensorKind, ...]
+    written: frozenset[str]
+
+
+class Refused(Exception):  # noqa: N818 - caught and turned into an error of our tree
+    """A module that is called as it is did what no layer may do."""
+
+
+class Held:
+    """A module with what a call of it needs: its parameters and buffers by name, and its modes.
+
+    Args:
+        path: of the module in the model.
+        module: the module.
+    """
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        self.own_forward: Any = module.__dict__.get("forward")  # set on the instance, not the class
+        self.parameters: Mapping[str, Tensor] = dict(module.named_parameters())
+        self.buffers: Mapping[str, Tensor] = dict(module.named_buffers())
+        self._flags = [(part, part.training) for part in module.modules()]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of parameters, then buffers: the first arguments of a call."""
+        return (*self.parameters, *self.buffers)
+
+    def call(
+        self,
+        tensors: Mapping[str, Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        made: dict[str, Any],
+    ) -> tuple[Any, set[str]]:
+        """The module's result with other parameters and buffers, and the names of the buffers that it wrote.
+
+        A buffer that it replaces is written in the given one.
+
+        Args:
+            tensors: its parameters and buffers by name.
+            args: of the call.
+            kwargs: of the call.
+            made: attributes that earlier calls have changed, and what these were before. It may make a cache: change
+                an attribute once, and again where somebody has put that back.
+
+        Raises:
+            Refused: it changed an attribute, drew random numbers of Python or numpy, or wrote an argument.
+        """
+        given = {**tensors}
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        entered = [tensor._version for tensor in entering]
+        attributes, states = attributes_of(self.module), python_and_numpy_states()
+        with self._modes(), standing_in(self.module, given):
+            result = self.forward(*args, **kwargs)
+        changed = changed_names(attributes, attributes_of(self.module))
+        found = {name: attributes[name].key if name in attributes else None for name in changed}
+        again = [name for name in changed if made.setdefault(name, found[name]) != found[name]]
+        if again:
+            put_back(attributes, again)
+            raise Refused(f"it changes its attribute {again[0]!r}; make it a buffer (register_buffer)")
+        if states != python_and_numpy_states():
+            raise Refused("it draws from Python's or numpy's random generator; draw with torch")
+        if entered != [tensor._version for tensor in entering]:
+            raise Refused("it writes one of its arguments in place; let it work on a copy")
+        written = {name for name in self.buffers if given[name] is not tensors[name]}
+        with torch.no_grad():
+            for name in written:
+                tensors[name].copy_(given[name])
+        written |= {name for name, tensor in tensors.items() if tensor._version != versions[name]}
+        if written & self.parameters.keys():
+            raise Refused(f"it writes its parameter {min(written & self.parameters.keys())!r}; use a buffer for that")
+        return result, written
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Training or evaluation mode as they were when the model was traced."""
+        now = [(part, part.training) for part, _ in self._flags]
+        for part, flag in self._flags:
+            part.training = flag
+        try:
+            yield
+        finally:
+            for part, flag in now:
+                part.training = flag
+
+
+class OpaqueCall:
+    """One call of a module: a function from its parameters, buffers, tensors and numbers to a tuple of tensors.
+
+    Args:
+        held: the module.
+        number: of the call, from 0: a module may be called more than once.
+        signature: of the call.
+        cost: of the call.
+    """
+
+    def __init__(self, held: Held, number: int, signature: Signature, cost: Cost) -> None:
+        self.__name__ = f"called_as_is[{held.path}]" + (f"[{number}]" if number else "")
+        self.__qualname__ = self.__name__
+        self.path = held.path
+        self.own_arguments = len(held.names)
+        self.cost = cost
+        self.signature = signature
+        self._held = held
+        self._made: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        """The same in every process."""
+        return self.__name__
+
+    def __call__(self, *values: Any) -> tuple[Tensor, ...]:
+        """Run the module, or imitate it on tensors without data."""
+        inputs = values[self.own_arguments :]
+        size = self.size_of(inputs)
+        if any(isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta) for value in values):
+            outputs: tuple[Tensor, ...] = _Imitation.apply(self, size, *values)  # type: ignore[no-untyped-call]
+            return outputs
+        return self._run(dict(zip(self._held.names, values[: self.own_arguments], strict=True)), inputs, size)
+
+    def size_of(self, inputs: Sequence[Any]) -> Any:
+        """The micro-batch size, told by the shapes of the inputs; 1 where none depends on it."""
+        for kind, value in zip(self.signature.inputs, inputs, strict=False):
+            for dim, extent in enumerate(kind.shape):
+                if extent.per_sample:
+                    return extent.size_for(value.shape[dim])
+        return 1
+
+    def written_positions(self) -> tuple[int, ...]:
+        """Positions of the arguments that it writes."""
+        return tuple(i for i, name in enumerate(self._held.names) if name in self.signature.written)
+
+    def _run(self, tensors: Mapping[str, Tensor], inputs: Sequence[Any], size: int) -> tuple[Tensor, ...]:
+        leaves = [inputs[leaf.position] if isinstance(leaf, Slot) else leaf for leaf in self.signature.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.signature.tree)
+        try:
+            result, written = self._held.call(tensors, args, kwargs, self._made)
+        except Refused as problem:
+            self._refuse(str(problem))
+        if written - self.signature.written:
+            self._refuse(f"it writes its buffer {min(written - self.signature.written)!r}, and did not when traced")
+        found, tree = pytree.tree_flatten(result)
+        constants = [leaf for leaf in found if not isinstance(leaf, Tensor)]
+        if tree != self.signature.result_tree or constants != [
+            leaf for leaf in self.signature.result_leaves if not isinstance(leaf, Slot)
+        ]:
+            self._refuse(f"it returns {tree} with {constants}, when traced it was {self.signature.result_tree}")
+        outputs = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        carries = torch.is_grad_enabled() and any(
+            value.requires_grad for value in (*tensors.values(), *inputs) if isinstance(value, Tensor)
+        )
+        taken = {_storage(value) for value in (*tensors.values(), *inputs) if isinstance(value, Tensor)}
+        returned = []
+        for output, kind in zip(outputs, self.signature.outputs, strict=True):
+            checked = self._checked(output, kind, size, carries=carries)
+            returned.append(checked.clone() if _storage(checked) in taken else checked)
+            taken.add(_storage(returned[-1]))
+        return tuple(returned)
+
+    def _checked(self, output: Tensor, kind: TensorKind, size: int, *, carries: bool) -> Tensor:
+        """The output as it was when traced: its shape, its dtype, dense in memory, and with a gradient."""
+        expected = kind.shape_at(size)
+        if tuple(output.shape) != expected or output.dtype != kind.dtype:
+            self._refuse(
+                f"it returns {list(output.shape)} of {output.dtype} for {size} samples, when traced it was "
+                f"{list(expected)} of {kind.dtype}; give it results of one shape"
+            )
+        output = output.contiguous()
+        if carries and not output.requires_grad and output.is_floating_point():
+            output = output.detach().requires_grad_()  # a path without gradient: what comes back for it ends here
+        return output
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ExecutionError(f"module {self.path!r} is called as it is, for it could not be traced, and {reason}")
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Imitation(torch.autograd.Function):
+    """A call on tensors without data: shapes and memory are those of the rehearsal."""
+
+    @staticmethod
+    def forward(ctx: Any, call: OpaqueCall, size: int, *values: Any) -> tuple[Tensor, ...]:
+        device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+        cost = call.cost
+        outputs = tuple(
+            torch.empty(kind.shape_at(size), dtype=kind.dtype, device=device) for kind in call.signature.outputs
+        )
+        kept = torch.empty(max(0, cost.kept_bytes.at(size)), dtype=torch.uint8, device=device)
+        held = kept.nbytes + sum(output.nbytes for output in outputs)
+        torch.empty(max(0, cost.forward_bytes.at(size) - held), dtype=torch.uint8, device=device)
+        inputs = [value for value in values if isinstance(value, Tensor)][call.own_arguments :]
+        saved = [inputs[position] for position in cost.kept_inputs]
+        ctx.save_for_backward(*saved, *(outputs[position] for position in cost.kept_outputs), kept)
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        ctx.call, ctx.size, ctx.device = call, size, device
+        ctx.kinds = [(v.shape, v.dtype) if isinstance(v, Tensor) and v.is_floating_point() else None for v in values]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        gradients = [
+            torch.zeros(kind[0], dtype=kind[1], device=ctx.device) if kind is not None and needed else None
+            for kind, needed in zip(ctx.kinds, ctx.needs_input_grad[2:], strict=True)
+        ]
+        own = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        torch.empty(max(0, ctx.call.cost.backward_bytes.at(ctx.size) - own), dtype=torch.uint8, device=ctx.device)
+        return (None, None, *gradients)

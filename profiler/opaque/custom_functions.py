@@ -1,0 +1,179 @@
+"""Functions with a backward pass of their own (`torch.autograd.Function`), kept exactly: a call is one operation.
+
+Export follows the forward pass of such a function and forgets its backward pass. In the graph a `FunctionCall` takes
+the call's place. It calls the function itself, on real tensors as on fake ones, so its FLOPs and bytes are known too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.errors import ExecutionError
+from profiler.observe.storage_watch import is_strided, storage_of
+from profiler.opaque.call import Refused, Slot
+
+_COMPUTED = (Tensor, torch.SymInt, torch.device)  # kinds of arguments that the graph hands over, in this order
+_CONSTANTS = (bool, int, float, complex, str, bytes, slice, torch.dtype, torch.layout, torch.memory_format)
+_RETURNED = (Tensor, bool, int, float, str)
+_LIFTS = (torch.ops.aten.lift, torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)  # of `torch.tensor(1.0)`
+
+
+class FunctionCall:
+    """A call of a function: from tensors, numbers and devices to the tensors that it returns.
+
+    Args:
+        function: a subclass of `torch.autograd.Function`.
+        leaves: of `(args, kwargs)` in the call that was noticed first.
+        tree: structure of `(args, kwargs)`.
+
+    Attributes:
+        devices: that it takes.
+        result_leaves: of its result: a `Slot` for each tensor, else the value; None before it was rehearsed.
+        result_tree: structure of its result.
+        carries: of each tensor that it returns, whether a gradient comes back through it, if an argument needs one.
+
+    Raises:
+        Refused: it takes what a graph cannot hold.
+    """
+
+    def __init__(self, function: Any, leaves: Sequence[Any], tree: pytree.TreeSpec) -> None:
+        self.function = function
+        self.tree = tree
+        self._places = [[i for i, leaf in enumerate(leaves) if isinstance(leaf, kind)] for kind in _COMPUTED]
+        self._leaves = list(leaves)
+        for position, place in enumerate(place for places in self._places for place in places):
+            self._leaves[place] = Slot(position)
+        self.devices = tuple(leaves[place] for place in self._places[2])
+        constants = [leaf for leaf in self._leaves if not isinstance(leaf, Slot)]
+        for leaf in constants:
+            if leaf is not None and type(leaf) not in _CONSTANTS:
+                raise Refused(f"it takes a {type(leaf).__name__}; let it take tensors and plain constants")
+        self.__name__ = f"custom_function[{name_of(function)}]" + (repr(constants) if constants else "")
+        self.__qualname__ = self.__name__
+        self.result_leaves: list[Any] | None = None
+        self.result_tree: pytree.TreeSpec | None = None
+        self.carries: tuple[bool, ...] = ()
+
+    def __repr__(self) -> str:
+        """The same in every process."""
+        return self.__name__
+
+    def __call__(self, *values: Any) -> tuple[Tensor, ...]:
+        """Call the function."""
+        try:
+            found, tree = self._run(values)
+        except Refused as problem:
+            raise ExecutionError(f"{name_of(self.function)} is called as it is, and {problem}") from problem
+        leaves = _with_slots(found)
+        if (leaves, tree) != (self.result_leaves, self.result_tree):
+            raise ExecutionError(
+                f"{name_of(self.function)} is called as it is, and it returns {leaves} in {tree}, when traced it was "
+                f"{self.result_leaves} in {self.result_tree}"
+            )
+        return _on_own_memory(found, values)
+
+    def is_for(self, function: Any, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
+        """Whether it stands for this call too; a number may be symbolic in one run of the model and not in another."""
+        if function is not self.function or tree != self.tree:
+            return False
+        tensors, numbers, devices = self._places
+        known = dict(zip(devices, self.devices, strict=True))
+        return all(
+            isinstance(leaf, Tensor)
+            if place in tensors
+            else isinstance(leaf, torch.SymInt) or type(leaf) is int
+            if place in numbers
+            else repr(leaf) == repr(known.get(place, self._leaves[place]))
+            for place, leaf in enumerate(leaves)
+        )
+
+    def taken(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """The tensors and the numbers among the arguments of a call."""
+        return [[leaves[place] for place in places] for places in self._places[:2]]
+
+    def rehearse(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Call the function on tensors without data, and note what it returns.
+
+        Raises:
+            Refused: it does what no operation of a graph may do.
+        """
+        with _OwnValues(values) as watch:
+            found, tree = self._run(values)
+        if watch.is_foreign:
+            raise Refused("it reads a tensor that is not among its arguments; pass it as one")
+        for leaf in found:
+            if leaf is not None and not isinstance(leaf, _RETURNED):
+                raise Refused(f"it returns a {type(leaf).__name__}; let it return tensors")
+        self.result_leaves, self.result_tree = _with_slots(found), tree
+        self.carries = tuple(leaf.requires_grad for leaf in found if isinstance(leaf, Tensor))
+        return _on_own_memory(found, values)
+
+    def _run(self, values: Sequence[Any]) -> tuple[list[Any], pytree.TreeSpec]:
+        """What the function returns, flattened."""
+        given = [value for value in values if isinstance(value, Tensor)]
+        versions = [tensor._version for tensor in given]
+        leaves = [values[leaf.position] if isinstance(leaf, Slot) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        found, tree = pytree.tree_flatten(applied(self.function, *args, **kwargs))
+        if versions != [tensor._version for tensor in given]:
+            raise Refused("it writes one of its arguments in place; let it work on a copy")
+        if not all(is_strided(leaf) for leaf in found if isinstance(leaf, Tensor)):
+            raise Refused("it returns a sparse tensor; let it return dense ones")
+        return found, tree
+
+
+def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The end of `function.apply`, behind what a class of the user's may have put in front of it."""
+    return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+
+
+def name_of(function: Any) -> str:
+    """Of a function's class, with the module that defines it."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _with_slots(leaves: Sequence[Any]) -> list[Any]:
+    slots: list[Any] = []
+    for leaf in leaves:
+        slots.append(Slot(sum(isinstance(slot, Slot) for slot in slots)) if isinstance(leaf, Tensor) else leaf)
+    return slots
+
+
+def _on_own_memory(found: Sequence[Any], values: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The tensors of a result; those that share memory with an argument or with each other are copied."""
+    taken = {storage_of(value) for value in values if is_strided(value)}
+    outputs = []
+    for output in found:
+        if isinstance(output, Tensor):
+            outputs.append(output.clone() if storage_of(output) in taken else output)
+            taken.add(storage_of(outputs[-1]))
+    return tuple(outputs)
+
+
+class _OwnValues(TorchDispatchMode):
+    """Notices operations on tensors that are neither given nor made within."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_foreign = False
+        self._alive = [value for value in given if is_strided(value)]  # so that no storage takes another's place
+        self._known = {storage_of(tensor) for tensor in self._alive}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_strided(leaf)]
+        if func.overloadpacket not in _LIFTS:
+            self.is_foreign |= any(storage_of(tensor) not in self._known for tensor in read)
+        out = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in pytree.tree_leaves(out) if is_strided(leaf)]
+        self._alive.extend(made)
+        self._known.update(map(storage_of, made))
+        return out

@@ -1,0 +1,291 @@
+"""A rehearsal: what a module that cannot be traced returns and costs, found by running it on made-up tensors.
+
+It runs at a few micro-batch sizes; extents and bytes lie on a line. A fresh thread keeps the tracer's
+modes, which live in thread-local state, out of it; so the rehearsal can take place in the middle of a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from profiler.errors import NotTraceableError
+from profiler.machine.backend import backend_of
+from profiler.observe.flops import FlopCounter
+from profiler.opaque.call import Affine, Cost, Held, Refused, Signature, Slot, TensorKind
+
+
+@dataclass(frozen=True, slots=True)
+class TakenTensor:
+    """A tensor that the module takes, while it is traced: extents may be symbolic."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What thread-local state a call takes place in.
+
+    Attributes:
+        with_gradient: whether gradients are recorded.
+        autocast: dtype of the autocast region on the device; None outside one.
+        device_type: of the module.
+    """
+
+    with_gradient: bool
+    autocast: torch.dtype | None
+    device_type: str
+
+    @classmethod
+    def now(cls, device: torch.device) -> Circumstances:
+        """Those of this thread."""
+        kind = backend_of(device).type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(torch.is_grad_enabled(), autocast, kind)
+
+
+@dataclass(slots=True)
+class _Run:
+    size: int
+    result: Any
+    written: set[str]
+    flops: int
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+
+
+def rehearse(
+    held: Held,
+    leaves: Sequence[Any],
+    tree: pytree.TreeSpec,
+    tensors: Sequence[TakenTensor],
+    numbers: Sequence[Any],
+    sizes: Sequence[int],
+) -> tuple[Signature, Cost]:
+    """Run a module at these micro-batch sizes.
+
+    Args:
+        held: the module.
+        leaves: of its arguments, see `Signature`.
+        tree: structure of its arguments.
+        tensors: that it takes.
+        numbers: that it takes; ints, perhaps symbolic.
+        sizes: one, or three where the batch is dynamic: two make a line, and the third must lie on it.
+
+    Raises:
+        NotTraceableError: it cannot be run on made-up tensors, or does what no layer may do.
+    """
+    _refuse_held(held)
+    devices = [tensor.device for tensor in (*held.parameters.values(), *held.buffers.values())]
+    devices.extend(tensor.device for tensor in tensors)
+    device = devices[0] if devices else torch.device("cpu")
+    around = Circumstances.now(device)
+    runs = []
+    made: dict[str, Any] = {}
+    with ThreadPoolExecutor(1) as thread:
+        for size in (sizes[0], *sizes):  # in the first run it may make a cache
+            call = (held, leaves, tree, tensors, numbers, size, around, made)
+            try:
+                runs.append(thread.submit(_run, *call).result())
+            except NotTraceableError:
+                raise
+            except Refused as problem:
+                raise NotTraceableError(_text(held, str(problem))) from problem
+            except Exception as problem:
+                first = (str(problem).splitlines() or [""])[0]
+                raise NotTraceableError(
+                    _text(held, f"it fails on made-up tensors ({type(problem).__name__}: {first}); ")
+                    + "keep a larger module together that can be run on random numbers, integers of 0 and true flags"
+                ) from problem
+    return _signature(held, leaves, tree, tensors, runs[1:]), _cost(runs[1:])
+
+
+def _text(held: Held, reason: str) -> str:
+    return (
+        f"cannot trace the model: module {held.path!r} is to be called as it is, for it cannot be traced, and {reason}"
+    )
+
+
+def _refuse_held(held: Held) -> None:
+    if any(tensor.is_meta for tensor in chain(held.parameters.values(), held.buffers.values())):
+        raise NotTraceableError(
+            _text(held, "it is on the meta device, where nothing runs; materialize the model first: to_empty('cpu')")
+        )
+    for name, part in held.module.named_modules():
+        tracks = isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats
+        if tracks:
+            raise NotTraceableError(
+                _text(
+                    held,
+                    f"its {name or 'own'} normalization moves running statistics in every micro-batch; take it out of "
+                    "that module, freeze it (eval()), or set track_running_stats=False",
+                )
+            )
+
+
+def _made_up(tensor: TakenTensor, size: int, around: Circumstances, generator: torch.Generator) -> Tensor:
+    shape = [extent_at(extent, size) for extent in tensor.shape]
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        made = torch.randn(shape, dtype=tensor.dtype, generator=generator).to(around.device_type)
+        return made.requires_grad_(tensor.requires_grad).clone()
+    return torch.full(shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=around.device_type)
+
+
+def extent_at(extent: Any, size: int) -> int:
+    """An extent for a micro-batch of `size` samples."""
+    if not isinstance(extent, torch.SymInt):
+        return int(extent)
+    expression = extent.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, size)))
+
+
+def _run(
+    held: Held,
+    leaves: Sequence[Any],
+    tree: pytree.TreeSpec,
+    tensors: Sequence[TakenTensor],
+    numbers: Sequence[Any],
+    size: int,
+    around: Circumstances,
+    made: dict[str, Any],
+) -> _Run:
+    from profiler.observe.storage_watch import StorageWatch
+
+    generator = torch.Generator().manual_seed(0)
+    entering: list[Any] = [_made_up(tensor, size, around, generator) for tensor in tensors]
+    values = [*entering, *(extent_at(number, size) for number in numbers)]
+    args, kwargs = pytree.tree_unflatten([values[s.position] if isinstance(s, Slot) else s for s in leaves], tree)
+    own = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in held.parameters.items()}
+    own.update({name: tensor.clone() for name, tensor in held.buffers.items()})
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with (
+        torch.random.fork_rng(devices=[] if backend_of(around.device_type).is_host else None),
+        torch.set_grad_enabled(around.with_gradient),
+        torch.autocast(around.device_type, around.autocast, enabled=around.autocast is not None, cache_enabled=False),
+        StorageWatch() as watch,
+    ):
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounter() as counter:
+            result, written = held.call(own, args, kwargs, made)
+        forward_bytes = watch.peak_bytes_with_workspace
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        entered = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(entering)}
+        left = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(outputs)}
+        inside = [t for storage, t in saved.items() if storage not in entered and storage not in left]
+        kept_bytes = sum(watch.bytes_of(tensor) or 0 for tensor in inside)
+        before = watch.live_bytes
+        watch.restart()
+        _backward(outputs)
+        return _Run(
+            size,
+            result,
+            written,
+            counter.flops,
+            kept_bytes,
+            forward_bytes,
+            watch.peak_bytes_with_workspace - before,
+            tuple(sorted(position for storage, position in entered.items() if storage in saved)),
+            tuple(sorted(position for storage, position in left.items() if storage in saved)),
+        )
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
+    roots = [output for output in outputs if output.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _signature(
+    held: Held, leaves: Sequence[Any], tree: pytree.TreeSpec, tensors: Sequence[TakenTensor], runs: Sequence[_Run]
+) -> Signature:
+    flat = [pytree.tree_flatten(run.result) for run in runs]
+    result_leaves, result_tree = flat[0]
+    for found, structure in flat:
+        for leaf in found:
+            if not isinstance(leaf, Tensor) and not (leaf is None or isinstance(leaf, bool | int | float | str)):
+                raise NotTraceableError(_text(held, f"it returns a {type(leaf).__name__}; let it return tensors"))
+        kinds = [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in found]
+        expected = [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
+        dims = [leaf.dim() for leaf in found if isinstance(leaf, Tensor)]
+        if structure != result_tree or kinds != expected or dims != [t.dim() for t in _tensors(result_leaves)]:
+            raise NotTraceableError(
+                _text(
+                    held,
+                    f"what it returns for {runs[0].size} and for {runs[-1].size} samples differs in more than size",
+                )
+            )
+    sizes = [run.size for run in runs]
+    slots: list[Any] = []
+    for leaf in result_leaves:
+        slots.append(Slot(sum(isinstance(s, Slot) for s in slots)) if isinstance(leaf, Tensor) else leaf)
+    outputs = [
+        TensorKind(
+            tuple(Affine.through(sizes, extents) for extents in zip(*(tensor.shape for tensor in same), strict=True)),
+            same[0].dtype,
+        )
+        for same in zip(*(_tensors(found) for found, _ in flat), strict=True)
+    ]
+    for run, (found, _) in zip(runs[2:], flat[2:], strict=True):
+        for kind, tensor in zip(outputs, _tensors(found), strict=True):
+            if kind.shape_at(run.size) != tuple(tensor.shape):
+                raise NotTraceableError(
+                    _text(
+                        held,
+                        f"the shape of what it returns depends on data: {list(tensor.shape)} for {run.size} samples, "
+                        f"not {list(kind.shape_at(run.size))}; let it return results of one shape",
+                    )
+                )
+    inputs = [
+        TensorKind(
+            tuple(Affine.through(sizes, [extent_at(extent, size) for size in sizes]) for extent in tensor.shape),
+            tensor.dtype,
+        )
+        for tensor in tensors
+    ]
+    return Signature(
+        tuple(leaves),
+        tree,
+        tuple(inputs),
+        tuple(slots),
+        result_tree,
+        tuple(outputs),
+        frozenset().union(*(run.written for run in runs)),
+    )
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _cost(runs: Sequence[_Run]) -> Cost:
+    sizes = [run.size for run in runs]
+
+    def line(figure: Callable[[_Run], int]) -> Affine:
+        return Affine.through(sizes, [figure(run) for run in runs])
+
+    return Cost(
+        flops=line(lambda run: run.flops),
+        kept_bytes=line(lambda run: run.kept_bytes),
+        forward_bytes=line(lambda run: run.forward_bytes),
+        backward_bytes=line(lambda run: run.backward_bytes),
+        kept_inputs=tuple(sorted({position for run in runs for position in run.kept_inputs})),
+        kept_outputs=tuple(sorted({position for run in runs for position in run.kept_outputs})),
+    )

@@ -1,0 +1,350 @@
+"""A contiguous run of layers as one differentiable function of a micro-batch.
+
+Profiler and executor run layers through this one class, so what is measured is what trains.
+
+    entering values ---> leaves ---> layer ---> layer ---> layer ---> leaving values
+                           |                                             |
+    entering gradients <---+------------- one backward pass <------------+--- leaving gradients
+
+Entering values become leaves of the autograd graph. A value that only passes by enters and leaves as the same leaf.
+Leaving gradients are roots of the backward pass, so a value's gradients are always summed from its last reader to
+its first, wherever the model is cut. And a gradient that comes to a value between layers is brought into the value's
+own memory layout, as autograd does where it comes to a leaf: kernels may add up in another order for another layout.
+So results do not depend on the cut, not even in the last bit.
+
+Which layout a gradient comes in follows from the graph and its shapes: a value whose gradient came in the right one is
+not watched any more, since a hook in Python costs 10 us at each pass [measured].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from profiler.tracing.batch_norm import BatchStatistics
+from profiler.tracing.export import autocasting
+from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence
+
+Moved: TypeAlias = tuple[BatchStatistics, Tensor, Tensor, Tensor]  # entry, mean, variance and count of a micro-batch
+Seeder = Callable[[int], None]  # called with a layer's index before it draws random numbers
+
+
+@dataclass(slots=True)
+class Pass:
+    """What a forward pass leaves behind for its backward pass.
+
+    Attributes:
+        leaves: entering values by name.
+        roots: where the gradients of leaving values enter, by name; empty if nothing was kept.
+    """
+
+    leaves: dict[str, Tensor]
+    roots: dict[str, GradientEdge]
+
+
+@dataclass(slots=True)
+class Results:
+    """What a forward pass yields.
+
+    Attributes:
+        values: leaving values by name, still attached to the autograd graph; behind the last layer the values that
+            the model returns.
+        buffers: new values of written buffers.
+        statistics: batch-normalization statistics of the micro-batch: (entry, mean, variance, count).
+    """
+
+    values: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    statistics: list[Moved]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One layer, its parameters, and what nothing needs after it; the rest is the layer's, one look nearer."""
+
+    layer: Layer
+    function: Callable[..., tuple[Any, ...]]
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[str, ...]
+    values: tuple[str, ...]
+    outputs: tuple[str, ...]
+    forget: tuple[str, ...]
+    draws_random: bool
+    writes: bool
+
+
+class StageFunction:
+    """Layers `first` to `stop - 1` of a sequence.
+
+    Args:
+        sequence: the layers.
+        first: index of the first layer.
+        stop: index behind the last layer.
+        parameters: by (layer index, name): the tensor that this layer reads and whose `.grad` it adds to.
+        device: where the layers run; by default where the first of the parameters is.
+        past: names of values alive at both ends that do not come here; none of the layers reads them.
+    """
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        first: int,
+        stop: int,
+        parameters: Mapping[tuple[int, str], Tensor],
+        *,
+        device: torch.device | None = None,
+        past: frozenset[str] = frozenset(),
+    ) -> None:
+        layers = sequence.layers[first:stop]
+        entering, leaving = (
+            tuple(value for value in sequence.boundaries[position] if value.name not in past)
+            for position in (first, stop)
+        )
+        self.entering: tuple[BoundaryValue, ...] = entering
+        self.leaving: tuple[str, ...] = tuple(value.name for value in leaving)
+        if stop == len(sequence):
+            self.leaving = tuple(dict.fromkeys(leaf for leaf in sequence.outputs if isinstance(leaf, str)))
+        read = dict.fromkeys(name for layer in layers for name in (*layer.values, *self.leaving))
+        self.prelude = sequence.prelude_of([name for name in read if name in sequence.prelude_names])
+        self.inputs: tuple[str, ...] = tuple(
+            dict.fromkeys((*self.prelude.inputs, *(name for name in read if name in sequence.inputs)))
+        )
+        self.buffers: tuple[str, ...] = tuple(
+            dict.fromkeys((*self.prelude.buffers, *(name for layer in layers for name in layer.buffers)))
+        )
+        self._sample = sequence.sample
+        self._device = device or next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
+        self.draws_random = any(layer.draws_random for layer in layers)
+        self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
+        self._copied = _written(layers)
+        self._steps = _steps(layers, parameters, frozenset(self.leaving))
+        self.parameters: tuple[Tensor, ...] = tuple(tensor for step in self._steps for tensor in step.parameters)
+
+    def forward(
+        self,
+        leaves: dict[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        *,
+        seed: Seeder | None = None,
+    ) -> Results:
+        """Run the layers on one micro-batch.
+
+        Args:
+            leaves: the entering values, see `leaves_of`; they are not changed.
+            inputs: the model's inputs by name, at least those of `self.inputs`.
+            buffers: current buffers by name, at least those of `self.buffers`; they are not changed.
+            seed: seeds the random generator before each layer that draws from it.
+        """
+        with self.autocasting():
+            return self._forward(leaves, inputs, buffers, seed)
+
+    def _watched_at(self, values: Mapping[str, Any]) -> list[tuple[_Step, _Watched]]:
+        """Each layer with those of its outputs whose gradients' layouts are watched, for values of these shapes."""
+        shapes = tuple(value.shape for value in values.values())
+        known = self._watched.get(shapes)
+        if known is None:
+            known = self._watched[shapes] = [(step, _Watched(set(range(len(step.outputs))))) for step in self._steps]
+        return known
+
+    def autocasting(self) -> contextlib.AbstractContextManager[object]:
+        """The autocast region that the model was traced in; the loss belongs into it too."""
+        return autocasting(self._sample, self._device)
+
+    def _forward(
+        self,
+        leaves: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        seed: Seeder | None,
+    ) -> Results:
+        current = dict(buffers)
+        values: dict[str, Any] = {name: inputs[name] for name in self.inputs}
+        values.update(leaves)
+        watching = self._watched_at(values)
+        if self._copied:
+            for name in self._copied & values.keys():
+                values[name] = values[name].clone()
+        if self.prelude.names:
+            sources = [current[name] for name in self.prelude.buffers] + [values[name] for name in self.prelude.inputs]
+            values.update(zip(self.prelude.names, self.prelude.function(*sources), strict=True))
+        statistics: list[Moved] = []
+        written: dict[str, Tensor] = {}
+        buffer_of, value_of = current.__getitem__, values.__getitem__
+        for step, watched in watching:  # beside large kernels caches are cold, and each call costs ten times its time
+            if step.draws_random and seed is not None:
+                seed(step.layer.index)
+            outputs = step.function(*step.parameters, *map(buffer_of, step.buffers), *map(value_of, step.values))
+            values.update(zip(step.outputs, outputs, strict=True))
+            if watched.positions:
+                watched.watch(outputs)
+            if step.writes:
+                _take_writes(step.layer, values, current, written, statistics)
+            for name in step.forget:
+                del values[name]
+        return Results({name: values[name] for name in self.leaving}, written, statistics)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """The outputs of a layer whose gradients may come in another memory layout than their own.
+
+    Attributes:
+        positions: of these among the outputs.
+        astray: those of them whose gradients did.
+    """
+
+    positions: set[int]
+    astray: set[int] = field(default_factory=set)
+
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Bring the outputs' gradients into their own memory layouts, and note which of them had to be brought."""
+        for position in self.positions:
+            output = outputs[position]
+            if isinstance(output, Tensor) and output.requires_grad:
+                hook_gradient(output, self._hook(position, layout_hook(output)))
+
+    def _hook(self, position: int, bring: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+        def hook(gradient: Tensor) -> Tensor | None:
+            brought = bring(gradient)
+            if brought is not None:
+                self.astray.add(position)
+                self.positions.add(position)
+            elif position not in self.astray:
+                self.positions.discard(position)
+            return brought
+
+        return hook
+
+
+def hook_gradient(value: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Have a hook called with the value's gradient, as `Tensor.register_hook` does, which no code here may call itself.
+
+    That ends the process with a segmentation fault if the value is a view whose base was written since: it makes the
+    hooks' dictionary first and looks at `grad_fn` then, which makes the view's history anew and throws the dictionary
+    away [torch 2.9 to 2.14]. And it calls hooks with None, for outputs of an operation without a part in the loss.
+    """
+    _ = value.grad_fn
+
+    def only_if_there_is_one(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else hook(gradient)
+
+    value.register_hook(only_if_there_is_one)
+
+
+def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
+    """A hook that brings the value's gradient into the value's memory layout."""
+    shape, strides = value.shape, value.stride()
+
+    def bring(gradient: Tensor) -> Tensor | None:
+        if gradient.stride() == strides:
+            return None
+        return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+    return bring
+
+
+def _written(layers: Sequence[Layer]) -> frozenset[str]:
+    """Names of values that these layers write, also through a view that another of them made before."""
+    written: set[str] = set()
+    for layer in reversed(layers):
+        written.update(layer.in_place, (source for output, source in layer.views if output in written))
+    return frozenset(written)
+
+
+def _take_writes(
+    layer: Layer,
+    values: dict[str, Any],
+    current: dict[str, Tensor],
+    written: dict[str, Tensor],
+    statistics: list[Moved],
+) -> None:
+    """What a layer wrote into buffers, and its batch normalizations' statistics, leave the values."""
+    for buffer, name in layer.written_buffers:
+        current[buffer] = written[buffer] = values.pop(name).detach()
+    for entry in layer.statistics:
+        statistics.append((entry, values.pop(entry.mean), values.pop(entry.variance), values.pop(entry.count)))
+
+
+def _steps(
+    layers: Sequence[Layer], parameters: Mapping[tuple[int, str], Tensor], leaving: frozenset[str]
+) -> tuple[_Step, ...]:
+    """Each layer with its parameters, and the values that nothing needs after it."""
+    needed = set(leaving)
+    steps = []
+    for layer in reversed(layers):
+        own = {name for _, name in layer.written_buffers}
+        own.update(name for entry in layer.statistics for name in (entry.mean, entry.variance, entry.count))
+        touched = dict.fromkeys((*layer.values, *layer.outputs))
+        steps.append(
+            _Step(
+                layer=layer,
+                function=layer.function,
+                parameters=tuple(parameters[layer.index, name] for name in layer.parameters),
+                buffers=layer.buffers,
+                values=layer.values,
+                outputs=layer.outputs,
+                forget=tuple(name for name in touched if name not in needed and name not in own),
+                draws_random=layer.draws_random,
+                writes=bool(own),
+            )
+        )
+        needed.update(layer.values)
+    return tuple(reversed(steps))
+
+
+def leaves_of(values: Mapping[str, Tensor], described: Sequence[BoundaryValue]) -> dict[str, Tensor]:
+    """Entering values as leaves of a new autograd graph, sharing memory with `values`."""
+    return {value.name: values[value.name].detach().requires_grad_(value.requires_grad) for value in described}
+
+
+def roots_of(values: Mapping[str, Tensor]) -> dict[str, GradientEdge]:
+    """Where gradients of leaving values enter the graph; unlike the values, this keeps no memory alive."""
+    return {name: get_gradient_edge(value) for name, value in values.items() if value.requires_grad}
+
+
+def run_backward(kept: Pass, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """The backward pass: adds to the parameters' `.grad` and returns the gradients of the entering values.
+
+    Args:
+        kept: of the forward pass; it is used up.
+        gradients: of leaving values; those without one do not influence the loss.
+    """
+    names = [name for name in kept.roots if gradients.get(name) is not None]
+    if names:
+        # As Megatron-LM does: `torch.autograd.backward` checks in Python what is known here, for 14 us. [measured]
+        Variable._execution_engine.run_backward(
+            tuple(kept.roots[name] for name in names),
+            tuple(gradients[name] for name in names),
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    result = {name: leaf.grad for name, leaf in kept.leaves.items() if leaf.requires_grad}
+    kept.roots.clear()
+    kept.leaves.clear()
+    return result
+
+
+@contextlib.contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Forward passes inside take the code paths of training but keep no activations; backward is impossible.
+
+    `torch.no_grad` would be a little cheaper but lets operations choose other kernels (LSTMs do, on CPU), whose
+    results differ in the last bit from those of the recomputed pass.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse):
+        yield
+
+
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError("backward through a forward pass that kept nothing")

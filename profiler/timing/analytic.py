@@ -1,0 +1,333 @@
+"""Costs of layers without the hardware: counted work over the rates of a data sheet.
+
+Each operation of a layer, forward and backward, is seen once on fake tensors: its FLOPs by `profiler.observe.flops`,
+the bytes of what it reads and writes. It takes
+
+    max( FLOPs / rate of its arithmetic,  bytes / memory bandwidth,  launch floor )
+
+(the roofline of Williams et al., CACM 52(4), 2009, with a floor). Rates are the data sheet's times an efficiency that
+is stated and, where a device of the kind has been measured, fitted (`fitted_rates`). Operations without a FLOP formula
+are priced by their bytes alone; `Estimate.without_formula` lists them with their share of all bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import least_squares
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.datasheets import data_sheet
+from profiler.errors import ArgumentError
+from profiler.observe.both_branches import sees_both_branches
+from profiler.observe.flops import FLOP_FORMULAS
+from profiler.record import Estimate, LayerCost, OptimizerCost, WithoutFormula
+from profiler.run.layer_runner import LayerRunner, backward, keep
+from profiler.timing.optimizers import state_bytes
+from profiler.tracing.sequence import BoundaryValue, LayerSequence
+
+MATRIX_EFFICIENCY = 0.6
+"""Share of the printed FLOP/s that large matrix products reach in training [assumed]."""
+MEMORY_EFFICIENCY = 0.75
+"""Share of the printed bandwidth that operations reach that only move data [assumed]."""
+LAUNCH_S = 5e-6
+"""Least seconds of an operation on an accelerator: the launch of its kernel by PyTorch [assumed]."""
+WIDEST_FIT = np.log(100.0)
+"""Fitted rates lie within this factor of those that the fit starts from."""
+MARGIN = 2.0
+"""A model that was not fitted to may be off by this many times the deviation of those that were [assumed]."""
+ERROR = 0.5
+"""Relative error to expect of a sum of times that nothing was fitted to [assumed]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does in a second.
+
+    Attributes:
+        float32_flops_per_s: matrix products in float32.
+        convolution_flops_per_s: convolutions in float32.
+        half_flops_per_s: matrix products and convolutions in float16.
+        bfloat16_flops_per_s: those in bfloat16.
+        float64_flops_per_s: those in float64; 0 where the device has no such arithmetic.
+        memory_bytes_per_s: bytes read and written.
+        launch_s: least seconds of an operation.
+    """
+
+    float32_flops_per_s: float
+    convolution_flops_per_s: float
+    half_flops_per_s: float
+    bfloat16_flops_per_s: float
+    float64_flops_per_s: float
+    memory_bytes_per_s: float
+    launch_s: float
+
+    @classmethod
+    def of(cls, kind: str) -> Rates:
+        """The rates of a data sheet, with the efficiencies of this module."""
+        sheet = data_sheet(kind)
+        return cls(
+            float32_flops_per_s=MATRIX_EFFICIENCY * sheet.float32_flops_per_s,
+            convolution_flops_per_s=MATRIX_EFFICIENCY * sheet.tf32_flops_per_s,
+            half_flops_per_s=MATRIX_EFFICIENCY * sheet.half_flops_per_s,
+            bfloat16_flops_per_s=MATRIX_EFFICIENCY * sheet.bfloat16_flops_per_s,
+            float64_flops_per_s=MATRIX_EFFICIENCY * (sheet.float64_flops_per_s or 0.0),
+            memory_bytes_per_s=MEMORY_EFFICIENCY * sheet.memory_bytes_per_s,
+            launch_s=LAUNCH_S,
+        )
+
+
+FLOAT32, CONVOLUTION, HALF, BFLOAT16, FLOAT64, MEMORY, LAUNCH = range(7)
+"""Positions of the fields of `Rates`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Work, one entry an operation; arrays of shape (n,).
+
+    Attributes:
+        names: schema names.
+        flops: multiply-adds counted as two.
+        size_bytes: read and written.
+        rate: index of the arithmetic's rate among the fields of `Rates`.
+    """
+
+    names: tuple[str, ...]
+    flops: np.ndarray[Any, np.dtype[np.float64]]
+    size_bytes: np.ndarray[Any, np.dtype[np.float64]]
+    rate: np.ndarray[Any, np.dtype[np.intp]]
+
+    def seconds(self, rates: Rates) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """What each operation takes.
+
+        Raises:
+            ArgumentError: some multiply in float64, and the device cannot.
+        """
+        if not rates.float64_flops_per_s and np.any(self.flops[self.rate == FLOAT64]):
+            raise ArgumentError(
+                "the model multiplies in float64, which a device of the cluster has no arithmetic for; plan it in "
+                "float32, or take other devices"
+            )
+        return self._seconds(np.array(astuple(rates)))
+
+    def _seconds(self, rates: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        arithmetic = np.divide(self.flops, rates[self.rate], out=np.zeros(len(self.flops)), where=self.flops > 0)
+        return np.asarray(np.maximum(np.maximum(arithmetic, self.size_bytes / rates[MEMORY]), rates[LAUNCH]))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What a layer does with one micro-batch."""
+
+    forward: Operations
+    backward: Operations
+
+
+@sees_both_branches
+class _Meter(TorchDispatchMode):
+    """Notes every operation that touches data."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen: list[tuple[str, float, float, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        written = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
+        if not written or (not func._schema.is_mutable and {*map(_storage, written)} <= {*map(_storage, read)}):
+            return out  # a view, or a question about shapes
+        formula = FLOP_FORMULAS.get(func._overloadpacket)
+        flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
+        size_bytes = sum(item.nbytes for item in {id(item): item for item in (*read, *written)}.values())
+        self._seen.append((func._schema.name, flops, float(size_bytes), _rate(func._schema.name, read)))
+        return out
+
+    def take(self) -> Operations:
+        """What was noted since the last call."""
+        names, flops, size_bytes, rate = zip(*self._seen, strict=True) if self._seen else ((), (), (), ())
+        self._seen = []
+        return Operations(tuple(names), np.array(flops), np.array(size_bytes), np.array(rate, dtype=np.intp))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _rate(name: str, read: Sequence[Tensor]) -> int:
+    dtypes = {item.dtype for item in read}
+    if dtypes & {torch.float64, torch.complex128}:
+        return FLOAT64
+    if torch.bfloat16 in dtypes:
+        return BFLOAT16
+    if torch.float16 in dtypes:
+        return HALF
+    return CONVOLUTION if "convolution" in name else FLOAT32
+
+
+def work_of_layers(sequence: LayerSequence, runner: LayerRunner, micro_batch_size: int) -> list[LayerWork]:
+    """The work of every layer with the runner's micro-batch, on fake tensors; equal layers are seen once.
+
+    Args:
+        sequence: the layers.
+        runner: of fake tensors, inside their mode.
+        micro_batch_size: of the runner's inputs.
+    """
+    meter = _Meter()
+    known: dict[tuple[str, bool], LayerWork] = {}
+    work = []
+    runner.run_prelude()
+    for layer in sequence.layers:
+        key = (layer.signature, layer.index == len(sequence) - 1)
+        if key not in known:
+            values = {value.name: _entering(value, micro_batch_size) for value in sequence.boundaries[layer.index]}
+            known[key] = _seen(runner, layer.index, values, meter)
+        work.append(known[key])
+    return work
+
+
+def _entering(value: BoundaryValue, size: int) -> Tensor:
+    """A tensor as it comes across a boundary; of fake kind inside the mode."""
+    shape = value.shape_at(size)
+    memory = torch.empty([shape[dim] for dim in value.dim_order], dtype=value.dtype, device="cpu")
+    return memory.permute([value.dim_order.index(dim) for dim in range(len(shape))])
+
+
+def _seen(runner: LayerRunner, index: int, values: Mapping[str, Tensor], meter: _Meter) -> LayerWork:
+    """Run one layer forward and backward."""
+    entered = runner.enter(index, values)
+    with meter:
+        computed = runner.forward(index, entered)
+    leaving = runner.leaving(index, entered, computed)
+    gradients = {name: torch.ones_like(value) for name, value in leaving.items() if value.requires_grad}
+    go_back = backward(keep(entered, leaving), gradients)
+    forward = meter.take()
+    with meter:
+        go_back()
+    return LayerWork(forward, meter.take())
+
+
+def work_between(below: LayerWork, above: LayerWork, share: float) -> LayerWork | None:
+    """The work at a micro-batch size between two others: FLOPs and bytes grow along a line.
+
+    Returns:
+        None when the operations are not the same ones.
+    """
+    if below.forward.names != above.forward.names or below.backward.names != above.backward.names:
+        return None
+    return LayerWork(
+        _between(below.forward, above.forward, share),
+        _between(below.backward, above.backward, share),
+    )
+
+
+def _between(below: Operations, above: Operations, share: float) -> Operations:
+    return Operations(
+        below.names,
+        (1 - share) * below.flops + share * above.flops,
+        (1 - share) * below.size_bytes + share * above.size_bytes,
+        below.rate,
+    )
+
+
+def seconds_of(work: LayerWork, rates: Rates) -> tuple[float, float]:
+    """Forward and backward seconds."""
+    return float(work.forward.seconds(rates).sum()), float(work.backward.seconds(rates).sum())
+
+
+def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float) -> Estimate:
+    """What the profile says about estimated times: rates, error, and operations without a formula."""
+    touched: defaultdict[str, float] = defaultdict(float)
+    total = 0.0
+    for operations in (part for layer in work for part in (layer.forward, layer.backward)):
+        total += float(operations.size_bytes.sum())
+        for name, flops, size_bytes in zip(operations.names, operations.flops, operations.size_bytes, strict=True):
+            if not flops:
+                touched[name] += float(size_bytes)
+    shares = sorted(((share / total, name) for name, share in touched.items()), reverse=True) if total else []
+    return Estimate(
+        device_kind=kind,
+        error=error,
+        float32_flops_per_s=rates.float32_flops_per_s,
+        convolution_flops_per_s=rates.convolution_flops_per_s,
+        half_flops_per_s=rates.half_flops_per_s,
+        bfloat16_flops_per_s=rates.bfloat16_flops_per_s,
+        float64_flops_per_s=rates.float64_flops_per_s,
+        memory_bytes_per_s=rates.memory_bytes_per_s,
+        launch_s=rates.launch_s,
+        without_formula=tuple(WithoutFormula(operation=name, share_of_bytes=share) for share, name in shares),
+    )
+
+
+def estimated_optimizer(name: str, kind: str, parameters: Iterable[Tensor], rates: Rates) -> OptimizerCost:
+    """A step that reads parameters, gradients and state and writes parameters and state.
+
+    Raises:
+        ArgumentError: the optimizer cannot train these parameters.
+    """
+    trained = [tensor for tensor in parameters if tensor.requires_grad and tensor.numel()]
+    if not trained:
+        return OptimizerCost(name=str(name), device_kind=kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
+    size_bytes, state = sum(tensor.nbytes for tensor in trained), state_bytes(name, trained)
+    moved_bytes = 4 * size_bytes + 2 * state  # parameters and state read and written, gradients read and set to zero
+    return OptimizerCost(
+        name=str(name),
+        device_kind=kind,
+        seconds_per_byte=moved_bytes / rates.memory_bytes_per_s / size_bytes,
+        state_bytes_per_byte=state / size_bytes,
+    )
+
+
+def fitted_rates(
+    models: Iterable[tuple[Mapping[int, Sequence[LayerWork]], Sequence[LayerCost]]], start: Rates
+) -> tuple[Rates, float]:
+    """Rates of a device that has been measured.
+
+    Minimizes the squared logarithm of predicted over measured time, over layers, sizes and both directions.
+
+    Args:
+        models: of each model the work by micro-batch size and layer, and times of these layers on the device.
+        start: rates to begin with.
+
+    Returns:
+        The rates, and the error to state: `MARGIN` times the sum of all deviations as a share of the sum of all times.
+    """
+    parts, times = [], []
+    for work, measured in models:
+        for cost in measured:
+            layer = work[cost.micro_batch_size][cost.layer]
+            for operations, seconds in ((layer.forward, cost.forward_s), (layer.backward, cost.backward_s)):
+                if seconds > 0 and operations.names:
+                    parts.append(operations)
+                    times.append(seconds)
+    owner = np.repeat(np.arange(len(parts)), [len(part.names) for part in parts])
+    everything = Operations(
+        (),
+        np.concatenate([part.flops for part in parts]),
+        np.concatenate([part.size_bytes for part in parts]),
+        np.concatenate([part.rate for part in parts]),
+    )
+    truth = np.array(times)
+
+    def predicted(logarithms: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.bincount(owner, everything._seconds(np.exp(logarithms)), len(truth)).astype(np.float64)
+
+    weights = np.sqrt(truth / truth.sum())  # what takes long counts
+
+    def residuals(logarithms: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.asarray(weights * np.log(predicted(logarithms) / truth))
+
+    begin = np.log(astuple(start))
+    found = least_squares(residuals, begin, bounds=(begin - WIDEST_FIT, begin + WIDEST_FIT))
+    rates = Rates(*(float(value) for value in np.exp(found.x)))
+    error = MARGIN * float(np.abs(predicted(found.x) - truth).sum() / truth.sum())
+    return rates, error

@@ -1,0 +1,142 @@
+"""`profile` for devices that are not here: memory from fake tensors, times from data sheets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from profiler.datasheets import DATA_SHEETS
+from profiler.device import Cluster
+from profiler.errors import ArgumentError
+from profiler.left_out_sizes import Refusals
+from profiler.memory.by_size import memory_between
+from profiler.memory.in_stage import LayerMemory, layer_memory
+from profiler.record import Estimate, OptimizerCost
+from profiler.run.inputs import fake_runner
+from profiler.timing.analytic import (
+    ERROR,
+    LayerWork,
+    Rates,
+    estimate_of,
+    estimated_optimizer,
+    seconds_of,
+    work_between,
+    work_of_layers,
+)
+from profiler.timing.sweeps import LayerTiming
+from profiler.workload import Task
+
+PLACE = torch.device("cpu")  # of fake tensors: a build of torch without CUDA cannot hold fake CUDA tensors
+CONTEXT_BYTES = 600 * 10**6
+"""Memory of a process on an accelerator before any tensor is there: context, kernels, libraries [assumed]."""
+
+
+def is_listed(cluster: Cluster) -> bool:
+    """Whether the cluster's devices are planned for from data sheets.
+
+    Raises:
+        ArgumentError: some are and some are not.
+    """
+    listed = {device.kind: device.kind in DATA_SHEETS for device in cluster.devices}
+    if len(set(listed.values())) > 1:
+        here = [kind for kind, is_listed in listed.items() if not is_listed]
+        raise ArgumentError(
+            f"the cluster mixes devices from data sheets with {', '.join(here)}, which would be measured; profile "
+            "both kinds apart, or take all from data sheets"
+        )
+    return all(listed.values())
+
+
+def estimated(
+    task: Task, cluster: Cluster
+) -> tuple[dict[int, list[LayerMemory]], dict[str, dict[int, list[LayerTiming]]], list[OptimizerCost], list[Estimate]]:
+    """Everything that measuring would tell.
+
+    Args:
+        task: its sequence is on the CPU; parameters may be on the meta device.
+        cluster: of listed devices.
+
+    Returns:
+        Memory of the layers by size; by kind of device their times by size; by kind optimizer and estimate.
+
+    Raises:
+        ProfileError: the model runs no size.
+    """
+    refusals = Refusals()
+    memory = _at_sizes(task, _memory, memory_between, refusals)
+    work = _at_sizes(replace(task, sizes=tuple(memory)), _work, work_between, refusals)
+    if not work:
+        refusals.raise_first()
+    timings, optimizers, estimates = {}, [], []
+    for kind in dict.fromkeys(device.kind for device in cluster.devices):
+        rates = Rates.of(kind)
+        timings[kind] = {size: _timings(layers, rates) for size, layers in work.items()}
+        optimizers.append(estimated_optimizer(task.optimizer, kind, task.sequence.parameters.values(), rates))
+        estimates.append(estimate_of(kind, work[max(work)], rates, ERROR))
+    return memory, timings, optimizers, estimates
+
+
+Found = TypeVar("Found")
+
+
+def _at_sizes(
+    task: Task,
+    look: Callable[[Task, int], list[Found]],
+    between: Callable[[Found, Found, float], Found | None],
+    refusals: Refusals,
+) -> dict[int, list[Found]]:
+    """What every layer shows at every size: seen at the smallest and the largest, and on the line between them.
+
+    FLOPs and bytes grow linearly with the micro-batch; the largest moment of memory is the largest of several lines,
+    so that the line between two sizes lies above it. Where a layer does other operations at the two sizes, each size
+    is looked at.
+    """
+    sizes, found = list(task.sizes), {}
+    for end in (0, -1):
+        while sizes and sizes[end] not in found:
+            with refusals.noting(sizes[end]):
+                found[sizes[end]] = look(task, sizes[end])
+            if sizes[end] not in found:
+                del sizes[end]
+    if not sizes:
+        return {}
+    smallest, largest = sizes[0], sizes[-1]
+    for size in sizes[1:-1]:
+        share = (size - smallest) / (largest - smallest)
+        cache: dict[tuple[int, int], Found | None] = {}  # equal layers share what was found
+        line = []
+        for pair in zip(found[smallest], found[largest], strict=True):
+            key = (id(pair[0]), id(pair[1]))
+            if key not in cache:
+                cache[key] = between(*pair, share)
+            line.append(cache[key])
+        whole = [entry for entry in line if entry is not None]
+        with refusals.noting(size):
+            found[size] = whole if len(whole) == len(line) else look(task, size)
+    return dict(sorted(found.items()))
+
+
+def _work(task: Task, size: int) -> list[LayerWork]:
+    inputs, about = task.micro_batch(size, PLACE)
+    with fake_runner(task.sequence, inputs, **about) as runner:
+        return work_of_layers(task.sequence, runner, size)
+
+
+def _memory(task: Task, size: int) -> list[LayerMemory]:
+    inputs, about = task.micro_batch(size, PLACE)
+    task.bar.update()
+    with fake_runner(task.sequence, inputs, **about) as runner:
+        return layer_memory(task.sequence, runner, share=True)
+
+
+def _timings(work: Sequence[LayerWork], rates: Rates) -> list[LayerTiming]:
+    cache: dict[int, LayerTiming] = {}
+    timings: list[Any] = []
+    for layer in work:
+        if id(layer) not in cache:
+            cache[id(layer)] = LayerTiming(*seconds_of(layer, rates), spread=0.0)
+        timings.append(cache[id(layer)])
+    return timings

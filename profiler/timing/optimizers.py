@@ -1,0 +1,195 @@
+"""What an optimizer step costs: time measured on tensors shaped like the model's parameters, state from a fake step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.cache import digest_of
+from profiler.device import Device
+from profiler.errors import ArgumentError
+from profiler.machine.local import torch_device
+from profiler.record import OptimizerCost
+from profiler.timing.repeats import computing_with, time_call
+
+COPIED_BYTES_AT_MOST = 64 * 2**20  # enough to leave any cache, little enough to be measured in a second
+COPIED_SHARE = 1 / 16  # of a device's memory at most: gradients, state and temporaries are several times as large
+UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")  # the base; needs a closure; needs sparse gradients
+
+
+def optimizer_names() -> list[str]:
+    """Names of the optimizers in `torch.optim` that a plan can assume."""
+    found = inspect.getmembers(torch.optim, inspect.isclass)
+    return sorted(name for name, kind in found if issubclass(kind, torch.optim.Optimizer) and name not in UNUSABLE)
+
+
+OptimizerChoice: TypeAlias = str | Callable[[list[Tensor]], torch.optim.Optimizer]
+"""The name of a class in `torch.optim`, for its default settings; or what builds an optimizer of parameters."""
+
+
+class BuiltOptimizer(str):
+    """The name of an optimizer with settings, such as `"SGD(momentum=0.9)"`, that knows how to build it.
+
+    Attributes:
+        build: from parameters.
+    """
+
+    __slots__ = ("build",)
+    build: Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def named_optimizer(optimizer: OptimizerChoice) -> str:
+    """The name by which profile and plan know an optimizer.
+
+        >>> import functools
+        >>> named_optimizer(functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        'SGD(momentum=0.9)'
+
+    The learning rate is left out: it changes neither time nor memory.
+
+    Raises:
+        ArgumentError: it is no name of a usable optimizer and builds none.
+    """
+    if isinstance(optimizer, str) or not callable(optimizer):
+        check_optimizer(optimizer)
+        return optimizer
+    try:
+        built = optimizer([torch.zeros(2, 2, requires_grad=True)])
+    except Exception as problem:  # whatever a user's function raises
+        raise ArgumentError(f"optimizer={optimizer!r} builds no optimizer of a list of tensors: {problem}") from problem
+    if not isinstance(built, torch.optim.Optimizer):
+        raise ArgumentError(f"optimizer={optimizer!r} builds a {type(built).__name__}; return a torch.optim.Optimizer")
+    kind = type(built)
+    if kind.__module__.split(".")[0] == "torch":
+        check_optimizer(kind.__name__)
+        name = kind.__name__
+    else:
+        name = f"{kind.__name__}-{digest_of(kind)[:8]}"  # what was measured of other code is not found
+    usual = inspect.signature(kind).parameters
+    settings = [
+        f"{key}={value!r}"
+        for key, value in built.param_groups[0].items()
+        if key in usual and key not in ("params", "lr") and value != usual[key].default
+    ]
+    named = BuiltOptimizer(f"{name}({', '.join(settings)})" if settings else name)
+    named.build = optimizer
+    return named
+
+
+def _build(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    build = name.build if isinstance(name, BuiltOptimizer) else getattr(torch.optim, name)
+    optimizer: torch.optim.Optimizer = build(parameters)
+    return optimizer
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse what is not the name of a usable optimizer.
+
+    Raises:
+        ArgumentError: with the names that are.
+    """
+    if name not in optimizer_names():
+        raise ArgumentError(f"optimizer={name!r}; choose one of torch.optim: {', '.join(optimizer_names())}")
+
+
+def optimizer_cost(name: str, parameters: Iterable[Tensor], device: Device, *, budget_s: float = 2.0) -> OptimizerCost:
+    """Measure `step()` and `zero_grad()` of an optimizer; its state is that of `state_bytes`.
+
+    Args:
+        name: what `named_optimizer` gave, or of a class in `torch.optim` for its default settings.
+        parameters: those of the model; only shape, dtype and `requires_grad` matter. Copies are made of as many as
+            `COPIED_BYTES_AT_MOST` and `COPIED_SHARE` allow.
+        device: where the step runs.
+        budget_s: seconds that measuring may take.
+
+    Raises:
+        ArgumentError: there is no such optimizer, or it cannot train these parameters.
+    """
+    if not isinstance(name, BuiltOptimizer):
+        check_optimizer(name)
+    place = torch_device(device)
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+    if not trained:
+        return OptimizerCost(name=str(name), device_kind=device.kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
+    whole_state = state_bytes(name, trained)
+    copies = _copies(trained, place, min(COPIED_BYTES_AT_MOST, int(COPIED_SHARE * device.memory_bytes)))
+    gradients = [torch.full_like(copy, 1e-3) for copy in copies]
+    optimizer = _build(name, copies)
+
+    def prepare() -> None:
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with computing_with(device.threads):
+        timing = time_call(step, place, prepare=prepare, budget_s=budget_s)
+    return OptimizerCost(
+        name=str(name),
+        device_kind=device.kind,
+        seconds_per_byte=timing.median_s / sum(copy.nbytes for copy in copies),
+        state_bytes_per_byte=whole_state / sum(parameter.nbytes for parameter in trained),
+    )
+
+
+def state_bytes(name: str, parameters: Sequence[Tensor]) -> int:
+    """Bytes of the optimizer's own state after a step, on tensors that have shapes and no data.
+
+    Scalars such as a step counter are left out.
+
+    Args:
+        name: as for `optimizer_cost`.
+        parameters: only shape and dtype matter.
+
+    Raises:
+        ArgumentError: the optimizer cannot train these parameters.
+    """
+    trained = [torch.empty_like(tensor, device="meta").requires_grad_() for tensor in parameters]
+    for tensor in trained:
+        tensor.grad = torch.empty_like(tensor, requires_grad=False)
+    try:
+        optimizer = _build(name, trained)
+    except (TypeError, ValueError) as problem:
+        raise ArgumentError(f"optimizer={name!r} cannot train this model: {problem}") from problem
+    with _AnyNumber():  # type: ignore[no-untyped-call]
+        optimizer.step()
+    tensors = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()]
+    return sum({leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in tensors}.values())
+
+
+class _AnyNumber(TorchDispatchMode):
+    """Answers what number a tensor without data holds: Adafactor scales by one, which leaves shapes as they are."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+def _copies(parameters: Sequence[Tensor], place: torch.device, most_bytes: int) -> list[Tensor]:
+    """Tensors shaped like the parameters, the last one cut in dimension 0 to stay within the limit.
+
+    The first parameter is copied at least by one row.
+    """
+    copies: list[Tensor] = []
+    left = most_bytes
+    for parameter in parameters:
+        shape = list(parameter.shape)
+        if shape and parameter.nbytes > left:
+            rows = max(left // (parameter.nbytes // shape[0]), 0 if copies else 1)
+            if not rows:
+                continue
+            shape[0] = rows
+        copies.append(torch.full(shape, 1e-2, dtype=parameter.dtype, device=place).requires_grad_())
+        left -= copies[-1].nbytes
+    return copies

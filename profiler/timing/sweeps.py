@@ -1,0 +1,327 @@
+"""Timing layers where they stand: sweeps over the whole sequence, each layer timed by itself.
+
+A layer that is called again and again with the same tensors finds them in the cache and looks faster than it is in
+training. So a sweep runs all layers forward and then all backward, as training does, with a lap of the stopwatch for
+each; equal layers share their laps. A second run of the same layers as one stage says what they take together, without
+a call, an autograd graph and a Python frame for each: single layers are corrected so that they add up to that.
+
+    forward    | 0 | 1 | 2 | 3 | loss |                       | uncut |
+    backward                          | 3 | 2 | 1 | 0 |               | uncut |
+
+Where the device cannot hold what all layers keep at once, or not their parameters, a sweep goes through windows of
+layers that it can hold. Of many equal layers a few are swept, see `profiler.run.sampled_layers`.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from profiler.left_out_sizes import Refusals
+from profiler.machine.backend import backend_of
+from profiler.machine.stopwatches import Stopwatch
+from profiler.observe.allocator_record import KernelMemory
+from profiler.run.layer_runner import Kept, LayerRunner, Stage, backward, keep
+from profiler.run.parameter_shelf import Shelf
+from profiler.run.sampled_layers import Stand, swept_layers, windows
+from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
+from profiler.timing.repeats import Timing, collecting_no_garbage, rounds
+from profiler.tracing.sequence import LayerSequence
+
+FIRST_SIZES = 3  # swept before the others
+FEWEST_SWEEPS = 3
+MOST_SWEEPS = 9
+MOST_OF_A_LAYER = 0.5  # of the shortest one may be the cost of calling it
+# A CUDA queue takes 1024 launches before the CPU has to wait; an operation launches up to 3 kernels backward.
+OPERATIONS_IN_CUDA_WINDOW = 300
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTiming:
+    """Times of one layer.
+
+    Attributes:
+        forward_s: median of forward passes, as part of a stage.
+        backward_s: median of backward passes, as part of a stage.
+        spread: interquartile range of forward and backward together, as a share of their median.
+        workspace_bytes: the most that a kernel allocated inside itself; None where nobody looked.
+    """
+
+    forward_s: float
+    backward_s: float
+    spread: float
+    workspace_bytes: int | None = None
+
+
+Pair: TypeAlias = tuple[float, float]  # seconds of a forward and of a backward pass
+_Key: TypeAlias = tuple[str, bool, bool]
+
+
+@dataclass(slots=True)
+class _Laps:
+    """What the sweeps at one micro-batch size took.
+
+    Attributes:
+        layers: by key the laps of all layers with that key.
+        uncut: by window the laps of all its layers as one stage.
+        workspace_bytes: by key the most that a kernel allocated inside itself.
+    """
+
+    layers: dict[_Key, list[Pair]]
+    uncut: list[list[Pair]]
+    workspace_bytes: dict[_Key, int]
+
+
+def time_layers(
+    sequence: LayerSequence,
+    shelf: Shelf,
+    runners: Mapping[int, LayerRunner],
+    kept_bytes: Mapping[int, Sequence[int]],
+    device: torch.device,
+    refusals: Refusals,
+    *,
+    memory_bytes: int,
+    budget_s: float,
+    sweep_done: Callable[[], object] = lambda: None,
+) -> dict[int, list[LayerTiming]]:
+    """Time every layer on micro-batches of several sizes, which take turns: a slow moment of the machine hits all.
+
+    Args:
+        sequence: the layers.
+        shelf: where the runners have their parameters.
+        runners: by size; with a micro-batch of that size, on real tensors.
+        kept_bytes: by size; what each layer keeps for its backward pass.
+        device: where the tensors are.
+        refusals: takes the sizes that cannot be run.
+        memory_bytes: what a window's parameters, their gradients and all that it keeps may occupy together.
+        budget_s: seconds after which no further sweep starts; at least `FEWEST_SWEEPS` of each size run.
+        sweep_done: called after each sweep, at most `1 + MOST_SWEEPS` times for each size.
+
+    Returns:
+        The times by size. A size that cannot be run is missing. Interrupted from the keyboard, the sizes
+        that were swept by then: the first `FIRST_SIZES` of `runners` come first.
+    """
+    turns = _Turns(sequence, shelf, runners, kept_bytes, device, refusals, memory_bytes, sweep_done)
+    sizes = list(runners)
+    start = time.perf_counter()
+    try:
+        with collecting_no_garbage():
+            for group in (sizes[:FIRST_SIZES], sizes[FIRST_SIZES:]):
+                for number in range(1 + FEWEST_SWEEPS):
+                    turns.take(group, counted=number > 0)  # the first one warms up, and its memory is watched
+            left_s = budget_s - (time.perf_counter() - start)
+            for _ in rounds(at_least=0, at_most=MOST_SWEEPS - FEWEST_SWEEPS, budget_s=left_s):
+                turns.take(sizes, counted=True)
+    except KeyboardInterrupt:
+        if not turns.summaries():
+            raise
+        warnings.warn(
+            f"interrupted: the profile holds micro-batches of {sorted(turns.summaries())} of {sorted(sizes)} samples",
+            stacklevel=2,
+        )
+    return turns.summaries()
+
+
+class _Turns:
+    """Sweeps at several sizes that take turns."""
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        shelf: Shelf,
+        runners: Mapping[int, LayerRunner],
+        kept_bytes: Mapping[int, Sequence[int]],
+        device: torch.device,
+        refusals: Refusals,
+        memory_bytes: int,
+        sweep_done: Callable[[], object],
+    ) -> None:
+        self._keys = _keys(sequence)
+        self._shelf = shelf
+        self._device = device
+        self._refusals = refusals
+        self._backend = backend_of(device)
+        self._watch = self._backend.stopwatch(device)
+        self._sweep_done = sweep_done
+        self._sweeps = {}
+        self._laps = {}
+        launches = [len(layer.operations) if self._backend.queues else 0 for layer in sequence.layers]
+        placed = [shelf.bytes_of(index) for index in range(len(sequence))]
+        for size, runner in runners.items():
+            held = [sum(pair) for pair in zip(kept_bytes[size], placed, strict=True)]
+            layers = swept_layers(self._keys, held)
+            limits = (memory_bytes, OPERATIONS_IN_CUDA_WINDOW, shelf.capacity_bytes)
+            runs = windows(layers, list(zip(held, launches, placed, strict=True)), limits)
+            self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
+            self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
+
+    def take(self, sizes: Sequence[int], *, counted: bool) -> None:
+        """One sweep at each of these sizes; one that cannot be run is left out from then on.
+
+        Args:
+            sizes: of micro-batches.
+            counted: timed; otherwise what kernels allocate is watched.
+        """
+        for size in sizes:
+            if size not in self._sweeps:
+                continue
+            self._shelf.tidy()
+            with self._refusals.noting(size):
+                if counted:
+                    self._note(self._laps[size], *self._sweeps[size].run(self._watch))
+                else:
+                    self._warm_up(size)
+                self._sweep_done()
+                continue
+            self._sweeps.pop(size)
+            self._watch.take()
+
+    def _warm_up(self, size: int) -> None:
+        if not self._backend.can_watch():
+            self._sweeps[size].run(self._watch)
+            return
+        layers, _ = self._sweeps[size].run(KernelMemory(self._device))
+        found = self._laps[size].workspace_bytes
+        for index, pair in layers.items():
+            found[self._keys[index]] = max(found.get(self._keys[index], 0), *map(int, pair))
+
+    def _note(self, laps: _Laps, layers: Mapping[int, Pair], uncut: Sequence[Pair]) -> None:
+        for index, pair in layers.items():
+            laps.layers[self._keys[index]].append(pair)
+        for noted, pair in zip(laps.uncut, uncut, strict=True):
+            noted.append(pair)
+
+    def summaries(self) -> dict[int, list[LayerTiming]]:
+        """The times of all layers, of each size that was swept at least once."""
+        return {
+            size: _summary(self._keys, sweep.windows, self._laps[size])
+            for size, sweep in self._sweeps.items()
+            if self._laps[size].layers
+        }
+
+
+def _summary(keys: Sequence[_Key], runs: Sequence[range], laps: _Laps) -> list[LayerTiming]:
+    """Medians of the laps, corrected by window to add up to the window's; of layers left out, what equal ones take.
+
+    The medians of one key are the same in all windows, the corrections are not.
+    """
+    medians = {key: _medians(pairs) for key, pairs in laps.layers.items()}
+    spreads = {key: Timing.of([sum(pair) for pair in pairs]).spread for key, pairs in laps.layers.items()}
+    scaled: dict[int, Pair] = {}
+    of_key: dict[_Key, list[Pair]] = defaultdict(list)
+    for window, uncut in zip(runs, laps.uncut, strict=True):
+        columns = zip(*(medians[keys[index]] for index in window), strict=True)
+        together = [_as_one(parts, whole) for parts, whole in zip(columns, _medians(uncut), strict=True)]
+        for index, forward_s, backward_s in zip(window, *together, strict=True):
+            scaled[index] = (forward_s, backward_s)
+            of_key[keys[index]].append((forward_s, backward_s))
+    means = {key: (fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)) for key, pairs in of_key.items()}
+    return [
+        LayerTiming(*scaled.get(index, means[key]), spreads[key], laps.workspace_bytes.get(key))
+        for index, key in enumerate(keys)
+    ]
+
+
+def _as_one(parts: Sequence[float], whole: float) -> list[float]:
+    """Times of layers as they are within one stage, which takes `whole` seconds.
+
+    A call, an autograd graph and a Python frame cost a small layer as much as a large one, and no layer takes less; so
+    a surplus of the single layers is taken from all alike first. What is left of the difference grows with the layer.
+    """
+    surplus = max(0.0, sum(parts) - whole) / len(parts)
+    own = [part - min(surplus, MOST_OF_A_LAYER * min(parts)) for part in parts]
+    scale = whole / sum(own) if sum(own) > 0 else 1.0
+    return [scale * part for part in own]
+
+
+def _medians(pairs: Sequence[Pair]) -> Pair:
+    forward, backward = zip(*pairs, strict=True)
+    return Timing.of(forward).median_s, Timing.of(backward).median_s
+
+
+def _keys(sequence: LayerSequence) -> list[_Key]:
+    """Equal for layers that take equally long; the last one computes the loss, readers of the prelude bear it."""
+    last, readers = len(sequence) - 1, _readers(sequence)
+    return [(layer.signature, layer.index == last, layer.index in readers) for layer in sequence.layers]
+
+
+def _readers(sequence: LayerSequence) -> list[int]:
+    """Layers that read values of the prelude; each stage computes those that its own layers read."""
+    return [layer.index for layer in sequence.layers if not sequence.prelude_names.isdisjoint(layer.values)]
+
+
+class _Sweep:
+    """One sweep after the other.
+
+    Attributes:
+        windows: of layers that are run forward and then backward.
+    """
+
+    def __init__(
+        self, sequence: LayerSequence, runner: LayerRunner, runs: Sequence[range], keys: Sequence[_Key]
+    ) -> None:
+        self.windows = runs
+        self._runner = runner
+        self._readers = _readers(sequence)
+        self._stand = Stand(sequence, keys, [index for window in runs for index in window])
+
+    def run(self, watch: Stopwatch) -> tuple[dict[int, Pair], list[Pair]]:
+        """Seconds of each layer, where the readers of the prelude are charged with it alike, and of each window."""
+        watch.lap(self._runner.run_prelude)
+        (prelude_s,) = watch.take()
+        layers: dict[int, Pair] = {}
+        uncut: list[Pair] = []
+        values: dict[str, Tensor] = {}
+        reached = 0
+        for window in self.windows:
+            values = self._stand.pass_over(reached, window.start, values)
+            self._runner.hold(window)
+            uncut.append(self._uncut(self._runner.stage(window.start, window.stop), values, watch))
+            pairs, values = self._one_by_one(window, values, watch)
+            layers.update(zip(window, pairs, strict=True))
+            reached = window.stop
+        self._stand.clear()
+        for index in layers.keys() & set(self._readers):
+            forward_s, backward_s = layers[index]
+            layers[index] = (forward_s + prelude_s / len(self._readers), backward_s)
+        return layers, uncut
+
+    def _one_by_one(
+        self, window: range, values: dict[str, Tensor], watch: Stopwatch
+    ) -> tuple[list[Pair], dict[str, Tensor]]:
+        kept: list[Kept] = []
+        for index in window:
+            entered = self._runner.enter(index, values)
+            computed = watch.lap(partial(self._runner.forward, index, entered))
+            self._stand.note(index, computed)
+            leaving = self._runner.leaving(index, entered, computed)
+            kept.append(keep(entered, leaving))
+            values = {name: value.detach() for name, value in leaving.items()}
+        del entered, computed, leaving
+        forward = watch.take()
+        gradients = {name: torch.ones_like(values[name]) for name in kept[-1].roots}
+        while kept:
+            passed = kept.pop()
+            watch.lap(backward(passed, gradients))
+            gradients = passed.caught
+        return list(zip(forward, reversed(watch.take()), strict=True)), values
+
+    def _uncut(self, stage: Stage, values: dict[str, Tensor], watch: Stopwatch) -> Pair:
+        leaves = leaves_of(values, stage.function.entering)
+        kept = Pass(leaves, {})
+        leaving = watch.lap(lambda: self._runner.run_stage(stage, leaves))
+        kept.roots = roots_of(leaving)
+        gradients = {name: torch.ones_like(leaving[name]) for name in kept.roots}
+        del leaving
+        watch.lap(lambda: run_backward(kept, gradients))
+        forward_s, backward_s = watch.take()
+        return forward_s, backward_s

@@ -1,0 +1,366 @@
+"""From a run of graph nodes to a layer: a compiled pure function, with what it reads, returns and is called."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from profiler.errors import NotTraceableError
+from profiler.tracing.batch_norm import BatchStatistics, use_scratch_buffers
+from profiler.tracing.export import module_stack
+from profiler.tracing.node_facts import NodeFacts
+from profiler.tracing.sequence import Layer
+from profiler.tracing.writes import moves_statistics
+
+BATCH = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
+
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+
+
+Function = Callable[..., tuple[Any, ...]]
+
+
+class Compiler:
+    """Compiles graphs, those of the same operations to one function.
+
+    Not for the time that compiling takes alone: code that runs again and again stays in the processor's caches, where
+    code of each layer's own is fetched anew beside large kernels, for 6 us a layer. [measured]
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Function] = {}
+
+    def function(self, graph: fx.Graph, modules: Mapping[str, torch.nn.Module]) -> Function:
+        """The graph as a function of its placeholders.
+
+        Args:
+            graph: to compile.
+            modules: what its `get_attr` nodes name; graphs with modules are compiled each for itself.
+        """
+        if modules:
+            return fx.GraphModule(dict(modules), graph).forward
+        key = _operations_of(graph)
+        if key not in self._known:
+            self._known[key] = fx.GraphModule({}, graph).forward
+        return self._known[key]
+
+
+def _operations_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph without modules does, whatever its values are called."""
+    numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
+    return tuple(
+        (node.op, None if node.op == "placeholder" else node.target, arguments_text(node, numbers.__getitem__))
+        for node in graph.nodes
+    )
+
+
+@dataclass
+class _Draft:
+    """A layer under construction: its own graph, and what its placeholders stand for."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    parameters: list[fx.Node] = field(default_factory=list)
+    buffers: list[fx.Node] = field(default_factory=list)
+    values: list[fx.Node] = field(default_factory=list)
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
+
+
+def build_layer(
+    index: int,
+    nodes: Sequence[fx.Node],
+    leaving: Sequence[fx.Node],
+    facts: Mapping[fx.Node, NodeFacts],
+    root: fx.GraphModule,
+    counters: set[str],
+    compiler: Compiler,
+    written_later: frozenset[int],
+) -> Layer:
+    """Compile a run of nodes.
+
+    Args:
+        index: of the layer.
+        nodes: its operations in order; a stage may have none in evaluation.
+        leaving: those of its nodes whose values are alive behind it.
+        facts: of every node of the graph.
+        root: where `get_attr` targets resolve.
+        counters: names of batch counters that were taken out of the graph.
+        compiler: of all layers of the model.
+        written_later: storages that later layers write in place.
+    """
+    draft = _Draft()
+    _place_sources(draft, nodes, root)
+    written = _write_copies(draft, nodes, facts)
+    for node in nodes:
+        draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
+        if facts[node].apart:
+            others = [draft.copies[source] for source in facts[node].apart]
+            draft.copies[node] = draft.graph.call_function(apart_from, (draft.copies[node], *others))
+    results = {node.name: _without_gaps(draft, node, facts) for node in leaving}
+    for node in leaving:
+        if facts[node].storage in written_later:
+            results[node.name] = draft.graph.call_function(no_view, (results[node.name],))
+    results.update({_new_value(name): copy for name, copy in written})
+    statistics = []
+    for node in nodes:
+        if moves_statistics(node):
+            entry, outputs = _return_statistics(draft, node, counters)
+            statistics.append(entry)
+            results.update(outputs)
+    draft.graph.output(tuple(results.values()))
+    touched = frozenset().union(*(facts[node].writes for node in nodes))
+    return Layer(
+        index=index,
+        name=_layer_name(nodes),
+        operations=tuple(operation_name(node) for node in nodes),
+        module_paths=tuple(dict.fromkeys(path for node in nodes if (path := module_path(node)))),
+        source=next((place for node in nodes if (place := source_line(node))), ""),
+        parameters=tuple(str(node.target) for node in draft.parameters),
+        buffers=tuple(str(node.target) for node in draft.buffers),
+        values=tuple(node.name for node in draft.values),
+        outputs=tuple(results),
+        written_buffers=tuple((name, _new_value(name)) for name, _ in written),
+        statistics=tuple(statistics),
+        in_place=frozenset(node.name for node in draft.values if facts[node].storage in touched),
+        views=_views(draft, leaving, facts),
+        draws_random=any(facts[node].draws_random for node in nodes),
+        flops=sum(facts[node].flops for node in nodes),
+        signature=_signature(draft, nodes, facts, root),
+        function=compiler.function(draft.graph, draft.modules),
+    )
+
+
+def apart_from(value: Tensor, *others: Tensor) -> Tensor:
+    """The value in memory that none of the others has: a copy if it shares theirs."""
+    own = value.untyped_storage()._cdata
+    return value.clone() if any(other.untyped_storage()._cdata == own for other in others) else value
+
+
+def no_view(value: Tensor) -> Tensor:
+    """A value that a later layer writes, as something other than autograd's view of something.
+
+    A write to a view goes into the history of its base, and gradients of readers before and after the write are summed
+    there in an order of its own. A stage writes a copy of what it receives, which is no view; so nothing else is one.
+    """
+    return value.clone() if value._is_view() else value
+
+
+def build_function(
+    wanted: Sequence[fx.Node], available: Callable[[fx.Node], bool], root: fx.GraphModule
+) -> tuple[tuple[str, ...], Function]:
+    """Compile what computes `wanted` from sources alone.
+
+    Returns:
+        The names of the sources (inputs and buffers) that it reads, and the function from their values to a tuple.
+    """
+    needed: set[fx.Node] = set()
+    pending = list(wanted)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend([] if available(node) else node.all_input_nodes)
+    nodes = [node for node in root.graph.nodes if node in needed and not available(node)]
+    draft = _Draft()
+    _place_sources(draft, nodes, root, extra=[node for node in wanted if available(node)])
+    for node in nodes:
+        draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
+    draft.graph.output(tuple(draft.copies[node] for node in wanted))
+    names = tuple(str(node.target) for node in (*draft.parameters, *draft.buffers)) + tuple(
+        node.name for node in draft.values
+    )
+    return names, fx.GraphModule(draft.modules, draft.graph).forward
+
+
+def _place_sources(
+    draft: _Draft, nodes: Sequence[fx.Node], root: fx.GraphModule, extra: Iterable[fx.Node] = ()
+) -> None:
+    """One placeholder for each value from outside: parameters first, then buffers, then values."""
+    inside = set(nodes)
+    outside = dict.fromkeys((*extra, *(s for node in nodes for s in node.all_input_nodes if s not in inside)))
+    for source in outside:
+        held = attribute(root, str(source.target)) if source.op == "get_attr" else None
+        if isinstance(held, torch.nn.Parameter):
+            draft.parameters.append(source)
+        elif isinstance(held, Tensor):
+            draft.buffers.append(source)
+        elif isinstance(held, torch.nn.Module):
+            draft.modules[str(source.target)] = held
+        else:
+            draft.values.append(source)
+    for source in (*draft.parameters, *draft.buffers, *draft.values):
+        draft.copies[source] = draft.graph.placeholder(source.name)
+    for source in outside:
+        if str(source.target) in draft.modules:
+            draft.copies[source] = draft.graph.get_attr(str(source.target))
+
+
+def _write_copies(
+    draft: _Draft, nodes: Sequence[fx.Node], facts: Mapping[fx.Node, NodeFacts]
+) -> list[tuple[str, fx.Node]]:
+    """Let the layer write a copy of each buffer that it writes; returns buffer names and the copies."""
+    touched = frozenset().union(*(facts[node].writes for node in nodes if not moves_statistics(node)))
+    written = []
+    for source in draft.buffers:
+        if facts[source].storage in touched:
+            copy = draft.graph.call_function(torch.clone, (draft.copies[source],))
+            draft.copies[source] = copy
+            written.append((str(source.target), copy))
+    return written
+
+
+def _without_gaps(draft: _Draft, node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> fx.Node:
+    """The value as it leaves the layer: one that does not fill its memory is copied, as sending it would."""
+    copy = draft.copies[node]
+    if not facts[node].is_tensor or facts[node].dim_order is not None:
+        return copy
+    return draft.graph.call_method("contiguous", (copy,))
+
+
+def _views(
+    draft: _Draft, leaving: Iterable[fx.Node], facts: Mapping[fx.Node, NodeFacts]
+) -> tuple[tuple[str, str], ...]:
+    """Pairs of a value that leaves and one that was read, in the same memory.
+
+    Also where `_without_gaps` copies the first: for a micro-batch of one sample there may be no gap to copy for.
+    """
+    return tuple(
+        (node.name, source.name)
+        for node in leaving
+        for source in draft.values
+        if facts[node].storage is not None and facts[node].storage == facts[source].storage
+    )
+
+
+def _return_statistics(draft: _Draft, node: fx.Node, counters: set[str]) -> tuple[BatchStatistics, dict[str, fx.Node]]:
+    running_mean, running_var, momentum = node.args[3], node.args[4], node.args[6]
+    assert isinstance(running_mean, fx.Node)
+    assert isinstance(running_var, fx.Node)
+    if not isinstance(momentum, float):
+        raise NotTraceableError(
+            f"cannot trace the model: batch normalization {module_path(node)!r} has no fixed momentum; set it to a "
+            "number (the default is 0.1)"
+        )
+    mean, variance, count = use_scratch_buffers(draft.graph, draft.copies[node])
+    counter = str(running_mean.target).removesuffix("running_mean") + "num_batches_tracked"
+    entry = BatchStatistics(
+        running_mean=str(running_mean.target),
+        running_var=str(running_var.target),
+        num_batches_tracked=counter if counter in counters else None,
+        momentum=momentum,
+        mean=f"{node.name}.mean",
+        variance=f"{node.name}.variance",
+        count=f"{node.name}.count",
+    )
+    return entry, {entry.mean: mean, entry.variance: variance, entry.count: count}
+
+
+def _new_value(buffer: str) -> str:
+    return f"{buffer}.new"
+
+
+def attribute(root: torch.nn.Module, path: str) -> Any:
+    """The attribute at a dotted path."""
+    found: Any = root
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def operation_name(node: fx.Node) -> str:
+    """`aten.linear.default`, `getitem`: what people call an operation."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module that the operation comes from; "" for the model itself."""
+    stack = module_stack(node)
+    return stack[-1] if stack else ""
+
+
+def source_line(node: fx.Node) -> str:
+    """`file:line` of the innermost line outside torch that the operation comes from; "" if unknown."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [place for place in places if not place[0].startswith(_TORCH)]
+    return ":".join(own[-1]) if own else ""
+
+
+def _layer_name(nodes: Sequence[fx.Node]) -> str:
+    """Module path of the first and the last operation; operations outside any submodule by their own name."""
+    names = [module_path(node) or operation_name(node).removeprefix("aten.").split(".")[0] for node in nodes]
+    return " .. ".join(dict.fromkeys((*names[:1], *names[-1:])))
+
+
+def symbolic_shape(value: Tensor) -> tuple[Any, ...]:
+    """Shape with every dynamic extent as an expression of the micro-batch size `BATCH`."""
+    return tuple(symbolic(extent) for extent in value.shape)
+
+
+def symbolic(extent: int | torch.SymInt) -> Any:
+    """An extent as an int, or as an expression of `BATCH`."""
+    if not isinstance(extent, torch.SymInt):
+        return int(extent)
+    expression = extent.node.expr
+    return expression.subs(dict.fromkeys(expression.free_symbols, BATCH))
+
+
+def _signature(
+    draft: _Draft, nodes: Sequence[fx.Node], facts: Mapping[fx.Node, NodeFacts], root: fx.GraphModule
+) -> str:
+    """Hash of operations, constants, and the shapes, dtypes and gradients of what the layer reads."""
+    numbers: dict[fx.Node, str] = {}
+    lines = []
+    for source in (*draft.parameters, *draft.buffers, *draft.values):
+        numbers[source] = f"%{len(numbers)}"
+        held = attribute(root, str(source.target)) if source.op == "get_attr" else source.meta.get("val")
+        lines.append(f"{describe(held)} {facts[source].requires_grad}")
+    for node in nodes:
+        numbers[node] = f"%{len(numbers)}"
+        lines.append(node_text(node, lambda argument: numbers.get(argument, str(argument.target))))
+    return digest(lines)
+
+
+def describe(value: object) -> str:
+    """Shape and dtype of a tensor, the expression of a number, the code of a graph."""
+    if isinstance(value, Tensor):
+        return f"{symbolic_shape(value)} {value.dtype}"
+    if isinstance(value, torch.SymInt):
+        return str(symbolic(value))
+    if isinstance(value, fx.GraphModule):
+        return value.code
+    return type(value).__name__
+
+
+def node_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    """An operation as text that does not depend on what its arguments are called."""
+    return f"{operation_name(node)} {arguments_text(node, name)}"
+
+
+def arguments_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    """An operation's arguments as text, other nodes by the given names."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: _Named(name(argument)))
+    return f"{args} {dict(sorted(kwargs.items()))}"
+
+
+class _Named(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def digest(lines: Iterable[str]) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of the lines."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

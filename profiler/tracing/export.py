@@ -1,0 +1,365 @@
+"""From a module to one flat graph of ATen operations with the original parameter names.
+
+`torch.export` in non-strict mode traces what eager Python executes; every batched input gets a dynamic batch
+dimension, so the graph runs at every micro-batch size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from profiler.errors import ArgumentError, NotTraceableError
+from profiler.machine.backend import backend_of
+from profiler.observe.python_state import attributes_after_call, attributes_of, changed_names, put_back
+from profiler.observe.source_place import explanation, place_of, place_of_call, place_of_node
+from profiler.opaque.custom_function_tracing import FunctionCalls
+from profiler.opaque.tracing import OpaqueCalls
+from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
+from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
+from profiler.tracing.sample import TRACED_BATCH_SIZE_AT_LEAST, call_of, example_call, torch_dtype
+from profiler.tracing.writes import may_write
+
+_ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
+REHEARSED_SIZES = (2, 3, 5)  # two make a line, the third must lie on it
+LARGEST_COMPARED_CONSTANT = 4096  # elements
+LARGEST_BATCH_SIZE = 2**31  # export gives an extent without upper limit a larger one
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """A graph with its root module and the structure of what it returns.
+
+    Attributes:
+        module: `get_attr` targets resolve here; parameters are the model's own.
+        inputs: placeholders of the sample's tensor leaves, in order.
+        out_spec: structure of the model's output.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    out_spec: pytree.TreeSpec
+
+
+class OneBatchSizeError(NotTraceableError):
+    """The forward pass is right for some batch sizes only; with static shapes it may be traced all the same."""
+
+
+def export_graph(
+    model: nn.Module,
+    spec: SampleSpec,
+    *,
+    training: bool = True,
+    dynamic: bool = True,
+    called_as_is: Sequence[str] = (),
+) -> TracedGraph:
+    """Trace the model with `torch.export`.
+
+    Args:
+        model: any module, also on the meta device.
+        spec: what it is called with.
+        training: trace it as it trains, else as `model.eval()` leaves it.
+        dynamic: with a dynamic batch, else for micro-batches of `spec.batch_size` samples only.
+        called_as_is: paths of modules that become one operation each, see `OpaqueCall`.
+
+    Raises:
+        NotTraceableError: the forward pass cannot be exported; the message names module path, source line and cause.
+    """
+    before = attributes_of(model)
+    with attributes_after_call(model) as calls:
+        module, program, questions = _exported(model, spec, training, dynamic, called_as_is)
+        between = calls[0] if calls else before  # of a graph, export runs the nodes without calling it
+        changed = changed_names(before, between)
+        if changed:  # harmless if a second call computes the same and leaves the same behind: a cache
+            put_back(between, changed)  # export itself takes some of them back
+            again, *_ = _exported(model, spec, training, dynamic, called_as_is)
+    if changed:
+        after = calls[-1]
+        lasting = [name for name in after if name in between and after[name].plain != between[name].plain]
+        same = graph_text(module) == graph_text(again)
+        if lasting or not same:
+            put_back(before, lasting or changed)
+            _refuse_changes((lasting or changed)[0])
+    if dynamic:
+        _refuse_limited_batches(program, questions)
+    refuse_hidden_writes(module.graph, module)
+    refuse_own_generators(module)
+    return _tidy(module, program, spec)
+
+
+def _exported(
+    model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called_as_is: Sequence[str]
+) -> tuple[Any, ExportedProgram, BatchQuestions]:
+    """The graph of one call of the model, as a module with the model's own parameters, and what it asked meanwhile."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST) if dynamic else spec.batch_size
+    call = example_call(spec, size, device)
+    with mode_of(model, training), _spelled_out(model, call.kwargs):
+        shapes = _dynamic_shapes(model, spec) if dynamic else None
+        calls = OpaqueCalls(model, called_as_is, REHEARSED_SIZES if dynamic else (size,))
+        functions = FunctionCalls(model)
+        questions = BatchQuestions(model)
+        try:
+            with (
+                _quiet(),
+                autocasting(spec, device),
+                refused(model),
+                calls.in_place(),
+                functions.in_place(),
+                questions.watched(),
+                mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
+                mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
+                _use_lazy_graph_module(True),  # export's passes make graphs over and over, and run none of them
+            ):
+                program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
+                module = program.module()
+        except NotTraceableError as problem:
+            modules = problem.modules or place_of(model, problem).modules
+            raise NotTraceableError(str(problem), modules=modules) from problem
+        except Exception as problem:
+            if "Constraints violated" in str(problem):
+                raise OneBatchSizeError(_fixed_text(model, problem, questions)) from problem
+            place = place_of(model, problem)
+            raise NotTraceableError(explanation(model, problem, place), modules=place.modules) from problem
+        if dynamic and questions.places:
+            one = example_call(spec, 1, device)
+            with _quiet(), autocasting(spec, device), calls.in_place(), functions.in_place():
+                same = same_for_one_sample(model, module, one.args, one.kwargs)
+            if not same:
+                raise OneBatchSizeError(
+                    f"cannot trace the model: in {questions.places[0]}: it takes another path for a batch of one "
+                    "sample, and micro-batches may be that small; make the forward pass independent of the batch size"
+                )
+    calls.put_into(module)
+    functions.put_into(module)
+    return module, program, questions
+
+
+def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """What `nn.TransformerEncoder` would find out by looking at a mask's values: a shortcut that it can do without."""
+    return is_causal is True
+
+
+_move = nn.Module.to
+
+
+def _moved_if_elsewhere(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`module.to(...)` where it changes something; tracing knows no other parameters in the place of these."""
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    held = (*module.parameters(), *module.buffers())
+    same_dtype = dtype is None or all(t.dtype == dtype for t in held if t.is_floating_point() or t.is_complex())
+    same_device = device is None or all(tensor.device == device for tensor in held)
+    return module if same_dtype and same_device and memory_format is None else _move(module, *args, **kwargs)
+
+
+def _fixed_text(model: nn.Module, problem: Exception, questions: BatchQuestions) -> str:
+    """What fixes the batch extent: a Python number made of it, or a branch that only one extent takes."""
+    details = [line.strip(" -") for line in str(problem).splitlines() if line.strip().startswith("-")]
+    place = next(iter((*questions.numbers, *questions.places)), place_of_call(model))
+    return (
+        f"cannot trace the model: in {place}: the forward pass fixes the batch extent "
+        f"({details[0] if details else 'as a Python number'}); make it independent of the batch size"
+    )
+
+
+def _refuse_changes(name: str) -> NoReturn:
+    """Refuse a forward pass that computes with an attribute which it changes, or counts in one."""
+    path, _, own_name = name.rpartition(".")
+    raise NotTraceableError(
+        f"cannot trace the model: the forward pass of {f'module {path!r}' if path else 'the model'} changes its Python "
+        f"attribute {own_name!r}, which a graph would hold as a constant; keep it in a buffer "
+        f"(self.register_buffer({own_name!r}, torch.tensor(...))), or change it outside the forward pass",
+        modules=(path,),
+    )
+
+
+def graph_text(root: fx.GraphModule) -> str:
+    """A graph with its regions and constants as text: equal for graphs that compute the same."""
+    regions = [module.code for module in root.modules() if isinstance(module, fx.GraphModule)]
+    held = {id(tensor) for tensor in root.parameters()}
+    constants = [
+        f"{node.target} {value.tolist()}"
+        for node in root.graph.nodes
+        if node.op == "get_attr"
+        and isinstance(value := getattr(root, str(node.target), None), torch.Tensor)
+        and id(value) not in held
+        and not value.is_meta
+        and value.numel() <= LARGEST_COMPARED_CONSTANT
+    ]
+    return "\n".join((*regions, *constants))
+
+
+def autocasting(spec: SampleSpec, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The autocast region that the model is traced, measured and trained in; casts of weights are not cached.
+
+    A cache would tie the gradients of a weight's readers together within a forward pass, and so to the cut.
+    """
+    if spec.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(backend_of(device).type, torch_dtype(spec.autocast), cache_enabled=False)
+
+
+def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
+    """Every batch dimension dynamic, in the form that export takes: by the name of forward's parameter."""
+    batched = [leaf for leaf in spec.leaves if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None]
+    extent = Dim("batch") if len(batched) > 1 else Dim.DYNAMIC  # one name: the extents are one
+    shapes = [
+        {leaf.batch_dim: extent} if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None else None
+        for leaf in spec.leaves
+    ]
+    call = call_of(spec, shapes)
+    try:
+        return dict(inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments)
+    except TypeError as problem:
+        raise ArgumentError(f"the model cannot be called with the sample: {problem}") from problem
+
+
+@contextlib.contextmanager
+def _spelled_out(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Within, the signature of forward names each keyword that its `**kwargs` would take.
+
+    Export gives arguments under `**kwargs` no dynamic dimension: it looks for their shapes under two names.
+    """
+    forward, own = model.forward, model.__dict__.get("forward")
+    signature = inspect.signature(forward)
+    known = [parameter for parameter in signature.parameters.values() if parameter.kind is not _ANY_KEYWORD]
+    more = [name for name in kwargs if name not in signature.parameters]
+    if len(known) == len(signature.parameters) or not more:
+        yield
+        return
+
+    @functools.wraps(forward)
+    def spelled_out(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more]
+    spelled_out.__signature__ = signature.replace(parameters=[*known, *named])  # type: ignore[attr-defined]
+    model.forward = spelled_out
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
+
+
+@contextlib.contextmanager
+def mode_of(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in the wanted mode; modules that a training model holds in evaluation mode (frozen) stay so."""
+    flags = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep export from printing graphs and warnings: what matters of them ends up in our error."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
+def _refuse_limited_batches(program: ExportedProgram, questions: BatchQuestions) -> None:
+    """A forward pass that branches on the batch size is right for some micro-batch sizes only."""
+    for symbol, extents in program.range_constraints.items():
+        if symbol_is_type(symbol, SymT.UNBACKED_INT):  # an extent that depends on data
+            continue
+        lower, upper = extents.lower, extents.upper
+        if lower > TRACED_BATCH_SIZE_AT_LEAST or (upper.is_finite and upper < LARGEST_BATCH_SIZE):
+            place = next(reversed(questions.branches.values()), place_of_call(questions.model))
+            raise OneBatchSizeError(
+                f"cannot trace the model: in {place}: it takes another path unless a batch extent ({symbol}) is "
+                f"between {lower} and {upper}, and micro-batches may be smaller; make the forward pass independent of "
+                "the batch size"
+            )
+
+
+def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec) -> TracedGraph:
+    """Drop guards and dead nodes, read batch extents from inputs, and find the placeholders of tensor leaves."""
+    graph: fx.Graph = module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(spec.leaves):
+        raise NotTraceableError(
+            f"cannot trace the model: it takes {len(placeholders)} values where the sample has {len(spec.leaves)}; "
+            "pass the sample as a tuple of positional arguments or a dict of keyword arguments"
+        )
+    inputs = [node for node, leaf in zip(placeholders, spec.leaves, strict=True) if isinstance(leaf, TensorLeaf)]
+    _refuse_moving_instance_norms(graph)
+    _return_own_values(graph)
+    _read_extents_from_inputs(graph, inputs)
+    for node in reversed(graph.nodes):
+        if node.op in ("placeholder", "output") or node.users:
+            continue
+        if node.op != "call_function" or not may_write(node):
+            graph.erase_node(node)
+    return TracedGraph(module, tuple(inputs), program.call_spec.out_spec)
+
+
+def _refuse_moving_instance_norms(graph: fx.Graph) -> None:
+    """Instance normalization that tracks statistics would move them once per micro-batch and again when recomputed."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+            raise NotTraceableError(
+                f"cannot trace the model: in {place_of_node(node)}: instance normalization moves running statistics; "
+                "set track_running_stats=False (the default)"
+            )
+
+
+def _return_own_values(graph: fx.Graph) -> None:
+    """Let a parameter or buffer that the model returns be the value of an operation, as all other outputs are."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    for held in [node for node in output.all_input_nodes if node.op == "get_attr"]:
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.alias.default, (held,))
+        copy.meta["val"] = held.meta["val"]
+        output.replace_input_with(held, copy)
+
+
+def _read_extents_from_inputs(graph: fx.Graph, inputs: list[fx.Node]) -> None:
+    """Let `sym_size` ask the inputs, which every stage has, instead of values on the way."""
+    sources: dict[Any, tuple[fx.Node, int]] = {}
+    for node in inputs:
+        for dim, extent in enumerate(node.meta["val"].shape):
+            if isinstance(extent, torch.SymInt):
+                sources.setdefault(extent.node.expr, (node, dim))
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.sym_size.int and isinstance(node.meta["val"], torch.SymInt):
+            source = sources.get(node.meta["val"].node.expr)
+            if source is not None:
+                node.args = source
+
+
+def module_stack(node: fx.Node) -> tuple[str, ...]:
+    """Paths of the modules that the operation comes from, outermost first; of a shared module its first path."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(str(path) for path, _ in stack.values())

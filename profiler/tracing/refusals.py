@@ -1,0 +1,225 @@
+"""What a graph would lose without a word: refused while the model is traced.
+
+A traced graph holds operations on tensors. A hook on a gradient or on what is saved for one, a backward pass in the
+midst of the forward pass, and random numbers of Python or numpy are not among them: the graph would train on,
+differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NoReturn
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from profiler.errors import NotTraceableError
+from profiler.observe.random_states import python_and_numpy_states
+from profiler.observe.source_place import (
+    Place,
+    keep_together_advice,
+    place_now,
+    place_of_call,
+    place_of_node,
+    setting_advice,
+)
+from profiler.tracing.writes import moves_statistics, written_arguments
+
+_TRACING: ContextVar[bool] = ContextVar("a model is being traced, in this thread", default=False)
+
+
+@contextlib.contextmanager
+def refused(model: nn.Module) -> Iterator[None]:
+    """Refuse a model that, inside the block, uses what a graph would lose.
+
+    Modules that are rehearsed meanwhile, in another thread, may use it: they are called as they are.
+
+    Raises:
+        NotTraceableError: naming what it is and what to use in its place.
+    """
+    _refuse_hooks(model)
+    before = python_and_numpy_states()
+    token = _TRACING.set(True)
+    try:
+        with _lost_gradients_refused(model), _noted_draws(model) as draws:
+            yield
+    finally:
+        _TRACING.reset(token)
+    if before != python_and_numpy_states():
+        place = draws[0] if draws else place_of_call(model)
+        raise NotTraceableError(
+            f"cannot trace the model: in {place}: the forward pass draws from Python's or numpy's random generator, "
+            f"whose numbers a graph would freeze; {setting_advice(model, place) or 'draw with torch, or turn it off'}"
+        )
+
+
+@contextlib.contextmanager
+def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
+    """Within, what changes gradients and is no operation is refused where it happens.
+
+    Each is noticed at the one place in torch that all ways to it pass, so that it does not matter by what name a model
+    reaches it.
+    """
+
+    def refuse(what: str) -> NoReturn:
+        place = place_now(model)
+        raise NotTraceableError(
+            f"cannot trace the model: in {place}: the forward pass {what}, which a graph would lose; express it by "
+            f"operations, or {keep_together_advice(place.modules)}",
+            modules=place.modules,
+        )
+
+    make_handle = RemovableHandle.__init__
+
+    def made_handle(handle: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+        way = sys._getframe(1).f_code.co_name
+        if _TRACING.get() and not any(kind in way for kind in _HOOKS_OF_THE_FORWARD_PASS):
+            refuse("registers a hook on a gradient")
+        make_handle(handle, *args, **kwargs)
+
+    push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+
+    def pushed_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        if _TRACING.get() and not str(getattr(pack, "__module__", "")).startswith("torch."):
+            refuse("has hooks on tensors saved for the backward pass (saved_tensors_hooks)")
+        push_hooks(pack, unpack)
+
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def ran_backward(*args: Any, **kwargs: Any) -> Any:
+        if _TRACING.get():
+            refuse("runs a backward pass (torch.autograd.grad, backward)")
+        return run_backward(*args, **kwargs)
+
+    inference_mode = torch._C._InferenceMode
+
+    def region(enabled: bool) -> Any:
+        """A graph holds regions without gradient, and none of inference mode; what they compute is the same."""
+        return torch.no_grad() if _TRACING.get() and enabled else inference_mode(enabled)
+
+    with (
+        mock.patch.object(RemovableHandle, "__init__", made_handle),
+        mock.patch.object(torch._C._autograd, "_push_saved_tensors_default_hooks", pushed_hooks),
+        mock.patch.object(torch.autograd, "_engine_run_backward", ran_backward),
+        mock.patch.object(torch._C, "_InferenceMode", region),
+    ):
+        yield
+
+
+_HOOKS_OF_THE_FORWARD_PASS = ("forward", "state_dict", "_registration_hook")  # in the names of what registers them
+
+
+@contextlib.contextmanager
+def _noted_draws(model: nn.Module) -> Iterator[list[Place]]:
+    """Within, places are noted where the forward pass calls `random.random`, `numpy.random.rand` and the like."""
+    places: list[Place] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if _TRACING.get():
+                places.append(place_now(model))
+            return function(*args, **kwargs)
+
+        return draw
+
+    with contextlib.ExitStack() as patches:
+        for package in (random, np.random):
+            for name, function in list(vars(package).items()):
+                if isinstance(getattr(function, "__self__", None), random.Random | np.random.RandomState):
+                    patches.enter_context(mock.patch.object(package, name, noted(function)))
+        yield places
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+        raise NotTraceableError(
+            "cannot trace the model: there is a backward hook of all modules (register_module_full_backward_hook), "
+            "which a graph would lose; remove it before planning"
+        )
+    owners = [name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    owners += [
+        name
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if owners:
+        raise NotTraceableError(
+            f"cannot trace the model: {owners[0]!r} has a backward hook, which a graph would lose; remove it before "
+            "planning"
+        )
+
+
+def refuse_hidden_writes(graph: fx.Graph, root: fx.GraphModule) -> None:
+    """Refuse writes inside a region without gradient or under autocast to values from outside it.
+
+    Raises:
+        NotTraceableError: naming the operation.
+    """
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        for source in node.all_input_nodes:
+            region = getattr(root, str(source.target), None) if source.op == "get_attr" else None
+            written = _written_from_outside(region) if isinstance(region, fx.GraphModule) else None
+            if written is not None:
+                place = place_of_node(written)
+                raise NotTraceableError(
+                    f"cannot trace the model: in {place}: {written.target} inside a region without gradient or under "
+                    "autocast writes a value from outside, in every micro-batch and again when recomputed; update it "
+                    f"outside the model's forward pass, or {keep_together_advice(place.modules)}",
+                    modules=place.modules,
+                )
+
+
+def refuse_own_generators(root: fx.GraphModule) -> None:
+    """Refuse random numbers of a generator of the model's own: a recomputed pass would draw other ones.
+
+    Raises:
+        NotTraceableError: naming the module.
+    """
+    for module in root.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if _given_generator(node):
+                raise NotTraceableError(
+                    f"cannot trace the model: in {place_of_node(node)}: {node.target} draws random numbers from a "
+                    "torch.Generator of the model's own, which a recomputed pass would draw anew; draw from torch's "
+                    "own generator (leave generator out)"
+                )
+
+
+def _given_generator(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if "Generator" in str(argument.type):
+            return (node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)) is not None
+    return False
+
+
+def _written_from_outside(region: fx.GraphModule) -> fx.Node | None:
+    node: fx.Node
+    for node in region.graph.nodes:
+        if moves_statistics(node):
+            return node
+        for argument in written_arguments(node):
+            base = argument
+            while base.op == "call_function" and base.args and isinstance(base.args[0], fx.Node):
+                if not isinstance(base.target, torch._ops.OpOverload) or not _aliases(base.target):
+                    break
+                base = base.args[0]
+            if base.op == "placeholder":
+                return node
+    return None
+
+
+def _aliases(operation: torch._ops.OpOverload) -> bool:
+    """Whether the result shares memory with the first argument."""
+    return any(result.alias_info is not None for result in operation._schema.returns)

@@ -1,0 +1,147 @@
+"""`torch.fx.symbolic_trace` as a front end: it never looks inside modules of torch.nn, nor inside wrapped functions.
+
+So it gets past code that `torch.export` stumbles over there. What it would lose in silence is refused here: regions
+without gradient or under autocast, random numbers drawn once and for all, and constants that the forward pass writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx._symbolic_trace import PH
+
+from profiler.errors import NotTraceableError
+from profiler.machine.backend import BACKENDS
+from profiler.observe.python_state import attributes_of, changed_names, put_back
+from profiler.observe.random_states import python_and_numpy_states
+from profiler.observe.source_place import place_now, place_of
+from profiler.opaque.custom_function_tracing import functions_noticed
+from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.tracing.refusals import refused
+from profiler.tracing.sample import call_of
+
+CONSTANT = "_tensor_constant"  # how torch.fx names tensors that the forward pass makes from nothing
+_TRACEABLE = ("torch", "_operator", "operator", "builtins", "math")  # modules of functions that export understands
+
+
+class CalledFunction(nn.Module):
+    """A function of the user's as a module, so that it can be called as it is."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self.function(*args, **kwargs)
+
+
+class _Applied:
+    """A call of a custom function in the graph, which export, that comes next, notices as it does in the model."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, model: nn.Module, leaves: Sequence[str]) -> None:
+        super().__init__()
+        self._model = model
+        self._leaves = frozenset(leaves)
+        self._around = _region()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _region() != self._around:
+            raise NotTraceableError(
+                f"in {place_now(self._model)}: symbolic_trace would lose a region without gradient or under autocast"
+            )
+        return super().create_node(*args, **kwargs)
+
+    def call_of(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A node in the place of a call of a custom function, which would be followed without its backward pass."""
+        return self.create_proxy("call_function", _Applied(function), args, dict(kwargs), name=function.__name__)
+
+
+def _region() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in BACKENDS)
+
+
+def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
+    """The model as a graph of operations and leaf modules, with the names of its parameters.
+
+    Args:
+        model: in the mode in which it is to be traced.
+        spec: what it is called with.
+
+    Raises:
+        NotTraceableError: it cannot be traced so, or the graph would lose something.
+    """
+    tracer = _Tracer(model, spec.keep_together)
+    before, states = attributes_of(model), (python_and_numpy_states(), torch.get_rng_state())
+    changed: list[str] = []
+    try:
+        with torch.random.fork_rng(devices=[]), refused(model), functions_noticed(tracer.call_of):
+            graph = tracer.trace(model, concrete_args=_concrete_arguments(model, spec))
+            drawn = not torch.equal(states[1], torch.get_rng_state())
+        module = fx.GraphModule(model, graph)
+        changed = [n for n in changed_names(before, attributes_of(model)) if not n.startswith(CONSTANT)]
+    except NotTraceableError:
+        raise
+    except Exception as problem:
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise NotTraceableError(f"in {place_of(model, problem)}: {reason}") from problem
+    finally:
+        after = changed_names(before, attributes_of(model))
+        put_back(before, after)
+        for name in after:
+            if name.startswith(CONSTANT):
+                del model.__dict__[name]
+    if drawn or states[0] != python_and_numpy_states():
+        raise NotTraceableError("symbolic_trace would freeze random numbers that the forward pass draws")
+    if changed:
+        raise NotTraceableError(f"the forward pass changes the Python attribute {changed[0]!r}")
+    _wrap_functions(module)
+    return module
+
+
+def _concrete_arguments(model: nn.Module, spec: SampleSpec) -> dict[str, Any] | None:
+    """What is no tensor, by the name of forward's parameter."""
+    leaves = [PH if isinstance(leaf, TensorLeaf) else leaf.value for leaf in spec.leaves]
+    call = call_of(spec, leaves)
+    given = inspect.signature(model.forward).bind(*call.args, **call.kwargs)
+    given.apply_defaults()
+    concrete = {name: value for name, value in given.arguments.items() if value is not PH}
+    return concrete or None
+
+
+def _wrap_functions(module: fx.GraphModule) -> None:
+    """Make a submodule of every call of a function that is not torch's or Python's own."""
+    for node in list(module.graph.nodes):
+        target = node.target
+        if node.op != "call_function" or not callable(target) or isinstance(target, str):
+            continue
+        home = getattr(target, "__module__", None) or ""
+        if home.split(".")[0] in _TRACEABLE or isinstance(target, _Applied):
+            continue
+        module.add_submodule(node.name, CalledFunction(target))
+        with module.graph.inserting_before(node):
+            call = module.graph.call_module(node.name, node.args, node.kwargs)
+        node.replace_all_uses_with(call)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def leaf_modules(module: fx.GraphModule) -> tuple[str, ...]:
+    """Paths of the modules that the graph calls."""
+    return tuple(dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "call_module"))

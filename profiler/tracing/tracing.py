@@ -1,0 +1,360 @@
+"""`trace`: model and sample to a `LayerSequence`.
+
+graph_of (front ends, facts of the nodes) -> take_out_counters -> prelude_nodes -> layer_starts -> build_layer for each
+run of nodes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import gc
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from profiler.errors import ArgumentError, NotTraceableError
+from profiler.observe.ambient import as_in_training
+from profiler.sample_spec import SampleSpec
+from profiler.tracing.batch_norm import take_out_counters
+from profiler.tracing.build_layer import (
+    Compiler,
+    attribute,
+    build_function,
+    build_layer,
+    describe,
+    digest,
+    node_text,
+    operation_name,
+    source_line,
+    symbolic_shape,
+)
+from profiler.tracing.cuts import Body, layer_starts
+from profiler.tracing.evaluation_cuts import stage_starts
+from profiler.tracing.export import TracedGraph
+from profiler.tracing.front_ends import Served, graph_of
+from profiler.tracing.prelude import prelude_nodes
+from profiler.tracing.sample import BatchDims, describe_sample
+from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelude
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Within, no garbage is collected: a trace makes millions of objects that live as long as it does.
+
+    To go through them again and again would take a time that grows faster than the model.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_without_collection()
+@as_in_training()
+def trace(
+    model: nn.Module,
+    sample: Any,
+    *,
+    batch_dims: BatchDims | None = None,
+    autocast: torch.dtype | None = None,
+    keep_together: Sequence[str] = (),
+) -> LayerSequence:
+    """Turn a model into a sequence of layers.
+
+        sequence = trace(model, torch.zeros(8, 128, dtype=torch.int64))
+        sequence.to_frame()
+
+    The model is traced as it trains: dropout on, batch normalization moving its statistics. It is not changed, and
+    parameters are shared with it, not copied.
+
+    Args:
+        model: any module.
+        sample: what it is called with: a tensor, a tuple of positional or a dict of keyword arguments; a
+            `SampleSpec` serves as well, with its own settings. Values in the tensors do not matter.
+        batch_dims: where the batch dimension is not the first: argument position or keyword -> dimension, or None for
+            tensors that every micro-batch gets whole.
+        autocast: dtype of an autocast region around the whole model, such as `torch.bfloat16`.
+        keep_together: paths of modules whose operations shall stay in one layer. One of them that cannot be traced is
+            called as it is, as one operation: its forward pass may branch on data, have a backward pass of its own or
+            hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers of
+            torch's and buffers that it writes are kept, and what no layer may do is an error when it happens.
+
+    Raises:
+        NotTraceableError: the forward pass depends on data, or does what no layer may do.
+        ArgumentError: the model or the sample is not one.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
+    spec = sample if isinstance(sample, SampleSpec) else _spec(sample, batch_dims, autocast, keep_together)
+    _check_paths(model, spec.keep_together)
+    served = graph_of(model, spec)
+    counters = take_out_counters(served.graph.module.graph)
+    body = _body(served)
+    return _assemble(model, served, body, layer_starts(body, spec.keep_together), counters)
+
+
+def _spec(
+    sample: Any, batch_dims: BatchDims | None, autocast: torch.dtype | None, keep_together: Sequence[str]
+) -> SampleSpec:
+    if isinstance(keep_together, str):
+        raise ArgumentError(f"keep_together is the string {keep_together!r}; pass a list of module paths")
+    settings = {
+        "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
+        "keep_together": tuple(keep_together),
+    }
+    return describe_sample(sample, batch_dims).model_copy(update=settings)
+
+
+def _check_paths(model: nn.Module, paths: Sequence[str]) -> None:
+    """Every path must name a submodule.
+
+    Raises:
+        ArgumentError: one does not; the message has the nearest names.
+    """
+    known = [name for name, _ in model.named_modules() if name]
+    for path in paths:
+        if path not in known:
+            near = difflib.get_close_matches(path, known) or known[:3]
+            raise ArgumentError(f"keep_together names {path!r}, which is no module of the model; nearest: {near}")
+
+
+@_without_collection()
+@as_in_training()
+def trace_evaluation(
+    model: nn.Module, sequence: LayerSequence, sample: SampleSpec, stages: Sequence[range]
+) -> LayerSequence:
+    """The model as `model.eval()` leaves it, one layer for each stage: no dropout, running statistics.
+
+    Args:
+        model: the model that `sequence` was traced from.
+        sequence: its layers as they train.
+        sample: what the model is called with.
+        stages: layers of each of K stages.
+
+    Returns:
+        K layers, of which layer k reads those of the model's parameters and buffers that stage k has for its training.
+
+    Raises:
+        NotTraceableError: there are no such layers.
+    """
+    served = graph_of(model, _as_traced(sample, sequence), training=False)
+    everywhere = sequence.prelude_of(sorted(sequence.prelude_names)).buffers
+    held = [sequence.names_read(stage) for stage in stages]
+    named = _names(model).difference(everywhere)
+    body = _body(served, not_everywhere=named)
+    starts = stage_starts(body, held, named)
+    if starts is None:
+        read = chain(*_sources((), served.graph.module))
+        unknown = sorted(named.intersection(read).difference(*held))
+        reads = (
+            f"reads {unknown[0]}, which training does not read" if unknown else "reads its parameters in other places"
+        )
+        raise NotTraceableError(
+            f"in evaluation mode the model {reads}, so its {len(stages)} stages cannot carry it out; load the state "
+            "into the plain model to evaluate it"
+        )
+    return _assemble(model, served, body, starts, set())
+
+
+def _names(model: nn.Module) -> set[str]:
+    """All names of parameters and buffers."""
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name for name, _ in named}
+
+
+def _as_traced(sample: SampleSpec, sequence: LayerSequence) -> SampleSpec:
+    """What the model is called with, to be traced by the same means as before."""
+    means = {"front_end": sequence.sample.front_end, "called_as_is": sequence.sample.called_as_is}
+    return sample.model_copy(update=means)
+
+
+@_without_collection()
+@as_in_training()
+def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec) -> LayerSequence:
+    """The same layers for inputs of other shapes, such as another sequence length.
+
+    Args:
+        model: the model that `sequence` was traced from.
+        sequence: its layers; the result has the same, operation for operation.
+        sample: what the model is called with.
+
+    Raises:
+        NotTraceableError: the model does other operations then.
+    """
+    served = graph_of(model, _as_traced(sample, sequence))
+    counters = take_out_counters(served.graph.module.graph)
+    nodes = _operations(served.graph)
+    planned, again = sequence.operations, tuple(operation_name(node) for node in nodes)
+    if planned != again:
+        same = next((i for i, (a, b) in enumerate(zip(planned, again, strict=False)) if a != b), len(planned))
+        place = source_line(nodes[min(same, len(nodes) - 1)])
+        raise NotTraceableError(
+            f"the model computes something else for inputs of these shapes: {len(again)} operations, {len(planned)} as "
+            f"planned, from {place or 'the end'} on; pad the batch to the planned shape, or plan for this one"
+        )
+    prelude = {nodes[position] for position in sequence.prelude_positions}
+    body = Body.of(served.graph.module.graph, prelude, served.facts)
+    starts = list(accumulate((len(layer.operations) for layer in sequence.layers[:-1]), initial=0))
+    return _assemble(model, served, body, starts, counters)
+
+
+def _operations(traced: TracedGraph) -> list[fx.Node]:
+    return [node for node in traced.module.graph.nodes if node.op == "call_function"]
+
+
+def _body(served: Served, not_everywhere: Collection[str] = ()) -> Body:
+    graph = served.graph.module.graph
+    body = Body.of(graph, prelude_nodes(graph, served.facts, not_everywhere), served.facts)
+    if not body.nodes:
+        raise NotTraceableError("cannot trace the model: its forward pass computes nothing from its parameters")
+    return body
+
+
+def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int], counters: set[str]) -> LayerSequence:
+    traced = served.graph
+    bounds = list(pairwise((*starts, len(body.nodes))))
+    layers = []
+    compiler = Compiler()
+    last_write = {storage: i for i, node in enumerate(body.nodes) for storage in body.facts[node].writes}
+    for index, (first, stop) in enumerate(bounds):
+        own = body.nodes[first:stop]
+        inside = set(own)
+        leaving = [node for node in body.alive[stop] if node in inside]
+        if stop == len(body.nodes):
+            leaving = [node for node in own if body.last_use[node] == stop]
+        later = frozenset(storage for storage, position in last_write.items() if position >= stop)
+        layers.append(build_layer(index, own, leaving, body.facts, traced.module, counters, compiler, later))
+    names = {node.name: node for node in traced.module.graph.nodes}
+    parameters, buffers = _sources(layers, traced.module)
+    output = next(node for node in traced.module.graph.nodes if node.op == "output")
+    return LayerSequence(
+        layers=tuple(layers),
+        boundaries=_boundaries(bounds, body, output),
+        free_values=_free_values(bounds, body, traced.module.graph),
+        inputs=tuple(node.name for node in traced.inputs),
+        prelude_of=lambda wanted: _prelude([names[name] for name in wanted], traced.module),
+        prelude_names=frozenset(
+            node.name for node in traced.module.graph.nodes if node.op == "call_function" and node not in body.last_use
+        ),
+        operations=tuple(operation_name(node) for node in _operations(traced)),
+        prelude_positions=frozenset(i for i, n in enumerate(_operations(traced)) if n not in body.last_use),
+        outputs=tuple(leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in output.args[0]),
+        output_shapes={node.name: _shape(node.meta["val"]) for node in output.all_input_nodes},
+        output_tree=traced.out_spec,
+        parameters=parameters,
+        buffers=buffers,
+        aliases=_aliases(model, (*parameters, *buffers)),
+        tied=_tied(layers),
+        sample=served.spec,
+        refusals=served.refusals,
+        fingerprint=_fingerprint(traced.module, bounds, served.spec),
+    )
+
+
+def _boundaries(
+    bounds: Sequence[tuple[int, int]], body: Body, output: fx.Node
+) -> tuple[tuple[BoundaryValue, ...], ...]:
+    owner = {node: index for index, (first, stop) in enumerate(bounds) for node in body.nodes[first:stop]}
+    owner[output] = len(bounds)
+    known = {
+        node: _value(node, body, owner[node], {owner[user] for user in node.users})
+        for _, stop in bounds[:-1]
+        for node in body.alive[stop]
+    }
+    return ((), *(tuple(known[node] for node in body.alive[stop]) for _, stop in bounds[:-1]), ())
+
+
+def _value(node: fx.Node, body: Body, producer: int, consumers: set[int]) -> BoundaryValue:
+    return BoundaryValue(
+        name=node.name,
+        dtype=node.meta["val"].dtype,
+        shape=symbolic_shape(node.meta["val"]),
+        dim_order=body.facts[node].dim_order or tuple(range(node.meta["val"].dim())),
+        requires_grad=body.facts[node].requires_grad,
+        producer=producer,
+        consumers=tuple(sorted(consumers)),
+    )
+
+
+def _shape(value: object) -> tuple[Any, ...] | None:
+    return symbolic_shape(value) if isinstance(value, Tensor) else None
+
+
+def _free_values(bounds: Sequence[tuple[int, int]], body: Body, graph: fx.Graph) -> tuple[BoundaryValue, ...]:
+    """Inputs and values of the prelude that layers read."""
+    owner = {node: index for index, (first, stop) in enumerate(bounds) for node in body.nodes[first:stop]}
+    values = []
+    for node in graph.nodes:
+        readers = {owner[user] for user in node.users if user in owner}
+        free = node.op == "placeholder" or (node.op == "call_function" and node not in owner)
+        if free and readers and isinstance(node.meta.get("val"), Tensor):
+            values.append(_value(node, body, -1, readers))
+    return tuple(values)
+
+
+def _prelude(wanted: Sequence[fx.Node], root: fx.GraphModule) -> Prelude:
+    sources, function = build_function(wanted, lambda node: node.op in ("placeholder", "get_attr"), root)
+    inputs = {node.name for node in root.graph.nodes if node.op == "placeholder"}
+    return Prelude(
+        names=tuple(node.name for node in wanted),
+        buffers=tuple(name for name in sources if name not in inputs),
+        inputs=tuple(name for name in sources if name in inputs),
+        function=function,
+    )
+
+
+def _sources(layers: Sequence[Layer], root: fx.GraphModule) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Parameters and buffers that the graph reads, by original name."""
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    for node in root.graph.nodes:
+        if node.op == "get_attr":
+            held = attribute(root, str(node.target))
+            if isinstance(held, nn.Parameter):
+                parameters[str(node.target)] = held
+            elif isinstance(held, Tensor):
+                buffers[str(node.target)] = held
+    for layer in layers:
+        for entry in layer.statistics:
+            if entry.num_batches_tracked is not None:
+                buffers[entry.num_batches_tracked] = attribute(root, entry.num_batches_tracked)
+    return parameters, buffers
+
+
+def _aliases(model: nn.Module, used: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """For each name that the graph uses, all names of the same tensor in the model."""
+    by_identity: dict[int, list[str]] = defaultdict(list)
+    identity: dict[str, int] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        by_identity[id(tensor)].append(name)
+        identity[name] = id(tensor)
+    return {name: tuple(by_identity[identity[name]]) for name in used if name in identity}
+
+
+def _tied(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    users: dict[str, list[int]] = defaultdict(list)
+    for layer in layers:
+        for name in layer.parameters:
+            users[name].append(layer.index)
+    return {name: tuple(indices) for name, indices in users.items() if len(indices) > 1}
+
+
+def _fingerprint(root: fx.GraphModule, bounds: Sequence[tuple[int, int]], spec: SampleSpec) -> str:
+    lines = [str(bounds), str(spec.autocast), str(spec.only_micro_batch_size)]
+    for node in root.graph.nodes:
+        if node.op == "get_attr":
+            lines.append(f"{node.target} {describe(attribute(root, str(node.target)))}")
+        elif node.op != "placeholder" or node.users:
+            lines.append(node.name + " " + node_text(node, lambda argument: argument.name))
+    return digest(lines)

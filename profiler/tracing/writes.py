@@ -1,0 +1,41 @@
+"""Which operations write, as far as their schemas tell, and the one that does not tell."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from profiler.opaque.call import OpaqueCall
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether running the node can change a tensor that existed before, as far as its schema tells."""
+    if isinstance(node.target, OpaqueCall):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable or moves_statistics(node)
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def moves_statistics(node: fx.Node) -> bool:
+    """Whether the node is a batch normalization that moves running statistics (its schema does not say so)."""
+    if node.target is not torch.ops.aten.batch_norm.default:
+        return False
+    running_mean, training = node.args[3], node.args[5]
+    return bool(training) and running_mean is not None
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that the node writes in place, by its schema."""
+    if isinstance(node.target, OpaqueCall):
+        return [item for i in node.target.written_positions() if isinstance(item := node.args[i], fx.Node)]
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written.extend(item for item in pytree.tree_leaves(value) if isinstance(item, fx.Node))
+    return written

@@ -221,6 +221,19 @@ OPERATIONS: dict[str, Step] = {
     "chunk": lambda r, held, e: r[0].chunk(2, -1),
     "unbind": lambda r, held, e: r[0].unbind(1),
     "detach": lambda r, held, e: [r[0].detach()],
+    "narrow": lambda r, held, e: [r[0].narrow(1, 0, max(1, r[0].shape[1] - 1))],
+    "split": lambda r, held, e: r[0].split([1, r[0].shape[1] - 1], 1),
+    "squeeze": lambda r, held, e: [r[0].squeeze(1)],
+    "permute": lambda r, held, e: [r[0].permute(0, 3, 1, 2)],
+    "diagonal": lambda r, held, e: [r[0].diagonal(dim1=1, dim2=2)],
+    "flatten": lambda r, held, e: [r[0].flatten(1)],
+    # copies, or views where nothing is to copy
+    "contiguous": lambda r, held, e: [r[0].contiguous()],
+    "turned": lambda r, held, e: [r[0].transpose(1, 2).contiguous()],
+    "tail": lambda r, held, e: [r[0][:, 1:].contiguous()],
+    "joined": lambda r, held, e: [r[0].transpose(1, 2).reshape(r[0].shape[0], -1)],
+    "clone": lambda r, held, e: [r[0].clone()],
+    "flip": lambda r, held, e: [r[0].flip(1)],
     # several values, and parameters, in one addition
     "add": lambda r, held, e: [r[0] + r[1]],
     "mul": lambda r, held, e: [r[0] * r[1]],
@@ -240,6 +253,10 @@ OPERATIONS: dict[str, Step] = {
     "scan_": lambda r, held, e: _write(r[0][..., 1], r[0][..., 0] * 0.5),
     "row_": lambda r, held, e: _write(r[0][:, 1], r[0][:, 0]),
     "fill_": lambda r, held, e: [r[0][..., 0].fill_(0.5)][:0],
+    "copy_": lambda r, held, e: [r[0].copy_(r[1])][:0],
+    "masked_": lambda r, held, e: [r[0].masked_fill_(r[0] > 0.5, 0.25)][:0],
+    "first_": lambda r, held, e: [r[0].select(1, 0).sub_(r[0].select(1, -1))][:0],
+    "tanh_": lambda r, held, e: [r[0].tanh_()],
     # buffers, whole numbers, yes and no
     "buffer": lambda r, held, e: [r[0] + held(0, *_rest(r[0]))],
     "written": _written_buffer,
@@ -249,12 +266,13 @@ OPERATIONS: dict[str, Step] = {
     "embed": lambda r, held, e: [functional.embedding(r[0], held(0, IDS, 3))],
     "number": lambda r, held, e: [r[0].double()],
 }
-READS = {name: 2 if name in {"add", "mul", "cat", "stack", "add_", "where"} else 1 for name in OPERATIONS}
+_OF_TWO = {"add", "mul", "cat", "stack", "add_", "copy_", "where"}
+READS = {name: 2 if name in _OF_TWO else 1 for name in OPERATIONS}
 PARAMETERS = {
     **dict.fromkeys(("linear", "position", "token", "gain", "add_gain_", "embed"), 1),
     **{"biased": 2, "norm": 2, "pair": 2, "hyper": 3},
 }
-WRITES = ("add_", "mul_", "relu_", "add_gain_", "scan_", "row_", "fill_")
+WRITES = tuple(name for name in OPERATIONS if name.endswith("_"))
 _WEIGHTS = {
     **dict.fromkeys(OPERATIONS, 1.0),
     **dict.fromkeys(("linear", "biased", "position", "pair", "add", "view", "unbind", "chunk"), 2.5),

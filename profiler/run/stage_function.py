@@ -240,8 +240,13 @@ def hook_gradient(value: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
 
 
 def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
-    """A hook that brings the value's gradient into the value's memory layout."""
+    """A hook that brings the value's gradient into the value's memory layout; into a dense one where elements overlap.
+
+    `reshape` may view a tensor of one sample that it copies of several, one that was expanded or unfolded, too.
+    """
     shape, strides = value.shape, value.stride()
+    if _overlaps(shape, strides):
+        strides = torch.empty_like(value, device="meta").stride()
 
     def bring(gradient: Tensor) -> Tensor | None:
         if gradient.stride() == strides:
@@ -249,6 +254,17 @@ def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
         return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
     return bring
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may share their memory."""
+    reach = 0  # of all dimensions of smaller strides
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _written(layers: Sequence[Layer]) -> frozenset[str]:

@@ -40,6 +40,22 @@ def test_random_models_train_as_they_would_alone(seed: int) -> None:
             cuts=(1, 2),
             recompute=((), (), ()),
         ),
+        # Rows of overlapping windows of one sample are a view: their gradient was brought into its layout, in which
+        # two elements share their memory, so that one of the two was lost. Expanded ones ended the step.
+        Case(
+            "linear 0 p0; view 2 3,4; windows 3; rows 4 p1 | returns 5 | loss 5",
+            batch_size=3,
+            micro_batches=3,
+            cuts=(1,),
+            recompute=((), ()),
+        ),
+        Case(
+            "linear 0 p0; expand 2 2; rows 3 p1 | returns 4 | loss 4",
+            batch_size=3,
+            micro_batches=3,
+            cuts=(1,),
+            recompute=((), ()),
+        ),
         # Hyper-connections and a position: gradients shared memory with the next stage's.
         Case(
             "hyper 0 p0 p1 p2; hyper 2 p3 p4 p5; position 3 p6; sum 4 | returns 5 | loss 5",

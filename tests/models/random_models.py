@@ -191,6 +191,14 @@ def _written_buffer(read: list[Tensor], held: Held, extents: Shape) -> list[Tens
     return [value * 0.5 + buffer]
 
 
+def _rows(read: list[Tensor], held: Held, extents: Shape) -> list[Tensor]:
+    """All rows of all samples together, read twice: of one sample `reshape` may view what it copies of several."""
+    (value,) = read
+    width = value.shape[-1]
+    rows = value.reshape(-1, width)
+    return [(functional.linear(rows, held(0, width, width)) + torch.tanh(rows)).view(-1, *_rest(value))]
+
+
 def _norm(read: list[Tensor], held: Held, extents: Shape) -> list[Tensor]:
     width = read[0].shape[-1]
     return [functional.layer_norm(read[0], (width,), held(0, width) + 1.0, held(1, width))]
@@ -210,6 +218,7 @@ OPERATIONS: dict[str, Step] = {
     "sum": lambda r, held, e: [r[0].sum(-1, keepdim=True)],
     "cumsum": lambda r, held, e: [r[0].cumsum(-1)],
     "hyper": _hyper,
+    "rows": _rows,
     # views
     "view": lambda r, held, e: [r[0].view(-1, *e)],
     "reshape": lambda r, held, e: [r[0].reshape(-1, *e)],
@@ -226,6 +235,7 @@ OPERATIONS: dict[str, Step] = {
     "squeeze": lambda r, held, e: [r[0].squeeze(1)],
     "permute": lambda r, held, e: [r[0].permute(0, 3, 1, 2)],
     "diagonal": lambda r, held, e: [r[0].diagonal(dim1=1, dim2=2)],
+    "windows": lambda r, held, e: [r[0].unfold(1, 2, 1)],
     "flatten": lambda r, held, e: [r[0].flatten(1)],
     # copies, or views where nothing is to copy
     "contiguous": lambda r, held, e: [r[0].contiguous()],
@@ -269,7 +279,7 @@ OPERATIONS: dict[str, Step] = {
 _OF_TWO = {"add", "mul", "cat", "stack", "add_", "copy_", "where"}
 READS = {name: 2 if name in _OF_TWO else 1 for name in OPERATIONS}
 PARAMETERS = {
-    **dict.fromkeys(("linear", "position", "token", "gain", "add_gain_", "embed"), 1),
+    **dict.fromkeys(("linear", "position", "token", "gain", "add_gain_", "embed", "rows"), 1),
     **{"biased": 2, "norm": 2, "pair": 2, "hyper": 3},
 }
 WRITES = tuple(name for name in OPERATIONS if name.endswith("_"))
@@ -333,6 +343,8 @@ class _Draft:
             return False
         if any(value.dim() < 2 or len(value) != DRAFTED for value in values):
             return False  # mixes the samples, or could with the next operation
+        if any(value.dtype == torch.float32 for value in values):
+            return False  # of whole numbers; its rounding hides what a comparison is for
         self._values = values
         self._operations.append(operation)
         return True

@@ -7,7 +7,7 @@ which values carry a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,10 +39,11 @@ class NodeFacts:
         is_tensor: whether its value is one tensor.
         dim_order: its dimensions from the outermost to the innermost in memory; None if its elements do not fill their
             memory without gaps and overlaps (a slice, an expanded tensor).
-        requires_grad: whether a gradient flows back through its value.
+        requires_grad: whether a gradient flows back through its value, at the end.
         draws_random: whether it draws random numbers.
         writes: storages that it writes in place.
         apart: operations that it reads and must not share memory with, though torch may let it.
+        trained_by: the operation whose write in place brought the gradient; None if the value had it from the start.
     """
 
     flops: int
@@ -55,6 +56,7 @@ class NodeFacts:
     draws_random: bool
     writes: frozenset[int]
     apart: tuple[fx.Node, ...] = ()
+    trained_by: fx.Node | None = None
 
 
 def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
@@ -75,6 +77,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     inputs = dict(zip(traced.inputs, tensor_leaves(sample, spec), strict=True))
     values: dict[fx.Node, Any] = {}
     facts: dict[fx.Node, NodeFacts] = {}
+    trained_by: dict[fx.Node, fx.Node] = {}
     counter = FlopCounter()
     with autocasting(spec, device), mode, counter, torch.enable_grad():
         for node in traced.module.graph.nodes:
@@ -90,15 +93,33 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
                 counter.draws_random = True  # whether it does may depend on data
             _refuse_wrapped(node, values[node])
             facts[node] = _facts(node, values, counter)
+            trained_by.update(dict.fromkeys(_newly_trained(facts, values, facts[node].writes, trained_by), node))
     _refuse_shared_writes(traced.module.graph, values, facts)
     apart = _apart(facts)
     # A value that is written in place later can come to carry a gradient then, so ask at the end.
     return {
         node: replace(
-            fact, requires_grad=any(t.requires_grad for t in _tensors(values[node])), apart=apart.get(node, ())
+            fact,
+            requires_grad=any(t.requires_grad for t in _tensors(values[node])),
+            apart=apart.get(node, ()),
+            trained_by=trained_by.get(node),
         )
         for node, fact in facts.items()
     }
+
+
+def _newly_trained(
+    facts: Mapping[fx.Node, NodeFacts],
+    values: Mapping[fx.Node, Any],
+    written: frozenset[int],
+    known: Collection[fx.Node],
+) -> list[fx.Node]:
+    """Nodes whose values have come to carry a gradient, now that these storages were written."""
+    return [
+        node
+        for node, fact in facts.items()
+        if fact.storage in written and not fact.requires_grad and node not in known and values[node].requires_grad
+    ]
 
 
 def _apart(facts: Mapping[fx.Node, NodeFacts]) -> dict[fx.Node, tuple[fx.Node, ...]]:

@@ -11,6 +11,7 @@ import difflib
 import gc
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -264,12 +265,18 @@ def _boundaries(
 ) -> tuple[tuple[BoundaryValue, ...], ...]:
     owner = {node: index for index, (first, stop) in enumerate(bounds) for node in body.nodes[first:stop]}
     owner[output] = len(bounds)
+    position = {node: place for place, node in enumerate(body.nodes)}
     known = {
         node: _value(node, body, owner[node], {owner[user] for user in node.users})
         for _, stop in bounds[:-1]
         for node in body.alive[stop]
     }
-    return ((), *(tuple(known[node] for node in body.alive[stop]) for _, stop in bounds[:-1]), ())
+
+    def at(stop: int, node: fx.Node) -> BoundaryValue:
+        by = body.facts[node].trained_by
+        return known[node] if by is None or position[by] < stop else replace(known[node], requires_grad=False)
+
+    return ((), *(tuple(at(stop, node) for node in body.alive[stop]) for _, stop in bounds[:-1]), ())
 
 
 def _value(node: fx.Node, body: Body, producer: int, consumers: set[int]) -> BoundaryValue:

@@ -56,6 +56,15 @@ def test_random_models_train_as_they_would_alone(seed: int) -> None:
             cuts=(1,),
             recompute=((), ()),
         ),
+        # A value that carries a gradient only since a later stage writes it came there as if it carried one before:
+        # what was made of it until then was kept for a backward pass, and written in place, which torch refused.
+        Case(
+            "add 0 0; mul 2 2; add_gain_ 2 p0; relu_ 3; tanh_ 4; add 4 2 | returns 6 | loss 6",
+            batch_size=3,
+            micro_batches=3,
+            cuts=(1,),
+            recompute=((), ()),
+        ),
         # Hyper-connections and a position: gradients shared memory with the next stage's.
         Case(
             "hyper 0 p0 p1 p2; hyper 2 p3 p4 p5; position 3 p6; sum 4 | returns 5 | loss 5",

@@ -341,7 +341,7 @@ class _Draft:
                 self._model.apply_to(values, operation, make=True)
         except (RuntimeError, ValueError, IndexError, TypeError):
             return False
-        if any(value.dim() < 2 or len(value) != DRAFTED for value in values):
+        if any(value.dim() < 2 or len(value) != DRAFTED or DRAFTED in value.shape[1:] for value in values):
             return False  # mixes the samples, or could with the next operation
         if any(value.dtype == torch.float32 for value in values):
             return False  # of whole numbers; its rounding hides what a comparison is for
@@ -399,7 +399,9 @@ def _trains(recipe: Recipe) -> bool:
         model = RecipeModel(recipe)
         x, ids = sample(size)
         try:
-            loss = loss_of(recipe)(model(x, ids), torch.zeros(size, dtype=torch.float64))
+            outputs = model(x, ids)
+            _ = [output.clone() for output in outputs]  # one of several views whose base is written nobody may use
+            loss = loss_of(recipe)(outputs, torch.zeros(size, dtype=torch.float64))
             loss.backward()
         except (RuntimeError, ValueError, IndexError):  # the last two: what there is depends on the batch size
             return False

@@ -10,7 +10,7 @@ import torch
 
 from planner import Plan
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 FRONT_PAGE = ROOT / "README.md"
 CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.md"))

@@ -70,7 +70,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual connection."""
+    """Attention and MLP, each after a LayerNorm and with a residual connection around it."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ def test_more_unlike_kinds_than_can_be_told_apart(profile_of, device):
 
 
 def test_two_fast_and_two_slow_devices_beat_every_plan_that_treats_them_alike(profile_of, device):
-    """The example: times 1 and 2.5, memory 24 and 12 GB; the figure is in the README."""
+    """The example: times 1 and 2.5, memory 24 and 12 GB; the figure is in tests/benchmarks/README.md."""
     gigabyte = 10**9
     row = (0.01, 0.01, 0.02, 5 * 10**6, 10**6, 10**6, 10**6)
     profile = profile_of(

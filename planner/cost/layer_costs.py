@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from planner.cost.next_kernels import with_next_kernels
 from planner.cost.recurrent_workspace import with_room
 from planner.cost.stage_bytes import StageBytes, pair_sums
+from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, OptimizerCost, Profile
 
@@ -134,7 +135,7 @@ class CostModel:
         kept, most = (
             float(matrices[low, first, stop])
             if not share
-            else float(np.ceil((1 - share) * matrices[low, first, stop] + share * matrices[high, first, stop] - 1e-6))
+            else float(whole_bytes(on_line(matrices[low, first, stop], matrices[high, first, stop], share)))
             for matrices in (stack.kept, stack.most)
         )
         return kept, most
@@ -237,15 +238,8 @@ def _measured_arrays(rows: dict[tuple[str, int], list[LayerCost]]) -> dict[str, 
 
 def _between(below: LayerArrays, above: LayerArrays, share: float) -> LayerArrays:
     """The line through two measurements; `share` is 0 at `below` and 1 at `above`."""
-
-    def line(name: str) -> Floats:
-        result: Floats = (1 - share) * getattr(below, name) + share * getattr(above, name)
-        return result
-
-    return LayerArrays(
-        **{name: line(name) for name in _TIMES},
-        **{name: np.ceil(line(name) - 1e-6) for name in _SIZES + _IN_STAGE},
-    )
+    line = {name: on_line(getattr(below, name), getattr(above, name), share) for name in _TIMES + _SIZES + _IN_STAGE}
+    return LayerArrays(**{name: values if name in _TIMES else whole_bytes(values) for name, values in line.items()})
 
 
 def prefix_sums(values: Floats) -> Floats:

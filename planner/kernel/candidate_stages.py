@@ -20,6 +20,7 @@ from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
 from planner.kernel.two_sizes import Four, Machine, both_phases, front_with
 from planner.plan.schedules import Objective
+from profiler import between_sizes
 
 FLOW_SHOPS, ROUNDS, WORK = (int(objective) for objective in Objective)
 IMPOSSIBLE, KEEPS, RECOMPUTES = 0, 1, 2
@@ -131,6 +132,8 @@ class Tables(NamedTuple):
     pinned: Indices
     capacity: Indices
 
+
+on_line, whole_bytes = compiled(between_sizes.on_line), compiled(between_sizes.whole_bytes)
 
 THROUGH, FORWARD, BACKWARD, OPTIMIZER, REST, ROOM = range(6)
 """Columns of `Arcs.terms`."""
@@ -488,16 +491,14 @@ def whole_stage(
     Returns:
         What one large and one small micro-batch keeps, the most beside that, and the most in all.
     """
-    kept_large = stage_kept[at[0, 0], first, stop]
-    most_large = stage_most[at[0, 0], first, stop]
+    kept_large, kept_small = stage_kept[at[0, 0], first, stop], stage_kept[at[1, 0], first, stop]
+    most_large, most_small = stage_most[at[0, 0], first, stop], stage_most[at[1, 0], first, stop]
     if share[0] > 0:
-        kept_large = np.ceil((1 - share[0]) * kept_large + share[0] * stage_kept[at[0, 1], first, stop] - 1e-6)
-        most_large = np.ceil((1 - share[0]) * most_large + share[0] * stage_most[at[0, 1], first, stop] - 1e-6)
-    kept_small = stage_kept[at[1, 0], first, stop]
-    most_small = stage_most[at[1, 0], first, stop]
+        kept_large = whole_bytes(on_line(kept_large, stage_kept[at[0, 1], first, stop], share[0]))
+        most_large = whole_bytes(on_line(most_large, stage_most[at[0, 1], first, stop], share[0]))
     if share[1] > 0:
-        kept_small = np.ceil((1 - share[1]) * kept_small + share[1] * stage_kept[at[1, 1], first, stop] - 1e-6)
-        most_small = np.ceil((1 - share[1]) * most_small + share[1] * stage_most[at[1, 1], first, stop] - 1e-6)
+        kept_small = whole_bytes(on_line(kept_small, stage_kept[at[1, 1], first, stop], share[1]))
+        most_small = whole_bytes(on_line(most_small, stage_most[at[1, 1], first, stop], share[1]))
     beside = max(most_large - kept_large, most_small - kept_small)
     return kept_large, kept_small, beside, max(most_large, most_small)
 

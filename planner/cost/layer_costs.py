@@ -243,8 +243,10 @@ def _between(below: LayerArrays, above: LayerArrays, share: float) -> LayerArray
 
 
 def prefix_sums(values: Floats) -> Floats:
-    """Sums of the first 0, 1, ..., L values, shape (L + 1,)."""
-    return np.concatenate(([0.0], np.cumsum(values, dtype=np.float64)))
+    """Sums of the first 0, 1, ..., L values along the last axis, which then has the length L + 1."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=sums[..., 1:])
+    return sums
 
 
 def range_sums(values: Floats) -> Floats:
@@ -262,7 +264,7 @@ class ParameterRanges:
         gradients: of trainable parameters; one that several layers of the model read has one accumulator for each
             of these layers, so that gradients do not depend on the cuts.
         buffers: of the layers' buffers.
-        fixed: all that does not depend on the optimizer: unique, gradients and buffers.
+        added_up: for an optimizer, what all rows of `planner.cost.ledger` say of the ranges, once that was asked.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -278,7 +280,7 @@ class ParameterRanges:
         self.trainable = _unique_sums(layers, readers, trainable_sizes)
         self.gradients = range_sums(_read_bytes(layers, readers, trainable_sizes))
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
-        self.fixed: Floats = self.unique + self.gradients + self.buffers
+        self.added_up: dict[OptimizerCost, Floats] = {}
 
 
 def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

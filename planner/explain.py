@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas
 
+from planner.cost.ledger import Counts, classes_that_count
 from planner.plan.actions import ActionKind
 from planner.plan.plan import Plan
 from planner.plan.simulator import Timeline, simulate_plan
@@ -249,10 +250,10 @@ def _cluster(
 def memory_over_time(plan: Plan) -> pandas.DataFrame:
     """Predicted bytes of every stage during a step, as steps: one row where they change.
 
-    What all micro-batches under way keep grows and shrinks with their samples; the transient part is there while the
-    stage computes, and from a recompute to the end of its backward pass. Messages under way count throughout, for their
-    receives are posted ahead. With GPipe a rank posts the receives of all inputs at once, which count here from their
-    micro-batch's forward pass on. The largest value is the stage's predicted peak.
+    Classes that count for each micro-batch in flight (`planner.cost.ledger`) grow and shrink with their samples; the
+    transient part is there while the stage computes, and from a recompute to the end of its backward pass. Messages
+    under way count throughout, for their receives are posted ahead. With GPipe a rank posts the receives of all inputs
+    at once, which count here from their micro-batch's forward pass on. The largest value is the stage's predicted peak.
 
     Returns:
         Columns `stage`, `time_s`, `bytes` (from this time on), ordered.
@@ -261,7 +262,11 @@ def memory_over_time(plan: Plan) -> pandas.DataFrame:
     rows: list[tuple[int, float, float]] = []
     for index, stage in enumerate(plan.stages):
         memory = stage.memory
-        always = memory.total - memory.activations - memory.transient
+        in_flight, transient = (
+            sum(getattr(memory, name) for name in classes_that_count(counts))
+            for counts in (Counts.IN_FLIGHT, Counts.TRANSIENT)
+        )
+        always = memory.total - in_flight - transient
         changes = _changes(plan, timeline, index)
         under_way, most, samples = 0, 0, []
         for _, more, _ in changes:
@@ -272,8 +277,8 @@ def memory_over_time(plan: Plan) -> pandas.DataFrame:
         rows.append((index, 0.0, float(always)))
         for (time_s, _, busier), now in zip(changes, samples, strict=True):
             computing += busier
-            held = memory.activations * now / most
-            rows.append((index, time_s, always + held + (memory.transient if computing else 0)))
+            held = in_flight * now / most
+            rows.append((index, time_s, always + held + (transient if computing else 0)))
     frame = pandas.DataFrame(rows, columns=["stage", "time_s", "bytes"])
     return frame.drop_duplicates(["stage", "time_s"], keep="last", ignore_index=True)
 

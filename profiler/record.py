@@ -227,17 +227,19 @@ class SkipValue(Value):
             raise ValueError(f"every layer from {self.users[0]} to {self.users[-1]} uses {self.name}: it skips none")
         return self
 
-    def bytes_at(self, size: int) -> float:
+    def bytes_at(self, size: int) -> int:
         """Bytes for a micro-batch of that size: on the line between sizes that are known, in proportion beyond them."""
+        from profiler.between_sizes import on_line, whole_bytes
+
         known = dict(self.size_bytes)
         if size in known:
-            return float(known[size])
+            return known[size]
         below = max((other for other in known if other < size), default=None)
         above = min((other for other in known if other > size), default=None)
         if below is None or above is None:
             nearest = max(known) if above is None else min(known)
-            return known[nearest] / nearest * size
-        return known[below] + (known[above] - known[below]) * (size - below) / (above - below)
+            return int(whole_bytes(known[nearest] / nearest * size))
+        return int(whole_bytes(on_line(known[below], known[above], (size - below) / (above - below))))
 
 
 class WithoutFormula(Value):

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from planner.cost.next_kernels import with_next_kernels
 from planner.cost.recurrent_workspace import with_room
 from planner.cost.stage_bytes import StageBytes, pair_sums
+from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, OptimizerCost, Profile
 
@@ -134,7 +135,7 @@ class CostModel:
         kept, most = (
             float(matrices[low, first, stop])
             if not share
-            else float(np.ceil((1 - share) * matrices[low, first, stop] + share * matrices[high, first, stop] - 1e-6))
+            else float(whole_bytes(on_line(matrices[low, first, stop], matrices[high, first, stop], share)))
             for matrices in (stack.kept, stack.most)
         )
         return kept, most
@@ -237,20 +238,15 @@ def _measured_arrays(rows: dict[tuple[str, int], list[LayerCost]]) -> dict[str, 
 
 def _between(below: LayerArrays, above: LayerArrays, share: float) -> LayerArrays:
     """The line through two measurements; `share` is 0 at `below` and 1 at `above`."""
-
-    def line(name: str) -> Floats:
-        result: Floats = (1 - share) * getattr(below, name) + share * getattr(above, name)
-        return result
-
-    return LayerArrays(
-        **{name: line(name) for name in _TIMES},
-        **{name: np.ceil(line(name) - 1e-6) for name in _SIZES + _IN_STAGE},
-    )
+    line = {name: on_line(getattr(below, name), getattr(above, name), share) for name in _TIMES + _SIZES + _IN_STAGE}
+    return LayerArrays(**{name: values if name in _TIMES else whole_bytes(values) for name, values in line.items()})
 
 
 def prefix_sums(values: Floats) -> Floats:
-    """Sums of the first 0, 1, ..., L values, shape (L + 1,)."""
-    return np.concatenate(([0.0], np.cumsum(values, dtype=np.float64)))
+    """Sums of the first 0, 1, ..., L values along the last axis, which then has the length L + 1."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=sums[..., 1:])
+    return sums
 
 
 def range_sums(values: Floats) -> Floats:
@@ -268,7 +264,7 @@ class ParameterRanges:
         gradients: of trainable parameters; one that several layers of the model read has one accumulator for each
             of these layers, so that gradients do not depend on the cuts.
         buffers: of the layers' buffers.
-        fixed: all that does not depend on the optimizer: unique, gradients and buffers.
+        added_up: for an optimizer, what all rows of `planner.cost.ledger` say of the ranges, once that was asked.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -284,7 +280,7 @@ class ParameterRanges:
         self.trainable = _unique_sums(layers, readers, trainable_sizes)
         self.gradients = range_sums(_read_bytes(layers, readers, trainable_sizes))
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
-        self.fixed: Floats = self.unique + self.gradients + self.buffers
+        self.added_up: dict[OptimizerCost, Floats] = {}
 
 
 def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

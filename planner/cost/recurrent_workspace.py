@@ -15,11 +15,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from profiler.between_sizes import on_line, whole_bytes
 from profiler.record import LayerCost, Workspace
 
 PAGE_BYTES = 4096
 PARTS = 7
 FLOAT_BYTES = 4
+ROUNDING = 1e-6
+"""Distance from a whole number that a line's own rounding explains."""
 
 Rows: TypeAlias = dict[tuple[str, int], list[LayerCost]]
 Floats: TypeAlias = NDArray[np.float64]
@@ -84,7 +87,7 @@ def _above_line(low: Sequence[Workspace], high: Sequence[Workspace], small: int,
     if not (low or high) or large - small == 1:
         return 0
     above = [_beyond(one, other, np.arange(small, large + 1.0)) for one, other in zip_longest(low, high)]
-    return int(np.ceil(np.max(np.sum(above, axis=0))))
+    return int(whole_bytes(np.max(np.sum(above, axis=0))))
 
 
 def _beyond(low: Workspace | None, high: Workspace | None, sizes: Floats) -> Floats:
@@ -92,11 +95,12 @@ def _beyond(low: Workspace | None, high: Workspace | None, sizes: Floats) -> Flo
     unknown = np.full(len(sizes), float(PARTS * PAGE_BYTES))
     if low is None or high is None:
         return unknown
-    ends = sizes[[0, -1]]
-    extents = [np.interp(sizes, ends, pair) for pair in zip(_extents(low), _extents(high), strict=True)]
-    if any((extent % 1).any() for extent in extents):
+    share = (sizes - sizes[0]) / (sizes[-1] - sizes[0])
+    extents = [on_line(*pair, share) for pair in zip(_extents(low), _extents(high), strict=True)]
+    whole = [np.rint(extent) for extent in extents]
+    if any((abs(extent - rounded) > ROUNDING).any() for extent, rounded in zip(extents, whole, strict=True)):
         return unknown
-    beyond: Floats = lstm_bytes(*extents) - np.interp(sizes, ends, (low.size_bytes, high.size_bytes))
+    beyond: Floats = lstm_bytes(*whole) - on_line(low.size_bytes, high.size_bytes, share)
     return unknown if beyond[0] or beyond[-1] else beyond
 
 

@@ -42,7 +42,7 @@ class Route:
 
     def bytes_at(self, size: int) -> tuple[float, float]:
         """Bytes of the values, and of the part that gradients come back for, for a micro-batch of that size."""
-        each = [(float(np.ceil(value.bytes_at(size) - 1e-6)), value.has_gradient) for value in self.values]
+        each = [(float(value.bytes_at(size)), value.has_gradient) for value in self.values]
         return sum(size_bytes for size_bytes, _ in each), sum(size_bytes for size_bytes, has in each if has)
 
     def message(self, micro_batches: MicroBatches) -> Message:

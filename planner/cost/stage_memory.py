@@ -1,15 +1,4 @@
-"""Memory of one stage, by class.
-
-When most micro-batches are under way (how many, the schedule's record says), a stage keeps for each of them its inputs,
-what its kept layers save for the backward pass, and what crosses each boundary next to a recomputed segment. Beside
-that it holds the values of one segment at a time.
-
-A stage that keeps everything, or is one segment, is counted exactly (`planner.cost.stage_bytes`). With other segments
-layers count one by one, which is never less: what each keeps, and the largest of their temporaries.
-
-What a segment hands to a kept layer counts, too: a layer's `kept_bytes` leave out its inputs, because they belong to
-the layer that created them, and where that one is recomputed nobody has counted them.
-"""
+"""Memory of one stage, by class, as the rows of `planner.cost.ledger` say it: what a plan reports."""
 
 from __future__ import annotations
 
@@ -19,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
+from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, RangeFigures, Row, range_rows, rows_of
 from planner.cost.messages import Message
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.plan import Segment, StageMemory
@@ -74,62 +64,94 @@ def stage_memory(
         segments: what is recomputed.
         skips: of the values alive at its boundaries those that do not come from, or go to, its neighbours.
     """
-    profile = costs.profile
+    basis = Basis(costs, parameters, device.kind, optimizer, schedule, micro_batches)
+    sizes = micro_batches.largest, micro_batches.smallest
     large, small = (
         _without(costs.layers(device.kind, size), range(max(0, first - 1), stop), past)
-        for size, past in zip((micro_batches.largest, micro_batches.smallest), skips.past, strict=True)
+        for size, past in zip(sizes, skips.past, strict=True)
     )
-    many_large, many_small = micro_batches.in_flight(schedule, number)
-    entering = behind_boundary(many_large * large.output_bytes + many_small * small.output_bytes)
-    remaining = (many_large * large.held_bytes + many_small * small.held_bytes)[first:stop].sum()
-    if not segments or (segments[0].first, segments[0].stop) == (first, stop):
-        (kept_large, most_large), (kept_small, most_small) = (
-            costs.stage(device.kind, size, first, stop) for size in (micro_batches.largest, micro_batches.smallest)
-        )
-        if segments:
-            held, peak = remaining, max(most_large, most_small)
-        else:
-            held = many_large * kept_large + many_small * kept_small
-            peak = max(most_large - kept_large, most_small - kept_small)
-    else:
-        kept = many_large * large.kept_bytes + many_small * small.kept_bytes
-        recomputed = np.zeros(len(kept), dtype=np.bool_)
-        for segment in segments:
-            recomputed[segment.first : segment.stop] = True
-        again = recomputed[first:stop]
-        held_again = many_large * large.held_bytes + many_small * small.held_bytes
-        edges = {edge for segment in segments for edge in (segment.first, segment.stop) if first < edge < stop}
-        held = kept[first:stop][~again].sum() + held_again[first:stop][again].sum() + sum(entering[e] for e in edges)
-        one = np.maximum(large.kept_bytes, small.kept_bytes)
-        temporary = temporary_bytes(large, small)
-        peak = float(temporary[first:stop].max())
-        for segment in segments:
-            behind = stop if segment is segments[-1] else segment.stop
-            peak = max(peak, one[segment.first : segment.stop].sum() + temporary[segment.first : behind].max())
-    incoming, outgoing = [*skips.incoming], [*skips.outgoing]
-    if first > 0:
-        incoming.append(Message.behind(large, small).at(first - 1).less(skips.incoming))
-    if stop < len(large.output_bytes):
-        outgoing.append(Message.behind(large, small).at(stop - 1).less(skips.outgoing))
-    under_way = sum(float(message.at_receiver(schedule, micro_batches, number)) for message in incoming)
-    under_way += sum(float(message.at_sender(micro_batches)) for message in outgoing)
-    return StageMemory(
-        parameters=int(parameters.unique[first, stop] + parameters.buffers[first, stop]),
-        gradients=int(parameters.gradients[first, stop]),
-        optimizer=int(np.ceil(optimizer.state_bytes_per_byte * parameters.trainable[first, stop])),
-        activations=int(entering[first] + micro_batches.batch_size * profile.input_bytes + held),
-        transient=int(peak),
-        receive_buffers=int(under_way),
-        reserve=profile.reserve_bytes,
-    )
+    stage = _Stage(first, stop, segments, Ledger(basis, (number,), (large, small), (first, stop)), skips)
+    found = {**dict.fromkeys(StageMemory.model_fields, 0.0), "transient": stage.peak()}
+    for range_row in range_rows():
+        found[range_row.memory_class] += float(range_row.figure(RangeFigures(parameters, optimizer, (first, stop))))
+    for row in rows_of(*Of, form=stage.form):
+        found[row.memory_class] += stage.bytes_of(row)
+    return StageMemory(**{name: int(size_bytes) for name, size_bytes in found.items()})
 
 
-def temporary_bytes(large: LayerArrays, small: LayerArrays) -> Floats:
-    """What each layer needs beside what is kept, at most, shape (L,)."""
-    most: Floats = np.maximum(
-        large.transient_bytes + large.workspace_bytes, small.transient_bytes + small.workspace_bytes
-    )
-    return most
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stage:
+    """Layers [first, stop) with these segments, and the rows that say what they take."""
+
+    first: int
+    stop: int
+    segments: Sequence[Segment]
+    ledger: Ledger
+    skips: StageSkips
+
+    @property
+    def form(self) -> Form:
+        if not self.segments:
+            return Form.KEPT
+        whole = (self.segments[0].first, self.segments[0].stop) == (self.first, self.stop)
+        return Form.AS_ONE if whole else Form.IN_PARTS
+
+    def bytes_of(self, row: Row) -> float:
+        """What a row counts for it."""
+        if row.counts is Counts.UNDER_WAY:
+            return sum(float(self.ledger.counted(row, message)[0]) for message in self._messages(row.of))
+        counted = self.ledger.counted(row)[0]
+        if row.of in {Of.STAGE, Of.WHOLE}:
+            return float(counted)
+        return float(counted[self._places(row.of)].sum())
+
+    def _places(self, of: Of) -> list[int]:
+        """The layers, or the layers before the boundaries, of which a row is."""
+        if of is Of.FIRST_BOUNDARY:
+            return [self.first - 1] if self._follows else []
+        if of is Of.LAST_BOUNDARY:
+            return [self.stop - 1] if self._goes_on else []
+        if of is Of.SEGMENT_EDGES:
+            edges = {edge for segment in self.segments for edge in (segment.first, segment.stop)}
+            return [edge - 1 for edge in edges if self.first < edge < self.stop]
+        layers = list(range(self.first, self.stop))
+        if of is Of.LAYERS:
+            return layers
+        recomputed = {layer for segment in self.segments for layer in range(segment.first, segment.stop)}
+        return [layer for layer in layers if layer not in recomputed]
+
+    def peak(self) -> float:
+        """The transient rows together: the largest moment beside all else."""
+        none = np.zeros(self.ledger.layers)
+
+        def moments(of: Of) -> Floats:
+            rows = rows_of(of, form=self.form, transient=True)
+            return none + sum(self.ledger.moments(row) for row in rows)
+
+        whole, layers, values = moments(Of.WHOLE)[0], moments(Of.LAYERS), moments(Of.SEGMENT)
+        peak = float(whole + layers[self.first : self.stop].max())
+        for segment in self.segments if self.form is Form.IN_PARTS else ():
+            # the last segment's values are there while the layers after it go back
+            stop = self.stop if segment is self.segments[-1] else segment.stop
+            peak = max(peak, values[segment.first : segment.stop].sum() + layers[segment.first : stop].max())
+        return peak
+
+    @property
+    def _follows(self) -> bool:
+        return self.first > 0
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.stop < self.ledger.layers
+
+    def _messages(self, of: Of) -> list[Message]:
+        """What crosses its first or its last boundary, and comes or goes further."""
+        behind, skips = self.ledger.message, self.skips
+        if of is Of.FIRST_BOUNDARY:
+            near = [behind.at(self.first - 1).less(skips.incoming)] if self._follows else []
+            return [*skips.incoming, *near]
+        near = [behind.at(self.stop - 1).less(skips.outgoing)] if self._goes_on else []
+        return [*skips.outgoing, *near]
 
 
 def _without(layers: LayerArrays, at: range, past: tuple[float, float]) -> LayerArrays:
@@ -141,10 +163,3 @@ def _without(layers: LayerArrays, at: range, past: tuple[float, float]) -> Layer
     gradients[at.start : at.stop] -= past[1]
     # bytes between measured sizes are rounded up one by one, so parts can be a byte more than the whole
     return replace(layers, output_bytes=np.maximum(outputs, 0.0), output_gradient_bytes=np.maximum(gradients, 0.0))
-
-
-def behind_boundary(layer_bytes: Floats) -> Floats:
-    """Bytes at boundary i, between layers i - 1 and i, shape (L + 1,); 0 at both ends of the model."""
-    at_boundary = np.zeros(len(layer_bytes) + 1)
-    at_boundary[1:-1] = layer_bytes[:-1]
-    return at_boundary

@@ -18,118 +18,22 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
+from planner.kernel.tables import (
+    ALWAYS,
+    AUTO,
+    NEVER,
+    Tables,
+    no_moments,
+    segment_costs,
+    stage_needs,
+    with_layer,
+)
 from planner.kernel.two_sizes import Four, Machine, both_phases, front_with
 from planner.plan.schedules import Objective
 
 FLOW_SHOPS, ROUNDS, WORK = (int(objective) for objective in Objective)
 IMPOSSIBLE, KEEPS, RECOMPUTES = 0, 1, 2
 """What a stage must do to fit."""
-AUTO, ALWAYS, NEVER = 0, 1, 2
-"""Modes of recompute."""
-
-
-class Tables(NamedTuple):
-    """All that the search reads of a problem, for one schedule, R and M.
-
-    C classes of equal devices, L layers, N = L + 1 positions, V variants of what is in flight (1 where that is all
-    micro-batches; else one for each number of a stage from the end). Arrays over positions are prefix sums where they
-    say so; seconds are those of one micro-batch, a steady one being the mean of the first M - 1.
-
-    Attributes:
-        objective: of the schedule, see `planner.plan.schedules.Objective`; FLOW_SHOPS, ROUNDS or WORK.
-        by_number: whether there is a variant for each number of a stage from the end.
-        last_turns_around: whether the last stage never runs a segment again.
-        two_sizes: whether the flow shops have unequal micro-batches.
-        steady: M - 1.
-        recompute: AUTO, ALWAYS or NEVER.
-        least_stages: smallest K.
-        most_stages: largest K.
-        passing: prefix sums of the least f + b of a micro-batch, shape (C, N).
-        forward: prefix sums of steady f, shape (C, N).
-        backward: prefix sums of steady b, shape (C, N).
-        again: prefix sums of steady recompute, shape (C, N).
-        again_passing: prefix sums of the least recompute of a micro-batch, shape (C, N).
-        forward_most: prefix sums of the largest f, shape (C, N).
-        forward_least: prefix sums of the least f, shape (C, N).
-        crossing: least transfer of a micro-batch, both directions, shape (N,).
-        forward_link: steady transfer of outputs, shape (N,).
-        backward_link: steady transfer of their gradients, shape (N,).
-        forward_head: seconds that only the larger micro-batches cost before a stage, shape (N,).
-        backward_head: the same, backward.
-        more_large: how many large micro-batches there are, less one.
-        more_small: how many small ones, less one.
-        sized: prefix sums of f, b and recompute, each of a large and of a small micro-batch, shape (6, C, N).
-        sized_links: transfers of outputs and of gradients, each of a large and of a small one, shape (4, N).
-        held: prefix sums of bytes that all micro-batches in flight keep of layers that are not recomputed, (C, V, N).
-        entering: bytes at boundaries of all micro-batches in flight, shape (C, V, N).
-        kept_one: prefix sums of bytes that one micro-batch keeps, shape (C, N).
-        transient: bytes beside these at most, shape (C, L).
-        remaining: prefix sums of bytes that all micro-batches in flight keep of any layer, shape (C, V, N).
-        in_flight: how many micro-batches of the larger and of the smaller size are, shape (V, 2).
-        stage_kept: bytes that one micro-batch of a measured size keeps of layers [i, j), shape (sizes, N, N).
-        stage_most: the most bytes that it has at any moment, shape (sizes, N, N).
-        stage_at: the measured sizes around that of the large and of the small micro-batches, shape (C, 2, 2).
-        stage_share: where between them these sizes are, shape (C, 2).
-        prices: seconds of recompute per byte held, ascending, some to try, shape (C, V, P).
-        message_bytes: bytes of messages under way at a stage's first and at its last boundary, shape (2, C, V, N).
-        fixed_bytes: parameters, buffers and gradients of layers [i, j), shape (N, N).
-        trainable_bytes: the trainable part of parameters, shape (N, N).
-        state_factor: bytes of optimizer state for each of trainable parameters, shape (C,).
-        limit: bytes that a stage may fill beside what every stage needs, shape (C,).
-        optimizer_rate: seconds of optimizer and all-reduce for each trainable byte, shape (C,).
-        optimizer_fixed: seconds of an all-reduce of no bytes.
-        allowed: whether a cut is allowed at a position, shape (N,).
-        demanded: number of positions before or at each one where a cut must be, shape (N,).
-        pinned: class that must run a layer, or -1, shape (L,).
-        capacity: how many stages a class can run, shape (C,).
-    """
-
-    objective: int
-    by_number: bool
-    last_turns_around: bool
-    two_sizes: bool
-    steady: int
-    recompute: int
-    least_stages: int
-    most_stages: int
-    passing: Floats
-    forward: Floats
-    backward: Floats
-    again: Floats
-    again_passing: Floats
-    forward_most: Floats
-    forward_least: Floats
-    crossing: Floats
-    forward_link: Floats
-    backward_link: Floats
-    forward_head: Floats
-    backward_head: Floats
-    more_large: float
-    more_small: float
-    sized: Floats
-    sized_links: Floats
-    held: Floats
-    entering: Floats
-    kept_one: Floats
-    transient: Floats
-    remaining: Floats
-    in_flight: Floats
-    stage_kept: Floats
-    stage_most: Floats
-    stage_at: Indices
-    stage_share: Floats
-    prices: Floats
-    message_bytes: Floats
-    fixed_bytes: Floats
-    trainable_bytes: Floats
-    state_factor: Floats
-    limit: Floats
-    optimizer_rate: Floats
-    optimizer_fixed: float
-    allowed: NDArray[np.bool_]
-    demanded: Indices
-    pinned: Indices
-    capacity: Indices
 
 
 THROUGH, FORWARD, BACKWARD, OPTIMIZER, REST, ROOM = range(6)
@@ -201,10 +105,19 @@ class Arcs(NamedTuple):
     terms: Floats
 
 
+class _Facts(NamedTuple):
+    """`need`, `whole`, `extra` and `terms` of `Arcs`, while they are found."""
+
+    need: NDArray[np.uint8]
+    whole: NDArray[np.bool_]
+    extra: Floats
+    terms: Floats
+
+
 @compiled
 def make_arcs(tables: Tables, below_s: float) -> Arcs:
     """The stages that rules, memory and a step time below `below_s` leave, with bounds of their recompute."""
-    classes, variants, positions = tables.held.shape
+    classes, variants, positions = tables.memory.kept_layers.shape
     offset, length = _reach(tables, below_s)
     count = int(length.sum())
     need, whole = np.zeros(count, dtype=np.uint8), np.zeros(count, dtype=np.bool_)
@@ -213,7 +126,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         for device in range(classes):
             for stop in range(1, positions):
                 places = offset[variant, device, stop], length[variant, device, stop]
-                _fill(tables, variant, device, stop, places, below_s, need, whole, extra, terms)
+                _fill(tables, variant, device, stop, places, below_s, _Facts(need, whole, extra, terms))
     if classes == 1:
         _drop_small(tables.forward[0] + tables.backward[0], tables.most_stages, offset, length, need)
     largest_change, largest_stay = np.zeros(2), np.zeros(2)
@@ -261,7 +174,8 @@ def steady_again(tables: Tables) -> int:
 @compiled
 def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
     """For each variant, class and position the first arc to there, and how many there are."""
-    classes, variants, positions = tables.held.shape
+    memory = tables.memory
+    classes, variants, positions = memory.kept_layers.shape
     offset = np.zeros((variants, classes, positions), dtype=np.int64)
     length = np.zeros((variants, classes, positions), dtype=np.int64)
     least_s = _least_pass_s(tables.passing)
@@ -283,7 +197,7 @@ def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
                     own_s = passing[stop] - passing[first]
                     if tables.steady * work_s + (least_s if tables.objective == FLOW_SHOPS else own_s) >= below_s:
                         break
-                    if tables.fixed_bytes[first, stop] > tables.limit[device]:
+                    if memory.ranges[memory.range_of[device], first, stop] > tables.limit[device, variant]:
                         break
                     first -= 1
                 length[variant, device, stop] = stop - 1 - first
@@ -306,86 +220,114 @@ def _least_pass_s(passing: Floats) -> float:
 
 @compiled
 def _fill(
-    tables: Tables,
-    variant: int,
-    device: int,
-    stop: int,
-    places: tuple[int, int],
-    below_s: float,
-    need: NDArray[np.uint8],
-    whole: NDArray[np.bool_],
-    extra: Floats,
-    terms: Floats,
+    tables: Tables, variant: int, device: int, stop: int, places: tuple[int, int], below_s: float, facts: _Facts
 ) -> None:
-    """What `Arcs` says of the stages that end at `stop`, the shortest first.
+    """What `Arcs` says of the stages that end at `stop`, each a layer longer than the one before.
 
-    A stage's segments cost at least min(e + price * bytes held) - price * bytes available, whatever the price
-    (Lagrange); the minimum is a shortest path over its layers with two states, kept and recomputed.
+    1. What it needs of memory: whether it fits as it is, as one segment, or perhaps with some layers recomputed.
+    2. What it adds to the objective without recompute.
+    3. If it does not fit as it is, what recompute takes at least, see `_price_layer`.
+    4. If that is too much for a step below `below_s`, the stage is left out.
     """
+    need, whole, extra, terms = facts
     prices = tables.prices[device, variant]
     kept, recomputed = np.zeros(len(prices)), np.zeros(len(prices))
-    at, share = tables.stage_at[device], tables.stage_share[device]
-    large, small = tables.in_flight[variant, 0], tables.in_flight[variant, 1]
-    priced = stop  # `kept` and `recomputed` hold the least e + price * bytes of layers [priced, stop)
-    temporary = 0.0
+    priced = stop  # `kept` and `recomputed` are those of layers [priced, stop)
+    moments = no_moments()
+    costs = segment_costs(tables, device, variant)
+    turns_around = tables.last_turns_around and variant == 0
     for step in range(places[1]):
         first, place = stop - 1 - step, places[0] + step
-        temporary = max(temporary, tables.transient[device, first])
+        moments = with_layer(moments, tables, device, first)
         if not tables.allowed[first]:
             continue
-        room = room_for(tables, device, variant, first, stop)
-        kept_large, kept_small, beside, most = whole_stage(tables.stage_kept, tables.stage_most, at, share, first, stop)
-        keeps = tables.recompute != ALWAYS and large * kept_large + small * kept_small + beside <= room
-        room -= tables.remaining[device, variant, stop] - tables.remaining[device, variant, first]
-        whole[place] = tables.recompute != NEVER and most <= room
-        terms[place, ROOM] = room
-        room -= temporary
+        # 1
+        needs = stage_needs(tables, device, variant, first, stop, moments)
+        keeps = tables.recompute != ALWAYS and needs.over_kept <= 0
+        whole[place] = tables.recompute != NEVER and needs.over_as_one <= 0
+        terms[place, ROOM] = needs.room
+        room = needs.room - moments.in_parts
         if not (keeps or whole[place] or (tables.recompute == AUTO and room >= 0)):
             continue
-        forward = tables.forward[device, stop] - tables.forward[device, first]
-        backward = tables.backward[device, stop] - tables.backward[device, first]
-        own = tables.passing[device, stop] - tables.passing[device, first]
-        terms[place, THROUGH] = own + tables.crossing[first]
-        if tables.objective == FLOW_SHOPS:
-            terms[place, FORWARD] = tables.forward_head[first]
-            terms[place, FORWARD] += tables.steady * max(forward, tables.forward_link[first])
-            terms[place, BACKWARD] = tables.steady * backward
-        else:
-            terms[place, FORWARD] = tables.steady * (forward + backward)
-        if tables.objective == ROUNDS:
-            number = variant + 1
-            forward_most = tables.forward_most[device, stop] - tables.forward_most[device, first]
-            forward_least = tables.forward_least[device, stop] - tables.forward_least[device, first]
-            terms[place, BACKWARD] = tables.steady * (forward + backward) - (number * forward_most - forward_least)
-            terms[place, REST] = tables.steady % number * max(0.0, own - forward_most)
-        if tables.trainable_bytes[first, stop] > 0:
-            slope = tables.optimizer_rate[device]
-            terms[place, OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed
         need[place] = KEEPS if keeps else RECOMPUTES
-        if keeps or (tables.last_turns_around and variant == 0):
+        # 2
+        _fill_seconds(tables, variant, device, first, stop, terms[place])
+        if keeps or turns_around:
             continue
+        # 3
         all_again = tables.again[device, stop] - tables.again[device, first]
         if tables.recompute == ALWAYS or room < 0:
             extra[place] = all_again
             continue
         while priced > first:
             priced -= 1
-            edge = tables.entering[device, variant, priced + 1] if priced + 1 < stop else 0.0
-            own_bytes = tables.held[device, variant, priced + 1] - tables.held[device, variant, priced]
-            again = tables.again[device, priced + 1] - tables.again[device, priced]
-            for index in range(len(prices)):
-                one, other = kept[index], recomputed[index]
-                kept[index] = min(one, other + prices[index] * edge) + prices[index] * own_bytes
-                recomputed[index] = min(other, one + prices[index] * edge) + again
-        least = 0.0
-        for index in range(len(prices)):
-            least = max(least, min(kept[index], recomputed[index]) - prices[index] * room)
-        extra[place] = least * (1 - 1e-9)
+            edge = costs.entering[priced + 1] if priced + 1 < stop else 0.0
+            own_bytes = costs.held[priced + 1] - costs.held[priced]
+            again = costs.again[priced + 1] - costs.again[priced]
+            _price_layer(own_bytes, edge, again, prices, kept, recomputed)
+        extra[place] = _least_at(prices, kept, recomputed, room) * (1 - 1e-9)
         if whole[place]:
             extra[place] = min(extra[place], all_again)
+        # 4
         step_s = terms[place, THROUGH] + terms[place, FORWARD] + steady_again(tables) * extra[place]
         if step_s + (terms[place, BACKWARD] if tables.objective == FLOW_SHOPS else 0.0) >= below_s:
             need[place] = IMPOSSIBLE
+
+
+@compiled
+def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: int, terms: Floats) -> None:
+    """The columns of `Arcs.terms` that are seconds, of one stage."""
+    forward = tables.forward[device, stop] - tables.forward[device, first]
+    backward = tables.backward[device, stop] - tables.backward[device, first]
+    own = tables.passing[device, stop] - tables.passing[device, first]
+    terms[THROUGH] = own + tables.crossing[first]
+    if tables.objective == FLOW_SHOPS:
+        terms[FORWARD] = tables.forward_head[first] + tables.steady * max(forward, tables.forward_link[first])
+        terms[BACKWARD] = tables.steady * backward
+    else:
+        terms[FORWARD] = tables.steady * (forward + backward)
+    if tables.objective == ROUNDS:
+        number = variant + 1
+        forward_most = tables.forward_most[device, stop] - tables.forward_most[device, first]
+        forward_least = tables.forward_least[device, stop] - tables.forward_least[device, first]
+        terms[BACKWARD] = tables.steady * (forward + backward) - (number * forward_most - forward_least)
+        terms[REST] = tables.steady % number * max(0.0, own - forward_most)
+    if tables.trainable_bytes[first, stop] > 0:
+        slope = tables.optimizer_rate[device]
+        terms[OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed
+
+
+@compiled
+def _price_layer(
+    own_bytes: float, edge_bytes: float, again: float, prices: Floats, kept: Floats, recomputed: Floats
+) -> None:
+    """Put a layer before those whose least e + price * bytes held are `kept` and `recomputed`, for each price.
+
+    A stage's segments cost at least min(e + price * bytes held) - price * bytes available, whatever the price
+    (Lagrange); the minimum is a shortest path over its layers with two states: the first layer is kept, or recomputed.
+
+    Args:
+        own_bytes: of the layer, if it is kept.
+        edge_bytes: at the boundary after it, if it lies next to a segment.
+        again: its recompute seconds.
+        prices: seconds per byte.
+        kept: of the layers so far if the first is kept.
+        recomputed: of the layers so far if the first is recomputed.
+    """
+    for index in range(len(prices)):
+        one, other = kept[index], recomputed[index]
+        edge = prices[index] * edge_bytes
+        kept[index] = min(one, other + edge) + prices[index] * own_bytes
+        recomputed[index] = min(other, one + edge) + again
+
+
+@compiled
+def _least_at(prices: Floats, kept: Floats, recomputed: Floats, room: float) -> float:
+    """The largest of the least seconds that these prices give for so many bytes."""
+    least = 0.0
+    for index in range(len(prices)):
+        least = max(least, min(kept[index], recomputed[index]) - prices[index] * room)
+    return least
 
 
 @compiled
@@ -471,40 +413,8 @@ def link_machines(arcs: Arcs, position: int) -> tuple[Machine, Machine]:
 
 
 @compiled
-def room_for(tables: Tables, device: int, variant: int, first: int, stop: int) -> float:
-    """Bytes that a stage of layers [first, stop) leaves for what it keeps beside its inputs, and for temporaries."""
-    state = np.ceil(tables.state_factor[device] * tables.trainable_bytes[first, stop])
-    buffers = tables.message_bytes[0, device, variant, first] + tables.message_bytes[1, device, variant, stop]
-    taken = tables.fixed_bytes[first, stop] + state + tables.entering[device, variant, first] + buffers
-    return float(tables.limit[device] - taken)
-
-
-@compiled
-def whole_stage(
-    stage_kept: Floats, stage_most: Floats, at: Indices, share: Floats, first: int, stop: int
-) -> tuple[float, float, float, float]:
-    """Bytes of a stage that keeps everything or nothing; see `Tables` for the arrays of one class.
-
-    Returns:
-        What one large and one small micro-batch keeps, the most beside that, and the most in all.
-    """
-    kept_large = stage_kept[at[0, 0], first, stop]
-    most_large = stage_most[at[0, 0], first, stop]
-    if share[0] > 0:
-        kept_large = np.ceil((1 - share[0]) * kept_large + share[0] * stage_kept[at[0, 1], first, stop] - 1e-6)
-        most_large = np.ceil((1 - share[0]) * most_large + share[0] * stage_most[at[0, 1], first, stop] - 1e-6)
-    kept_small = stage_kept[at[1, 0], first, stop]
-    most_small = stage_most[at[1, 0], first, stop]
-    if share[1] > 0:
-        kept_small = np.ceil((1 - share[1]) * kept_small + share[1] * stage_kept[at[1, 1], first, stop] - 1e-6)
-        most_small = np.ceil((1 - share[1]) * most_small + share[1] * stage_most[at[1, 1], first, stop] - 1e-6)
-    beside = max(most_large - kept_large, most_small - kept_small)
-    return kept_large, kept_small, beside, max(most_large, most_small)
-
-
-@compiled
 def least_recompute_s(held: Floats, entering: Floats, again: Floats, prices: Floats, room: float) -> float:
-    """Seconds of recompute at least when all layers together have `room` bytes; see `make_arcs`.
+    """Seconds of recompute at least when all layers together have `room` bytes; see `_price_layer`.
 
     Args:
         held: bytes that each layer keeps, shape (L,).
@@ -513,16 +423,10 @@ def least_recompute_s(held: Floats, entering: Floats, again: Floats, prices: Flo
         prices: seconds per byte to try.
         room: bytes.
     """
-    least = 0.0
-    for price in prices:
-        kept, recomputed = 0.0, 0.0
-        for layer in range(len(held) - 1, -1, -1):
-            edge = price * entering[layer + 1]
-            one, other = kept, recomputed
-            kept = min(one, other + edge) + price * held[layer]
-            recomputed = min(other, one + edge) + again[layer]
-        least = max(least, min(kept, recomputed) - price * room)
-    return least
+    kept, recomputed = np.zeros(len(prices)), np.zeros(len(prices))
+    for layer in range(len(held) - 1, -1, -1):
+        _price_layer(held[layer], entering[layer + 1], again[layer], prices, kept, recomputed)
+    return _least_at(prices, kept, recomputed, room)
 
 
 @compiled

@@ -8,9 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Indices
-from planner.kernel.candidate_stages import ALWAYS, AUTO, NEVER, Tables, room_for, used_numbers, whole_stage
+from planner.kernel.candidate_stages import used_numbers
 from planner.kernel.compiled import compiled
 from planner.kernel.segments import StageCosts, pattern_costs
+from planner.kernel.tables import (
+    ALWAYS,
+    AUTO,
+    NEVER,
+    Tables,
+    no_moments,
+    segment_costs,
+    stage_needs,
+    with_layer,
+)
 
 
 class LeastBad(NamedTuple):
@@ -67,46 +77,33 @@ def least_bad(tables: Tables) -> LeastBad:
                 stride *= tables.capacity[device] + 1
                 if used[way, device] == 0:
                     continue
-                costs = StageCosts(
-                    tables.held[device, variant],
-                    tables.entering[device, variant],
-                    tables.kept_one[device],
-                    tables.transient[device],
-                    tables.again[device],
-                    tables.again_passing[device],
-                )
+                costs = segment_costs(tables, device, variant)
                 for stop in range(1, positions):
                     if worst[rest, stop] == np.inf:
                         continue
-                    temporary = 0.0
+                    moments = no_moments()
                     for first in range(stop - 1, -1, -1):
-                        temporary = max(temporary, tables.transient[device, first])
+                        moments = with_layer(moments, tables, device, first)
                         if tables.pinned[first] != -1 and tables.pinned[first] != device:
                             break
                         if first + 1 < stop and tables.demanded[stop - 1] > tables.demanded[first]:
                             break
                         if not tables.allowed[first]:
                             continue
-                        room = room_for(tables, device, variant, first, stop)
+                        needs = stage_needs(tables, device, variant, first, stop, moments)
                         over, parts = np.inf, 0
-                        at, share = tables.stage_at[device], tables.stage_share[device]
-                        kept_large, kept_small, beside, most = whole_stage(
-                            tables.stage_kept, tables.stage_most, at, share, first, stop
-                        )
                         if tables.recompute != ALWAYS:
-                            held = tables.in_flight[variant, 0] * kept_large + tables.in_flight[variant, 1] * kept_small
-                            over = held + beside - room
-                        room -= tables.remaining[device, variant, stop] - tables.remaining[device, variant, first]
-                        if tables.recompute != NEVER and most - room < over:
-                            over, parts = most - room, 1
+                            over = needs.over_kept
+                        if tables.recompute != NEVER and needs.over_as_one < over:
+                            over, parts = needs.over_as_one, 1
                         number_parts = 2
                         while tables.recompute == AUTO and last <= 300 and number_parts <= min(16, stop - first):
-                            if temporary - room >= worst[way, first]:
+                            if moments.in_parts - needs.room >= worst[way, first]:
                                 break
                             pattern = equal_segments(costs, first, stop, number_parts)
                             needed = pattern_costs(costs, first, stop, False, pattern)[0]
-                            if needed - room < over:
-                                over, parts = needed - room, number_parts
+                            if needed - needs.room < over:
+                                over, parts = needed - needs.room, number_parts
                             number_parts *= 2
                         over = max(over, worst[rest, stop])
                         if over < worst[way, first]:

@@ -22,9 +22,10 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats
 from planner.cost.transfers import all_reduce_s, boundary_s
-from planner.kernel.candidate_stages import Arcs, Tables, before_bounds, make_arcs, step_bound_s
+from planner.kernel.candidate_stages import Arcs, before_bounds, make_arcs, step_bound_s
 from planner.kernel.makespan import makespan_s
 from planner.kernel.search import Ends, search
+from planner.kernel.tables import Tables
 from planner.plan.plan import Segment
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.deadline import Clock

@@ -9,13 +9,14 @@ import numpy as np
 
 from planner.cost.stage_memory import stage_memory
 from planner.kernel.least_overflow import LeastBad, equal_segments, least_bad
+from planner.kernel.tables import segment_costs
 from planner.plan.plan import Segment, StageMemory
 from planner.plan.schedules import SCHEDULES, ScheduleName
 from planner.plan.units import bytes_text
 from planner.settings import Settings
 from planner.solve.balancer import first_balance
 from planner.solve.problem import Candidate, Problem, device_classes
-from planner.solve.segment_choices import segments_of, stage_costs
+from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
 from profiler.device import Device
 
@@ -79,7 +80,7 @@ def _memory(
     number = len(plan.classes) - stage
     first, stop = (int(cut) for cut in plan.cuts[stage : stage + 2])
     tables = make_tables(problem, candidate)
-    costs = stage_costs(tables, device_class, number - 1 if tables.by_number else 0)
+    costs = segment_costs(tables, device_class, number - 1 if tables.by_number else 0)
     segments = segments_of(equal_segments(costs, first, stop, int(plan.parts[stage])), first)
     optimizer = problem.costs.optimizer(device.kind, problem.optimizer)
     return stage_memory(

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cost.layer_costs import CostModel, LayerArrays, ParameterRanges
+from planner.cost.ledger import Basis
+from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ScheduleName
 from planner.rules import FREE, Rules
@@ -83,6 +85,18 @@ class Problem:
     def at_boundaries(self, size: int) -> LayerArrays:
         """What crosses boundaries; it does not depend on the device, so the first one's rows say it."""
         return self.costs.layers(self.devices[0].kind, size)
+
+    def basis(self, device_kind: str, candidate: Candidate) -> Basis:
+        """What the memory of stages on that kind of device follows from."""
+        return Basis(
+            self.costs,
+            self.parameters,
+            device_kind,
+            self.costs.optimizer(device_kind, self.optimizer),
+            candidate.schedule,
+            candidate.split,
+            AHEAD_BYTES if self.short_messages else 0,
+        )
 
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""

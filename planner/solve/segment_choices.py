@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.kernel.candidate_stages import ALWAYS, RECOMPUTES, ROOM, Arcs, Tables
+from planner.kernel.candidate_stages import RECOMPUTES, ROOM, Arcs
 from planner.kernel.search import Choices
-from planner.kernel.segments import INSIDE, START, Found, StageCosts, exact_segments, pattern_costs, usual_segments
+from planner.kernel.segments import INSIDE, START, Found, exact_segments, pattern_costs, usual_segments
+from planner.kernel.tables import ALWAYS, Tables, segment_costs
 from planner.plan.plan import Segment
 from planner.solve.deadline import Clock
 
@@ -125,7 +126,7 @@ class Ways:
         room, fits_whole = float(self.arcs.terms[place, ROOM]), bool(self.arcs.whole[place])
         tables = self.tables
         last_free = tables.last_turns_around and variant == 0
-        costs = stage_costs(tables, device, variant)
+        costs = segment_costs(tables, device, variant)
         whole = np.full((1, stop - first), INSIDE, dtype=np.uint8)
         whole[0, 0] = START
         _, extra, turning = pattern_costs(costs, first, stop, last_free, whole[0])
@@ -162,18 +163,6 @@ def _with(found: Found, other: Found) -> Found:
         np.concatenate((found.pattern[keep], other.pattern)),
         found.exact,
         found.work,
-    )
-
-
-def stage_costs(tables: Tables, device: int, variant: int) -> StageCosts:
-    """The costs of one class of devices with one number of micro-batches in flight."""
-    return StageCosts(
-        tables.held[device, variant],
-        tables.entering[device, variant],
-        tables.kept_one[device],
-        tables.transient[device],
-        tables.again[device],
-        tables.again_passing[device],
     )
 
 

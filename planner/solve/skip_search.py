@@ -257,7 +257,7 @@ def _without(profile: Profile, gaps: Iterable[Gap]) -> Profile:
     for value, before, after in gaps:
         for layer in range(before, after):
             for size in sizes:
-                size_bytes = int(np.ceil(value.bytes_at(size) - 1e-6))
+                size_bytes = value.bytes_at(size)
                 outputs, gradients = saved.get((layer, size), (0, 0))
                 saved[layer, size] = outputs + size_bytes, gradients + size_bytes * value.has_gradient
 

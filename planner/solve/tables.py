@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from planner.cost.layer_costs import Floats, LayerArrays, prefix_sums
-from planner.cost.messages import Message
-from planner.cost.stage_memory import behind_boundary, temporary_bytes
+from planner.cost.stage_sums import stage_sums
 from planner.cost.transfers import all_reduce_s, boundary_s
-from planner.kernel.candidate_stages import ALWAYS, AUTO, NEVER, Tables
-from planner.plan.actions import AHEAD_BYTES
+from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.rules import FREE
@@ -25,15 +23,13 @@ _MODES = {"auto": AUTO, "always": ALWAYS, "never": NEVER}
 
 def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     """The arrays for one schedule, R and M."""
-    split, settings, profile = candidate.split, problem.settings, problem.costs.profile
+    split, settings = candidate.split, problem.settings
     record, classes = SCHEDULES[candidate.schedule], problem.classes
     kinds = [group.device.kind for group in classes]
     large = {kind: problem.costs.layers(kind, split.largest) for kind in kinds}
     small = {kind: problem.costs.layers(kind, split.smallest) for kind in kinds}
     most = problem.most_stages(candidate.replicas, split.count)
-    flying = [split.in_flight(candidate.schedule, number) for number in range(1, most + 1)]
-    if record.keeps_all:
-        flying = flying[:1]
+    numbers = range(1, 2 if record.keeps_all else most + 1)
 
     def sums(combine: Callable[[LayerArrays, LayerArrays], Floats]) -> Floats:
         return np.stack([prefix_sums(combine(large[kind], small[kind])) for kind in kinds])
@@ -41,39 +37,15 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     def steady(name: str) -> Floats:
         return sums(lambda more, less: steady_mean(split, getattr(more, name), getattr(less, name)))
 
-    held = {
-        kind: np.stack(
-            [
-                many * (large[kind].kept_bytes - large[kind].held_bytes)
-                + few * (small[kind].kept_bytes - small[kind].held_bytes)
-                for many, few in flying
-            ]
-        )
-        for kind in kinds
-    }
-    remaining = {
-        kind: np.stack([many * large[kind].held_bytes + few * small[kind].held_bytes for many, few in flying])
-        for kind in kinds
-    }
+    memory = stage_sums([problem.basis(kind, candidate) for kind in kinds], numbers)
     stack = problem.costs.stage_stack
-    entering = {
-        kind: np.stack(
-            [behind_boundary(many * large[kind].output_bytes + few * small[kind].output_bytes) for many, few in flying]
-        )
-        for kind in kinds
-    }
     again = {kind: steady_mean(split, large[kind].recompute_s, small[kind].recompute_s) for kind in kinds}
-    ahead = AHEAD_BYTES if problem.short_messages else 0
-    messages = [
-        [message_bytes(candidate, Message.behind(large[kind], small[kind], ahead), n + 1) for n in range(len(flying))]
-        for kind in kinds
-    ]
     optimizers = [problem.costs.optimizer(kind, problem.optimizer) for kind in kinds]
     reduce_fixed_s, reduce_byte_s = all_reduce_s(problem.link, candidate.replicas)
     out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
     out_small, back_small = boundary_s(problem.link, problem.at_boundaries(split.smallest))
     forward_head, backward_head = _heads(problem, candidate, large, small)
-    always_bytes = profile.reserve_bytes + split.batch_size * profile.input_bytes
+    device_bytes = np.array([float(group.device.memory_bytes) for group in classes])
     class_of = {member: number for number, group in enumerate(classes) for member in group.members}
     return Tables(
         objective=int(record.objective),
@@ -102,12 +74,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         more_small=float(split.count - split.number_largest - 1),
         sized=np.stack([_of_size(sized, kinds, name) for name in _SECONDS for sized in (large, small)]),
         sized_links=np.stack([out_large, out_small, back_large, back_small]),
-        held=np.stack([np.stack([prefix_sums(row) for row in held[kind]]) for kind in kinds]),
-        entering=np.stack([entering[kind] for kind in kinds]),
-        kept_one=sums(lambda more, less: np.maximum(more.kept_bytes, less.kept_bytes)),
-        transient=np.stack([temporary_bytes(large[kind], small[kind]) for kind in kinds]),
-        remaining=np.stack([np.stack([prefix_sums(row) for row in remaining[kind]]) for kind in kinds]),
-        in_flight=np.array(flying, dtype=np.float64),
+        memory=memory,
         stage_kept=stack.kept,
         stage_most=stack.most,
         stage_at=np.array(
@@ -116,33 +83,20 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         stage_share=np.array(
             [[stack.around(kind, size)[2] for size in (split.largest, split.smallest)] for kind in kinds]
         ),
-        prices=np.stack([np.stack([prices(row, again[kind]) for row in held[kind]]) for kind in kinds]),
-        message_bytes=np.ascontiguousarray(np.array(messages).transpose(2, 0, 1, 3)),
-        fixed_bytes=problem.parameters.fixed,
+        prices=np.stack(
+            [
+                np.stack([prices(row, again[kind]) for row in np.diff(held)])
+                for kind, held in zip(kinds, memory.kept_layers, strict=True)
+            ]
+        ),
         trainable_bytes=problem.parameters.trainable,
-        state_factor=np.array([cost.state_bytes_per_byte for cost in optimizers]),
-        limit=np.array([float(group.device.memory_bytes - always_bytes) for group in classes]),
+        limit=device_bytes[:, None] - memory.always,
         optimizer_rate=np.array([cost.seconds_per_byte + reduce_byte_s for cost in optimizers]),
         optimizer_fixed=reduce_fixed_s,
         allowed=problem.rules.allowed,
         demanded=np.cumsum(problem.rules.demanded),
         pinned=np.array([FREE if device == FREE else class_of[int(device)] for device in problem.rules.pinned]),
         capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in classes]),
-    )
-
-
-def message_bytes(candidate: Candidate, behind: Message, number: int) -> tuple[Floats, Floats]:
-    """Messages under way at a stage's first and at its last boundary, two arrays of shape (L + 1,).
-
-    Args:
-        candidate: schedule and micro-batches.
-        behind: what crosses the boundary behind each layer.
-        number: of the stage from the end, 1 for the last.
-    """
-    split = candidate.split
-    return (
-        behind_boundary(behind.at_receiver(candidate.schedule, split, number)),
-        behind_boundary(behind.at_sender(split)),
     )
 
 

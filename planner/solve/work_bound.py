@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from planner.cost.layer_costs import Floats, prefix_sums
-from planner.cost.stage_memory import behind_boundary, temporary_bytes
+from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
+from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, range_bytes
 from planner.kernel.candidate_stages import least_recompute_s
 from planner.kernel.compiled import compiled
 from planner.plan.schedules import SCHEDULES, Objective
@@ -123,31 +124,29 @@ def _bottleneck_s(problem: Problem, candidate: Candidate, work: list[Floats]) ->
 def _pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
     """Recompute of a steady micro-batch on all stages, at least: what it would be if the stages shared their memory.
 
-    Each has the temporaries of some layer, and all but the first the inputs of every micro-batch from some boundary.
+    Each has what any stage has and the temporaries of some layer, and all but the first what lies at some boundary,
+    messages under way left out.
     """
     record = SCHEDULES[candidate.schedule]
     if record.objective is not Objective.FLOW_SHOPS or problem.settings.recompute != "auto":
         return 0.0
     split, group = candidate.split, problem.classes[0]
     stages = problem.most_stages(candidate.replicas, split.count)
-    large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
-    many, few = split.in_flight(candidate.schedule, 1)
-    optimizer = problem.costs.optimizer(group.device.kind, problem.optimizer)
-    always_bytes = problem.costs.profile.reserve_bytes + split.batch_size * problem.costs.profile.input_bytes
-    held = many * large.kept_bytes + few * small.kept_bytes
-    held = held - many * large.held_bytes - few * small.held_bytes
-    entering = behind_boundary(many * large.output_bytes + few * small.output_bytes)
-    own_bytes = group.device.memory_bytes - always_bytes - float(temporary_bytes(large, small).min())
-    inputs_bytes = float(entering[1:-1][problem.rules.allowed[1:-1]].min(initial=np.inf)) if stages > 1 else 0.0
-    if own_bytes <= inputs_bytes:
+    basis = problem.basis(group.device.kind, candidate)
+    ledger = Ledger(basis)
+    moments = moment_bytes(ledger, Of.LAYERS, Form.IN_PARTS)
+    stage_bytes = group.device.memory_bytes - float(always_bytes(ledger)[0] + moments.min())
+    first_rows = [row for row in rows_of(Of.FIRST_BOUNDARY) if row.counts is not Counts.UNDER_WAY]
+    inputs = sum((ledger.counted(row)[0] for row in first_rows), start=np.zeros(ledger.layers))
+    inputs_bytes = float(inputs[:-1][problem.rules.allowed[1:-1]].min(initial=np.inf)) if stages > 1 else 0.0
+    if stage_bytes <= inputs_bytes:
         return 0.0
-    room = (
-        stages * own_bytes
-        - (stages - 1) * inputs_bytes
-        - problem.parameters.fixed[0, -1]
-        - optimizer.state_bytes_per_byte * problem.parameters.trainable[0, -1]
-    )
+    room = stages * stage_bytes - (stages - 1) * inputs_bytes - float(range_bytes(basis)[0, -1])
+    room -= float(own_bytes(ledger, Of.LAYERS, form=Form.ANY).sum())
+    held = own_bytes(ledger, Of.KEPT_LAYERS, form=Form.IN_PARTS)[0]
     if held.sum() <= room:
         return 0.0
+    large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
     again = steady_mean(split, large.recompute_s, small.recompute_s)
-    return least_recompute_s(held, entering, again, prices(held, again), float(room))
+    edges = after_layers(own_bytes(ledger, Of.SEGMENT_EDGES, form=Form.IN_PARTS)[0])
+    return least_recompute_s(held, edges, again, prices(held, again), room)

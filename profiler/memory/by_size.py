@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import PlanError
 from profiler.left_out_sizes import CANNOT_RUN, Refusals
 from profiler.memory.capacity import Room
@@ -156,7 +157,7 @@ def _mixed(low: Any, high: Any, share: float) -> Any:
     if low == high:
         return low
     if isinstance(low, int):
-        return ceil(low + share * (high - low) - 1e-6)
+        return int(whole_bytes(on_line(low, high, share)))
     if [layers for *layers, _ in low] != [layers for *layers, _ in high]:
         return None
     return tuple((*layers, _mixed(a, b, share)) for (*layers, a), (*_, b) in zip(low, high, strict=True))

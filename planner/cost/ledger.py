@@ -1,0 +1,384 @@
+"""The one ledger of a stage's memory: each term is one row of `ROWS`, and all that counts bytes reads the rows.
+
+A row says what it is, of which layers or boundaries, how it counts, and which figure of the profile it takes. A term
+more is a row more: the report (`planner.cost.stage_memory`), the sums that the compiled search adds up
+(`planner.cost.stage_sums`), the bounds, what a message says when nothing fits and the memory over time follow.
+
+    Row("random states", "activations", Of.LAYERS, Counts.IN_FLIGHT, lambda at: at.layers.random_state_bytes)
+
+A stage takes one of three forms, and rows may count in some of them alone. One that recomputes nothing, or all of its
+layers as one segment, is measured as a whole (`planner.cost.stage_bytes`). In any other layers count one by one, which
+is never less: what each keeps, and the largest of their temporaries.
+
+What a segment hands to a kept layer counts, too: a layer's `kept_bytes` leave out its inputs, because they belong to
+the layer that created them, and where that one is recomputed nobody has counted them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
+from types import EllipsisType
+from typing import TypeAlias
+
+import numpy as np
+
+from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
+from planner.cost.messages import Message
+from planner.plan.actions import AHEAD_BYTES
+from planner.plan.micro_batches import MicroBatches
+from planner.plan.schedules import ScheduleName
+from profiler.record import OptimizerCost
+
+Range: TypeAlias = tuple[int, int] | EllipsisType
+"""Layers [i, j) as (i, j), or all ranges at once: an index of matrices that have the range [i, j) at [i, j]."""
+
+
+class Of(Enum):
+    """Of which layers or boundaries of a stage a row is, and so the shape of its figure."""
+
+    STAGE = auto()
+    """The stage, whatever its layers: one number."""
+    WHOLE = auto()
+    """Its layers as a whole, in the forms `KEPT` and `AS_ONE`: one number, for `Figures.layers_of_stage`."""
+    LAYERS = auto()
+    """Each of its layers: an array of shape (L,)."""
+    KEPT_LAYERS = auto()
+    """Each layer that no segment recomputes, likewise."""
+    SEGMENT = auto()
+    """Each layer of one segment, likewise; the segment that needs most counts."""
+    FIRST_BOUNDARY = auto()
+    """Where it begins, if not with the model: an array of shape (L,) with what lies after each layer."""
+    LAST_BOUNDARY = auto()
+    """Where it ends, if not with the model, likewise."""
+    SEGMENT_EDGES = auto()
+    """Each boundary inside the stage next to a segment, likewise."""
+
+
+class Counts(Enum):
+    """How often a row counts."""
+
+    ONCE = auto()
+    """Once, with the larger of the figures for a large and a small micro-batch."""
+    IN_FLIGHT = auto()
+    """For each micro-batch in flight, of its own size; how many, the schedule's record says."""
+    UNDER_WAY = auto()
+    """For the messages under way at a boundary; how many, the figure says."""
+    TRANSIENT = auto()
+    """For a moment: the largest one, of the layers or segments that it is of, counts beside all else."""
+
+
+class Form(Flag):
+    """What a stage does about recompute."""
+
+    KEPT = auto()
+    """Nothing."""
+    AS_ONE = auto()
+    """All of it is one segment."""
+    IN_PARTS = auto()
+    """Some layers are kept, or there is more than one segment."""
+    RECOMPUTES = AS_ONE | IN_PARTS
+    ANY = KEPT | AS_ONE | IN_PARTS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Basis:
+    """What all stages of a plan on one kind of device have in common.
+
+    Attributes:
+        costs: of the layers.
+        parameters: bytes of the parameters of every range.
+        device_kind: selects the costs.
+        optimizer: what it keeps there.
+        schedule: says how many micro-batches are in flight.
+        micro_batches: how a replica's samples are cut.
+        ahead_bytes: see `Message`.
+    """
+
+    costs: CostModel
+    parameters: ParameterRanges
+    device_kind: str
+    optimizer: OptimizerCost
+    schedule: ScheduleName
+    micro_batches: MicroBatches
+    ahead_bytes: int = AHEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RangeFigures:
+    """What a `RangeRow`'s figure reads.
+
+    Attributes:
+        parameters: bytes of the parameters of every range.
+        optimizer: what it keeps.
+        stage: index of these bytes.
+    """
+
+    parameters: ParameterRanges
+    optimizer: OptimizerCost
+    stage: Range
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Figures:
+    """What a `Row`'s figure reads.
+
+    Attributes:
+        basis: the kind of device, the schedule and the cut of the mini-batch.
+        size: samples of one micro-batch.
+        layers: what all layers cost at that size.
+        message: what crosses a boundary, or, in one value, what crosses after each layer.
+        number: of the stage from the end, 1 for the last.
+        layers_of_stage: the range of the one stage that is asked for, for rows of `Of.WHOLE`.
+    """
+
+    basis: Basis
+    size: int
+    layers: LayerArrays
+    message: Message
+    number: int
+    layers_of_stage: tuple[int, int] = (0, 0)
+
+    @property
+    def whole(self) -> tuple[float, float]:
+        """What one micro-batch keeps of that stage, and the most that it has at any moment."""
+        return self.basis.costs.stage(self.basis.device_kind, self.size, *self.layers_of_stage)
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRow:
+    """A term of what layers hold together, once, whatever the micro-batches.
+
+    Attributes:
+        name: of the term, for people.
+        memory_class: field of `planner.plan.plan.StageMemory` that it belongs to.
+        figure: bytes of a range, or at [i, j] of all ranges; no less for a range that contains another.
+    """
+
+    name: str
+    memory_class: str
+    figure: Callable[[RangeFigures], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Any other term.
+
+    Attributes:
+        name: of the term, for people.
+        memory_class: field of `planner.plan.plan.StageMemory` that it belongs to; `transient` for a transient one.
+        of: layers or boundaries, and so the figure's shape.
+        counts: how often.
+        figure: bytes for one micro-batch of one size; see `Of` for the shape.
+        forms: of a stage in which it counts; other than any for rows of layers or of the whole stage alone.
+    """
+
+    name: str
+    memory_class: str
+    of: Of
+    counts: Counts
+    figure: Callable[[Figures], Floats | float]
+    forms: Form = Form.ANY
+
+    def __post_init__(self) -> None:
+        possible = _MOMENTS if self.counts is Counts.TRANSIENT else _LASTING
+        if self.forms not in possible.get(self.of, ()):
+            raise ValueError(f"no sum is made of a row that is of {self.of}, counts {self.counts}, in {self.forms}")
+        if (self.memory_class == "transient") != (self.counts is Counts.TRANSIENT):
+            raise ValueError(f"{self.name!r} counts {self.counts} and belongs to {self.memory_class}")
+
+
+_EVERY = (Form.ANY,)
+_LASTING = {
+    Of.STAGE: _EVERY,
+    Of.WHOLE: (Form.KEPT,),
+    Of.LAYERS: (Form.ANY, Form.KEPT, Form.RECOMPUTES),
+    Of.KEPT_LAYERS: (Form.ANY, Form.KEPT, Form.IN_PARTS),
+    Of.FIRST_BOUNDARY: _EVERY,
+    Of.LAST_BOUNDARY: _EVERY,
+    Of.SEGMENT_EDGES: (Form.ANY, Form.IN_PARTS),
+}
+_MOMENTS = {
+    Of.WHOLE: (Form.KEPT, Form.AS_ONE),
+    Of.LAYERS: (Form.ANY, Form.KEPT, Form.AS_ONE, Form.IN_PARTS, Form.RECOMPUTES),
+    Of.SEGMENT: (Form.IN_PARTS,),
+}
+"""The forms in which rows may count that last, and rows that are there for a moment: the search has sums for these."""
+
+ROWS: tuple[RangeRow | Row, ...] = (
+    RangeRow("parameters", "parameters", lambda at: at.parameters.unique[at.stage]),
+    RangeRow("buffers", "parameters", lambda at: at.parameters.buffers[at.stage]),
+    RangeRow("gradients", "gradients", lambda at: at.parameters.gradients[at.stage]),
+    RangeRow(
+        "state of the optimizer",
+        "optimizer",
+        lambda at: np.ceil(at.optimizer.state_bytes_per_byte * at.parameters.trainable[at.stage]),
+    ),
+    Row(
+        "inputs of the model",
+        "activations",
+        Of.STAGE,
+        Counts.ONCE,
+        lambda at: at.basis.micro_batches.batch_size * at.basis.costs.profile.input_bytes,
+    ),
+    Row("inputs of the stage", "activations", Of.FIRST_BOUNDARY, Counts.IN_FLIGHT, lambda at: at.layers.output_bytes),
+    Row("saved by the stage", "activations", Of.WHOLE, Counts.IN_FLIGHT, lambda at: at.whole[0], Form.KEPT),
+    Row(
+        "saved by kept layers",
+        "activations",
+        Of.KEPT_LAYERS,
+        Counts.IN_FLIGHT,
+        lambda at: at.layers.kept_bytes - at.layers.held_bytes,
+        Form.IN_PARTS,
+    ),
+    Row(
+        "kept until the end of the step, recomputed or not",
+        "activations",
+        Of.LAYERS,
+        Counts.IN_FLIGHT,
+        lambda at: at.layers.held_bytes,
+        Form.RECOMPUTES,
+    ),
+    Row(
+        "inputs and outputs of segments",
+        "activations",
+        Of.SEGMENT_EDGES,
+        Counts.IN_FLIGHT,
+        lambda at: at.layers.output_bytes,
+        Form.IN_PARTS,
+    ),
+    Row(
+        "most of one micro-batch beside what it saves",
+        "transient",
+        Of.WHOLE,
+        Counts.TRANSIENT,
+        lambda at: at.whole[1] - at.whole[0],
+        Form.KEPT,
+    ),
+    Row(
+        "most of one recomputed micro-batch",
+        "transient",
+        Of.WHOLE,
+        Counts.TRANSIENT,
+        lambda at: at.whole[1],
+        Form.AS_ONE,
+    ),
+    Row(
+        "values of a segment",
+        "transient",
+        Of.SEGMENT,
+        Counts.TRANSIENT,
+        lambda at: at.layers.kept_bytes,
+        Form.IN_PARTS,
+    ),
+    Row(
+        "temporaries",
+        "transient",
+        Of.LAYERS,
+        Counts.TRANSIENT,
+        lambda at: at.layers.transient_bytes + at.layers.workspace_bytes,
+        Form.IN_PARTS,
+    ),
+    Row(
+        "messages under way before the stage",
+        "receive_buffers",
+        Of.FIRST_BOUNDARY,
+        Counts.UNDER_WAY,
+        lambda at: at.message.at_receiver(at.basis.schedule, at.basis.micro_batches, at.number),
+    ),
+    Row(
+        "messages under way after the stage",
+        "receive_buffers",
+        Of.LAST_BOUNDARY,
+        Counts.UNDER_WAY,
+        lambda at: at.message.at_sender(at.basis.micro_batches),
+    ),
+    Row("process and allocator", "reserve", Of.STAGE, Counts.ONCE, lambda at: at.basis.costs.profile.reserve_bytes),
+)
+
+
+def range_rows() -> Iterator[RangeRow]:
+    """The rows of what layers hold together."""
+    return (row for row in ROWS if isinstance(row, RangeRow))
+
+
+def rows_of(*of: Of, form: Form = Form.ANY, transient: bool = False) -> Iterator[Row]:
+    """The rows of these layers or boundaries that count in (all of) a form, transient ones or all others."""
+    for row in ROWS:
+        if isinstance(row, RangeRow) or row.of not in of or row.forms & form != form:
+            continue
+        if (row.counts is Counts.TRANSIENT) == transient:
+            yield row
+
+
+def classes_that_count(counts: Counts) -> set[str]:
+    """The fields of `planner.plan.plan.StageMemory` that have a row which counts so."""
+    return {row.memory_class for row in ROWS if isinstance(row, Row) and row.counts is counts}
+
+
+class Ledger:
+    """The rows, counted for stages of one basis.
+
+    Args:
+        basis: kind of device, schedule and cut of the mini-batch.
+        numbers: of the stages from the end; 1 for the last.
+        sized: the layers' costs for a large and for a small micro-batch, where not the basis's own.
+        layers_of_stage: see `Figures`.
+    """
+
+    def __init__(
+        self,
+        basis: Basis,
+        numbers: Sequence[int] = (1,),
+        sized: tuple[LayerArrays, LayerArrays] | None = None,
+        layers_of_stage: tuple[int, int] = (0, 0),
+    ) -> None:
+        split = basis.micro_batches
+        sizes = split.largest, split.smallest
+        large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
+        self.message = Message.behind(large, small, basis.ahead_bytes)
+        self._numbers = numbers
+        self._in_flight = np.array([split.in_flight(basis.schedule, number) for number in numbers], dtype=np.float64)
+        self._large, self._small = (
+            Figures(basis, size, layers, self.message, numbers[0], layers_of_stage)
+            for size, layers in zip(sizes, (large, small), strict=True)
+        )
+
+    def counted(self, row: Row, message: Message | None = None) -> Floats:
+        """Bytes of a row that is not transient: those of its figure, one axis in front for the stages' numbers.
+
+        Args:
+            row: which.
+            message: what crosses a boundary, where it is not what follows from the costs.
+        """
+        if row.counts is Counts.UNDER_WAY:
+            at = self._large
+            message = message or self.message
+            figures = [
+                row.figure(Figures(at.basis, at.size, at.layers, message, number, at.layers_of_stage))
+                for number in self._numbers
+            ]
+            return np.stack([np.asarray(figure, dtype=np.float64) for figure in figures])
+        large, small = row.figure(self._large), row.figure(self._small)
+        if row.counts is Counts.IN_FLIGHT:
+            many, few = self._in_flight.T
+            bytes_in_flight: Floats = np.multiply.outer(many, large) + np.multiply.outer(few, small)
+            return bytes_in_flight
+        once: Floats = np.multiply.outer(np.ones(len(self._numbers)), np.maximum(large, small))
+        return once
+
+    def moments(self, row: Row) -> Floats:
+        """Bytes of a transient row: those of its figure, for the size that has more."""
+        largest: Floats = np.maximum(row.figure(self._large), row.figure(self._small))
+        return largest
+
+    @property
+    def layers(self) -> int:
+        """L, of the model."""
+        return len(self._large.layers.kept_bytes)
+
+    @property
+    def in_flight(self) -> Floats:
+        """How many micro-batches of the larger and of the smaller size are in flight, a row for each number."""
+        return self._in_flight

@@ -1,0 +1,130 @@
+"""The rows of `planner.cost.ledger` added up for every stage at once: plain arrays, which the compiled search reads.
+
+The bytes of a stage of layers [i, j) of class c, with number v + 1 from the end, are `always[c, v]` and
+
+    ranges[r, i, j] + first_boundary[c, v, i] + last_boundary[c, v, j]       r = range_of[c]
+
+and, by its form, with one micro-batch's figures `kept` and `most` of [i, j), see `Tables.stage_kept`,
+
+    KEPT        own_kept[c, v, i:j]         + in flight * kept + (most - kept) + largest of beside_whole[KEPT, c, i:j]
+    AS_ONE      own_recomputed[c, v, i:j]   + most                             + largest of beside_whole[AS_ONE, c, i:j]
+    IN_PARTS    own_recomputed[c, v, i:j]   + what `planner.kernel.segments.pattern_costs` makes of the rest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats, Indices, prefix_sums
+from planner.cost.ledger import Basis, Form, Ledger, Of, RangeFigures, range_rows, rows_of
+
+KEPT, AS_ONE = 0, 1
+"""Places of `StageSums.beside_whole`."""
+
+
+class StageSums(NamedTuple):
+    """Sums of rows for C classes of devices, V numbers of stages from the end, L layers and N = L + 1 positions.
+
+    Attributes:
+        in_flight: how many micro-batches of the larger and of the smaller size are, shape (V, 2).
+        always: of any stage, shape (C, V).
+        range_of: which of the `ranges` is a class's, shape (C,).
+        ranges: of layers [i, j) together, shape (kinds, N, N).
+        first_boundary: at the boundary where a stage begins, shape (C, V, N).
+        last_boundary: at the boundary where it ends, likewise.
+        own_kept: prefix sums over the layers of a stage that keeps everything, shape (C, V, N).
+        own_recomputed: the same of one that recomputes some.
+        kept_layers: prefix sums over layers that no segment recomputes, shape (C, V, N).
+        segment_edges: at each boundary next to a segment, shape (C, V, N).
+        segment: prefix sums of the values of a segment, for one micro-batch, shape (C, N).
+        beside: of each layer for a moment, in a stage with segments, shape (C, L).
+        beside_whole: the same in a stage that keeps everything, and in one that is one segment, shape (2, C, L).
+    """
+
+    in_flight: Floats
+    always: Floats
+    range_of: Indices
+    ranges: Floats
+    first_boundary: Floats
+    last_boundary: Floats
+    own_kept: Floats
+    own_recomputed: Floats
+    kept_layers: Floats
+    segment_edges: Floats
+    segment: Floats
+    beside: Floats
+    beside_whole: Floats
+
+
+def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
+    """The sums of all rows.
+
+    Args:
+        bases: of each class of devices; alike but for the kind.
+        numbers: of stages from the end, for which micro-batches in flight and messages under way may differ.
+    """
+    ledgers = [Ledger(basis, numbers) for basis in bases]
+    kinds = list(dict.fromkeys(basis.device_kind for basis in bases))
+    of_kind = {basis.device_kind: basis for basis in bases}
+
+    def layers(*of: Of, form: Form) -> Floats:
+        return np.stack([prefix_sums(own_bytes(ledger, *of, form=form)) for ledger in ledgers])
+
+    def boundaries(of: Of, form: Form = Form.ANY) -> Floats:
+        return np.stack([after_layers(own_bytes(ledger, of, form=form)) for ledger in ledgers])
+
+    def moments(form: Form) -> Floats:
+        return np.stack([moment_bytes(ledger, Of.LAYERS, form) for ledger in ledgers])
+
+    return StageSums(
+        in_flight=ledgers[0].in_flight,
+        always=np.stack([always_bytes(ledger) for ledger in ledgers]),
+        range_of=np.array([kinds.index(basis.device_kind) for basis in bases]),
+        ranges=np.stack([range_bytes(of_kind[kind]) for kind in kinds]),
+        first_boundary=boundaries(Of.FIRST_BOUNDARY),
+        last_boundary=boundaries(Of.LAST_BOUNDARY),
+        own_kept=layers(Of.LAYERS, Of.KEPT_LAYERS, form=Form.KEPT),
+        own_recomputed=layers(Of.LAYERS, form=Form.RECOMPUTES),
+        kept_layers=layers(Of.KEPT_LAYERS, form=Form.IN_PARTS),
+        segment_edges=boundaries(Of.SEGMENT_EDGES, Form.IN_PARTS),
+        segment=np.stack([prefix_sums(moment_bytes(ledger, Of.SEGMENT, Form.IN_PARTS)) for ledger in ledgers]),
+        beside=moments(Form.IN_PARTS),
+        beside_whole=np.stack([moments(Form.KEPT), moments(Form.AS_ONE)]),
+    )
+
+
+def always_bytes(ledger: Ledger) -> Floats:
+    """Bytes of any stage, one entry for each number."""
+    return sum((ledger.counted(row) for row in rows_of(Of.STAGE)), start=np.zeros(len(ledger.in_flight)))
+
+
+def own_bytes(ledger: Ledger, *of: Of, form: Form) -> Floats:
+    """Bytes of each layer, or at each boundary, of stages of a form; an axis for the numbers, one of length L."""
+    none = np.zeros((len(ledger.in_flight), ledger.layers))
+    return sum((ledger.counted(row) for row in rows_of(*of, form=form)), start=none)
+
+
+def moment_bytes(ledger: Ledger, of: Of, form: Form) -> Floats:
+    """The transient bytes of each layer in stages of a form, shape (L,)."""
+    none = np.zeros(ledger.layers)
+    return sum((ledger.moments(row) for row in rows_of(of, form=form, transient=True)), start=none)
+
+
+def range_bytes(basis: Basis) -> Floats:
+    """Bytes of layers [i, j) together, at [i, j]; no micro-batches are in them, so they are added up once."""
+    known = basis.parameters.added_up
+    if basis.optimizer not in known:
+        figures = RangeFigures(basis.parameters, basis.optimizer, ...)
+        none = np.zeros_like(basis.parameters.unique)
+        known[basis.optimizer] = sum((row.figure(figures) for row in range_rows()), start=none)
+    return known[basis.optimizer]
+
+
+def after_layers(layer_bytes: Floats) -> Floats:
+    """Bytes at boundary i, between layers i - 1 and i, the last axis of length L + 1; 0 at both ends of the model."""
+    at_boundary = np.zeros((*layer_bytes.shape[:-1], layer_bytes.shape[-1] + 1))
+    at_boundary[..., 1:-1] = layer_bytes[..., :-1]
+    return at_boundary

@@ -1,0 +1,188 @@
+"""What the search counts for a stage is what the report says and the simulator's memory peaks at, byte for byte."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.cost.ledger import ROWS, Counts, Form, Of, RangeRow, Row
+from planner.from_profile import make_problem
+from planner.kernel.least_overflow import least_bad
+from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
+from planner.kernel.tables import no_moments, segment_costs, stage_needs, with_layer
+from planner.plan.plan import StageMemory
+from planner.plan.schedules import SCHEDULES
+from planner.solve.balancer import Balance, StageChoice, evaluate_s
+from planner.solve.build_plan import make_plan
+from planner.solve.infeasible import _memory
+from planner.solve.problem import Candidate, Problem
+from planner.solve.segment_choices import segments_of
+from planner.solve.tables import make_tables
+from profiler.record import InStage, LayerCost, Profile
+
+SIZES = (1, 5, 14)
+
+
+def with_details(data: Any, profile: Profile) -> Profile:
+    """The profile with what layers have in a stage: shared storages, kernels' room, what stays until the end."""
+    number = st.integers(0, 9)
+    layers = len(profile.layers)
+
+    def towards(others: range) -> tuple[tuple[int, int], ...]:
+        return tuple((other, data.draw(number)) for other in others if data.draw(st.booleans()))
+
+    def detailed(cost: LayerCost) -> LayerCost:
+        carried, repeated = towards(range(cost.layer + 1, layers)), towards(range(cost.layer))
+        held = data.draw(number)
+        return cost.model_copy(
+            update={
+                "kept_bytes": held + data.draw(number) + sum(size for _, size in carried + repeated),
+                "in_stage": InStage(
+                    carried_bytes=carried,
+                    repeated_bytes=repeated,
+                    held_bytes=held,
+                    forward_bytes=data.draw(number),
+                    backward_bytes=data.draw(number),
+                    last_backward_bytes=data.draw(number),
+                    workspace_bytes=data.draw(number),
+                ),
+            }
+        )
+
+    return profile.model_copy(update={"costs": tuple(map(detailed, profile.costs))})
+
+
+@st.composite
+def patterns(draw: st.DrawFn, length: int) -> np.ndarray:
+    """What a stage does about recompute: nothing, everything at once, or any segments."""
+    form = draw(st.sampled_from(Form))
+    if form is Form.KEPT:
+        return np.full(length, KEPT, dtype=np.uint8)
+    if form is Form.AS_ONE:
+        return np.array([START] + [INSIDE] * (length - 1), dtype=np.uint8)
+    marks = [draw(st.sampled_from((KEPT, START))) for _ in range(length)]
+    for layer in range(1, length):
+        if marks[layer] == START and marks[layer - 1] != KEPT and draw(st.booleans()):
+            marks[layer] = INSIDE
+    return np.array(marks, dtype=np.uint8)
+
+
+def counted_bytes(
+    problem: Problem, candidate: Candidate, number: int, stage: StageChoice, pattern: np.ndarray
+) -> float:
+    """The bytes of a stage, as the compiled search adds them up."""
+    tables = make_tables(problem, candidate)
+    device, first, stop = stage.device_class, stage.first, stage.stop
+    variant = number - 1 if tables.by_number else 0
+    moments = no_moments()
+    for layer in range(first, stop):
+        moments = with_layer(moments, tables, device, layer)
+    needs = stage_needs(tables, device, variant, first, stop, moments)
+    if not stage.segments:
+        over = needs.over_kept
+    elif (stage.segments[0].first, stage.segments[0].stop) == (first, stop):
+        over = needs.over_as_one
+    else:
+        over = pattern_costs(segment_costs(tables, device, variant), first, stop, False, pattern)[0] - needs.room
+    return over + problem.classes[device].device.memory_bytes
+
+
+@given(st.data())
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_search_report_and_simulator_count_the_same_bytes(profiles, device, data):
+    profile = data.draw(profiles(sizes=SIZES))
+    if data.draw(st.booleans()):
+        profile = with_details(data, profile)
+    layers = len(profile.layers)
+    cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
+    ranges = list(itertools.pairwise((0, *cuts, layers)))
+    batch_size = data.draw(st.integers(len(ranges), 14))
+    kinds = [data.draw(st.sampled_from(("a", "b"))) for _ in ranges]
+    asked: dict[str, Any] = {"micro_batches_per_stage": 1, "schedule": data.draw(st.sampled_from([*SCHEDULES]))}
+    asked["micro_batches"] = data.draw(st.integers(len(ranges), batch_size))
+    devices = [device(kind) for kind in kinds]
+    problem = make_problem(profile, devices, batch_size=batch_size, optimizer=None, settings=asked)
+    (candidate,) = [found for found in problem.candidates() if found.replicas == 1]
+    place = {group.device.kind: number for number, group in enumerate(problem.classes)}
+    marks = [data.draw(patterns(stop - first)) for first, stop in ranges]
+    stages = tuple(
+        StageChoice(first, stop, place[kind], segments_of(pattern, first))
+        for (first, stop), kind, pattern in zip(ranges, kinds, marks, strict=True)
+    )
+    plan = make_plan(problem, Balance(candidate, stages, evaluate_s(problem, candidate, stages), 1e-9))
+    over_time = plan.memory_over_time()
+    for index, (stage, pattern) in enumerate(zip(stages, marks, strict=True)):
+        said = plan.stages[index].memory.total
+        assert counted_bytes(problem, candidate, len(stages) - index, stage, pattern) == said
+        assert over_time[over_time["stage"] == index]["bytes"].max() == said
+
+
+@given(st.data())
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_what_overflows_the_least_overflows_by_what_the_report_says(profiles, device, data):
+    """A message that names bytes too many has them from the report; the plan it is about, from the search."""
+    profile = with_details(data, data.draw(profiles(kinds=("a",), sizes=SIZES)))
+    schedule, recompute = (
+        data.draw(st.sampled_from([*SCHEDULES])),
+        data.draw(st.sampled_from(["auto", "always", "never"])),
+    )
+    problem = make_problem(
+        profile,
+        [device("a", 50)] * 2,
+        batch_size=9,
+        optimizer=None,
+        settings={"micro_batches": 4, "micro_batches_per_stage": 1, "schedule": schedule, "recompute": recompute},
+    )
+    candidate = next(problem.candidates())
+    worst = least_bad(make_tables(problem, candidate))
+    said = [_memory(problem, candidate, worst, stage)[0].total - 50 for stage in range(len(worst.classes))]
+    assert worst.over_bytes == max(said)
+
+
+def test_every_class_of_memory_has_a_row_and_every_row_a_class():
+    assert {row.memory_class for row in ROWS} == set(StageMemory.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("of", "counts", "forms"),
+    [
+        (Of.WHOLE, Counts.IN_FLIGHT, Form.ANY),
+        (Of.LAYERS, Counts.ONCE, Form.IN_PARTS),
+        (Of.SEGMENT, Counts.IN_FLIGHT, Form.IN_PARTS),
+        (Of.STAGE, Counts.TRANSIENT, Form.ANY),
+    ],
+)
+def test_a_row_that_the_search_would_leave_out_is_refused(of, counts, forms):
+    memory_class = "transient" if counts is Counts.TRANSIENT else "activations"
+    with pytest.raises(ValueError, match="no sum is made of a row"):
+        Row("new", memory_class, of, counts, lambda at: at.layers.kept_bytes, forms)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        RangeRow("once for a range", "parameters", lambda at: 3.0 * (at.parameters.unique[at.stage] > 0)),
+        Row("once", "reserve", Of.STAGE, Counts.ONCE, lambda at: 5.0),
+        Row("once for each layer", "optimizer", Of.LAYERS, Counts.ONCE, lambda at: 0 * at.layers.kept_bytes + 3),
+        Row("in flight", "activations", Of.LAYERS, Counts.IN_FLIGHT, lambda at: 0 * at.layers.kept_bytes + at.size),
+        Row("in flight of a stage", "activations", Of.STAGE, Counts.IN_FLIGHT, lambda at: 7.0),
+        Row("kept layers", "activations", Of.KEPT_LAYERS, Counts.IN_FLIGHT, lambda at: at.layers.output_bytes),
+        Row("where it ends", "gradients", Of.LAST_BOUNDARY, Counts.IN_FLIGHT, lambda at: at.layers.output_bytes),
+        Row("edges", "activations", Of.SEGMENT_EDGES, Counts.ONCE, lambda at: at.layers.output_gradient_bytes),
+        Row("for a moment", "transient", Of.LAYERS, Counts.TRANSIENT, lambda at: at.layers.output_bytes + at.size),
+    ],
+    ids=lambda row: row.name,
+)
+def test_a_row_more_is_counted_everywhere(row, profiles, device, monkeypatch):
+    """One row makes a term: the search, the report and the memory over time have it, and it makes a difference."""
+    monkeypatch.setattr("planner.cost.ledger.ROWS", (*ROWS, row))
+    given(st.data())(
+        settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow], deadline=None)(
+            lambda data: test_search_report_and_simulator_count_the_same_bytes.hypothesis.inner_test(
+                profiles, device, data
+            )
+        )
+    )()

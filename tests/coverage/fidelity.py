@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -81,19 +81,41 @@ class Fidelity:
     changed: tuple[str, ...]
 
 
-def measure(case: Case) -> Fidelity:
-    """Trace a model, cut it in several ways and compare."""
-    before = snapshot(case.model)
-    start = time.perf_counter()
-    sequence = trace(case.model, case.sample)
-    trace_s = time.perf_counter() - start
-    changed = tuple(differences(before, snapshot(case.model)))
+@dataclass(frozen=True)
+class Traced:
+    """A model and what tracing made of it.
+
+    Attributes:
+        case: the model and its batch.
+        sequence: its layers.
+        trace_s: time of `trace`.
+        changed: what tracing changed in the model.
+    """
+
+    case: Case
+    sequence: LayerSequence
+    trace_s: float
+    changed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, case: Case) -> Self:
+        """Trace it, and look whether it is left as it was."""
+        before = snapshot(case.model)
+        start = time.perf_counter()
+        sequence = trace(case.model, case.sample)
+        trace_s = time.perf_counter() - start
+        return cls(case, sequence, trace_s, tuple(differences(before, snapshot(case.model))))
+
+
+def measure(traced: Traced) -> Fidelity:
+    """Cut a model in several ways and compare; its random numbers are those of the eager model, or keyed by layer."""
+    case, sequence = traced.case, traced.sequence
     whole = run(sequence, case)
     crossing = [sum(value.size_bytes(sequence.sample.batch_size) for value in b) for b in sequence.boundaries[1:-1]]
     share, layer = largest_share(sequence)
     return Fidelity(
         front_end=sequence.sample.front_end or "",
-        trace_s=trace_s,
+        trace_s=traced.trace_s,
         layers=len(sequence),
         distinct=len({layer.signature for layer in sequence.layers}),
         narrowest_bytes=min(crossing, default=0),
@@ -101,9 +123,17 @@ def measure(case: Case) -> Fidelity:
         largest_share=share,
         is_single=is_single(layer),
         bitwise=all(same_bits(run(sequence, case, cuts), whole) for cuts in some_cuts(sequence)),
-        difference=difference(run(sequence, case), eager(sequence, case)),
-        changed=changed,
+        difference=eager_difference(sequence, case),
+        changed=traced.changed,
     )
+
+
+def eager_difference(sequence: LayerSequence, case: Case) -> float:
+    """How far the layers are from the eager model where both draw from the same stream of random numbers."""
+    torch.manual_seed(1)
+    expected = eager(sequence, case)
+    torch.manual_seed(1)
+    return difference(run(sequence, case, seeded=False), expected)
 
 
 def some_cuts(sequence: LayerSequence) -> list[list[int]]:

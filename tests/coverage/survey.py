@@ -31,7 +31,7 @@ from profiler import LayerSequence, NotTraceableError, trace
 from profiler.run.loss import loss_of
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.tracing.sample import call_arguments
-from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
+from tests.coverage.fidelity import eager, eager_difference, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 from tests.coverage.survey_models import Candidate, candidates
 from tests.coverage.table import machine
@@ -142,21 +142,13 @@ def trains(case: Case) -> None:
 
 def apart_from_eager(sequence: LayerSequence, case: Case) -> dict[int, float]:
     """How far the layers are from the model itself, by batch size: the sample's and, if they run at any, 1."""
-    apart = {sequence.sample.batch_size: _apart(sequence, case)}
+    apart = {sequence.sample.batch_size: eager_difference(sequence, case)}
     if sequence.sample.only_micro_batch_size is None:
         one = first_sample(case, sequence.sample)
         with contextlib.suppress(ValueError):  # batch normalization refuses a single value
             trains(one)
-            apart[1] = _apart(sequence, one)
+            apart[1] = eager_difference(sequence, one)
     return apart
-
-
-def _apart(sequence: LayerSequence, case: Case) -> float:
-    """Both draw from the same stream of random numbers."""
-    torch.manual_seed(1)
-    expected = eager(sequence, case)
-    torch.manual_seed(1)
-    return difference(run(sequence, case, seeded=False), expected)
 
 
 def computes_in_float32(sequence: LayerSequence) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from profiler import PlanError
-from tests.coverage.fidelity import Fidelity, measure
+from tests.coverage.fidelity import Fidelity, Traced, measure
 from tests.coverage.model_list import MODELS, Entry, transformers
 
 HEAD = (
@@ -52,7 +52,7 @@ def main() -> None:
     print("\n".join(HEAD))
     for entry in MODELS:
         try:
-            print(row(entry, measure(entry.build())), flush=True)
+            print(row(entry, measure(Traced.of(entry.build()))), flush=True)
         except PlanError as problem:
             print(f"| {entry.name} | {entry.family} | {problem} |{' |' * 8}", flush=True)
 

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from profiler import LayerSequence, trace
-from tests.coverage.fidelity import difference, eager, is_single, largest_share, measure, run, same_bits, some_cuts
-from tests.coverage.model_list import BY_NAME, MODELS, Case, Entry
+from tests.coverage.fidelity import Traced, eager_difference, is_single, largest_share, measure, run
+from tests.coverage.model_list import BY_NAME, MODELS, Case
 from tests.models.amoebanet import AmoebaNet
 
 CLOSE = 1e-5  # relative difference from the eager model
 LARGEST_SHARE = 1 / 16  # of all FLOPs, that one layer of a model with at least 8 blocks holds
+
+# Models of at least 8 blocks, encoder and decoder together. Mamba's largest layer is one operation at any depth.
+DEEP = {"gpt2": 8, "llama": 8, "bert": 8, "vit": 8, "t5": 4, "GNMT": 4, "AmoebaNet-D": 4, "mamba": 4}
+DROPPED = ("gpt2", "bert", "bart", "beit", "GNMT", "nn.Transformer", "GPT with tied weights")
 
 
 @pytest.fixture(autouse=True)
@@ -25,16 +28,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
-def test_every_model_is_faithful(entry: Entry) -> None:
-    found = measure(entry.build())
-    assert found.difference <= CLOSE
-    assert found.layers > 1
-    assert found.narrowest_bytes > 0
-    assert found.bitwise
-    assert found.changed == ()
 
 
 def in_float64(case: Case) -> Case:
@@ -49,59 +42,51 @@ def part_of(case: Case, size: int) -> Case:
     return dataclasses.replace(case, sample=sample, target=target)
 
 
+@cache
+def traced(name: str, blocks: int | None = None) -> Traced:
+    """A model of the list; all tests of it share one trace, which takes far longer than they do."""
+    case = BY_NAME[name].build(blocks=blocks or DEEP.get(name, 2), dropout=0.2 if name in DROPPED else 0.0)
+    return Traced.of(in_float64(case) if name == "AmoebaNet-D" else case)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_model_is_faithful(name: str) -> None:
+    """With one stream of random numbers the layers draw the same as the model; keyed by layer, no cut changes them."""
+    found = measure(traced(name))
+    assert found.difference <= CLOSE
+    assert found.layers > 1
+    assert found.narrowest_bytes > 0
+    assert found.bitwise
+    assert found.changed == ()
+
+
 @pytest.mark.parametrize("name", ["mixtral", "t5", "bert", "AmoebaNet-D", "GNMT", "nn.Transformer"])
 def test_layers_traced_at_batch_4_run_at_1_and_3(name: str) -> None:
-    case = BY_NAME[name].build()
-    if name == "AmoebaNet-D":
-        case = in_float64(case)
-    sequence = trace(case.model, case.sample)
-    for size in (1, 3):
-        part = part_of(case, size)
-        found = run(sequence, part, [len(sequence) // 2])
-        assert difference(found, eager(sequence, part)) <= CLOSE
+    model = traced(name)
+    assert all(eager_difference(model.sequence, part_of(model.case, size)) <= CLOSE for size in (1, 3))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "bart", "beit", "GNMT", "nn.Transformer", "GPT with tied weights"])
-def test_dropout_is_the_eager_models(name: str) -> None:
-    """With one stream of random numbers the layers draw the same as the model; keyed by layer, no cut changes them."""
-    case = BY_NAME[name].build(dropout=0.2)
-    sequence = trace(case.model, case.sample)
-    assert any(layer.draws_random for layer in sequence.layers)
+@pytest.mark.parametrize("name", DROPPED)
+def test_random_numbers_are_keyed_by_layer(name: str) -> None:
+    """Otherwise it would say nothing that no cut changes what dropout draws."""
+    model = traced(name)
+    assert any(layer.draws_random for layer in model.sequence.layers)
     torch.manual_seed(1)
-    expected = eager(sequence, case)
-    torch.manual_seed(1)
-    assert difference(run(sequence, case, seeded=False), expected) <= CLOSE
-    whole = run(sequence, case)
-    assert not torch.equal(whole.loss, expected.loss)
-    assert all(same_bits(run(sequence, case, cuts), whole) for cuts in some_cuts(sequence))
+    unkeyed = run(model.sequence, model.case, seeded=False)
+    assert not torch.equal(run(model.sequence, model.case).loss, unkeyed.loss)
 
 
-@cache
-def traced(name: str, blocks: int) -> LayerSequence:
-    """A model of the list with that many blocks."""
-    case = BY_NAME[name].build(blocks=blocks)
-    return trace(case.model, case.sample)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mamba", "t5", "vit", "GNMT"])
+@pytest.mark.parametrize("name", DEEP)
 def test_no_layer_holds_much_of_a_deep_model(name: str) -> None:
-    share, layer = largest_share(traced(name, 8))
+    share, layer = largest_share(traced(name).sequence)
     assert share <= LARGEST_SHARE or is_single(layer)
-
-
-def test_no_layer_holds_much_of_amoebanet() -> None:
-    share, _ = largest_share(trace(AmoebaNet(9, 16, 5), torch.randn(4, 3, 64, 64)))
-    assert share <= LARGEST_SHARE
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_depth_adds_no_new_kind_of_layer(name: str) -> None:
     """Fewer kinds are fine: in a deeper model a block is a smaller share of the work, and is cut less."""
-
-    def signatures(blocks: int) -> set[str]:
-        return {layer.signature for layer in traced(name, blocks).layers}
-
-    assert len(signatures(8)) <= len(signatures(4))
+    deep, less = ({layer.signature for layer in traced(name, blocks).sequence.layers} for blocks in (None, 4))
+    assert len(deep) <= len(less)
 
 
 @pytest.mark.parametrize(("normal_cells", "filters", "millions"), [(18, 256, 122.5), (36, 544, 1055.8)])

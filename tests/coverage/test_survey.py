@@ -42,7 +42,7 @@ def test_outcomes(make: Callable[[], nn.Module], outcome: Outcome, detail: str) 
 
 
 def test_what_differs_from_the_eager_model_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "difference", lambda *_: 1e-3)
+    monkeypatch.setattr(survey, "eager_difference", lambda *_: 1e-3)
     row = tried(Candidate("own", "model", lambda: Case(nn.Linear(8, 3), torch.ones(4, 8), mean_square)))
     assert row.outcome == Outcome.WRONG
     assert row.detail == "apart 1e-03 at 4, 1e-03 at 1 in float64"

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.fork_server import forks
 
 os.environ["MPLBACKEND"] = "Agg"  # draw into memory; subprocesses inherit it
 os.environ["GPIPE_AUTOPLAN_CACHE"] = "off"  # tests measure, and leave the user's cache alone
@@ -30,6 +33,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def start_fork() -> Iterator[Callable[..., Any]]:
+    with forks() as start:
+        yield start
+
+
+@pytest.fixture(autouse=True)
+def workers_are_forks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, start_fork: Callable[..., Any]
+) -> None:
+    """Workers of tests start in no time; those of tests that are about processes are fresh interpreters."""
+    if request.node.get_closest_marker("fresh_processes") is None:
+        for module in ("workers", "background_load"):
+            monkeypatch.setattr(f"profiler.machine.{module}.start_process", start_fork)
 
 
 @pytest.fixture

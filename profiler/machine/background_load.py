@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
+import signal
+import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from profiler.errors import ProfileError
 from profiler.machine.busy_work import READY
-from profiler.machine.start import python_command
+from profiler.machine.start import Process, start_process
 from profiler.machine.workers import KEEP_FREED_MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class _Neighbour:
+    """A busy process, and the connection that it ends with."""
+
+    process: Process
+    connection: socket.socket
 
 
 @contextlib.contextmanager
@@ -33,35 +43,36 @@ def neighbours(count: int, *, threads: int = 1) -> Iterator[Callable[[], None]]:
     Yields:
         A function that returns when all of them are at work; it raises `ProfileError` if one ended instead.
     """
-    processes: list[subprocess.Popen[bytes]] = []
+    running: list[_Neighbour] = []
     try:
         for _ in range(count):
-            processes.append(_start(threads))
-        yield lambda: _wait_until_busy(processes)
+            running.append(_start(threads))
+        yield lambda: _wait_until_busy(running)
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        for neighbour in running:
+            neighbour.process.send_signal(signal.SIGKILL)
+        for neighbour in running:
+            neighbour.process.wait()
+            neighbour.connection.close()
 
 
-def _start(threads: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        python_command("profiler.machine.busy_work", str(threads)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**KEEP_FREED_MEMORY, **os.environ, "OMP_NUM_THREADS": str(threads)},
-    )
+def _start(threads: int) -> _Neighbour:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = start_process(
+            "profiler.machine.busy_work",
+            str(threads),
+            str(theirs.fileno()),
+            environment={**KEEP_FREED_MEMORY, **os.environ, "OMP_NUM_THREADS": str(threads)},
+            descriptors=[theirs.fileno()],
+        )
+    return _Neighbour(process, ours)
 
 
-def _wait_until_busy(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        assert process.stdout is not None
-        if process.stdout.readline() != READY:
+def _wait_until_busy(running: list[_Neighbour]) -> None:
+    for neighbour in running:
+        if neighbour.connection.recv(len(READY)) != READY:
             raise ProfileError(
                 f"a process that should keep the other cores busy while layers are timed ended with code "
-                f"{process.wait()} before it had begun; its error is above"
+                f"{neighbour.process.wait()} before it had begun; its error is above"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -12,17 +13,18 @@ from torch.nn import functional
 
 ROWS = 512  # tokens of a micro-batch
 WIDTH = 512  # with ROWS: operands and results of 1 to 4 MB, of the order of a layer's in a model that a CPU trains
-READY = b"ready\n"
+READY = b"ready"
 
 
 def main() -> None:
-    """Say that the work has begun, and work until the parent closes our standard input or dies."""
-    torch.set_num_threads(int(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    """Say over the inherited socket that the work has begun, and work until the parent closes it or dies."""
+    threads, descriptor = map(int, sys.argv[1:])
+    torch.set_num_threads(threads)
+    connection = socket.socket(fileno=descriptor)
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     work = busy_work(torch.device("cpu"))
     work()
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
+    connection.sendall(READY)
     while True:
         work()
 
@@ -40,6 +42,6 @@ def busy_work(device: torch.device) -> Callable[[], torch.Tensor]:
     return work
 
 
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+def _end_with_parent(connection: socket.socket) -> None:
+    connection.recv(1)
     os._exit(0)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from profiler.machine.journal import Journal
+from profiler.machine.start import Process
 
 SECONDS_TO_END = 10.0  # experiment trackers hand over at exit what they still hold; without a network they take longer
 SECONDS_TO_ANSWER = 0.5  # a signal reaches Python code within milliseconds, on a busy machine too
@@ -42,7 +42,7 @@ class Worker:
     """
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     connection: Connection
     journal: Journal
     reported: bool = False

@@ -7,8 +7,11 @@ and taken for the one that torch or we mean.
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 _HOME = Path(__file__).resolve().parents[2]
 # Our packages from their own home, wherever that stands in the path; all else from where Python alone looks for it.
@@ -31,11 +34,45 @@ main()
 """
 
 
-def python_command(module: str, *arguments: str) -> list[str]:
-    """A command that calls `main` of one of our modules in a fresh interpreter.
+class Process(Protocol):
+    """A process that was started, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, which is also its group's."""
+
+    @property
+    def returncode(self) -> int | None:
+        """How it has ended, where that is known already; negative for a signal."""
+
+    def poll(self) -> int | None:
+        """How it has ended; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ends; raises `subprocess.TimeoutExpired` if it does not within so many seconds."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal unless it has ended."""
+
+
+def start_process(
+    module: str, *arguments: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> Process:
+    """Call `main` of one of our modules in a fresh interpreter, in a process group of its own.
+
+    Ctrl-C goes to the caller alone, and what the process starts can be ended with it.
 
     Args:
         module: its name.
         arguments: `sys.argv[1:]` there.
+        environment: of the process.
+        descriptors: open files of this process that the other finds under the same numbers.
     """
-    return [sys.executable, "-P", "-c", _START, str(_HOME), module, *arguments]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _START, str(_HOME), module, *arguments],
+        pass_fds=descriptors,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+    )

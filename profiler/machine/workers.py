@@ -28,7 +28,7 @@ from profiler.errors import ExecutionError, PlanError
 from profiler.machine.descriptors import hold_standard_descriptors
 from profiler.machine.ending import SECONDS_TO_END, Worker, ended_workers, how_it_ended
 from profiler.machine.journal import Entry, Journal
-from profiler.machine.start import python_command
+from profiler.machine.start import start_process
 
 # glibc returns freed memory to the system at once by default and faults it in again in the next micro-batch; on a GPT
 # of 3 M parameters that made forward passes 1.5 times as slow. Workers keep what they freed. [measured]
@@ -196,12 +196,11 @@ def _start(task: Task, inherited: Sequence[int]) -> Worker:
             **task.environment,
         }
         own = [theirs.fileno(), page.fileno()]
-        process = subprocess.Popen(
-            python_command("profiler.machine.worker_main", *map(str, [*own, *inherited])),
-            pass_fds=[*own, *inherited],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C goes to the caller alone, and what a worker starts ends with it
+        process = start_process(
+            "profiler.machine.worker_main",
+            *map(str, [*own, *inherited]),
+            environment=environment,
+            descriptors=[*own, *inherited],
         )
         journal = Journal(page.fileno())
     connection = Connection(ours.detach())

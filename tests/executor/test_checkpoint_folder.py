@@ -125,7 +125,7 @@ def test_one_run_at_a_time_saves_into_a_folder(plan: Plan, tmp_path: Path, monke
         assert names(tmp_path) == []
         with pytest.raises(ExecutionError, match="holds no complete checkpoint"):
             training.load(tmp_path)  # reading needs no lock
-    assert other.wait() == -signal.SIGKILL
+    assert other.wait(60) == -signal.SIGKILL
     training.save(tmp_path)  # its lock ended with it
     assert training.load(tmp_path) == 0
 

@@ -36,7 +36,7 @@ class Stranger:
         if abruptly:
             self.line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._over.set()
-        self._thread.join()
+        self._thread.join(FOR_EVER_S)
         self.line.close()
 
 
@@ -71,7 +71,7 @@ def ranks_come_in(before: list[str], between: list[str]) -> None:
             first = lines.enter_context(knock(address, key, 1, timeout_s=FOR_EVER_S))
             with strangers(address, between):
                 second = lines.enter_context(knock(address, key, 2, timeout_s=FOR_EVER_S))
-                host.join()
+                host.join(FOR_EVER_S)
         for rank, line in ((1, first), (2, second)):
             inside[rank].setblocking(True)
             inside[rank].sendall(b"hello")
@@ -117,7 +117,7 @@ def test_a_rank_that_was_shown_out_knocks_again(monkeypatch: pytest.MonkeyPatch)
         host = threading.Thread(target=lambda: inside.update(let_in(door, key, [1], timeout_s=FOR_EVER_S)))
         host.start()
         with knock(door.getsockname(), key, 1, timeout_s=FOR_EVER_S):
-            host.join()
+            host.join(FOR_EVER_S)
         inside[1].close()
 
 

@@ -84,7 +84,7 @@ def strangers_everywhere(folder: Path) -> Iterator[set[tuple[str, int]]]:
         yield seen
     finally:
         over.set()
-        thread.join()
+        thread.join(60)
         for stranger in there:
             stranger.leave()
 

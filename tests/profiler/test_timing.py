@@ -100,6 +100,7 @@ def test_neighbours_are_busy_and_end() -> None:
         wait_until_busy()
 
 
+@pytest.mark.fresh_processes
 def test_a_neighbour_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/true")
     with neighbours(1) as wait_until_busy, pytest.raises(ProfileError, match="ended with code 0 before it had begun"):

@@ -25,6 +25,8 @@ from profiler.machine.channel import finish, start_receive, start_send
 from profiler.machine.links import measure_link
 from profiler.machine.workers import cores_of_workers, run_workers, usable_cores
 
+pytestmark = pytest.mark.fresh_processes
+
 
 def _shift(offset: int) -> tuple[int, int, int]:
     """Send the rank to the next worker; returns what came, the threads and the offset."""

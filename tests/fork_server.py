@@ -1,0 +1,255 @@
+"""Workers of tests are forks of a process that has loaded what they load first, which takes a fresh one three seconds.
+
+    test                              server (a fresh interpreter without threads, in which no operation has run)
+    start(module, ...)  -- request, descriptors -->  fork --> main() of the module
+                        <-- number of the process --
+    wait()              <-- how it has ended, over a channel of its own --
+
+A fork finds what a fresh process would: its environment, arguments, folder, cores and descriptors, a group of its own,
+and random numbers that nobody else draws. Only the seed of Python's hashes is the server's, so two servers take turns:
+ranks still disagree on the order of a set. What is read when an interpreter starts cannot be changed in a fork; where
+it differs, a fresh process is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import itertools
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# What workers import, and what they import when they trace.
+PRELOADED = (
+    "torch._dynamo",
+    "torch.export._trace",
+    "profiler.machine.worker_main",
+    "profiler.machine.busy_work",
+    "profiler.machine.links",
+    "profiler.tracing.tracing",
+    "executor.pipeline",
+    "executor.checkpoint",
+    "pytest",  # the modules of tests import it
+)
+# Variables that are read when they are needed, not when an interpreter starts or a library is loaded.
+READ_LATE = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GLOO_SOCKET_IFNAME",
+    "GPIPE_AUTOPLAN_CACHE",
+    "GPIPE_AUTOPLAN_TIMEOUT_S",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when it first asks for it
+}
+SERVERS = 2
+_LONGEST_REQUEST = 2**18
+
+
+@contextlib.contextmanager
+def forks() -> Iterator[Callable[..., Any]]:
+    """What stands in for `profiler.machine.start.start_process`; its servers start with the first process."""
+    from profiler.machine.start import start_process
+    from profiler.machine.workers import KEEP_FREED_MEMORY
+
+    at_start = {**KEEP_FREED_MEMORY, **os.environ, "OMP_NUM_THREADS": "1"}
+    servers: list[ForkServer] = []
+    turns = itertools.cycle(range(SERVERS))
+
+    def start(module: str, *arguments: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> Any:
+        if not servers:
+            servers.extend(ForkServer(at_start) for _ in range(SERVERS))
+        server = servers[next(turns)]
+        how = server.start if server.suits(environment) else start_process
+        return how(module, *arguments, environment=environment, descriptors=descriptors)
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.close()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a fork is to be: `descriptors` are the numbers at which it finds those that come with the request."""
+
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    cores: list[int]
+    descriptors: list[int]
+
+
+class Fork:
+    """A process that a server has forked; like `subprocess.Popen`.
+
+    Args:
+        pid: its number, which stays taken until the channel is closed.
+        channel: over which its server says how it has ended.
+    """
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._channel = channel
+
+    def poll(self) -> int | None:
+        return self._wait(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, signal_number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal_number)
+
+    def _wait(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and select.select([self._channel], [], [], timeout_s)[0]:
+            code = self._channel.recv(32)
+            if not code:
+                raise RuntimeError(f"the server has ended before process {self.pid}")
+            self.returncode = int(code)
+            self._channel.close()
+        return self.returncode
+
+
+class ForkServer:
+    """A server, seen by the tests; it ends with this process.
+
+    Args:
+        environment: of forks, but for what is read late.
+        preloaded: modules that forks have at hand.
+    """
+
+    def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
+        self._environment = dict(environment)
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).resolve()), str(theirs.fileno()), *preloaded],
+                pass_fds=[theirs.fileno()],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for the tests
+            )
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a fork with this environment is like a fresh process."""
+        own = self._environment
+        return all(own.get(name) == environment.get(name) for name in {*own, *environment} - READ_LATE)
+
+    def start(
+        self, module: str, *arguments: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+    ) -> Fork:
+        """Like `profiler.machine.start.start_process`."""
+        channel, theirs = socket.socketpair()
+        numbers = [0, 1, 2, *descriptors]
+        cores = sorted(os.sched_getaffinity(0))
+        request = Request(module, list(arguments), dict(environment), str(Path.cwd()), cores, numbers)
+        with theirs, Path(os.devnull).open() as nothing:
+            sent = [nothing.fileno(), *numbers[1:], theirs.fileno()]
+            socket.send_fds(self._requests, [json.dumps(asdict(request)).encode()], sent)
+        return Fork(int(self._requests.recv(32)), channel)
+
+    def close(self) -> None:
+        """End the server; forks end with their parent."""
+        self._requests.close()
+        self._process.wait(60)
+
+
+def serve(requests: socket.socket) -> Request | None:
+    """Fork once for each request: returns in each fork, and with None when nobody is left to ask."""
+    running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that says that it has ended
+    ended: dict[socket.socket, int] = {}  # and have been told of; their numbers stay taken until that has been heard
+    while True:
+        ready = select.select([requests, *running, *ended], [], [])[0]
+        for about in ready:
+            if about in ended:
+                os.waitpid(ended.pop(about), 0)
+                about.close()
+            elif about in running:
+                process, channel = running.pop(about)
+                os.close(about)
+                ended[channel] = process
+                with contextlib.suppress(BrokenPipeError):  # nobody wants to know
+                    channel.send(str(_code_of(process)).encode())
+        if requests in ready:
+            message, received, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 250)
+            if not message:
+                return None
+            request = Request(**json.loads(message))
+            *descriptors, channel_descriptor = received
+            process = os.fork()
+            if not process:
+                for each in (requests, *ended, *(channel for _, channel in running.values())):
+                    each.close()  # before its number is another's
+                _become(request, descriptors)
+                return request
+            os.setpgid(process, process)  # here too, so that it has its group when its parent knows its number
+            for descriptor in descriptors:
+                os.close(descriptor)
+            running[os.pidfd_open(process)] = process, socket.socket(fileno=channel_descriptor)
+            requests.send(str(process).encode())
+
+
+def _code_of(process: int) -> int:
+    """How a process has ended, as `subprocess` puts it."""
+    status = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert status is not None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _become(request: Request, descriptors: Sequence[int]) -> None:
+    """Be in a fork what the request asks for."""
+    os.setpgid(0, 0)
+    free = max(request.descriptors) + 1
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, free) for descriptor in descriptors]
+    for descriptor, number in zip(aside, request.descriptors, strict=True):
+        os.dup2(descriptor, number)
+    for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if number not in request.descriptors:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(number)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    os.sched_setaffinity(0, request.cores)
+    sys.argv[:] = ["-c", *request.arguments]
+    for library in ("numpy.random", "torch.random"):  # Python seeds its own random numbers anew in a fork
+        if library in sys.modules:
+            sys.modules[library].seed()
+
+
+def main() -> None:
+    """What a server runs, and then each of its forks."""
+    gc.disable()  # as `profiler.machine.start` loads them
+    descriptor, *preloaded = sys.argv[1:]
+    for module in preloaded:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+    request = serve(socket.socket(fileno=int(descriptor)))
+    if request is None:
+        os._exit(0)
+    importlib.import_module(request.module).main()
+
+
+if __name__ == "__main__":
+    main()

@@ -56,6 +56,7 @@ from executor.checkpoints.training import OptimizerEntry, Training, key_of, opti
 from executor.pipeline import Pipeline
 from executor.watch.position import Phase
 from profiler.errors import ArgumentError, ExecutionError
+from profiler.machine.backend import HOST
 
 
 class Stateful(Protocol):
@@ -324,9 +325,9 @@ def _state(
     name: str, parameter: nn.Parameter, entry: OptimizerEntry, group: Mapping[str, Any], values: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """A parameter's state in the optimizer, on the devices where torch wants it."""
-    on_cpu = {"step"} if not (group.get("capturable") or group.get("fused")) else set()  # as torch does
+    on_host = {"step"} if not (group.get("capturable") or group.get("fused")) else set()  # as torch does
     tensors = {
-        tensor: values[f"optimizer.{key_of(name, tensor)}"].to("cpu" if tensor in on_cpu else parameter.device)
+        tensor: values[f"optimizer.{key_of(name, tensor)}"].to(HOST if tensor in on_host else parameter.device)
         for tensor in entry.tensors
     }
     return {**tensors, **entry.others}

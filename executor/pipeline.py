@@ -52,8 +52,9 @@ from executor.world import check_world_size, group_on_host, join, wait_limit
 from planner.plan.plan import Plan
 from planner.plan.timeline import save_timeline_json
 from profiler.errors import ArgumentError
-from profiler.machine.backend import Peak, backend_of
+from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
+from profiler.machine.device_kind import Peak
 from profiler.observe.ambient import as_in_training
 from profiler.run.loss import LossFunction
 

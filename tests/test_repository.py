@@ -11,6 +11,8 @@ from pathlib import Path
 import networkx
 import pytest
 
+from profiler.machine.backend import BACKENDS
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("profiler", "planner", "executor")  # the lowest floor first
 
@@ -32,6 +34,11 @@ FAST_MODULES = (
     "planner.plan.report",
     "planner.plan.units",
 )
+
+# Kinds of device and their libraries of messages, as torch calls them.
+KINDS = {"cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone", "gloo", "nccl"}
+# A file for each kind of device; and `Device.of`, which gives devices that are not here a name.
+KIND_FILES = {*(f"profiler/machine/{kind}.py" for kind in BACKENDS), "profiler/device.py"}
 
 # Where a value shows itself: one-line delegates at the end of its class, imported when they are called.
 VIEWS = {
@@ -112,6 +119,38 @@ def test_each_folder_says_what_comes_in_what_goes_out_and_where_to_start(package
     for folder in {file.parent for file in source_files(package)} - {ROOT / package}:
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
         assert all(word in text for word in ("In: ", "Out: ", "Start with ")), folder
+
+
+def kinds_named(tree: ast.Module) -> set[str]:
+    """Kinds of device that code names or asks for, not those in texts: `x.is_cuda`, `torch.cuda`, `"cuda:0"`."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words = set(imported_modules(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            words.add(node.attr.removeprefix("is_"))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            words.add(node.value.partition(":")[0])
+    return {part for word in words for part in word.split(".") if not word.startswith("profiler.")} & KINDS
+
+
+def test_only_the_file_of_a_kind_of_device_names_it() -> None:
+    """A further kind is a class and an entry, so nothing else may ask which kind a device is."""
+    named = {
+        str(file.relative_to(ROOT)): found
+        for package in PACKAGES
+        for file in source_files(package)
+        if (found := kinds_named(ast.parse(file.read_text(encoding="utf-8"))))
+    }
+    assert named.keys() == KIND_FILES, named
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["leaf.is_cuda", "device.type == 'cuda'", "torch.cuda.Event()", "f'cuda:{index}'", "import torch.mps", "x.cpu()"],
+)
+def test_a_question_for_a_kind_of_device_is_noticed(code: str) -> None:
+    assert kinds_named(ast.parse(f"found = {code}" if not code.startswith("import") else code))
+    assert not kinds_named(ast.parse(f'"""{code}"""'))
 
 
 @pytest.mark.parametrize("module", FAST_MODULES)

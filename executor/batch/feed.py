@@ -40,11 +40,11 @@ from executor.watch.contents import digest_of
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST
 from profiler.machine.channel import Pending, end_at, finish
 from profiler.sample_spec import TensorLeaf
 from profiler.tracing.sample import torch_dtype
 
-CPU = torch.device("cpu")
 _PIECES_TAG = 64  # behind those of the words
 _OF_LOADER, _OF_CALL = 0, 1  # subjects of words
 _END = object()
@@ -244,14 +244,14 @@ def _tensors_of(part: Part) -> list[Tensor]:
 
 
 def _message_of(like: Sequence[Tensor]) -> MessageForm:
-    return MessageForm([TensorSpec(tuple(t.shape), tuple(range(t.dim())), t.dtype) for t in like], CPU)
+    return MessageForm([TensorSpec(tuple(t.shape), tuple(range(t.dim())), t.dtype) for t in like], HOST)
 
 
 def _sendable(tensor: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
     """The tensor as it can be sent: itself, or the one copy of it for all that read it."""
-    if tensor.device == CPU and tensor.is_contiguous():
+    if tensor.device == HOST and tensor.is_contiguous():
         return tensor.detach()
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if key not in copies:
-        copies[key] = tensor.detach().to(CPU).contiguous()
+        copies[key] = tensor.detach().to(HOST).contiguous()
     return copies[key]

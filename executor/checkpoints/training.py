@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from executor.checkpoints.files import FORMAT, FORMAT_WITHOUT_MANIFEST, TRAINING, open_file, unreadable
 from profiler.errors import ArgumentError, ExecutionError
+from profiler.machine.backend import HOST
 
 _NOT_OPTIONS = ("params", "param_names")  # what else a group of an optimizer holds
 
@@ -73,7 +74,7 @@ class Training:
         path = checkpoint / TRAINING
         try:
             with open_file(path) as file, warnings.catch_warnings(action="ignore"):  # of strange pickles
-                found = torch.load(file, map_location="cpu", weights_only=True)
+                found = torch.load(file, map_location=HOST, weights_only=True)
             version = found.get("format")
             if version in (FORMAT_WITHOUT_MANIFEST, FORMAT):
                 return _VALID.validate_python(found)

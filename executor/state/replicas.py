@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from executor.layout import Layout
 from executor.state.tied import dense
 from profiler.errors import ExecutionError
+from profiler.machine.backend import HOST
 
 _UNLIKE = (
     "a parameter got a gradient in some replicas only; let loss_fn use the same outputs for every batch, with weight 0 "
@@ -113,7 +114,7 @@ class GradientSum:
         exists = torch.tensor([total is not None for total in self._totals], dtype=torch.int32)
         counts = exists.clone().to(self._parameters[0].device)
         dist.all_reduce(counts, group=self._group)
-        if not torch.equal(counts.cpu(), exists * self._layout.replicas):
+        if not torch.equal(counts.to(HOST), exists * self._layout.replicas):
             raise ExecutionError(_UNLIKE)
 
     def _sum(self, tensors: Sequence[Tensor]) -> None:

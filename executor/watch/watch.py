@@ -38,6 +38,7 @@ from executor.watch.failure import FirstCause, named
 from executor.watch.position import Logbook, Phase
 from executor.watch.speaking import without_waiting
 from profiler.errors import ExecutionError, PlanError
+from profiler.machine.backend import ends_by_abort
 from profiler.machine.journal import Address, ForeignJournal, journal_of_this_process
 
 BEAT_S = 0.25
@@ -349,7 +350,7 @@ def _interrupt(group: dist.ProcessGroup | None) -> None:
     others: list[int] = []
     with contextlib.suppress(Exception):
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        if "nccl" in dist.get_backend_config(group):
+        if ends_by_abort(dist.get_backend_config(group)):
             (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
     if others:
         with contextlib.suppress(Exception):

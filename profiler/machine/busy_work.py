@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from profiler.machine.backend import HOST
+
 ROWS = 512  # tokens of a micro-batch
 WIDTH = 512  # with ROWS: operands and results of 1 to 4 MB, of the order of a layer's in a model that a CPU trains
 READY = b"ready\n"
@@ -19,7 +21,7 @@ def main() -> None:
     """Say that the work has begun, and work until the parent closes our standard input or dies."""
     torch.set_num_threads(int(sys.argv[1]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    work = busy_work(torch.device("cpu"))
+    work = busy_work(HOST)
     work()
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ExecutionError
+from profiler.machine.backend import device_of_first
 from profiler.observe.python_state import attributes_of, changed_names, put_back
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.standing_in import standing_in
@@ -302,7 +303,7 @@ class _Imitation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: OpaqueCall, size: int, *values: Any) -> tuple[Tensor, ...]:
-        device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+        device = device_of_first(value for value in values if isinstance(value, Tensor))
         cost = call.cost
         outputs = tuple(
             torch.empty(kind.shape_at(size), dtype=kind.dtype, device=device) for kind in call.signature.outputs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
-from profiler.machine.backend import backend_of
+from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.flops import FlopCounter
 from profiler.opaque.call import Affine, Cost, Held, Refused, Signature, Slot, TensorKind
 
@@ -89,10 +89,7 @@ def rehearse(
         NotTraceableError: it cannot be run on made-up tensors, or does what no layer may do.
     """
     _refuse_held(held)
-    devices = [tensor.device for tensor in (*held.parameters.values(), *held.buffers.values())]
-    devices.extend(tensor.device for tensor in tensors)
-    device = devices[0] if devices else torch.device("cpu")
-    around = Circumstances.now(device)
+    around = Circumstances.now(device_of_first((*held.parameters.values(), *held.buffers.values(), *tensors)))
     runs = []
     made: dict[str, Any] = {}
     with ThreadPoolExecutor(1) as thread:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
+from profiler.machine.backend import device_of_first
 from profiler.opaque.call import Held, OpaqueCall, Slot
 from profiler.opaque.rehearsal import TakenTensor, rehearse
 
@@ -97,7 +98,7 @@ class OpaqueCalls:
         call = self._sites[site]
         inputs = tensors[len(tensors) - len(call.signature.inputs) :]
         size = call.size_of(inputs)
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = device_of_first(tensors)
         return [torch.empty(kind.shape_at(size), dtype=kind.dtype, device=device) for kind in call.signature.outputs]
 
     def put_into(self, root: fx.GraphModule) -> None:

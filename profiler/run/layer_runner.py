@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from profiler.errors import ArgumentError, PlanError
 from profiler.left_out_sizes import NOT_FAKEABLE, in_one_line, is_out_of_memory
+from profiler.machine.backend import device_of_first
 from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.parameter_shelf import Shelf
 from profiler.run.stage_function import StageFunction, layout_hook
@@ -129,7 +130,7 @@ class LayerRunner:
         read.update(dict.fromkeys(leaf for leaf in sequence.outputs if isinstance(leaf, str)))
         self._prelude_function = sequence.prelude_of([name for name in read if name in sequence.prelude_names])
         self._prelude: dict[str, Tensor] = {}
-        self._device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+        self._device = device_of_first(inputs.values())
 
     def on_part(self, inputs: Mapping[str, Tensor], target: Any) -> LayerRunner:
         """A runner with the same parameters and buffers on another micro-batch."""

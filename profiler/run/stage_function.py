@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from profiler.machine.backend import device_of_first
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence
@@ -120,7 +121,7 @@ class StageFunction:
             dict.fromkeys((*self.prelude.buffers, *(name for layer in layers for name in layer.buffers)))
         )
         self._sample = sequence.sample
-        self._device = device or next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
+        self._device = device or device_of_first(parameters.values())
         self.draws_random = any(layer.draws_random for layer in layers)
         self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
         self._copied = _written(layers)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.datasheets import data_sheet
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST
 from profiler.observe.both_branches import sees_both_branches
 from profiler.observe.flops import FLOP_FORMULAS
 from profiler.record import Estimate, LayerCost, OptimizerCost, WithoutFormula
@@ -198,7 +199,7 @@ def work_of_layers(sequence: LayerSequence, runner: LayerRunner, micro_batch_siz
 def _entering(value: BoundaryValue, size: int) -> Tensor:
     """A tensor as it comes across a boundary; of fake kind inside the mode."""
     shape = value.shape_at(size)
-    memory = torch.empty([shape[dim] for dim in value.dim_order], dtype=value.dtype, device="cpu")
+    memory = torch.empty([shape[dim] for dim in value.dim_order], dtype=value.dtype, device=HOST)
     return memory.permute([value.dim_order.index(dim) for dim in range(len(shape))])
 
 

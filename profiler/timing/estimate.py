@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 from profiler.datasheets import DATA_SHEETS
 from profiler.device import Cluster
 from profiler.errors import ArgumentError
 from profiler.left_out_sizes import Refusals
+from profiler.machine.backend import HOST
 from profiler.memory.by_size import memory_between
 from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.record import Estimate, OptimizerCost
@@ -29,7 +28,7 @@ from profiler.timing.analytic import (
 from profiler.timing.sweeps import LayerTiming
 from profiler.workload import Task
 
-PLACE = torch.device("cpu")  # of fake tensors: a build of torch without CUDA cannot hold fake CUDA tensors
+PLACE = HOST  # of fake tensors: a build of torch without CUDA cannot hold fake CUDA tensors
 CONTEXT_BYTES = 600 * 10**6
 """Memory of a process on an accelerator before any tensor is there: context, kernels, libraries [assumed]."""
 

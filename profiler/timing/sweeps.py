@@ -41,8 +41,6 @@ FIRST_SIZES = 3  # swept before the others
 FEWEST_SWEEPS = 3
 MOST_SWEEPS = 9
 MOST_OF_A_LAYER = 0.5  # of the shortest one may be the cost of calling it
-# A CUDA queue takes 1024 launches before the CPU has to wait; an operation launches up to 3 kernels backward.
-OPERATIONS_IN_CUDA_WINDOW = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +152,13 @@ class _Turns:
         self._sweep_done = sweep_done
         self._sweeps = {}
         self._laps = {}
-        launches = [len(layer.operations) if self._backend.queues else 0 for layer in sequence.layers]
+        most_enqueued = self._backend.most_enqueued
+        launches = [0 if most_enqueued is None else len(layer.operations) for layer in sequence.layers]
         placed = [shelf.bytes_of(index) for index in range(len(sequence))]
         for size, runner in runners.items():
             held = [sum(pair) for pair in zip(kept_bytes[size], placed, strict=True)]
             layers = swept_layers(self._keys, held)
-            limits = (memory_bytes, OPERATIONS_IN_CUDA_WINDOW, shelf.capacity_bytes)
+            limits = (memory_bytes, most_enqueued or 0, shelf.capacity_bytes)
             runs = windows(layers, list(zip(held, launches, placed, strict=True)), limits)
             self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
             self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from profiler.errors import ArgumentError, NotTraceableError
-from profiler.machine.backend import backend_of
+from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.python_state import attributes_after_call, attributes_of, changed_names, put_back
 from profiler.observe.source_place import explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
@@ -107,7 +107,7 @@ def _exported(
     model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called_as_is: Sequence[str]
 ) -> tuple[Any, ExportedProgram, BatchQuestions]:
     """The graph of one call of the model, as a module with the model's own parameters, and what it asked meanwhile."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device_of_first(model.parameters())
     size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST) if dynamic else spec.batch_size
     call = example_call(spec, size, device)
     with mode_of(model, training), _spelled_out(model, call.kwargs):

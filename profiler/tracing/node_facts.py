@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
+from profiler.machine.backend import device_of_first
 from profiler.observe.flops import FlopCounter
 from profiler.observe.source_place import keep_together_advice, place_of_node
 from profiler.observe.without_data import without_data
@@ -67,7 +68,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     Returns:
         The facts of every node but the output.
     """
-    device = next((parameter.device for parameter in traced.module.parameters()), torch.device("cpu"))
+    device = device_of_first(traced.module.parameters())
     mode, emptied = without_data((*traced.module.parameters(), *traced.module.buffers()))
     with mode:
         call = example_call(spec, spec.batch_size, device)

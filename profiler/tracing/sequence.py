@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from profiler.machine.backend import device_of_first
 from profiler.sample_spec import FrontEnd, SampleSpec
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.retarget import function_on
@@ -189,7 +190,7 @@ class LayerSequence:
     @property
     def device(self) -> torch.device:
         """Where the model was when it was traced."""
-        return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
+        return device_of_first(self.parameters.values())
 
     def on(self, device: torch.device) -> LayerSequence:
         """The same layers, compiled to run on another device; parameters and buffers stay where they are."""

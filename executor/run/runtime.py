@@ -15,6 +15,7 @@ from executor.run.transport import InProcess, Transport
 from executor.watch.position import Logbook, Phase
 from planner.plan.actions import Action, ActionKind
 from profiler.errors import ExecutionError
+from profiler.torch_private import is_profiled
 
 _Place = tuple[int, int]  # stage and micro-batch
 
@@ -41,7 +42,7 @@ class Runtime:
         """Carry out a program on the micro-batches of one replica; the logbook says of any failure where it was."""
         work = _Work(self._runners, self._local, self._remote, program, batches)
         note, mark = self._log.action, self.action_times.mark
-        profiled = torch.autograd.profiler._is_profiler_enabled  # naming ranges costs time even if nobody looks
+        profiled = is_profiled()
         self.action_times.start()
         self._local.begin(())
         self._remote.begin(program.remote)

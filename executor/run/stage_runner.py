@@ -26,7 +26,7 @@ from executor.run.micro_batch import mean_over_samples
 from executor.run.randomness import generator_of, key
 from planner.plan.plan import Segment
 from profiler.errors import ArgumentError
-from profiler.run.loss import LossFunction, loss_of, model_output
+from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.stage_function import (
     Moved,
     Pass,
@@ -38,8 +38,6 @@ from profiler.run.stage_function import (
     run_backward,
 )
 from profiler.tracing.sequence import LayerSequence
-
-LOSS = "loss"  # the one value that the last stage leaves while training
 
 
 @dataclass(frozen=True, slots=True)

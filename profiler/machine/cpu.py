@@ -11,13 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# torch's light profiler; the other one takes milliseconds for each call and writes lines to the terminal.
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-
 from profiler.device import Device
 from profiler.machine.device_kind import Backend, Peak
 from profiler.machine.stopwatches import ClockMarks, ClockStopwatch, Marks, Stopwatch
+from profiler.torch_private import allocations_in, reports_to_a_profiler
 
 T = TypeVar("T")
 
@@ -74,18 +71,12 @@ class Cpu(Backend):
 
     def can_watch(self) -> bool:
         """Unless a profiler at work around us has the reports."""
-        return not _profiler_enabled()
+        return not reports_to_a_profiler()
 
     def peak_of(self, device: torch.device, call: Callable[[], T]) -> tuple[T, int]:
         """From the reports to a profiler."""
-        of_memory_alone = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        _enable_profiler_legacy(of_memory_alone)
-        try:
-            result = call()
-        finally:
-            threads = _disable_profiler_legacy()
-        changes = [event for events in threads for event in events if str(event.kind()) == "memory_alloc"]
-        return result, max(accumulate(event.cpu_memory_usage() for event in changes), default=0)
+        result, changes = allocations_in(call)
+        return result, max(accumulate(changes), default=0)
 
     @contextlib.contextmanager
     def watching(self, device: torch.device, held: Sequence[Tensor]) -> Iterator[Peak]:

@@ -22,13 +22,14 @@ from torch import Tensor
 from profiler.device import Device
 from profiler.machine.device_kind import Backend, Peak
 from profiler.machine.stopwatches import Marks, Stopwatch
+from profiler.torch_private import clear_product_workspaces, hold_back
 
 T = TypeVar("T")
 
 SPIN_S = 2e-3  # head start of the first round, before it is known how long its launches take
 SPIN_MARGIN = 1.5  # later head starts last this times as long as the launches of the round before
 SPIN_AT_MOST_S = 0.25
-SPIN_CYCLES_PER_S = 2e9  # `torch.cuda._sleep` counts clock cycles; a device that clocks lower waits longer, no harm
+SPIN_CYCLES_PER_S = 2e9  # `hold_back` counts clock cycles; a device that clocks lower waits longer, no harm
 
 
 class Cuda(Backend):
@@ -112,7 +113,7 @@ class Cuda(Backend):
 
 def _product_workspaces(device: torch.device) -> int:
     """Bytes that stay allocated after a first product, forward and backward: each thread of autograd's has its own."""
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_product_workspaces()
     before = torch.cuda.memory_allocated(device)
     factor = torch.ones(64, 64, device=device, requires_grad=True)
     torch.addmm(factor[0], factor, factor).sum().backward()
@@ -156,7 +157,7 @@ class CudaStopwatch:
     def _hold_back(self) -> None:
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
-            torch.cuda._sleep(int(self._spin_s * SPIN_CYCLES_PER_S))
+            hold_back(int(self._spin_s * SPIN_CYCLES_PER_S))
 
 
 class CudaMarks:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from profiler.memory.one_layer import BackwardLook, ForwardLook, doubled, look_backward, look_forward, returning
-from profiler.observe.storage_watch import Peaks, StorageWatch, storage_of
+from profiler.observe.storage_watch import Peaks, StorageWatch
 from profiler.run.layer_runner import LayerRunner
+from profiler.torch_private import storage_of
 from profiler.tracing.sequence import Layer, LayerSequence
 
 

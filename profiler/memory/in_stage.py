@@ -17,9 +17,10 @@ from torch import Tensor
 
 from profiler.memory.equal_layers import Looks
 from profiler.memory.one_layer import BackwardLook, ForwardLook
-from profiler.observe.storage_watch import Peaks, StorageWatch, storage_of
+from profiler.observe.storage_watch import Peaks, StorageWatch
 from profiler.record import InStage, LayerBytes, LeafBytes
 from profiler.run.layer_runner import LayerRunner
+from profiler.torch_private import storage_of
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
 

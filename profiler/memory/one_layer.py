@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from profiler.observe.storage_watch import Peaks, StorageWatch, storage_bytes, storage_of
+from profiler.observe.storage_watch import Peaks, StorageWatch, storage_bytes
 from profiler.record import Workspace
-from profiler.run.layer_runner import Entered, LayerRunner, gate
+from profiler.run.layer_runner import Entered, LayerRunner
 from profiler.run.stage_function import hook_gradient, layout_hook
+from profiler.torch_private import storage_of
 from profiler.tracing.sequence import Layer, LayerSequence
 
 
@@ -166,10 +167,8 @@ class _Run:
         self._watch = watch
         self._before = watch.live_bytes
         self._behind = {value.name for value in sequence.boundaries[layer.index + 1]}
-        entered = _enter(sequence, runner, layer, values, gated=gated)
-        self._entered = {name: entered.values[name] for name in values} if not gated else {}
-        for name in layer.in_place:
-            entered.values[name] = entered.values[name].clone()
+        entered = runner.enter(layer.index, values, gated=gated)
+        self._leaves = {} if gated else entered.leaves
         self._caught = entered.caught
         self._outside = _storages_outside(sequence, layer, entered)
         self._saved: dict[int, Tensor] = {}
@@ -256,14 +255,13 @@ class _Run:
 
     def copied_at_leaves(self) -> dict[str, int]:
         """Value -> bytes of the copy that autograd makes of its gradient, which something else uses at that moment."""
-        leaves = {name: leaf for name, leaf in self._entered.items() if leaf.requires_grad}
         came: dict[str, int] = {}
-        for name, leaf in leaves.items():
+        for name, leaf in self._leaves.items():
             hook_gradient(leaf, partial(_note_storage, came, name))
         self.backward_as_last()
         return {
             name: leaf.nbytes
-            for name, leaf in leaves.items()
+            for name, leaf in self._leaves.items()
             if leaf.grad is not None and storage_of(leaf.grad) != came[name]
         }
 
@@ -304,24 +302,6 @@ class _Spring(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         gradients, ctx.gradients = [*ctx.gradients], None
         return (None, *gradients)
-
-
-def _enter(
-    sequence: LayerSequence, runner: LayerRunner, layer: Layer, values: Mapping[str, Tensor], *, gated: bool
-) -> Entered:
-    """What the layer reads, behind gates or as leaves; what it writes in place is yet to be copied.
-
-    A stage writes in place what it created itself, so these copies do not count.
-    """
-    caught: dict[str, Tensor] = {}
-    entered = runner.sources
-    for value in sequence.boundaries[layer.index]:
-        detached = values[value.name].detach()
-        if value.requires_grad:
-            leaf = detached.requires_grad_()
-            detached = gate(leaf, caught, value.name) if gated else leaf
-        entered[value.name] = detached
-    return Entered(entered, caught)
 
 
 def _storages_outside(sequence: LayerSequence, layer: Layer, entered: Entered) -> dict[int, str]:

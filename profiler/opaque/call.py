@@ -11,7 +11,7 @@ a rehearsal on real tensors had, see `profiler.opaque.rehearsal`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,6 +25,8 @@ from profiler.machine.backend import device_of_first
 from profiler.observe.python_state import attributes_of, changed_names, put_back
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.standing_in import standing_in
+from profiler.observe.storage_watch import is_strided
+from profiler.torch_private import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,24 @@ class Slot:
     """Where a tensor or a number stands among the leaves of a call's arguments or of its result."""
 
     position: int
+
+
+def with_slots(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a result, with a `Slot` in the place of each tensor."""
+    slots: list[Any] = []
+    for leaf in leaves:
+        slots.append(Slot(sum(isinstance(slot, Slot) for slot in slots)) if isinstance(leaf, Tensor) else leaf)
+    return slots
+
+
+def on_own_memory(outputs: Iterable[Tensor], taken: Iterable[Any]) -> tuple[Tensor, ...]:
+    """The tensors of a result; those that share memory with something taken or with each other are copied."""
+    storages = {storage_of(value) for value in taken if is_strided(value)}
+    returned = []
+    for output in outputs:
+        returned.append(output.clone() if storage_of(output) in storages else output)
+        storages.add(storage_of(returned[-1]))
+    return tuple(returned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,13 +289,11 @@ class OpaqueCall:
         carries = torch.is_grad_enabled() and any(
             value.requires_grad for value in (*tensors.values(), *inputs) if isinstance(value, Tensor)
         )
-        taken = {_storage(value) for value in (*tensors.values(), *inputs) if isinstance(value, Tensor)}
-        returned = []
-        for output, kind in zip(outputs, self.signature.outputs, strict=True):
-            checked = self._checked(output, kind, size, carries=carries)
-            returned.append(checked.clone() if _storage(checked) in taken else checked)
-            taken.add(_storage(returned[-1]))
-        return tuple(returned)
+        checked = [
+            self._checked(output, kind, size, carries=carries)
+            for output, kind in zip(outputs, self.signature.outputs, strict=True)
+        ]
+        return on_own_memory(checked, (*tensors.values(), *inputs))
 
     def _checked(self, output: Tensor, kind: TensorKind, size: int, *, carries: bool) -> Tensor:
         """The output as it was when traced: its shape, its dtype, dense in memory, and with a gradient."""
@@ -292,10 +310,6 @@ class OpaqueCall:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ExecutionError(f"module {self.path!r} is called as it is, for it could not be traced, and {reason}")
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 class _Imitation(torch.autograd.Function):

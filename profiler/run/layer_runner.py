@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from profiler.errors import ArgumentError, PlanError
 from profiler.left_out_sizes import NOT_FAKEABLE, in_one_line, is_out_of_memory
 from profiler.machine.backend import device_of_first
-from profiler.run.loss import LossFunction, loss_of, model_output
+from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.parameter_shelf import Shelf
 from profiler.run.stage_function import StageFunction, layout_hook
 from profiler.tracing.export import autocasting
@@ -44,7 +44,7 @@ class _Gate(torch.autograd.Function):
         return None, None, None
 
 
-def gate(value: Tensor, caught: dict[str, Tensor], name: str) -> Tensor:
+def _gate(value: Tensor, caught: dict[str, Tensor], name: str) -> Tensor:
     """The value behind a gate that puts its gradient into `caught[name]`."""
     result: Tensor = _Gate.apply(value, caught, name)  # type: ignore[no-untyped-call]
     return result
@@ -55,12 +55,14 @@ class Entered:
     """A layer about to run.
 
     Attributes:
-        values: everything alive at the boundary before it, by name, behind gates.
-        caught: gradients of entering values, filled by the backward pass.
+        values: everything alive at the boundary before it, by name, behind gates or as leaves.
+        caught: gradients of entering values, filled by the backward pass; without gates none.
+        leaves: of the layer's autograd graph, by name.
     """
 
     values: dict[str, Tensor]
     caught: dict[str, Tensor]
+    leaves: dict[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -89,9 +91,6 @@ class Stage:
 
     function: StageFunction
     is_last: bool
-
-
-LOSS = "loss"  # the one leaving value of the last layer, if there is a loss
 
 
 class LayerRunner:
@@ -158,23 +157,24 @@ class LayerRunner:
     def enter(self, index: int, values: Mapping[str, Tensor], *, gated: bool = True) -> Entered:
         """Prepare a layer.
 
+        What it writes in place is copied; a stage writes what it created itself.
+
         Args:
             index: of the layer.
             values: alive at the boundary before it, detached.
             gated: put a gate before each value with a gradient; otherwise they are leaves, as in a stage.
         """
         layer = self._sequence.layers[index]
-        caught: dict[str, Tensor] = {}
-        entered = self.sources
+        entered = Entered(self.sources, {}, {})
         for value in self._sequence.boundaries[index]:
             detached = values[value.name].detach()
             if value.requires_grad:
-                leaf = detached.requires_grad_()
-                detached = gate(leaf, caught, value.name) if gated else leaf
-            entered[value.name] = detached
+                leaf = entered.leaves[value.name] = detached.requires_grad_()
+                detached = _gate(leaf, entered.caught, value.name) if gated else leaf
+            entered.values[value.name] = detached
         for name in layer.in_place:
-            entered[name] = entered[name].clone()
-        return Entered(entered, caught)
+            entered.values[name] = entered.values[name].clone()
+        return entered
 
     def forward(self, index: int, entered: Entered) -> dict[str, Tensor]:
         """The layer's forward pass; behind the last layer the loss if there is one.
@@ -211,7 +211,7 @@ class LayerRunner:
         alive: dict[str, Tensor] = {}
         computed: dict[str, Tensor] = {}
         for layer in self._sequence.layers:
-            entered = Entered({**self.sources, **alive}, {})
+            entered = Entered({**self.sources, **alive}, {}, {})
             computed = self.forward(layer.index, entered)
             alive = {**alive, **computed}
         return model_output(self._sequence, {**self.sources, **alive})

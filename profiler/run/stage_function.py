@@ -25,10 +25,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from profiler.machine.backend import device_of_first
+from profiler.torch_private import run_engine
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence
@@ -230,7 +230,8 @@ def hook_gradient(value: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
 
     That ends the process with a segmentation fault if the value is a view whose base was written since: it makes the
     hooks' dictionary first and looks at `grad_fn` then, which makes the view's history anew and throws the dictionary
-    away [torch 2.9 to 2.14]. And it calls hooks with None, for outputs of an operation without a part in the loss.
+    away (torch 2.9 to 2.14; github.com/pytorch/pytorch/issues/196459). And it calls hooks with None, for outputs of an
+    operation without a part in the loss.
     """
     _ = value.grad_fn
 
@@ -320,8 +321,7 @@ def run_backward(kept: Pass, gradients: Mapping[str, Tensor]) -> dict[str, Tenso
     """
     names = [name for name in kept.roots if gradients.get(name) is not None]
     if names:
-        # As Megatron-LM does: `torch.autograd.backward` checks in Python what is known here, for 14 us. [measured]
-        Variable._execution_engine.run_backward(
+        run_engine(
             tuple(kept.roots[name] for name in names),
             tuple(gradients[name] for name in names),
             keep_graph=False,

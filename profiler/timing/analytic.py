@@ -32,6 +32,7 @@ from profiler.observe.flops import FLOP_FORMULAS
 from profiler.record import Estimate, LayerCost, OptimizerCost, WithoutFormula
 from profiler.run.layer_runner import LayerRunner, backward, keep
 from profiler.timing.optimizers import state_bytes
+from profiler.torch_private import schema_of, storage_of
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
 MATRIX_EFFICIENCY = 0.6
@@ -145,12 +146,12 @@ class _Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         read = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
         written = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
-        if not written or (not func._schema.is_mutable and {*map(_storage, written)} <= {*map(_storage, read)}):
+        if not written or (not schema_of(func).is_mutable and {*map(storage_of, written)} <= {*map(storage_of, read)}):
             return out  # a view, or a question about shapes
-        formula = FLOP_FORMULAS.get(func._overloadpacket)
+        formula = FLOP_FORMULAS.get(func.overloadpacket)
         flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
         size_bytes = sum(item.nbytes for item in {id(item): item for item in (*read, *written)}.values())
-        self._seen.append((func._schema.name, flops, float(size_bytes), _rate(func._schema.name, read)))
+        self._seen.append((schema_of(func).name, flops, float(size_bytes), _rate(schema_of(func).name, read)))
         return out
 
     def take(self) -> Operations:
@@ -158,10 +159,6 @@ class _Meter(TorchDispatchMode):
         names, flops, size_bytes, rate = zip(*self._seen, strict=True) if self._seen else ((), (), (), ())
         self._seen = []
         return Operations(tuple(names), np.array(flops), np.array(size_bytes), np.array(rate, dtype=np.intp))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _rate(name: str, read: Sequence[Tensor]) -> int:

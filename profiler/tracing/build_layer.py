@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from profiler.errors import NotTraceableError
+from profiler.torch_private import OpOverload, is_view, storage_of
 from profiler.tracing.batch_norm import BatchStatistics, use_scratch_buffers
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
@@ -142,8 +143,8 @@ def build_layer(
 
 def apart_from(value: Tensor, *others: Tensor) -> Tensor:
     """The value in memory that none of the others has: a copy if it shares theirs."""
-    own = value.untyped_storage()._cdata
-    return value.clone() if any(other.untyped_storage()._cdata == own for other in others) else value
+    own = storage_of(value)
+    return value.clone() if any(storage_of(other) == own for other in others) else value
 
 
 def no_view(value: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ def no_view(value: Tensor) -> Tensor:
     A write to a view goes into the history of its base, and gradients of readers before and after the write are summed
     there in an order of its own. A stage writes a copy of what it receives, which is no view; so nothing else is one.
     """
-    return value.clone() if value._is_view() else value
+    return value.clone() if is_view(value) else value
 
 
 def build_function(
@@ -279,7 +280,7 @@ def attribute(root: torch.nn.Module, path: str) -> Any:
 
 def operation_name(node: fx.Node) -> str:
     """`aten.linear.default`, `getitem`: what people call an operation."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))
 

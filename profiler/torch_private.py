@@ -227,7 +227,7 @@ def allocations_in(call: Callable[[], T]) -> tuple[T, Iterable[int]]:
 
 
 def clear_product_workspaces() -> None:
-    """Free what cuBLAS keeps from its first product on; without that it is not allocated anew (#184084, PR 187726)."""
+    """Free what cuBLAS keeps from its first product on; otherwise the next allocates nothing (#184084, PR 187726)."""
     torch._C._cuda_clearCublasWorkspaces()
 
 

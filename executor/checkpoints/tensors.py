@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoints.files import DATA_NAME, METADATA, open_file, size_of, unreadable
+from executor.checkpoints.manifest import DATA_NAME, METADATA, open_file, size_of, unreadable
 from profiler.errors import ExecutionError
 from profiler.machine.backend import HOST
 

@@ -1,4 +1,4 @@
-"""What a plan predicted beside what was measured."""
+"""What a plan predicted, compared with what was measured."""
 
 from __future__ import annotations
 
@@ -101,16 +101,16 @@ def _transfers(spans: Mapping[Action, tuple[float, float]]) -> list[Event]:
     for (sender, receiver), sends in sorted(by_link.items()):
         lane = f"link {sender}>{receiver}"
         awaited: list[float] = []
-        behind_s = 0.0
+        free_s = 0.0
         spent: list[tuple[Action, float, float, bool]] = []
         for send in sends:
             begun_s, ended_s = spans[send.other_end]
-            start_s = max(spans[send][0], behind_s)
+            start_s = max(spans[send][0], free_s)
             end_s = max(start_s, ended_s)
             waited = ended_s - begun_s > max(WAITED_S, WAITED_SHARE * (end_s - start_s))
             spent.append((send, start_s, end_s, waited))
             if waited:
-                behind_s = end_s
+                free_s = end_s
                 awaited.append(end_s - start_s)
         usual_s = median(awaited) if awaited else 0.0
         for send, start_s, end_s, waited in spent:

@@ -54,7 +54,7 @@ class Accumulators:
 
 
 def _may_be_shared(gradient: Tensor) -> bool:
-    """Whether something beside an unusual gradient holds its memory; True where that cannot be known."""
+    """Whether something other than an unusual gradient holds its memory; True where that cannot be known."""
     if type(gradient) is Tensor and gradient.layout is torch.sparse_coo:
         values = values_of(gradient)
         return use_count(values.untyped_storage()._cdata) > _ALONE + 1  # the gradient's own, and this handle on it

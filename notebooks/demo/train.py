@@ -48,7 +48,7 @@ class Outcome:
         loss_after: likewise.
         losses: training loss of each step.
         steps_s: seconds of each step, the optimizer included.
-        measured: times and memory of each stage over the last steps, beside the plan's prediction.
+        measured: times and memory of each stage over the last steps, next to the plan's prediction.
     """
 
     loss_before: float

@@ -1,6 +1,6 @@
 """NVIDIA's devices as a kind of device; AMD's answer to the same names.
 
-A CUDA device works behind a queue. Laps are enqueued while a spin kernel holds the device back, so that the events
+A CUDA device works off a queue. Laps are enqueued while a spin kernel holds the device back, so that the events
 around a lap stand `device time` apart, without the gaps of a queue that runs dry; what it takes the CPU to enqueue the
 lap is measured as well, and a lap took the larger of the two:
 
@@ -84,7 +84,7 @@ class Cuda(Backend):
         return torch.cuda.default_generators[device.index or 0]
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
-        """By events behind a spin kernel."""
+        """By events after a spin kernel."""
         return CudaStopwatch(device)
 
     def marks(self) -> Marks:
@@ -123,7 +123,7 @@ def _product_workspaces(device: torch.device) -> int:
 
 
 class CudaStopwatch:
-    """Times by events on a CUDA device, behind a spin kernel; see the head of this file."""
+    """Times by events on a CUDA device, after a spin kernel; see the head of this file."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

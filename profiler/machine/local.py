@@ -100,7 +100,7 @@ def _names(count: int) -> list[str]:
 
 
 def _accelerators() -> list[str]:
-    """Names of all devices of the first kind beside the host's cores that this machine has."""
+    """Names of all devices of the first kind other than the host's cores that this machine has."""
     for backend in BACKENDS.values():
         if not backend.is_host and backend.count():
             return [f"{backend.type}:{index}" for index in range(backend.count() or 0)]

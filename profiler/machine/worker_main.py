@@ -134,7 +134,7 @@ def _seed(seed: int | None) -> None:
 
 
 def _end_with_parent(connection: Connection) -> None:
-    """End this process when the socket closes: a parent that died must not leave workers behind."""
+    """End this process when the socket closes: a parent that died must leave no workers."""
     try:
         connection.recv()
     except (EOFError, OSError):

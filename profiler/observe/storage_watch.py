@@ -81,7 +81,7 @@ class StorageWatch(TorchDispatchMode):
         self.live_bytes -= self._known.pop(identity)[0]
 
     def bytes_of(self, tensor: Tensor) -> int | None:
-        """Bytes of the storage behind a tensor; None if no operation under this watch created it."""
+        """Bytes of the storage of a tensor; None if no operation under this watch created it."""
         found = self._known.get(storage_of(tensor))
         return None if found is None else found[0]
 
@@ -110,7 +110,7 @@ def is_strided(item: Any) -> bool:
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Bytes that the allocator gives for the storage behind a tensor, real or fake."""
+    """Bytes that the allocator gives for the storage of a tensor, real or fake."""
     return allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
 
 

@@ -72,7 +72,7 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call costs beside what goes in and out.
+    """What one call costs in addition to what goes in and out.
 
     Attributes:
         flops: of the forward pass.
@@ -121,7 +121,7 @@ class Signature:
     """How a module is called, and what it returns.
 
     Attributes:
-        leaves: of `(args, kwargs)`: a `Slot` for each tensor and, behind them, each number; anything else as it is.
+        leaves: of `(args, kwargs)`: a `Slot` for each tensor and, after them, each number; anything else as it is.
         tree: structure of `(args, kwargs)`.
         inputs: the tensors.
         result_leaves: a `Slot` for each tensor; anything else as it is.
@@ -195,10 +195,10 @@ class Held:
             result = self.forward(*args, **kwargs)
         changed = changed_names(attributes, attributes_of(self.module))
         found = {name: attributes[name].key if name in attributes else None for name in changed}
-        again = [name for name in changed if made.setdefault(name, found[name]) != found[name]]
-        if again:
-            put_back(attributes, again)
-            raise Refused(f"it changes its attribute {again[0]!r}; make it a buffer (register_buffer)")
+        repeated = [name for name in changed if made.setdefault(name, found[name]) != found[name]]
+        if repeated:
+            put_back(attributes, repeated)
+            raise Refused(f"it changes its attribute {repeated[0]!r}; make it a buffer (register_buffer)")
         if states != python_and_numpy_states():
             raise Refused("it draws from Python's or numpy's random generator; draw with torch")
         if entered != [tensor._version for tensor in entering]:

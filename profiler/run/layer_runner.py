@@ -81,7 +81,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Uncut:
     """Several layers in one autograd graph.
 
     Attributes:
@@ -177,7 +177,7 @@ class LayerRunner:
         return entered
 
     def forward(self, index: int, entered: Entered) -> dict[str, Tensor]:
-        """The layer's forward pass; behind the last layer the loss if there is one.
+        """The layer's forward pass; after the last layer the loss if there is one.
 
         Returns:
             What the layer computes and what of that is read later.
@@ -196,7 +196,7 @@ class LayerRunner:
         return computed
 
     def leaving(self, index: int, entered: Entered, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is alive behind a layer, by name, attached to its graph."""
+        """What is alive after a layer, by name, attached to its graph."""
         if index < len(self._sequence) - 1:
             names = [value.name for value in self._sequence.boundaries[index + 1]]
         elif self._has_loss:
@@ -216,20 +216,20 @@ class LayerRunner:
             alive = {**alive, **computed}
         return model_output(self._sequence, {**self.sources, **alive})
 
-    def stage(self, first: int, stop: int) -> Stage:
-        """Layers `first` to `stop - 1` as one function, to be run by `run_stage`."""
+    def uncut(self, first: int, stop: int) -> Uncut:
+        """Layers `first` to `stop - 1` as one function, to be run by `run_uncut`."""
         parameters = {
             (layer.index, name): self._parameters[layer.index, name]
             for layer in self._sequence.layers[first:stop]
             for name in layer.parameters
         }
         function = StageFunction(self._sequence, first, stop, parameters, device=self._device)
-        return Stage(function, stop == len(self._sequence))
+        return Uncut(function, stop == len(self._sequence))
 
-    def run_stage(self, stage: Stage, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The forward pass of a stage; returns what leaves it, attached to its graph."""
-        values = stage.function.forward(leaves, self._inputs, self._buffers).values
-        if not (stage.is_last and self._has_loss):
+    def run_uncut(self, uncut: Uncut, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The forward pass of several layers at once; returns what leaves them, attached to their graph."""
+        values = uncut.function.forward(leaves, self._inputs, self._buffers).values
+        if not (uncut.is_last and self._has_loss):
             return values
         with self._autocasting():
             return {LOSS: self._loss(model_output(self._sequence, values))}

@@ -55,7 +55,7 @@ class Results:
     """What a forward pass yields.
 
     Attributes:
-        values: leaving values by name, still attached to the autograd graph; behind the last layer the values that
+        values: leaving values by name, still attached to the autograd graph; after the last layer the values that
             the model returns.
         buffers: new values of written buffers.
         statistics: batch-normalization statistics of the micro-batch: (entry, mean, variance, count).
@@ -68,7 +68,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One layer, its parameters, and what nothing needs after it; the rest is the layer's, one look nearer."""
+    """One layer, its parameters, and what nothing needs after it; the rest is the layer's, one lookup nearer."""
 
     layer: Layer
     function: Callable[..., tuple[Any, ...]]
@@ -87,7 +87,7 @@ class StageFunction:
     Args:
         sequence: the layers.
         first: index of the first layer.
-        stop: index behind the last layer.
+        stop: index after the last layer.
         parameters: by (layer index, name): the tensor that this layer reads and whose `.grad` it adds to.
         device: where the layers run; by default where the first of the parameters is.
         past: names of values alive at both ends that do not come here; none of the layers reads them.
@@ -179,7 +179,7 @@ class StageFunction:
         statistics: list[Moved] = []
         written: dict[str, Tensor] = {}
         buffer_of, value_of = current.__getitem__, values.__getitem__
-        for step, watched in watching:  # beside large kernels caches are cold, and each call costs ten times its time
+        for step, watched in watching:  # after large kernels caches are cold, and each call costs ten times its time
             if step.draws_random and seed is not None:
                 seed(step.layer.index)
             outputs = step.function(*step.parameters, *map(buffer_of, step.buffers), *map(value_of, step.values))

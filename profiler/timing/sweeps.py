@@ -1,6 +1,6 @@
 """Timing layers where they stand: sweeps over the whole sequence, each layer timed by itself.
 
-A layer that is called again and again with the same tensors finds them in the cache and looks faster than it is in
+A layer that is called many times with the same tensors finds them in the cache and seems faster than it is in
 training. So a sweep runs all layers forward and then all backward, as training does, with a lap of the stopwatch for
 each; equal layers share their laps. A second run of the same layers as one stage says what they take together, without
 a call, an autograd graph and a Python frame for each: single layers are corrected so that they add up to that.
@@ -30,9 +30,9 @@ from profiler.left_out_sizes import Refusals
 from profiler.machine.backend import backend_of
 from profiler.machine.stopwatches import Stopwatch
 from profiler.observe.allocator_record import KernelMemory
-from profiler.run.layer_runner import Kept, LayerRunner, Stage, backward, keep
+from profiler.run.layer_runner import Kept, LayerRunner, Uncut, backward, keep
 from profiler.run.parameter_shelf import Shelf
-from profiler.run.sampled_layers import Stand, swept_layers, windows
+from profiler.run.sampled_layers import BoundaryValues, swept_layers, windows
 from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import Timing, collecting_no_garbage, rounds
 from profiler.tracing.sequence import LayerSequence
@@ -271,7 +271,7 @@ class _Sweep:
         self.windows = runs
         self._runner = runner
         self._readers = _readers(sequence)
-        self._stand = Stand(sequence, keys, [index for window in runs for index in window])
+        self._boundary_values = BoundaryValues(sequence, keys, [index for window in runs for index in window])
 
     def run(self, watch: Stopwatch) -> tuple[dict[int, Pair], list[Pair]]:
         """Seconds of each layer, where the readers of the prelude are charged with it alike, and of each window."""
@@ -282,13 +282,13 @@ class _Sweep:
         values: dict[str, Tensor] = {}
         reached = 0
         for window in self.windows:
-            values = self._stand.pass_over(reached, window.start, values)
+            values = self._boundary_values.pass_over(reached, window.start, values)
             self._runner.hold(window)
-            uncut.append(self._uncut(self._runner.stage(window.start, window.stop), values, watch))
+            uncut.append(self._uncut(self._runner.uncut(window.start, window.stop), values, watch))
             pairs, values = self._one_by_one(window, values, watch)
             layers.update(zip(window, pairs, strict=True))
             reached = window.stop
-        self._stand.clear()
+        self._boundary_values.clear()
         for index in layers.keys() & set(self._readers):
             forward_s, backward_s = layers[index]
             layers[index] = (forward_s + prelude_s / len(self._readers), backward_s)
@@ -301,7 +301,7 @@ class _Sweep:
         for index in window:
             entered = self._runner.enter(index, values)
             computed = watch.lap(partial(self._runner.forward, index, entered))
-            self._stand.note(index, computed)
+            self._boundary_values.note(index, computed)
             leaving = self._runner.leaving(index, entered, computed)
             kept.append(keep(entered, leaving))
             values = {name: value.detach() for name, value in leaving.items()}
@@ -314,10 +314,10 @@ class _Sweep:
             gradients = passed.caught
         return list(zip(forward, reversed(watch.take()), strict=True)), values
 
-    def _uncut(self, stage: Stage, values: dict[str, Tensor], watch: Stopwatch) -> Pair:
-        leaves = leaves_of(values, stage.function.entering)
+    def _uncut(self, layers: Uncut, values: dict[str, Tensor], watch: Stopwatch) -> Pair:
+        leaves = leaves_of(values, layers.function.entering)
         kept = Pass(leaves, {})
-        leaving = watch.lap(lambda: self._runner.run_stage(stage, leaves))
+        leaving = watch.lap(lambda: self._runner.run_uncut(layers, leaves))
         kept.roots = roots_of(leaving)
         gradients = {name: torch.ones_like(leaving[name]) for name in kept.roots}
         del leaving

@@ -44,7 +44,7 @@ class BatchStatistics:
 
 
 def take_out_counters(graph: fx.Graph) -> set[str]:
-    """Remove the counting of batches beside batch normalizations; returns the names of the counters."""
+    """Remove the counting of batches that goes with batch normalizations; returns the names of the counters."""
     counters = set()
     for node in list(graph.nodes):
         if moves_statistics(node):

@@ -22,7 +22,7 @@ from profiler.tracing.node_facts import NodeFacts
 from profiler.tracing.sequence import Layer
 from profiler.tracing.writes import moves_statistics
 
-BATCH = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
+MICRO_BATCH_SIZE = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
 
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -34,8 +34,8 @@ Function = Callable[..., tuple[Any, ...]]
 class Compiler:
     """Compiles graphs, those of the same operations to one function.
 
-    Not for the time that compiling takes alone: code that runs again and again stays in the processor's caches, where
-    code of each layer's own is fetched anew beside large kernels, for 6 us a layer. [measured]
+    Not for the time that compiling takes alone: code that runs many times stays in the processor's caches, where
+    code of each layer's own is fetched anew where kernels are large, for 6 us a layer. [measured]
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def build_layer(
     Args:
         index: of the layer.
         nodes: its operations in order; a stage may have none in evaluation.
-        leaving: those of its nodes whose values are alive behind it.
+        leaving: those of its nodes whose values are alive after it.
         facts: of every node of the graph.
         root: where `get_attr` targets resolve.
         counters: names of batch counters that were taken out of the graph.
@@ -305,16 +305,16 @@ def _layer_name(nodes: Sequence[fx.Node]) -> str:
 
 
 def symbolic_shape(value: Tensor) -> tuple[Any, ...]:
-    """Shape with every dynamic extent as an expression of the micro-batch size `BATCH`."""
+    """Shape with every dynamic extent as an expression of the micro-batch size `MICRO_BATCH_SIZE`."""
     return tuple(symbolic(extent) for extent in value.shape)
 
 
 def symbolic(extent: int | torch.SymInt) -> Any:
-    """An extent as an int, or as an expression of `BATCH`."""
+    """An extent as an int, or as an expression of `MICRO_BATCH_SIZE`."""
     if not isinstance(extent, torch.SymInt):
         return int(extent)
     expression = extent.node.expr
-    return expression.subs(dict.fromkeys(expression.free_symbols, BATCH))
+    return expression.subs(dict.fromkeys(expression.free_symbols, MICRO_BATCH_SIZE))
 
 
 def _signature(

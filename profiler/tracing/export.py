@@ -27,7 +27,7 @@ from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.python_state import attributes_after_call, attributes_of, changed_names, put_back
 from profiler.observe.source_place import explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
-from profiler.opaque.tracing import OpaqueCalls
+from profiler.opaque.module_tracing import OpaqueCalls
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.torch_private import CAUSAL_MASK_TEST, depends_on_data, lazy_graph_modules, parsed_move
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
@@ -87,11 +87,11 @@ def export_graph(
         changed = changed_names(before, between)
         if changed:  # harmless if a second call computes the same and leaves the same behind: a cache
             put_back(between, changed)  # export itself takes some of them back
-            again, *_ = _exported(model, spec, training, dynamic, called_as_is)
+            second, *_ = _exported(model, spec, training, dynamic, called_as_is)
     if changed:
         after = calls[-1]
         lasting = [name for name in after if name in between and after[name].plain != between[name].plain]
-        same = graph_text(module) == graph_text(again)
+        same = graph_text(module) == graph_text(second)
         if lasting or not same:
             put_back(before, lasting or changed)
             _refuse_changes((lasting or changed)[0])
@@ -346,7 +346,7 @@ def _return_own_values(graph: fx.Graph) -> None:
 
 
 def _read_extents_from_inputs(graph: fx.Graph, inputs: list[fx.Node]) -> None:
-    """Let `sym_size` ask the inputs, which every stage has, instead of values on the way."""
+    """Let `sym_size` ask the inputs, which every stage has, instead of values in between."""
     sources: dict[Any, tuple[fx.Node, int]] = {}
     for node in inputs:
         for dim, extent in enumerate(node.meta["val"].shape):

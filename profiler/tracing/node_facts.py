@@ -21,7 +21,7 @@ from profiler.observe.flops import FlopCounter
 from profiler.observe.source_place import keep_together_advice, place_of_node
 from profiler.observe.without_data import without_data
 from profiler.opaque.call import OpaqueCall
-from profiler.opaque.tracing import opaque_calls_of
+from profiler.opaque.module_tracing import opaque_calls_of
 from profiler.sample_spec import SampleSpec
 from profiler.torch_private import is_inside_function_transform, storage_of
 from profiler.tracing.export import TracedGraph, autocasting, module_stack
@@ -37,7 +37,7 @@ class NodeFacts:
         flops: multiply-adds counted as two, as `torch.utils.flop_counter` does.
         written_bytes: bytes of the storages that it fills, views not counted: a measure of memory traffic.
         value_bytes: bytes of its value if it is one tensor, as it would be sent (contiguous).
-        storage: identity of the storage behind its value; None if the value is not one tensor.
+        storage: identity of the storage of its value; None if the value is not one tensor.
         is_tensor: whether its value is one tensor.
         dim_order: its dimensions from the outermost to the innermost in memory; None if its elements do not fill their
             memory without gaps and overlaps (a slice, an expanded tensor).

@@ -14,7 +14,7 @@ from profiler.torch_private import HigherOrderOperator
 from profiler.tracing.build_layer import attribute
 from profiler.tracing.node_facts import NodeFacts
 
-# A value is computed again where it is needed if that takes fewer FLOPs than this per byte that would be sent.
+# A value is recomputed where it is needed if that takes fewer FLOPs than this per byte that would be sent.
 # Compute outruns a link between devices by far more (H100: 67 TFLOP/s in float32 against 0.45 TB/s of NVLink, 150).
 FLOPS_PER_BYTE_AT_MOST = 16
 

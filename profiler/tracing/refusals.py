@@ -89,8 +89,8 @@ def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
     make_handle = RemovableHandle.__init__
 
     def made_handle(handle: RemovableHandle, *args: Any, **kwargs: Any) -> None:
-        way = sys._getframe(1).f_code.co_name
-        if _TRACING.get() and not any(kind in way for kind in _HOOKS_OF_THE_FORWARD_PASS):
+        caller = sys._getframe(1).f_code.co_name
+        if _TRACING.get() and not any(kind in caller for kind in _HOOKS_OF_THE_FORWARD_PASS):
             refuse("registers a hook on a gradient")
         make_handle(handle, *args, **kwargs)
 

@@ -220,7 +220,7 @@ class LayerSequence:
         )
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a layer: name, operations, parameter elements, FLOPs, and bytes that cross the boundary behind it."""
+        """One row a layer: name, operations, parameter elements, FLOPs, and bytes that cross the boundary after it."""
         import pandas
 
         size = self.sample.batch_size
@@ -239,9 +239,9 @@ class LayerSequence:
         )
 
     def travel_frame(self) -> pandas.DataFrame:
-        """What travels and why: one row for each boundary and value that is read behind it.
+        """What travels and why: one row for each boundary and value that is read after it.
 
-        Columns: the boundary (number of the layer behind it), value, dtype, symbolic shape, bytes at the sample's batch
+        Columns: the boundary (number of the layer after it), value, dtype, symbolic shape, bytes at the sample's batch
         size, name of the layer that computes it, names of the layers that read it, requires_grad, and the reason: it is
         sent, or each stage computes it or has it as an input.
         """

@@ -40,7 +40,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from executor.checkpoints.files import (
+from executor.checkpoints.folder import CheckpointFolder, checkpoint_at
+from executor.checkpoints.manifest import (
     FORMAT,
     METADATA,
     TRAINING,
@@ -50,12 +51,12 @@ from executor.checkpoints.files import (
     sums_of,
     unreadable,
 )
-from executor.checkpoints.folder import CheckpointFolder, checkpoint_at
 from executor.checkpoints.tensors import StoredTensor, stored_tensors
 from executor.checkpoints.training import OptimizerEntry, Training, key_of, optimizer_entries
 from executor.pipeline import Pipeline
 from executor.watch.position import Phase
 from profiler.errors import ArgumentError, ExecutionError
+from profiler.machine.backend import HOST
 
 
 class Stateful(Protocol):
@@ -187,7 +188,7 @@ def _tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[st
 def _complete(
     draft: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, also: Mapping[str, Stateful]
 ) -> None:
-    """Add to a draft with all tensors what is kept beside them, and the manifest."""
+    """Add to a draft with all tensors what is kept in addition to them, and the manifest."""
     entries = None if optimizer is None else dict(optimizer_entries(dict(pipe.named_parameters()), optimizer))
     own = sums_of(draft, [path.name for path in draft.glob(f"__{_rank()}_*.distcp")])
     parts: list[tuple[dict[str, OptimizerEntry] | None, dict[str, FileSum]]] = _gathered((entries, own))
@@ -211,7 +212,7 @@ def _complete(
 
 
 def _checked_training(source: Path, manifest: Manifest | None) -> Training:
-    """What a checkpoint holds beside tensors, from the file that was saved."""
+    """What a checkpoint holds in addition to tensors, from the file that was saved."""
     if manifest is not None:
         manifest.check(source, [TRAINING, METADATA])
     training = Training.of(source)
@@ -324,9 +325,9 @@ def _state(
     name: str, parameter: nn.Parameter, entry: OptimizerEntry, group: Mapping[str, Any], values: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """A parameter's state in the optimizer, on the devices where torch wants it."""
-    on_cpu = {"step"} if not (group.get("capturable") or group.get("fused")) else set()  # as torch does
+    on_host = {"step"} if not (group.get("capturable") or group.get("fused")) else set()  # as torch does
     tensors = {
-        tensor: values[f"optimizer.{key_of(name, tensor)}"].to("cpu" if tensor in on_cpu else parameter.device)
+        tensor: values[f"optimizer.{key_of(name, tensor)}"].to(HOST if tensor in on_host else parameter.device)
         for tensor in entry.tensors
     }
     return {**tensors, **entry.others}

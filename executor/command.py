@@ -24,11 +24,11 @@ from executor.command_options import (
     SAMPLES,
     STAGES,
     THREADS,
+    Assignment,
     Devices,
     MemoryLimit,
     Numbers,
     Output,
-    Place,
     Replicas,
     SecondsOption,
 )
@@ -124,7 +124,7 @@ def main() -> None:
 @click.option(
     "--pin",
     "pinned",
-    type=Place("MODULE=DEVICE"),
+    type=Assignment("MODULE=DEVICE"),
     multiple=True,
     metavar="MODULE=DEVICE",
     help="Device that must run a module, by name or position; repeatable.",
@@ -133,7 +133,7 @@ def main() -> None:
 @click.option(
     "--batch-dim",
     "batch_dims",
-    type=Place("INPUT=DIM"),
+    type=Assignment("INPUT=DIM"),
     multiple=True,
     metavar="INPUT=DIM",
     help="Batch dimension of an input, by position or keyword, or none; repeatable.  [default: 0]",

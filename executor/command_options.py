@@ -111,7 +111,7 @@ class MemoryLimit(ParamType):
         return [None if part.strip() == "none" else size(part) for part in parts]
 
 
-class Place(ParamType):
+class Assignment(ParamType):
     """What stands where: a name, `=`, and a number or a name."""
 
     name = "place"

@@ -52,8 +52,9 @@ from executor.world import check_world_size, group_on_host, join, wait_limit
 from planner.plan.plan import Plan
 from planner.plan.timeline import save_timeline_json
 from profiler.errors import ArgumentError
-from profiler.machine.backend import Peak, backend_of
+from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
+from profiler.machine.device_kind import Peak
 from profiler.observe.ambient import as_in_training
 from profiler.run.loss import LossFunction
 
@@ -341,7 +342,7 @@ class Pipeline:
         return sorted(name for name, held in self._model.state_dict(keep_vars=True).items() if isinstance(held, Tensor))
 
     def extra_state(self) -> dict[str, Any]:
-        """What modules keep beside tensors (`get_extra_state`), in the process of the first stage."""
+        """What modules keep in addition to tensors (`get_extra_state`), in the process of the first stage."""
         whole = self._model.state_dict() if 0 in self._runners else {}
         return {name: value for name, value in whole.items() if not isinstance(value, Tensor)}
 
@@ -367,7 +368,7 @@ class Pipeline:
         return self._runtime.action_times.read()
 
     def measured(self) -> pandas.DataFrame:
-        """Times and peak memory of each stage over the last steps, beside the plan's prediction.
+        """Times and peak memory of each stage over the last steps, next to the plan's prediction.
 
         Every process calls this, and each gets the whole table: see `executor.measure.measured.measured_frame`. Of
         several replicas it is about the first.

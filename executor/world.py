@@ -13,7 +13,7 @@ from executor.layout import Layout
 from executor.watch.accusation import timeout_for
 from planner.plan.plan import Plan
 from profiler.errors import ExecutionError, ForeignPlanError
-from profiler.machine.backend import process_groups
+from profiler.machine.backend import HOST, backend_of, process_groups
 from profiler.machine.descriptors import hold_standard_descriptors
 
 TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # how `launch` tells its workers how long to wait for each other
@@ -68,9 +68,9 @@ def check_world_size(plan: Plan, world_size: int) -> None:
 
 def group_on_host(layout: Layout) -> dist.ProcessGroup | None:
     """A group that carries tensors on the CPU; None if the default one does, or there is nobody to carry them to."""
-    if layout.alone or "cpu:" in dist.get_backend_config():
+    if layout.alone or f"{HOST.type}:" in dist.get_backend_config():
         return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    group: dist.ProcessGroup = dist.new_group(backend=backend_of(HOST).process_group)
     return group
 
 

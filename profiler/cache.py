@@ -52,7 +52,7 @@ FORMAT = 4  # of the entries and of what is measured how; older ones are not fou
 LONGEST_NAME = 255  # bytes, of a file on the usual file systems
 LONGEST_ENTRY = 64  # bytes, of the names that this module gives to files
 
-Entry = TypeVar("Entry", bound=Value)
+Cached = TypeVar("Cached", bound=Value)
 
 
 class CachedCosts(Value):
@@ -95,7 +95,7 @@ class Cache:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         return cls(_folder(base) / "gpipe-autoplan")
 
-    def get(self, key: Mapping[str, Any], kind: type[Entry]) -> Entry | None:
+    def get(self, key: Mapping[str, Any], kind: type[Cached]) -> Cached | None:
         """The entry with that key; None if there is none, or if it is damaged."""
         path = self._path(key)
         if path is None:

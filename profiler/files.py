@@ -2,10 +2,10 @@
 
     replace_file(Path("plan.json"), text.encode())
 
-The bytes go into a file beside the place, reach the disk, and move to the name in one step of the file system; then the
-folder reaches the disk. Until the step is done the name means what it meant before: after an exception, an interrupt, a
-kill, or a loss of power. Every file that this project writes, the figures of matplotlib and torch's parts of a
-checkpoint included, comes to its place so.
+The bytes go into another file of the same folder, reach the disk, and move to the name in one step of the file system;
+then the folder reaches the disk. Until the step is done the name means what it meant before: after an exception, an
+interrupt, a kill, or a loss of power. Every file that this project writes, the figures of matplotlib and torch's parts
+of a checkpoint included, comes to its place so.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def replace_file(path: Path, data: bytes) -> None:
 
     The file gets the rights that the user's new files get (umask), or keeps those it had. A symbolic link stays one:
     the file that it points to is replaced. What is no file, such as `/dev/stdout` or a pipe, is written to directly.
-    Folders on the way are made.
+    Missing folders are made.
 
     Raises:
-        OSError: nothing can be written there; nothing is left beside what was there before.
+        OSError: nothing can be written there; nothing is left but what was there before.
         ValueError: no file can have that name.
     """
     there = _status(path)
@@ -73,7 +73,7 @@ def _give_mode(descriptor: int, mode: int) -> None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Of what is there, behind links; None if nothing is."""
+    """Of what is there, links followed; None if nothing is."""
     try:
         return path.stat()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """`profile`: measure what every layer costs on the devices at hand.
 
-links -> memory of every layer on fake tensors -> times of every layer, beside busy neighbours -> optimizer
+links -> memory of every layer on fake tensors -> times of every layer, among busy neighbours -> optimizer
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from profiler.timing.optimizers import OptimizerChoice, named_optimizer
 from profiler.timing.sweeps import MOST_SWEEPS
 from profiler.tracing.dataflow import skip_values
 from profiler.tracing.sequence import LayerSequence
-from profiler.workload import Task
+from profiler.workload import Workload
 
 
 @as_in_training()
@@ -106,10 +106,12 @@ def profile(
     apart = [torch_device(device) for device in kinds.values() if not is_host(device)]
     with bar, torch.random.fork_rng(devices=apart):
         has_loss = loss_fn is not None or _returns_loss(sequence, torch_device(cluster.devices[0]))
-        task = Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar)
+        workload = Workload(
+            sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar
+        )
         found_links = _links(cluster, remembered, wanted=links)
         bar.update()
-        measured = [measured_kind(task, device, cluster, remembered) for device in kinds.values()]
+        measured = [measured_kind(workload, device, cluster, remembered) for device in kinds.values()]
         bar.total = bar.n  # short of time there were fewer sweeps
         bar.refresh()
     costs = tuple(cost for costs, _ in measured for cost in costs)
@@ -141,8 +143,8 @@ def _from_data_sheets(
     sequence = sequence.on(PLACE)
     with tqdm(total=2, desc="profile", unit="estimate", disable=hides_progress(progress)) as bar:
         has_loss = loss_fn is not None or _returns_loss(sequence, PLACE)
-        task = Task(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, 0.0, bar)
-        memory, timings, optimizers, estimates = estimated(task, cluster)
+        workload = Workload(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, 0.0, bar)
+        memory, timings, optimizers, estimates = estimated(workload, cluster)
     return Profile(
         fingerprint=sequence.fingerprint,
         sample=sequence.sample,

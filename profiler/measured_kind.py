@@ -34,7 +34,7 @@ from profiler.timing.repeats import computing_with
 from profiler.timing.sweeps import LayerTiming, time_layers
 from profiler.tracing.sample import call_arguments
 from profiler.tracing.sequence import LayerSequence
-from profiler.workload import Task
+from profiler.workload import Workload
 
 OPTIMIZER_SHARE = 0.05  # of the time budget
 SHELF_SHARE = 0.25  # of a device's memory, for parameters and gradients, of layers that are not run at the moment too
@@ -46,51 +46,55 @@ def is_host(device: Device) -> bool:
 
 
 def measured_kind(
-    task: Task, device: Device, cluster: Cluster, remembered: Cache
+    workload: Workload, device: Device, cluster: Cluster, remembered: Cache
 ) -> tuple[list[LayerCost], OptimizerCost]:
     """Everything about one kind of device.
 
     Args:
-        task: what is measured.
+        workload: what is measured.
         device: one of that kind.
-        cluster: what runs beside it.
+        cluster: what runs at the same time.
         remembered: earlier measurements.
 
     Raises:
         ProfileError: the device's memory holds not even the smallest micro-batch, or the model runs none.
     """
     neighbour_count = _neighbour_count(device, cluster)
-    keys = {size: _key(task, device, neighbour_count, size) for size in task.sizes}
-    known = {size: _known(task, device, remembered, key, size) for size, key in keys.items()}
-    optimizer_key = _optimizer_key(task, device, neighbour_count)
+    keys = {size: _key(workload, device, neighbour_count, size) for size in workload.sizes}
+    known = {size: _known(workload, device, remembered, key, size) for size, key in keys.items()}
+    optimizer_key = _optimizer_key(workload, device, neighbour_count)
     optimizer = remembered.get(optimizer_key, OptimizerCost)
     costs = [cost for entry in known.values() if entry is not None for cost in entry.costs]
     missing = tuple(size for size, entry in known.items() if entry is None)
     if not missing and optimizer is not None:
         return costs, optimizer
     place = torch_device(device)
-    task = replace(task, sequence=task.sequence.on(place), sizes=missing)
+    workload = replace(workload, sequence=workload.sequence.on(place), sizes=missing)
     refusals = Refusals()
-    shelf = Shelf(task.sequence, place, int(SHELF_SHARE * device.memory_bytes))
-    room = Room(task, shelf, place, device.memory_bytes)
+    shelf = Shelf(workload.sequence, place, int(SHELF_SHARE * device.memory_bytes))
+    room = Room(workload, shelf, place, device.memory_bytes)
     with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
         with _going_on_with(costs), computing_with(device.threads):
-            memory = _fitting(task, memory_by_size(task, shelf, place, refusals, room), room, device) if missing else {}
+            memory = (
+                _fitting(workload, memory_by_size(workload, shelf, place, refusals, room), room, device)
+                if missing
+                else {}
+            )
             wait_until_busy()
             keep_freed_memory()
             shelf.timed = True
-            timings = _timings(task, shelf, memory, room, device, refusals) if memory else {}
+            timings = _timings(workload, shelf, memory, room, device, refusals) if memory else {}
             memory = with_measured_workspace(memory, timings)
-            costs.extend(layer_costs(task.sequence, device.kind, memory, timings))
+            costs.extend(layer_costs(workload.sequence, device.kind, memory, timings))
             for size in timings:
                 found = tuple(cost for cost in costs if cost.micro_batch_size == size)
                 remembered.put(keys[size], CachedCosts(costs=found))
         shelf.clear()
         with computing_with(device.threads):
             if optimizer is None:
-                optimizer = _optimizer(task, device, costs)
+                optimizer = _optimizer(workload, device, costs)
                 remembered.put(optimizer_key, optimizer)
-        task.bar.update()
+        workload.bar.update()
     if not costs:
         refusals.raise_first()
         raise ProfileError(
@@ -100,11 +104,11 @@ def measured_kind(
     return costs, optimizer
 
 
-def _optimizer(task: Task, device: Device, costs: Sequence[LayerCost]) -> OptimizerCost:
+def _optimizer(workload: Workload, device: Device, costs: Sequence[LayerCost]) -> OptimizerCost:
     """What the optimizer costs; after an interrupt that must not take the layers' costs along, with fewest repeats."""
-    measure = partial(optimizer_cost, task.optimizer, task.sequence.parameters.values(), device)
+    measure = partial(optimizer_cost, workload.optimizer, workload.sequence.parameters.values(), device)
     with _going_on_with(costs):
-        return measure(budget_s=OPTIMIZER_SHARE * task.time_budget_s)
+        return measure(budget_s=OPTIMIZER_SHARE * workload.time_budget_s)
     return measure(budget_s=0.0)
 
 
@@ -120,43 +124,43 @@ def _going_on_with(costs: Sequence[LayerCost]) -> Iterator[None]:
         warnings.warn(f"interrupted: the profile holds micro-batches of {sizes} samples alone", stacklevel=4)
 
 
-def _known(task: Task, device: Device, remembered: Cache, key: dict[str, Any], size: int) -> CachedCosts | None:
+def _known(workload: Workload, device: Device, remembered: Cache, key: dict[str, Any], size: int) -> CachedCosts | None:
     """What was measured at that size; None if there is nothing, or not each layer once."""
     entry = remembered.get(key, CachedCosts)
     if entry is None:
         return None
     held = sorted((cost.layer, cost.micro_batch_size, cost.device_kind) for cost in entry.costs)
-    if held == [(index, size, device.kind) for index in range(len(task.sequence))]:
+    if held == [(index, size, device.kind) for index in range(len(workload.sequence))]:
         return entry
     warnings.warn(
-        f"a cached measurement of micro-batches of {size} samples does not hold each of {len(task.sequence)} layers "
-        "once; it is not used",
+        f"a cached measurement of micro-batches of {size} samples does not hold each of {len(workload.sequence)} "
+        "layers once; it is not used",
         stacklevel=2,
     )
     return None
 
 
-def _key(task: Task, device: Device, neighbour_count: int, size: int) -> dict[str, Any]:
+def _key(workload: Workload, device: Device, neighbour_count: int, size: int) -> dict[str, Any]:
     """All that the costs of a micro-batch size depend on."""
-    leaves = pytree.tree_leaves((call_arguments(task.sample), task.target))
+    leaves = pytree.tree_leaves((call_arguments(workload.sample), workload.target))
     return {
         "what": "layers",
-        "model": task.sequence.fingerprint,
-        "layers": [layer.signature for layer in task.sequence.layers],
-        "sample": task.sequence.sample.model_dump(mode="json"),
+        "model": workload.sequence.fingerprint,
+        "layers": [layer.signature for layer in workload.sequence.layers],
+        "sample": workload.sequence.sample.model_dump(mode="json"),
         "strides": [leaf.stride() for leaf in leaves if isinstance(leaf, Tensor)],
-        "trained": [tensor.requires_grad for tensor in task.sequence.parameters.values()],
-        "loss": digest_of((task.loss_fn, task.target)),
+        "trained": [tensor.requires_grad for tensor in workload.sequence.parameters.values()],
+        "loss": digest_of((workload.loss_fn, workload.target)),
         "size": size,
         **_place(device, neighbour_count),
     }
 
 
-def _optimizer_key(task: Task, device: Device, neighbour_count: int) -> dict[str, Any]:
-    tensors = [tensor for tensor in task.sequence.parameters.values() if tensor.requires_grad]
+def _optimizer_key(workload: Workload, device: Device, neighbour_count: int) -> dict[str, Any]:
+    tensors = [tensor for tensor in workload.sequence.parameters.values() if tensor.requires_grad]
     return {
         "what": "optimizer",
-        "name": task.optimizer,
+        "name": workload.optimizer,
         "parameters": [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors],
         **_place(device, neighbour_count),
     }
@@ -181,7 +185,7 @@ def _neighbour_count(device: Device, cluster: Cluster) -> int:
 
 
 def _fitting(
-    task: Task, memory: Mapping[int, list[LayerMemory]], room: Room, device: Device
+    workload: Workload, memory: Mapping[int, list[LayerMemory]], room: Room, device: Device
 ) -> dict[int, list[LayerMemory]]:
     """The sizes at which the device holds each layer by itself."""
     fitting = {}
@@ -192,7 +196,7 @@ def _fitting(
             continue
         largest = needs.index(max(needs))
         warnings.warn(
-            f"micro-batches of {size} samples are left out: layer {largest} ({task.sequence.layers[largest].name}) "
+            f"micro-batches of {size} samples are left out: layer {largest} ({workload.sequence.layers[largest].name}) "
             f"needs {max(needs)} bytes by itself, device {device.name!r} has {device.memory_bytes}",
             stacklevel=2,
         )
@@ -200,7 +204,7 @@ def _fitting(
 
 
 def _timings(
-    task: Task,
+    workload: Workload,
     shelf: Shelf,
     memory: Mapping[int, Sequence[LayerMemory]],
     room: Room,
@@ -213,21 +217,21 @@ def _timings(
     for size in sorted(memory, reverse=True):
         with refusals.noting(size):
             if not runners:
-                inputs, about = task.micro_batch(size, place)
-                whole = runners[size] = real_runner(task.sequence, shelf, inputs, **about)
+                inputs, about = workload.micro_batch(size, place)
+                whole = runners[size] = real_runner(workload.sequence, shelf, inputs, **about)
             else:
-                part = part_of(task.sequence, inputs, size)
+                part = part_of(workload.sequence, inputs, size)
                 runners[size] = whole.on_part(part, resized_target(about["target"], size, place))
     return time_layers(
-        task.sequence,
+        workload.sequence,
         shelf,
-        {size: runners[size] for size in task.sizes if size in runners},
+        {size: runners[size] for size in workload.sizes if size in runners},
         {size: [entry.kept_bytes for entry in layers] for size, layers in memory.items()},
         place,
         refusals,
         memory_bytes=min(room.window_bytes(size, layers) for size, layers in memory.items()),
-        budget_s=(1 - OPTIMIZER_SHARE) * task.time_budget_s,
-        sweep_done=task.bar.update,
+        budget_s=(1 - OPTIMIZER_SHARE) * workload.time_budget_s,
+        sweep_done=workload.bar.update,
     )
 
 
@@ -241,7 +245,7 @@ def layer_costs(
     costs = []
     for size, of_layers in timings.items():
         for index, timing in enumerate(of_layers):
-            behind = sequence.boundaries[index + 1]
+            leaving = sequence.boundaries[index + 1]
             costs.append(
                 LayerCost(
                     layer=index,
@@ -254,8 +258,8 @@ def layer_costs(
                     kept_bytes=memory[size][index].kept_bytes,
                     transient_bytes=memory[size][index].transient_bytes,
                     in_stage=memory[size][index].in_stage,
-                    output_bytes=sum(value.size_bytes(size) for value in behind),
-                    output_gradient_bytes=sum(value.size_bytes(size) for value in behind if value.requires_grad),
+                    output_bytes=sum(value.size_bytes(size) for value in leaving),
+                    output_gradient_bytes=sum(value.size_bytes(size) for value in leaving if value.requires_grad),
                 )
             )
     return costs

@@ -76,7 +76,7 @@ def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ..
             )
     sizes = set(micro_batch_sizes)
     if 1 in sizes and len(sizes) > 1:
-        sizes.add(2)  # kernels compute one sample in ways of their own: the line from it to a larger size lies too low
+        sizes.add(2)  # kernels compute one sample differently: the line from it to a larger size lies too low
     return tuple(sorted(sizes))
 
 

@@ -105,23 +105,23 @@ class InStage(Value):
         repeated_bytes: (earlier layer, bytes): the part of `kept_bytes` that the earlier layer is charged with too. A
             stage that holds both keeps them once.
         held_bytes: the part of `kept_bytes` that stays until the end of the step, such as batch statistics.
-        forward_bytes: while the layer runs forward, the largest bytes beside what it and earlier layers keep;
+        forward_bytes: while the layer runs forward, the largest bytes in addition to what it and earlier layers keep;
             what later layers keep is not there yet.
         waiting_bytes: (earlier layer, bytes): on top of that, values of the earlier layer that are there but not kept;
             inputs of the stage are counted as such.
         prelude_bytes: (this or a later layer, bytes): on top of that, values that a stage computes before its first
             layer if it holds the layer that they wait for.
         prelude_peak_bytes: the largest bytes while they are computed.
-        backward_bytes: while the layer runs backward, the largest bytes beside what it and earlier layers keep, all
-            gradients of what is alive behind it included; what later layers kept is gone.
+        backward_bytes: while the layer runs backward, the largest bytes in addition to what it and earlier layers keep,
+            all gradients of what is alive after it included; what later layers kept is gone.
         last_backward_bytes: the same without these gradients: those of the last layer of a stage are received.
-        returning_bytes: (later layer, bytes): gradients of what is alive behind the layer and that later layer reads
+        returning_bytes: (later layer, bytes): gradients of what is alive after the layer and that later layer reads
             next. In a stage that ends before that layer they are received.
         made_bytes: (later layer, bytes): storages that these gradients lie on, by the layer whose backward pass makes
             them (a concatenation hands back parts of what came to it), and copies where their memory layout is not the
             value's. A stage that ends before that layer has received them.
         leaf_bytes: (earlier layer, later layer, maker, bytes): gradients of the earlier layer's values, which the later
-            layer reads next, on storages that a still later layer makes. A stage that begins behind the first and ends
+            layer reads next, on storages that a still later layer makes. A stage that begins after the first and ends
             between the others has copies of them: what comes to a leaf and is the caller's is copied.
         passing_bytes: (later layer, bytes): the part of `made_bytes` that has to do with values that the layer neither
             reads nor computes; `backward_bytes` holds it all.
@@ -174,17 +174,17 @@ class LayerCost(Value):
         device_kind: `Device.kind`.
         forward_s: median seconds of a forward pass that keeps what the backward pass needs. The last layer's times
             include the loss function.
-        recompute_s: median seconds of running that forward again in the backward phase.
+        recompute_s: median seconds of recomputing that forward pass in the backward phase.
         backward_s: median seconds of the backward pass.
         spread: relative spread of the timings, (third quartile - first quartile) / median of forward + backward.
         kept_bytes: bytes created by this layer that are kept until the backward pass, in distinct storages; parameters
             and what enters the layer are not counted. Stages keep at most the sum of their layers'.
-        transient_bytes: the largest bytes that tensors occupy beside the kept ones during the layer's forward or
-            backward.
+        transient_bytes: the largest bytes that tensors occupy in addition to the kept ones during the layer's forward
+            or backward.
         in_stage: what a stage that holds the layer needs more exactly than these two say. None: their sum and their
             maximum.
-        output_bytes: bytes of all values that cross the boundary behind this layer, those that only pass by
-            included; 0 behind the last layer.
+        output_bytes: bytes of all values that cross the boundary after this layer, those that only pass by
+            included; 0 after the last layer.
         output_gradient_bytes: the part of `output_bytes` that a gradient comes back for.
     """
 

@@ -15,7 +15,7 @@ from profiler.tracing.sequence import LayerSequence
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Workload:
     """One model to be measured.
 
     Attributes:

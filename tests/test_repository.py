@@ -1,15 +1,18 @@
 """The repository as a whole: what the wheel holds, and which package may import which."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import networkx
 import pytest
+
+from profiler.machine.backend import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("profiler", "planner", "executor")  # the lowest floor first
@@ -32,6 +35,18 @@ FAST_MODULES = (
     "planner.plan.report",
     "planner.plan.units",
 )
+
+# Kinds of device and their libraries of messages, as torch calls them.
+KINDS = {"cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone", "gloo", "nccl"}
+# A file for each kind of device; and `Device.of`, which gives devices that are not here a name.
+KIND_FILES = {*(f"profiler/machine/{kind}.py" for kind in BACKENDS), "profiler/device.py"}
+
+# The one file that uses private parts of torch; at its head stands which of them other files may use, and why.
+PRIVATE_PARTS = "profiler/torch_private.py"
+ALLOWED_MODULES = ("torch.utils._pytree", "torch.utils._python_dispatch.", "torch._subclasses.fake_tensor.")
+ALLOWED_ATTRIBUTES = {"_version", "_parameters", "_buffers", "_modules"}
+NOT_TORCHS = {"_exit", "_getframe", "_replace", "_inst", "_rand"}  # of Python and numpy
+IN_ONE_FILE = {("executor/run/accumulators.py", "_cdata")}  # a call more for each gradient takes 0.5 % of a step
 
 # Where a value shows itself: one-line delegates at the end of its class, imported when they are called.
 VIEWS = {
@@ -112,6 +127,86 @@ def test_each_folder_says_what_comes_in_what_goes_out_and_where_to_start(package
     for folder in {file.parent for file in source_files(package)} - {ROOT / package}:
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
         assert all(word in text for word in ("In: ", "Out: ", "Start with ")), folder
+
+
+def kinds_named(tree: ast.Module) -> set[str]:
+    """Kinds of device that code names or asks for, not those in texts: `x.is_cuda`, `torch.cuda`, `"cuda:0"`."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words = set(imported_modules(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            words.add(node.attr.removeprefix("is_"))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            words.add(node.value.partition(":")[0])
+    return {part for word in words for part in word.split(".") if not word.startswith("profiler.")} & KINDS
+
+
+def test_only_the_file_of_a_kind_of_device_names_it() -> None:
+    """A further kind is a class and an entry, so nothing else may ask which kind a device is."""
+    named = {
+        str(file.relative_to(ROOT)): found
+        for package in PACKAGES
+        for file in source_files(package)
+        if (found := kinds_named(ast.parse(file.read_text(encoding="utf-8"))))
+    }
+    assert named.keys() == KIND_FILES, named
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["leaf.is_cuda", "device.type == 'cuda'", "torch.cuda.Event()", "f'cuda:{index}'", "import torch.mps", "x.cpu()"],
+)
+def test_a_question_for_a_kind_of_device_is_noticed(code: str) -> None:
+    assert kinds_named(ast.parse(f"found = {code}" if not code.startswith("import") else code))
+    assert not kinds_named(ast.parse(f'"""{code}"""'))
+
+
+def own_names(trees: Iterable[ast.Module]) -> set[str]:
+    """Names that these files define: functions, classes, variables and attributes of `self`."""
+    found = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            found.add(node.attr)
+    return found
+
+
+def private_parts(tree: ast.Module, own: set[str]) -> set[str]:
+    """Private names of others that code uses; operators of torch may have names that begin like private ones."""
+    found = {
+        module
+        for module in imported_modules(tree)
+        if module.startswith("torch.") and "._" in module and not module.startswith(ALLOWED_MODULES)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in own:
+            found |= set() if re.match(r"(torch\.ops\.)?aten\.", ast.unparse(node)) else {node.attr}
+    return found - ALLOWED_ATTRIBUTES - NOT_TORCHS
+
+
+def test_private_parts_of_torch_are_used_in_one_file() -> None:
+    """Any version of torch may move them; what they are for, and what is said of them upstream, stands there."""
+    trees = {
+        str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8"))
+        for package in PACKAGES
+        for file in source_files(package)
+    }
+    own = own_names(trees.values())
+    assert private_parts(trees.pop(PRIVATE_PARTS), own)
+    used = {(name, part) for name, tree in trees.items() for part in private_parts(tree, own)}
+    assert used == IN_ONE_FILE
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import torch._dynamo", "from torch.fx._symbolic_trace import PH", "torch._C._nn.linear", "tensor._is_view()"],
+)
+def test_a_private_part_of_torch_is_noticed(code: str) -> None:
+    assert private_parts(ast.parse(code), set())
+    assert not private_parts(ast.parse("torch.ops.aten._softmax; self._own; from torch.utils import _pytree"), {"_own"})
 
 
 @pytest.mark.parametrize("module", FAST_MODULES)

@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a batch looks like, which is all that a process has to know of it beside its part.
+    """What a batch looks like, which is all that a process has to know of it in addition to its part.
 
     Attributes:
         spec: of the arguments.

@@ -40,25 +40,25 @@ from executor.watch.contents import digest_of
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST
 from profiler.machine.channel import Pending, end_at, finish
 from profiler.sample_spec import TensorLeaf
 from profiler.tracing.sample import torch_dtype
 
-CPU = torch.device("cpu")
-_PIECES_TAG = 64  # behind those of the words
+_PIECES_TAG = 64  # after those of the words
 _OF_LOADER, _OF_CALL = 0, 1  # subjects of words
 _END = object()
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _DescribedTensor:
     """A tensor in the description of a tree, by what it looks like."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Look:
+    def of(cls, tensor: Tensor) -> _DescribedTensor:
         """For a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
@@ -206,12 +206,12 @@ def _iterator_of(loader: Iterable[Any] | None) -> Iterator[Any]:
 
 def _described(tree: Any) -> Any:
     """A tree with descriptions in the place of tensors; it travels as a whole."""
-    return pytree.tree_map_only(Tensor, _Look.of, tree)
+    return pytree.tree_map_only(Tensor, _DescribedTensor.of, tree)
 
 
 def _with_stand_ins(described: Any) -> Any:
     """The tree that was described, with tensors without data."""
-    return pytree.tree_map_only(_Look, _Look.tensor, described)
+    return pytree.tree_map_only(_DescribedTensor, _DescribedTensor.tensor, described)
 
 
 def _movable(tensor: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def _inputs_like(form: Form, dims: Mapping[str, int | None]) -> dict[str, Tensor
     inputs = {}
     for (name, dim), leaf in zip(dims.items(), leaves, strict=True):
         shape = tuple(form.batch_size if position == dim else extent for position, extent in enumerate(leaf.shape))
-        inputs[name] = _Look(shape, torch_dtype(leaf.dtype)).tensor()
+        inputs[name] = _DescribedTensor(shape, torch_dtype(leaf.dtype)).tensor()
     return inputs
 
 
@@ -244,14 +244,14 @@ def _tensors_of(part: Part) -> list[Tensor]:
 
 
 def _message_of(like: Sequence[Tensor]) -> MessageForm:
-    return MessageForm([TensorSpec(tuple(t.shape), tuple(range(t.dim())), t.dtype) for t in like], CPU)
+    return MessageForm([TensorSpec(tuple(t.shape), tuple(range(t.dim())), t.dtype) for t in like], HOST)
 
 
 def _sendable(tensor: Tensor, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
     """The tensor as it can be sent: itself, or the one copy of it for all that read it."""
-    if tensor.device == CPU and tensor.is_contiguous():
+    if tensor.device == HOST and tensor.is_contiguous():
         return tensor.detach()
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if key not in copies:
-        copies[key] = tensor.detach().to(CPU).contiguous()
+        copies[key] = tensor.detach().to(HOST).contiguous()
     return copies[key]

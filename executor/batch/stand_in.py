@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
+from profiler.machine.backend import BACKENDS
 
-_MOVES = {Tensor.cpu, Tensor.cuda, Tensor.pin_memory}
+_MOVES = {Tensor.pin_memory, *(getattr(Tensor, kind) for kind in BACKENDS if hasattr(Tensor, kind))}
 _META = torch.device("meta")
 
 

@@ -18,7 +18,7 @@ import warnings
 from itertools import count
 from pathlib import Path
 
-from executor.checkpoints.files import TRAINING, Manifest, reason_of
+from executor.checkpoints.manifest import TRAINING, Manifest, reason_of
 from executor.checkpoints.run_identity import Run
 from profiler.errors import ExecutionError
 from profiler.files import DRAFT, flush_folder

@@ -15,8 +15,8 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from executor.checkpoints.files import Manifest
 from executor.checkpoints.lock import FolderLock, lock_folder
+from executor.checkpoints.manifest import Manifest
 
 
 class Run:

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoints.files import DATA_NAME, METADATA, open_file, size_of, unreadable
+from executor.checkpoints.manifest import DATA_NAME, METADATA, open_file, size_of, unreadable
 from profiler.errors import ExecutionError
+from profiler.machine.backend import HOST
 
 _RECORDS = {
     *(
@@ -101,10 +102,10 @@ class StoredTensor:
             if len(part) < self.length:
                 raise EOFError(f"it ends {self.length - len(part)} bytes too early")
             with warnings.catch_warnings(action="ignore"):  # of strange pickles, and of dtypes that are new
-                value = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
+                value = torch.load(io.BytesIO(part), map_location=HOST, weights_only=True)
         except Exception as problem:
             raise unreadable(path, problem) from problem
-        if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
+        if not isinstance(value, Tensor) or value.device != HOST or value.layout != torch.strided:
             raise unreadable(path, f"a part of it holds no tensor, but a {type(value).__name__}")
         if value.dtype != self.dtype or tuple(value.shape) != self.shape:
             raise unreadable(

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the tensors of model and optimizer: `training.pt`, read without trust."""
+"""What a checkpoint holds in addition to the tensors of model and optimizer: `training.pt`, read without trust."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
-from executor.checkpoints.files import FORMAT, FORMAT_WITHOUT_MANIFEST, TRAINING, open_file, unreadable
+from executor.checkpoints.manifest import FORMAT, FORMAT_WITHOUT_MANIFEST, TRAINING, open_file, unreadable
 from profiler.errors import ArgumentError, ExecutionError
+from profiler.machine.backend import HOST
 
 _NOT_OPTIONS = ("params", "param_names")  # what else a group of an optimizer holds
 
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """What is kept of one parameter's optimizer state beside its tensors.
+    """What is kept of one parameter's optimizer state in addition to its tensors.
 
     Attributes:
         options: of its parameter group: learning rate, weight decay, ...
@@ -36,7 +37,7 @@ class OptimizerEntry:
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint holds beside tensors.
+    """What a checkpoint holds in addition to tensors.
 
     Attributes:
         step: training steps done.
@@ -73,7 +74,7 @@ class Training:
         path = checkpoint / TRAINING
         try:
             with open_file(path) as file, warnings.catch_warnings(action="ignore"):  # of strange pickles
-                found = torch.load(file, map_location="cpu", weights_only=True)
+                found = torch.load(file, map_location=HOST, weights_only=True)
             version = found.get("format")
             if version in (FORMAT_WITHOUT_MANIFEST, FORMAT):
                 return _VALID.validate_python(found)

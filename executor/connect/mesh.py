@@ -1,4 +1,4 @@
-"""A connection between every two ranks for short messages, beside the process groups that carry tensors.
+"""A connection between every two ranks for short messages, in addition to the process groups that carry tensors.
 
 The system closes a connection when the process at its other end ends, however it ends: so each rank learns of the
 death of any other within milliseconds, also while it waits for something else.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from executor.connect.door import knock, let_in, new_key, open_door
 
-Message = dict[str, Any]
+Notice = dict[str, Any]  # what ranks tell each other beyond tensors
 _CHUNK_BYTES = 65536
 _BACKLOG_BYTES = 65536  # of heartbeats that a stopped rank does not read; later ones are dropped
 
@@ -61,7 +61,7 @@ class Mesh:
         self._selector.register(self._alarmed, selectors.EVENT_READ, None)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
-    def post(self, message: Message, *, droppable: bool = False) -> None:
+    def post(self, message: Notice, *, droppable: bool = False) -> None:
         """Send a message to all other ranks without waiting; what does not fit into the system's buffers goes later.
 
         Args:
@@ -75,12 +75,12 @@ class Mesh:
                     line.outgoing += data
                     _flush(line)
 
-    def poll(self, timeout_s: float) -> list[tuple[int, Message | None]]:
+    def poll(self, timeout_s: float) -> list[tuple[int, Notice | None]]:
         """Messages that have come, with their sender's rank; None when a rank has closed its end.
 
         Waits until there is one, `wake` is called or the time is over.
         """
-        heard: list[tuple[int, Message | None]] = []
+        heard: list[tuple[int, Notice | None]] = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -112,7 +112,7 @@ class Mesh:
         for line in self._lines.values():
             line.connection.close()
 
-    def _read(self, other: int) -> list[tuple[int, Message | None]]:
+    def _read(self, other: int) -> list[tuple[int, Notice | None]]:
         line = self._lines[other]
         ended = False
         while True:
@@ -128,7 +128,7 @@ class Mesh:
             line.incoming += data
         *whole, rest = line.incoming.split(b"\n")
         line.incoming = bytearray(rest)
-        heard: list[tuple[int, Message | None]] = [(other, json.loads(text)) for text in whole]
+        heard: list[tuple[int, Notice | None]] = [(other, json.loads(text)) for text in whole]
         if ended:
             self._selector.unregister(line.connection)
             heard.append((other, None))

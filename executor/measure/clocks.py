@@ -12,7 +12,7 @@ from executor.layout import Layout
 from profiler.machine.channel import finish, start_receive, start_send
 
 _ROUNDS = 8
-_TAG = 1022 * 2**21  # behind all tags of messages between stages, see executor.run.transport
+_TAG = 1022 * 2**21  # after all tags of messages between stages, see executor.run.transport
 
 
 def clock_offset_s(layout: Layout, device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""What a plan predicted beside what was measured."""
+"""What a plan predicted, compared with what was measured."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import pandas
 
 _PASSES = {
-    ActionKind.F: ("forward", "forward_s"),
-    ActionKind.R: ("recompute", "recompute_s"),
-    ActionKind.B: ("backward", "backward_s"),
+    ActionKind.F: "forward_s",
+    ActionKind.R: "recompute_s",
+    ActionKind.B: "backward_s",
 }
 _TRANSFERS = {ActionKind.SEND_F: "send_forward_s", ActionKind.SEND_B: "send_backward_s"}
 WAITED_S = 200e-6
@@ -27,45 +27,6 @@ WAITED_S = 200e-6
 there takes 5 to 100 us [measured]."""
 WAITED_SHARE = 0.1
 """A wait is at least this share of the time since the message was sent; shorter ones are interruptions [chosen]."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """One training step in one process.
-
-    Attributes:
-        step_s: seconds of the whole step, the optimizer included.
-        actions: what `Pipeline.last_step_actions` returned.
-    """
-
-    step_s: float
-    actions: tuple[TimedAction, ...]
-
-
-def compare(plan: Plan, steps: Sequence[Sequence[MeasuredStep]]) -> pandas.DataFrame:
-    """Predicted and measured times.
-
-    Args:
-        plan: the plan.
-        steps: of each process in rank order the measured steps.
-
-    Returns:
-        One row for the step and one for each stage and kind of pass: seconds for a micro-batch (mean over the
-        mini-batch), predicted and measured (median over the steps), and their ratio.
-    """
-    import pandas
-
-    measured_step = median(max(step.step_s for step in together) for together in zip(*steps, strict=True))
-    rows = [("whole step", plan.prediction.step_s, measured_step)]
-    for index in range(plan.K):
-        for kind, (name, field) in _PASSES.items():
-            measured = _pass_seconds(index, kind, [step.actions for process in steps for step in process])
-            if measured is not None:
-                rows.append((f"stage {index} {name}", _predicted(plan, index, field), measured))
-    return pandas.DataFrame(
-        [(what, predicted, measured, measured / predicted) for what, predicted, measured in rows],
-        columns=["what", "predicted_s", "measured_s", "measured/predicted"],
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +101,16 @@ def _transfers(spans: Mapping[Action, tuple[float, float]]) -> list[Event]:
     for (sender, receiver), sends in sorted(by_link.items()):
         lane = f"link {sender}>{receiver}"
         awaited: list[float] = []
-        behind_s = 0.0
+        free_s = 0.0
         spent: list[tuple[Action, float, float, bool]] = []
         for send in sends:
             begun_s, ended_s = spans[send.other_end]
-            start_s = max(spans[send][0], behind_s)
+            start_s = max(spans[send][0], free_s)
             end_s = max(start_s, ended_s)
             waited = ended_s - begun_s > max(WAITED_S, WAITED_SHARE * (end_s - start_s))
             spent.append((send, start_s, end_s, waited))
             if waited:
-                behind_s = end_s
+                free_s = end_s
                 awaited.append(end_s - start_s)
         usual_s = median(awaited) if awaited else 0.0
         for send, start_s, end_s, waited in spent:
@@ -181,7 +142,7 @@ def measured_frame(plan: Plan, processes: Sequence[Recorded]) -> pandas.DataFram
     ]
     actions = [step.actions for process in processes for step in process.steps]
     for index, stage in enumerate(plan.stages):
-        for kind, (_, field) in _PASSES.items():
+        for kind, field in _PASSES.items():
             seconds = _pass_seconds(index, kind, actions)
             rows.append((index, field, _predicted(plan, index, field), 0.0 if seconds is None else seconds))
         idle_s = median(timeline.idle_s[index] for timeline in timelines) if timelines else nan

@@ -20,6 +20,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from profiler.torch_private import use_count, values_of
+
 
 class Accumulators:
     """Parameters that have no gradient yet.
@@ -46,19 +48,18 @@ class Accumulators:
             elif type(gradient) is not Tensor or gradient.layout is not torch.strided:
                 if _may_be_shared(gradient):
                     parameter.grad = gradient.clone()
-            elif _holders(gradient.untyped_storage()._cdata) > _ALONE:  # in place: a call more for each takes 0.5 %
+            elif use_count(gradient.untyped_storage()._cdata) > _ALONE:  # in place: a call more for each takes 0.5 %
                 parameter.grad = gradient.clone()
         self._bare = bare
 
 
 def _may_be_shared(gradient: Tensor) -> bool:
-    """Whether something beside an unusual gradient holds its memory; True where that cannot be known."""
+    """Whether something other than an unusual gradient holds its memory; True where that cannot be known."""
     if type(gradient) is Tensor and gradient.layout is torch.sparse_coo:
-        values = gradient._values()
-        return _holders(values.untyped_storage()._cdata) > _ALONE + 1  # the gradient's own, and this handle on it
+        values = values_of(gradient)
+        return use_count(values.untyped_storage()._cdata) > _ALONE + 1  # the gradient's own, and this handle on it
     return True
 
 
-_holders = torch._C._storage_Use_Count  # of a living tensor's memory; the call itself is one of them
 _lone_tensor = torch.empty(1)
-_ALONE = _holders(_lone_tensor.untyped_storage()._cdata)
+_ALONE = use_count(_lone_tensor.untyped_storage()._cdata)

@@ -20,7 +20,7 @@ from torch import Tensor
 from executor.run.micro_batch import mean_over_samples
 from profiler.errors import ArgumentError
 from profiler.run.loss import model_output
-from profiler.tracing.build_layer import BATCH
+from profiler.tracing.build_layer import MICRO_BATCH_SIZE
 from profiler.tracing.sequence import LayerSequence
 
 
@@ -82,7 +82,7 @@ def _batch_dim(sequence: LayerSequence, name: str) -> int | None:
         growing = [dim for dim, extent in enumerate(shape) if getattr(extent, "free_symbols", ())]
         if not growing:
             return None
-        if len(growing) == 1 and shape[growing[0]] == BATCH:
+        if len(growing) == 1 and shape[growing[0]] == MICRO_BATCH_SIZE:
             return growing[0]
     raise ArgumentError(
         f"{_described(sequence, name)} for a micro-batch of n samples, and those of several cannot be joined to one; "

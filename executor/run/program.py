@@ -193,7 +193,7 @@ class _Moves:
         return Move(
             names=tuple(value.name for value in values),
             specs=specs,
-            transfer=Transfer(action, form, self._devices.get(receiver, here), self._way(action), unlimited),
+            transfer=Transfer(action, form, self._devices.get(receiver, here), self._channel(action), unlimited),
             is_remote=self._layout.process_of[other] != self._layout.process,
             says_which=says_which,
             is_last=action in self._last,
@@ -211,7 +211,7 @@ class _Moves:
             alive = tuple(value for value in alive if not any(value.name in names for names in skipping))
         return tuple(value for value in alive if value.requires_grad or action.kind not in _GRADIENTS)
 
-    def _way(self, action: Action) -> int:
+    def _channel(self, action: Action) -> int:
         """A number of the boundary, or of the skip, and of the direction; the same at both ends."""
         receive = action if action.kind in RECEIVES else action.other_end
         number = receive.stage if receive.peer is None else self._number[_ends(receive.stage, receive.peer)]

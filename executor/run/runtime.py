@@ -15,6 +15,7 @@ from executor.run.transport import InProcess, Transport
 from executor.watch.position import Logbook, Phase
 from planner.plan.actions import Action, ActionKind
 from profiler.errors import ExecutionError
+from profiler.torch_private import is_profiled
 
 _Place = tuple[int, int]  # stage and micro-batch
 
@@ -41,7 +42,7 @@ class Runtime:
         """Carry out a program on the micro-batches of one replica; the logbook says of any failure where it was."""
         work = _Work(self._runners, self._local, self._remote, program, batches)
         note, mark = self._log.action, self.action_times.mark
-        profiled = torch.autograd.profiler._is_profiler_enabled  # naming ranges costs time even if nobody looks
+        profiled = is_profiled()
         self.action_times.start()
         self._local.begin(())
         self._remote.begin(program.remote)
@@ -90,7 +91,8 @@ class _Work:
         self._batches = batches
         self._incoming: dict[_Place, dict[str, Tensor]] = {}
         self._outgoing: dict[_Place, dict[str, Tensor]] = {}
-        self._absent: dict[int, list[str]] = {}  # values without a gradient by way, of what is sent by its complement
+        # By channel the values without a gradient; of what is sent, by the channel's complement.
+        self._absent: dict[int, list[str]] = {}
 
     def carry_out(self, instruction: Instruction) -> None:
         """Do what the action says."""
@@ -104,12 +106,12 @@ class _Work:
 
     def _receive(self, action: Action, move: Move) -> None:
         received = (self._remote if move.is_remote else self._local).receive(move.transfer)
-        way = move.transfer.way
+        channel = move.transfer.channel
         if move.says_which:
             exists = received.pop(0).tolist()
-            self._absent[way] = [name for name, there in zip(move.names, exists, strict=True) if not there]
+            self._absent[channel] = [name for name, there in zip(move.names, exists, strict=True) if not there]
         values = dict(zip(move.names, received, strict=True))
-        for name in self._absent.get(way, ()):
+        for name in self._absent.get(channel, ()):
             del values[name]
         self._incoming.setdefault((action.stage, action.micro_batch), {}).update(values)
 
@@ -129,7 +131,7 @@ class _Work:
         gradient reaches. Which ones exist follows from the graph, so the first micro-batch to go back says it for all.
         """
         absent = [name for name in move.names if name not in found]
-        for name in self._absent.setdefault(~move.transfer.way, absent):
+        for name in self._absent.setdefault(~move.transfer.channel, absent):
             if name in found:
                 raise ExecutionError(
                     f"{action}: {name} has a gradient, but had none in the micro-batches that went back before; "

@@ -1,7 +1,7 @@
 """One stage on its device: forward, recompute and backward passes of the micro-batches of a step.
 
 A stage is cut into parts at the borders of its recomputed segments. The forward pass keeps of a recomputed part only
-what enters it; B walks the parts backward and runs each recomputed one again just before its own backward pass:
+what enters it; B walks the parts backward and recomputes each of these just before its own backward pass:
 
     part        kept     segment 0      kept    segment 1
     F         |======| |-----------| |======| |-----------|
@@ -26,7 +26,7 @@ from executor.run.micro_batch import mean_over_samples
 from executor.run.randomness import generator_of, key
 from planner.plan.plan import Segment
 from profiler.errors import ArgumentError
-from profiler.run.loss import LossFunction, loss_of, model_output
+from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.stage_function import (
     Moved,
     Pass,
@@ -39,12 +39,10 @@ from profiler.run.stage_function import (
 )
 from profiler.tracing.sequence import LayerSequence
 
-LOSS = "loss"  # the one value that the last stage leaves while training
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a stage needs of one micro-batch beside what the stage before sends.
+    """What a stage needs of one micro-batch in addition to what the stage before sends.
 
     Attributes:
         index: position in the mini-batch of all replicas, which keys random numbers.
@@ -62,11 +60,11 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagePart:
     """A run of layers of a stage that is recomputed as a whole, or not at all."""
 
     function: StageFunction
-    again: bool
+    is_recomputed: bool
 
 
 class StageLayers:
@@ -75,7 +73,7 @@ class StageLayers:
     Args:
         sequence: the layers of the model on the stage's device.
         first: index of the stage's first layer.
-        stop: index behind its last layer.
+        stop: index after its last layer.
         segments: that are recomputed.
         parameters: by (layer, name), see `StageFunction`.
         constants: of the graph by name, where they are others than those that the stage's buffers hold.
@@ -100,14 +98,14 @@ class StageLayers:
         self.leaving = tuple(value for value in sequence.boundaries[stop] if value.name not in past)
         self.constants = constants or {}
         self.is_last = stop == len(sequence)
-        again = {segment.first for segment in segments}
-        borders = sorted({first, stop, *again, *(segment.stop for segment in segments)})
+        recomputed = {segment.first for segment in segments}
+        borders = sorted({first, stop, *recomputed, *(segment.stop for segment in segments)})
         self.parts = tuple(
-            Part(StageFunction(sequence, begin, end, parameters, past=past), begin in again)
+            StagePart(StageFunction(sequence, begin, end, parameters, past=past), begin in recomputed)
             for begin, end in pairwise(borders)
         )
         self.entering = self.parts[0].function.entering
-        self.last_again = max((index for index, part in enumerate(self.parts) if part.again), default=-1)
+        self.last_recomputed = max((index for index, part in enumerate(self.parts) if part.is_recomputed), default=-1)
         self.inputs = tuple(dict.fromkeys(name for part in self.parts for name in part.function.inputs))
 
 
@@ -172,7 +170,7 @@ class StageRunner:
             keep: whether to keep what the last recomputed segment saves; otherwise `recompute` must come first.
 
         Returns:
-            The leaving values, detached; empty behind the last stage.
+            The leaving values, detached; empty after the last stage.
         """
         state = self._state
         index = batch.index
@@ -185,7 +183,7 @@ class StageRunner:
         for position, part in enumerate(layers.parts):
             place = (index, position)
             leaves = state.entering[place] = leaves_of(values, part.function.entering)
-            if not part.again or (keep and position == layers.last_again):
+            if not part.is_recomputed or (keep and position == layers.last_recomputed):
                 values, results = self._run(layers, position, batch, carried)
                 state.kept[place] = Pass(leaves, roots_of(values))
             else:
@@ -202,10 +200,10 @@ class StageRunner:
         return {name: value.detach() for name, value in values.items()}
 
     def recompute(self, layers: StageLayers, batch: MicroBatch, before: int | None) -> None:
-        """Run the last segment again and keep what its backward pass needs."""
-        self._run_again(layers, layers.last_again, batch, before)
+        """Recompute the last segment and keep what its backward pass needs."""
+        self._recompute(layers, layers.last_recomputed, batch, before)
 
-    def _run_again(self, layers: StageLayers, position: int, batch: MicroBatch, before: int | None) -> None:
+    def _recompute(self, layers: StageLayers, position: int, batch: MicroBatch, before: int | None) -> None:
         place = (batch.index, position)
         buffers = self._state.buffers[before] if before is not None else {}
         values, _ = self._run(layers, position, batch, buffers)
@@ -232,7 +230,7 @@ class StageRunner:
         for position in reversed(range(len(layers.parts))):
             place = (batch.index, position)
             if place not in state.kept:
-                self._run_again(layers, position, batch, before)
+                self._recompute(layers, position, batch, before)
             del state.entering[place]
             entering = run_backward(state.kept.pop(place), gradients)
             state.accumulators[position].own()
@@ -303,7 +301,7 @@ class StageRunner:
         with function.autocasting():
             return loss_of(model_output(layers.sequence, values), self._target(batch), self._loss_fn)
 
-    def _inputs(self, batch: MicroBatch, part: Part) -> dict[str, Tensor]:
+    def _inputs(self, batch: MicroBatch, part: StagePart) -> dict[str, Tensor]:
         """The model's inputs that the part reads, on its device."""
         return {name: self._here(batch.inputs[name]) for name in part.function.inputs}
 

@@ -1,7 +1,7 @@
 """How values travel between stages: within one process, or between processes over `torch.distributed`.
 
 SEND hands a message over and returns at once; RECV waits for a receive that was posted ahead. What was sent is let go
-as soon as its way is known to be free: some messages later on the same way.
+as soon as its channel is known to be free: some messages later on the same channel.
 
 Posting far ahead matters: gloo writes a message inside the sender's call if it knows of the receive. Otherwise a thread
 of its own does so later, on a core that computes, and a step of short micro-batches took twice as long [measured].
@@ -35,19 +35,19 @@ class Transfer:
         action: the SEND or RECV.
         form: of the message.
         device: where the receiving stage wants the tensors.
-        way: number of the pair of stages and direction, the same at both ends. Numbers are found faster than actions,
-            whose hash Python computes.
+        channel: number of the pair of stages and direction, the same at both ends. Numbers are found faster than
+            actions, whose hash Python computes.
         unlimited: whether all receives of this kind and stage may be posted at once, whatever their size.
         other: stage at the other end.
         tag: of the message, the same at both ends.
-        at_least: how many messages like this one may be under way on its way, however long, seen from this end.
+        at_least: how many messages like this one may be under way on its channel, however long, seen from this end.
         ahead: how many may be.
     """
 
     action: Action
     form: MessageForm
     device: torch.device
-    way: int
+    channel: int
     unlimited: bool = False
     other: int = field(init=False)
     tag: int = field(init=False)
@@ -60,7 +60,7 @@ class Transfer:
         at_least = receives_ahead(distance) if self.action.kind in RECEIVES else SENDS_AHEAD
         wanted = _MICRO_BATCHES if self.unlimited else max(at_least, AHEAD_BYTES // max(1, self.form.size_bytes))
         object.__setattr__(self, "other", other)
-        object.__setattr__(self, "tag", _tag(self.way, self.action.micro_batch))
+        object.__setattr__(self, "tag", _tag(self.channel, self.action.micro_batch))
         object.__setattr__(self, "at_least", at_least)
         object.__setattr__(self, "ahead", min(wanted, _MICRO_BATCHES))  # tags tell no more apart
 
@@ -121,7 +121,7 @@ class InProcess:
 
 @dataclass(slots=True)
 class _Inbox:
-    """Receives of one way: up to `ahead` of them are posted, at least `at_least` from the start."""
+    """Receives of one channel: up to `ahead` of them are posted, at least `at_least` from the start."""
 
     at_least: int
     ahead: int
@@ -140,7 +140,7 @@ class Distributed:
 
     def __init__(self, layout: Layout, skips: Sequence[tuple[int, int]] = (), *, in_order: bool) -> None:
         self._layout = layout
-        self._groups = _groups_by_way(layout, skips) if in_order else {}
+        self._groups = _groups_by_channel(layout, skips) if in_order else {}
         self._ends: dict[int, End] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._unposted: list[_Inbox] = []
@@ -149,17 +149,17 @@ class Distributed:
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
-        """One for each way where messages arrive in the order of their calls."""
+        """One for each channel where messages arrive in the order of their calls."""
         return list(self._groups.values())
 
     def begin(self, receives: Sequence[Transfer]) -> None:
-        """Note which receives will come; the first ones of each way are posted before this process waits at all."""
+        """Note which receives will come; the first ones of each channel are posted before this process waits at all."""
         self._inboxes = {}
         self._sent = {}
         for transfer in receives:
-            inbox = self._inboxes.get(transfer.way)
+            inbox = self._inboxes.get(transfer.channel)
             if inbox is None:
-                inbox = self._inboxes[transfer.way] = _Inbox(transfer.at_least, transfer.ahead)
+                inbox = self._inboxes[transfer.channel] = _Inbox(transfer.at_least, transfer.ahead)
             inbox.expected.append(transfer)
         self._unposted = list(self._inboxes.values())
 
@@ -177,8 +177,8 @@ class Distributed:
             offer_core()
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
-        """Start to send; before, wait for the oldest message on this way if too many are under way."""
-        sent = self._sent.setdefault(transfer.way, deque())
+        """Start to send; before, wait for the oldest message on this channel if too many are under way."""
+        sent = self._sent.setdefault(transfer.channel, deque())
         while len(sent) >= transfer.ahead:
             self._post_first()
             finish(sent.popleft()[0])
@@ -190,7 +190,7 @@ class Distributed:
         """Wait for the message, and post next receives before."""
         if self._unposted:
             self._post_first()
-        inbox = self._inboxes[transfer.way]
+        inbox = self._inboxes[transfer.channel]
         buffers, pending = inbox.posted.pop(transfer.tag)
         if inbox.expected:
             self._post(inbox, POSTED_AT_A_TIME)
@@ -205,27 +205,27 @@ class Distributed:
                 finish(sent.popleft()[0])
 
     def _end(self, transfer: Transfer) -> End:
-        """The process at the other end, which is the same for all messages of a way."""
-        end = self._ends.get(transfer.way)
+        """The process at the other end, which is the same for all messages of a channel."""
+        end = self._ends.get(transfer.channel)
         if end is None:
             action, other = transfer.action, transfer.other
             pair = (other, action.stage) if action.kind in RECEIVES else (action.stage, other)
-            end = self._ends[transfer.way] = end_at(self._layout.process_of[other], self._groups.get(pair))
+            end = self._ends[transfer.channel] = end_at(self._layout.process_of[other], self._groups.get(pair))
         return end
 
 
 POSTED_AT_A_TIME = 4  # receives, of each message that is waited for
 PIECES_PER_MESSAGE = 1024  # tags of a message's pieces count up from the message's own
-_WAYS = 2048  # tags tell as many pairs of stages and directions apart
+_CHANNELS = 2048  # tags tell as many pairs of stages and directions apart
 _MICRO_BATCHES = 1024
 
 
-def _tag(way: int, micro_batch: int) -> int:
+def _tag(channel: int, micro_batch: int) -> int:
     """Tag of a message's first piece, unique among those under way between two processes."""
-    return (way % _WAYS * _MICRO_BATCHES + micro_batch % _MICRO_BATCHES) * PIECES_PER_MESSAGE
+    return (channel % _CHANNELS * _MICRO_BATCHES + micro_batch % _MICRO_BATCHES) * PIECES_PER_MESSAGE
 
 
-def _groups_by_way(layout: Layout, skips: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+def _groups_by_channel(layout: Layout, skips: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
     """One communicator per pair of stages and direction: a posted receive must not hold up sends."""
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     stages = range(len(layout.process_of))

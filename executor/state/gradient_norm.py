@@ -10,6 +10,7 @@ from torch import Tensor
 
 from executor.layout import Layout
 from executor.state.placement import Placement
+from profiler.machine.backend import device_of_first
 
 
 def global_norm(placement: Placement, names: Sequence[str], layout: Layout) -> Tensor:
@@ -28,7 +29,7 @@ def global_norm(placement: Placement, names: Sequence[str], layout: Layout) -> T
     """
     elsewhere = {tied.name for tied in placement.tied if layout.process != tied.users[0]}
     parameters = placement.named_parameters()
-    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    device = device_of_first(parameters.values())
     squares = torch.zeros(len(names), dtype=torch.float64, device=device)
     if layout.replica > 0:
         parameters = {}  # the gradients of the first replica are those of all

@@ -20,13 +20,9 @@ from torch import Tensor, nn
 
 from executor.run.randomness import generator_of, key, preserved
 from profiler.errors import ArgumentError
+from profiler.torch_private import not_persistent_buffers
 
 Initializer = Callable[[nn.Module], None]
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether a tensor of the model has no values."""
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def materialized(
@@ -66,7 +62,7 @@ def materialized(
                 if device in wanted[name]:
                     value = getattr(twin, own)
                     untouched = value is empty[own] and value._version == versions[own]
-                    to_load = initialize is not None and own not in module._non_persistent_buffers_set
+                    to_load = initialize is not None and own not in not_persistent_buffers(module)
                     if _is_empty(value, untouched) and not to_load:
                         raise _unfilled(own, path)
                     found[name, device] = value.detach()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from executor.layout import Layout
 from executor.state.tied import TiedParameter, accumulator_of, users_of
 from planner.plan.plan import Plan
+from profiler.machine.backend import HOST
 from profiler.tracing.sequence import LayerSequence
 
 
@@ -109,10 +110,9 @@ def of_no_layer(model: nn.Module, sequence: LayerSequence, materialize: Material
     used = {alias for name in read for alias in sequence.aliases.get(name, ())}
     whole: dict[str, Any] = model.state_dict(keep_vars=True)
     unread = {name: held for name, held in whole.items() if name not in used and isinstance(held, Tensor)}
-    cpu = torch.device("cpu")
-    bare = {name: [cpu] for name, held in unread.items() if held.is_meta}
+    bare = {name: [HOST] for name, held in unread.items() if held.is_meta}
     made = materialize(bare) if bare else {}
-    return {name: made.get((name, cpu), held) for name, held in unread.items()}
+    return {name: made.get((name, HOST), held) for name, held in unread.items()}
 
 
 def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | None) -> nn.Parameter:

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from executor.layout import Layout
 from executor.state.tied import dense
 from profiler.errors import ExecutionError
+from profiler.machine.backend import HOST
 
 _UNLIKE = (
     "a parameter got a gradient in some replicas only; let loss_fn use the same outputs for every batch, with weight 0 "
     "where need be"
 )
-BUCKET_BYTES = 32 * 2**20  # summed at a time: enough to hide the latency of two collectives, little beside a model
+BUCKET_BYTES = 32 * 2**20  # summed at a time: enough to hide two collectives' latency, little next to a model
 
 
 class GradientSum:
@@ -48,7 +49,7 @@ class GradientSum:
 
     @contextmanager
     def of_a_step(self) -> Iterator[None]:
-        """Gradients are those of earlier steps and of this one behind the block, and as they were if it raises.
+        """Gradients are those of earlier steps and of this one after the block, and as they were if it raises.
 
         Within one replica micro-batches are added to what earlier steps left, in place, since a copy would take the
         memory of all gradients once more. What they have added so far can then not be taken back, and the error has a
@@ -113,7 +114,7 @@ class GradientSum:
         exists = torch.tensor([total is not None for total in self._totals], dtype=torch.int32)
         counts = exists.clone().to(self._parameters[0].device)
         dist.all_reduce(counts, group=self._group)
-        if not torch.equal(counts.cpu(), exists * self._layout.replicas):
+        if not torch.equal(counts.to(HOST), exists * self._layout.replicas):
             raise ExecutionError(_UNLIKE)
 
     def _sum(self, tensors: Sequence[Tensor]) -> None:

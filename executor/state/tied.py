@@ -20,7 +20,7 @@ from torch import Tensor
 
 from profiler.machine.channel import finish, start_receive, start_send
 
-_FIRST_TAG = 1023 * 2**21  # behind all tags of messages between stages, see executor.run.transport
+_FIRST_TAG = 1023 * 2**21  # after all tags of messages between stages, see executor.run.transport
 _TAGS_PER_PARAMETER = 512
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from executor.connect.mesh import Message
+from executor.connect.mesh import Notice
 from executor.watch.failure import FirstCause, named
 from executor.watch.position import Phase, Position
 from planner.plan.plan import Plan
@@ -111,7 +111,7 @@ class Blame:
         """This rank is at this entry of its own journal."""
         self._own.note(entry, now_s)
 
-    def hear(self, other: int, message: Message | None, *, now_s: float) -> None:
+    def hear(self, other: int, message: Notice | None, *, now_s: float) -> None:
         """Another rank says something; None: its connection is closed."""
         known = self._others[other]
         if message is None:
@@ -167,12 +167,12 @@ class Blame:
         advice = (
             f"every rank must make the same calls, and if it needs more than {self._timeout_s:.0f} s, set timeout_s"
         )
-        behind = min(known.position.calls for known in self._others.values())
+        fewest = min(known.position.calls for known in self._others.values())
         for other, known in self._others.items():
             if known.position.phase in _AT_LEISURE:
                 return None
             idle_s = now_s - known.changed_s
-            if not known.position.waiting and known.position.calls == behind and idle_s > self._timeout_s / 2:
+            if not known.position.waiting and known.position.calls == fewest and idle_s > self._timeout_s / 2:
                 does = f"it has been at {known.position} for {idle_s:.0f} s, after {known.position.calls} calls"
                 return self._cause(other, f"{does}; {waits}, in call {self._own.position.calls}; {advice}")
         others = ", ".join(f"rank {other} at {known.position}" for other, known in self._others.items())

@@ -9,15 +9,15 @@ looks at some elements, others each time, and keeps a running digest:
     rank 0      a17      b20      c99      d31
     rank 1      a17      e55      f08      a62   -------> "contents": [16, a62], with the beat of a quarter of a second
 
-Rank 0 judges, so the error has one author. What is on a CUDA device is copied to the host without a wait and counts as
-soon as it is there.
+Rank 0 judges, so the error has one author. What is on another device is copied to the host without a wait and counts
+as soon as it is there.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from executor.watch.failure import FirstCause
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST, backend_of
 
 WHAT_TO_DO = (
     "give rank 0 alone the data and the others none, as pipe.batches(loader) does, or give every rank the same samples "
@@ -46,7 +47,7 @@ def digest_of(tree: Any) -> str:
         if isinstance(leaf, Tensor):
             dense = leaf.detach().to_dense() if leaf.layout is not torch.strided else leaf.detach()
             found.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            found.update(_bytes_of(dense.cpu().contiguous().reshape(-1)).data)
+            found.update(_bytes_of(dense.to(HOST).contiguous().reshape(-1)).data)
         else:
             found.update(_of_other(leaf))
     return found.hexdigest()
@@ -63,7 +64,7 @@ class Contents:
         self._rank = rank
         self._calls = 0
         self._running = b""
-        self._pending: deque[tuple[int, list[Tensor | bytes], torch.cuda.Event | None]] = deque()
+        self._pending: deque[tuple[int, list[Tensor | bytes], list[Callable[[], bool]]]] = deque()
         self._known: OrderedDict[int, str] = OrderedDict()  # by number of the call
         self._heard: dict[int, tuple[int, str]] = {}  # by rank: the last
 
@@ -75,23 +76,22 @@ class Contents:
 
     def _look(self, number: int, leaves: Sequence[Any]) -> None:
         parts: list[Tensor | bytes] = []
-        event = None
+        arrived = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 parts.append(_of_other(leaf))
             elif leaf.layout is torch.strided and leaf.numel():
-                parts.append(_some_of(leaf, self._calls // EVERY))
-                if leaf.is_cuda:
-                    event = event or torch.cuda.Event()
-                    event.record(torch.cuda.current_stream(leaf.device))
-        self._pending.append((number, parts, event))
+                some, has_arrived = backend_of(leaf.device).to_host(_some_of(leaf, self._calls // EVERY))
+                parts.append(some)
+                arrived.append(has_arrived)
+        self._pending.append((number, parts, arrived))
         self._take_in()
 
     def _take_in(self) -> None:
         """What has arrived on the host becomes part of the running digest, in the order of the calls."""
         while self._pending:
-            number, parts, event = self._pending[0]
-            if event is not None and not event.query():
+            number, parts, arrived = self._pending[0]
+            if not all(has_arrived() for has_arrived in arrived):
                 return
             self._pending.popleft()
             raw = (_bytes_of(part).tobytes() if isinstance(part, Tensor) else part for part in parts)
@@ -126,8 +126,7 @@ def _some_of(tensor: Tensor, look: int) -> Tensor:
     """Some elements of a tensor, in the order of its dimensions, whatever its layout in memory."""
     stride = -(-tensor.numel() // LOOKED_AT)
     places = _places(tensor.numel(), stride, tensor.device)
-    some = tensor.detach().take((places + look % stride) % tensor.numel())
-    return some.to("cpu", non_blocking=True) if some.is_cuda else some
+    return tensor.detach().take((places + look % stride) % tensor.numel())
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """Nothing hangs: each rank watches the others, and all end with the first cause of a failure.
 
-A thread beside the training exchanges short messages with all other ranks (`executor.connect.mesh`):
+A thread next to the training exchanges short messages with all other ranks (`executor.connect.mesh`):
 
     rank 0   F0 SEND_F0 ... RECV_B3 ~~~~~~~~~~~~~~x  raises "rank 1 of 3 failed: step 7, ... action 1F3: ..."
     rank 1   RECV_F0 F0 ... F3 !                  |  an exception: tells all others, raises
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from executor.connect.mesh import Mesh, Message
+from executor.connect.mesh import Mesh, Notice
 from executor.watch.accusation import Blame
 from executor.watch.agreement import Agreement, Given
 from executor.watch.contents import Contents
@@ -38,6 +38,7 @@ from executor.watch.failure import FirstCause, named
 from executor.watch.position import Logbook, Phase
 from executor.watch.speaking import without_waiting
 from profiler.errors import ExecutionError, PlanError
+from profiler.machine.backend import ends_by_abort
 from profiler.machine.journal import Address, ForeignJournal, journal_of_this_process
 
 BEAT_S = 0.25
@@ -182,7 +183,7 @@ class Watch:
 
     # What the watching thread does; also under `_changed` where the training thread reads.
 
-    def turn(self, heard: list[tuple[int, Message | None]]) -> bool:
+    def turn(self, heard: list[tuple[int, Notice | None]]) -> bool:
         """One turn of the watching thread; False when it has done its work."""
         with self._changed:
             now_s = time.monotonic()
@@ -203,7 +204,7 @@ class Watch:
         """Until this rank's next turn, if nobody says anything."""
         return min(BEAT_S, self._blame.pause_s(now_s=time.monotonic()))
 
-    def _hear(self, other: int, message: Message | None, now_s: float) -> None:
+    def _hear(self, other: int, message: Notice | None, now_s: float) -> None:
         self._blame.hear(other, message, now_s=now_s)
         if message is None:
             return
@@ -349,7 +350,7 @@ def _interrupt(group: dist.ProcessGroup | None) -> None:
     others: list[int] = []
     with contextlib.suppress(Exception):
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        if "nccl" in dist.get_backend_config(group):
+        if ends_by_abort(dist.get_backend_config(group)):
             (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
     if others:
         with contextlib.suppress(Exception):

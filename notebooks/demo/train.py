@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 import click
+import pandas
 import torch
 from tqdm.auto import tqdm
 
@@ -29,7 +30,6 @@ from text import batches, train_and_held_out
 
 from executor import Pipeline, launch
 from executor.checkpoint import save_checkpoint
-from executor.measure.measured import MeasuredStep, compare
 from planner import Plan, autoplan
 from planner.plan.timeline import plot_timeline, save_timeline_json
 
@@ -47,13 +47,15 @@ class Outcome:
         loss_before: validation loss, nats per byte.
         loss_after: likewise.
         losses: training loss of each step.
-        steps: what was measured of each step in this process.
+        steps_s: seconds of each step, the optimizer included.
+        measured: times and memory of each stage over the last steps, next to the plan's prediction.
     """
 
     loss_before: float
     loss_after: float
     losses: list[float]
-    steps: list[MeasuredStep]
+    steps_s: list[float]
+    measured: pandas.DataFrame
 
 
 def train(plan: Plan, steps: int, checkpoint: Path) -> Outcome:
@@ -66,7 +68,7 @@ def train(plan: Plan, steps: int, checkpoint: Path) -> Outcome:
         return statistics.fmean(pipe.evaluate(x, target=y).item() for x, y in held_out)
 
     before = validate()
-    losses, measured = [], []
+    losses, steps_s = [], []
     data = pipe.batches(batches(train_and_held_out()[0], BATCH_SIZE, CONFIG.context, seed=0))
     bar = tqdm(islice(data, steps), total=steps, desc="training", disable=None if pipe.rank == 0 else True)
     for x, y in bar:
@@ -74,12 +76,13 @@ def train(plan: Plan, steps: int, checkpoint: Path) -> Outcome:
         loss = pipe.step(x, target=y)
         optimizer.step()
         optimizer.zero_grad()
-        measured.append(MeasuredStep(time.perf_counter() - begun, pipe.last_step_actions()))
+        steps_s.append(time.perf_counter() - begun)
         losses.append(loss.item())
-        bar.set_postfix_str(f"loss {bits(losses[-1]):.2f} bits/byte, {measured[-1].step_s:.2f} s/step")
+        bar.set_postfix_str(f"loss {bits(losses[-1]):.2f} bits/byte, {steps_s[-1]:.2f} s/step")
+    measured = pipe.measured()
     after = validate()
     save_checkpoint(checkpoint, pipe, optimizer)
-    return Outcome(before, after, losses, measured)
+    return Outcome(before, after, losses, steps_s, measured)
 
 
 def bits(nats: float) -> float:
@@ -104,9 +107,9 @@ def main(out: Path, steps: int) -> None:
     outcomes: list[Outcome] = launch(train, plan, (steps, (out / "checkpoint").resolve()))
     first = outcomes[0]
     print(f"\nvalidation loss: {bits(first.loss_before):.3f} bits/byte before, {bits(first.loss_after):.3f} after")
-    measured = [outcome.steps[WARM_UP_STEPS:] for outcome in outcomes]
-    print("\npredicted and measured, medians over the steps:")
-    print(compare(plan, measured).to_string(index=False, float_format="{:.4g}".format))
+    step_s = statistics.median(map(max, zip(*(outcome.steps_s[WARM_UP_STEPS:] for outcome in outcomes), strict=True)))
+    print(f"\na step took {step_s:.3f} s (median), predicted were {plan.prediction.step_s:.3f}; in the last steps:")
+    print(first.measured.to_string(index=False, float_format="{:.4g}".format))
     check_checkpoint(out / "checkpoint" / "latest", first.loss_after)
     if not bits(first.loss_before) >= BITS_BEFORE_AT_LEAST or not bits(first.loss_after) <= BITS_AFTER_AT_MOST:
         raise SystemExit(

@@ -1,7 +1,7 @@
 """Busy neighbours: processes that keep the other cores occupied while CPU layers are timed.
 
-Training runs one worker per CPU device at the same time, and workers share caches, memory bandwidth and clock: each
-ran 8 to 11 % slower than one alone on a machine of two cores. Timed beside neighbours, layers take what they take in
+Training runs one worker per CPU device at the same time, and workers share caches, memory bandwidth and clock: each ran
+8 to 11 % slower than one alone on a machine of two cores. Timed together with neighbours, layers take what they take in
 training.
 """
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from profiler.machine.backend import HOST
+
 ROWS = 512  # tokens of a micro-batch
 WIDTH = 512  # with ROWS: operands and results of 1 to 4 MB, of the order of a layer's in a model that a CPU trains
 READY = b"ready"
@@ -22,7 +24,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
-    work = busy_work(torch.device("cpu"))
+    work = busy_work(HOST)
     work()
     connection.sendall(READY)
     while True:

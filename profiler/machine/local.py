@@ -14,7 +14,7 @@ import torch
 
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError
-from profiler.machine.backend import BACKENDS, Cpu, backend_of
+from profiler.machine.backend import BACKENDS, HOST, backend_of
 from profiler.quantities import MOST_DEVICES, MOST_THREADS, shown
 
 Devices: TypeAlias = int | Sequence[torch.device | str | Device] | Cluster | None
@@ -45,7 +45,7 @@ def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
     if isinstance(devices, Cluster):
         return devices
     if devices is None:
-        return _cluster(_accelerators() or [Cpu.type] * DEFAULT_CPU_WORKERS, threads)
+        return _cluster(_accelerators() or [HOST.type] * DEFAULT_CPU_WORKERS, threads)
     if isinstance(devices, bool | str) or not isinstance(devices, int | Sequence):
         raise ArgumentError(f"devices={shown(devices)} is a {type(devices).__name__}; {WHAT_TO_PASS}")
     if isinstance(devices, int):
@@ -90,7 +90,7 @@ def _names(count: int) -> list[str]:
         raise ArgumentError(f"devices={shown(count)}, at most {MOST_DEVICES} can be planned for; {WHAT_TO_PASS}")
     names = _accelerators()
     if not names:
-        return [Cpu.type] * count
+        return [HOST.type] * count
     if count > len(names):
         raise ArgumentError(
             f"devices={count}, but this machine has {len(names)} {names[0].partition(':')[0].upper()} devices; "
@@ -100,7 +100,7 @@ def _names(count: int) -> list[str]:
 
 
 def _accelerators() -> list[str]:
-    """Names of all devices of the first kind beside the host's cores that this machine has."""
+    """Names of all devices of the first kind other than the host's cores that this machine has."""
     for backend in BACKENDS.values():
         if not backend.is_host and backend.count():
             return [f"{backend.type}:{index}" for index in range(backend.count() or 0)]

@@ -23,12 +23,12 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _world
 
 from profiler.errors import ExecutionError, PlanError
 from profiler.machine.backend import process_groups
 from profiler.machine.journal import announce
 from profiler.machine.workers import Failure, Task
+from profiler.torch_private import process_groups_of_this_process
 
 _ANY_FILE = io.IOBase.__base__ or io.IOBase  # the plain class of all files, of which the abstract one is a subclass
 ASKED = "it was asked to end (SIGTERM)"
@@ -120,7 +120,7 @@ def _raise_exit(signal_number: int, frame: FrameType | None) -> None:
 
 def _keep_process_groups() -> None:
     """Let process groups never be destroyed: one that has lost a peer may wait for it without end."""
-    for group in _world.pg_map:
+    for group in process_groups_of_this_process():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -134,7 +134,7 @@ def _seed(seed: int | None) -> None:
 
 
 def _end_with_parent(connection: Connection) -> None:
-    """End this process when the socket closes: a parent that died must not leave workers behind."""
+    """End this process when the socket closes: a parent that died must leave no workers."""
     try:
         connection.recv()
     except (EOFError, OSError):

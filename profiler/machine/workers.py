@@ -140,10 +140,10 @@ def run_workers(
 def cores_of_workers(count: int, threads: int) -> Sequence[frozenset[int] | None]:
     """Cores for each of `count` workers of `threads` threads each; None where a worker is to run on any.
 
-    A worker has threads that wait for messages beside those that compute. Where workers occupy all cores, a thread
-    that wakes up for a message can push a computing one onto the core of another worker, and all wait for these two:
-    a step of K = 2 on two cores was 1.1 times as long [measured]. With cores to spare the system does better alone,
-    and fixed cores would collide with those of another program.
+    A worker has threads that wait for messages in addition to those that compute. Where workers occupy all cores, a
+    thread that wakes up for a message can push a computing one onto the core of another worker, and all wait for these
+    two: a step of K = 2 on two cores was 1.1 times as long [measured]. With cores to spare the system does better
+    alone, and fixed cores would collide with those of another program.
     """
     usable = usable_cores()
     if count == 1 or count * threads != len(usable):

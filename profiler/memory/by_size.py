@@ -30,7 +30,7 @@ from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.record import InStage
 from profiler.run.inputs import fake_runner, real_runner
 from profiler.run.parameter_shelf import Shelf
-from profiler.workload import Task
+from profiler.workload import Workload
 
 UNKNOWN_SIZE = 2  # run first where nothing says what memory a model needs
 KEPT = ("carried_bytes", "repeated_bytes", "held_bytes")
@@ -38,12 +38,12 @@ PASSING = ("forward_bytes", "backward_bytes", "last_backward_bytes")
 
 
 def memory_by_size(
-    task: Task, shelf: Shelf, place: torch.device, refusals: Refusals, room: Room
+    workload: Workload, shelf: Shelf, place: torch.device, refusals: Refusals, room: Room
 ) -> dict[int, list[LayerMemory]]:
     """Memory of all layers by micro-batch size.
 
     Args:
-        task: what is measured.
+        workload: what is measured.
         shelf: brings parameters to the device.
         place: the device.
         refusals: takes the sizes that cannot be run.
@@ -52,20 +52,20 @@ def memory_by_size(
     Returns:
         The memory of all layers; a size that cannot be run is missing.
     """
-    sizes = sorted(task.sizes)
+    sizes = sorted(workload.sizes)
     while sizes:
-        task.bar.update()
-        looked_at, fake = _affordable(task, sizes[0], place, room)
+        workload.bar.update()
+        looked_at, fake = _affordable(workload, sizes[0], place, room)
         real = None
         if looked_at < sizes[0]:
             with suppress(MemoryError, *CANNOT_RUN):
-                real = _real(task, looked_at, shelf, place, share=fake is not None)
+                real = _real(workload, looked_at, shelf, place, share=fake is not None)
         if real is None and looked_at < sizes[0] and fake is not None:
             refusals.no_memory(sizes[0])
         elif real is None:
             looked_at = sizes[0]
             with refusals.noting(looked_at):
-                real = _real(task, looked_at, shelf, place, share=fake is not None)
+                real = _real(workload, looked_at, shelf, place, share=fake is not None)
         if real is not None:
             break
         del sizes[0]
@@ -78,27 +78,27 @@ def memory_by_size(
     for size in ends_first if faithful else sizes:
         if size in memory:
             continue
-        task.bar.update()
-        found = _line(sizes, memory, size) or (_fake(task, size, place) if faithful else None)
+        workload.bar.update()
+        found = _line(sizes, memory, size) or (_fake(workload, size, place) if faithful else None)
         if found is None and not room.holds_run(size, [_grown(entry, size / looked_at) for entry in real]):
             refusals.no_memory(size)
         elif found is None:
             with refusals.noting(size):
-                found = real = _real(task, size, shelf, place, share=fake is not None)
+                found = real = _real(workload, size, shelf, place, share=fake is not None)
                 looked_at = size
         if found is not None:
             memory[size] = found
     return dict(sorted(memory.items()))
 
 
-def _affordable(task: Task, size: int, place: torch.device, room: Room) -> tuple[int, list[LayerMemory] | None]:
+def _affordable(workload: Workload, size: int, place: torch.device, room: Room) -> tuple[int, list[LayerMemory] | None]:
     """The size that can be run for real, at most that one, and its memory from fake tensors."""
-    fake = _fake(task, size, place)
+    fake = _fake(workload, size, place)
     if fake is None:
         return min(size, UNKNOWN_SIZE), None
     while size > 1 and fake is not None and not room.holds_run(size, fake):
         size //= 2
-        fake = _fake(task, size, place)
+        fake = _fake(workload, size, place)
     return size, fake
 
 
@@ -163,17 +163,17 @@ def _mixed(low: Any, high: Any, share: float) -> Any:
     return tuple((*layers, _mixed(a, b, share)) for (*layers, a), (*_, b) in zip(low, high, strict=True))
 
 
-def _fake(task: Task, size: int, place: torch.device) -> list[LayerMemory] | None:
+def _fake(workload: Workload, size: int, place: torch.device) -> list[LayerMemory] | None:
     """From fake tensors; None if they cannot follow, or nothing can: real ones will tell."""
     with suppress(PlanError, *CANNOT_RUN):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            inputs, about = task.micro_batch(size, place)
-        with fake_runner(task.sequence, inputs, **about) as runner:
-            return layer_memory(task.sequence, runner, share=True)
+            inputs, about = workload.micro_batch(size, place)
+        with fake_runner(workload.sequence, inputs, **about) as runner:
+            return layer_memory(workload.sequence, runner, share=True)
     return None
 
 
-def _real(task: Task, size: int, shelf: Shelf, place: torch.device, *, share: bool) -> list[LayerMemory]:
+def _real(workload: Workload, size: int, shelf: Shelf, place: torch.device, *, share: bool) -> list[LayerMemory]:
     """From real tensors; equal layers are run once where fake tensors can follow: no shape depends on values there."""
-    inputs, about = task.micro_batch(size, place)
-    return layer_memory(task.sequence, real_runner(task.sequence, shelf, inputs, **about), share=share)
+    inputs, about = workload.micro_batch(size, place)
+    return layer_memory(workload.sequence, real_runner(workload.sequence, shelf, inputs, **about), share=share)

@@ -1,8 +1,8 @@
 """What measuring takes of a device's memory, so that a size for which there is none is refused before it is run.
 
-A model is measured in two ways. To see its memory, it runs forward layer by layer and then backward, and the values at
-all boundaries wait; to time it, it runs in windows of layers, and the values at one boundary do. Beside both lie the
-shelf of parameters and the inputs of the largest micro-batch, of which smaller ones are parts.
+A model is measured twice. To see its memory, it runs forward layer by layer and then backward, and the values at all
+boundaries wait; to time it, it runs in windows of layers, and the values at one boundary do. In addition to both there
+are the shelf of parameters and the inputs of the largest micro-batch, of which smaller ones are parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from profiler.memory.in_stage import LayerMemory
 from profiler.run.inputs import input_bytes
 from profiler.run.parameter_shelf import Shelf
 from profiler.run.sampled_layers import swept_layers
-from profiler.workload import Task
+from profiler.workload import Workload
 
 SWEEP_SHARE = 0.4  # of the memory, for what a window of layers keeps and its parameters
 
@@ -25,18 +25,18 @@ class Room:
     """The memory of one device.
 
     Args:
-        task: what is measured.
+        workload: what is measured.
         shelf: holds the parameters.
         place: the device.
         memory_bytes: what it has.
     """
 
-    def __init__(self, task: Task, shelf: Shelf, place: torch.device, memory_bytes: int) -> None:
-        self._task = task
+    def __init__(self, workload: Workload, shelf: Shelf, place: torch.device, memory_bytes: int) -> None:
+        self._workload = workload
         self._shelf = shelf
         self._place = place
         self._memory_bytes = memory_bytes
-        self._boundaries = task.sequence.boundaries
+        self._boundaries = workload.sequence.boundaries
 
     def holds_run(self, size: int, layers: Sequence[LayerMemory]) -> bool:
         """Whether the whole model can be run layer by layer on a micro-batch of that size."""
@@ -56,15 +56,15 @@ class Room:
 
     def _always_bytes(self, size: int) -> int:
         """The shelf, and inputs, target and buffers where they are not the user's own."""
-        spec = self._task.sequence.sample
-        is_users = self._task.sample is not None and backend_of(self._place).is_host and size <= spec.batch_size
-        inputs = 0 if is_users else size * input_bytes(spec, self._task.target)
-        buffers = self._task.sequence.buffers.values()
+        spec = self._workload.sequence.sample
+        is_users = self._workload.sample is not None and backend_of(self._place).is_host and size <= spec.batch_size
+        inputs = 0 if is_users else size * input_bytes(spec, self._workload.target)
+        buffers = self._workload.sequence.buffers.values()
         return self._shelf.capacity_bytes + inputs + sum(b.nbytes for b in buffers if b.device != self._place)
 
     def _remembered_bytes(self, size: int, layers: Sequence[LayerMemory]) -> int:
         """Outputs of layers that stand in for those of equal layers, see `profiler.run.sampled_layers`."""
-        signatures = [layer.signature for layer in self._task.sequence.layers]
+        signatures = [layer.signature for layer in self._workload.sequence.layers]
         touched = [self._shelf.bytes_of(index) + entry.kept_bytes for index, entry in enumerate(layers)]
         left_out = set(range(len(layers))).difference(swept_layers(signatures, touched))
         return sum(
@@ -74,7 +74,7 @@ class Room:
 
     def _layer_bytes(self, size: int, index: int, entry: LayerMemory) -> int:
         """The values around a layer, and all that it keeps and needs in passing."""
-        entering, behind = (
+        entering, leaving = (
             sum(value.size_bytes(size) for value in self._boundaries[position]) for position in (index, index + 1)
         )
         stage = entry.in_stage
@@ -84,6 +84,6 @@ class Room:
         passing = max(
             stage.forward_bytes + prelude,
             stage.prelude_peak_bytes,
-            behind + max(stage.backward_bytes, stage.last_backward_bytes) + copied,
+            leaving + max(stage.backward_bytes, stage.last_backward_bytes) + copied,
         )
         return entering + entry.kept_bytes + passing + stage.workspace_bytes

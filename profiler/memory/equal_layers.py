@@ -1,4 +1,4 @@
-"""Looks at layers, of which equal ones are run once.
+"""Observes layers, of which equal ones are run once.
 
 Two layers are equal here if they do the same operations on tensors of the same shapes and layouts, of which the same
 ones share storages, and if the same ones of their values live on. What the first one showed holds for the others under
@@ -13,9 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from profiler.memory.one_layer import BackwardLook, ForwardLook, doubled, look_backward, look_forward, returning
-from profiler.observe.storage_watch import Peaks, StorageWatch, storage_of
+from profiler.memory.one_layer import (
+    ObservedBackward,
+    ObservedForward,
+    doubled,
+    observe_backward,
+    observe_forward,
+    returning,
+)
+from profiler.observe.storage_watch import Peaks, StorageWatch
 from profiler.run.layer_runner import LayerRunner
+from profiler.torch_private import storage_of
 from profiler.tracing.sequence import Layer, LayerSequence
 
 
@@ -53,13 +61,13 @@ class _Seen:
     """
 
     names: tuple[str, ...]
-    forward: ForwardLook
+    forward: ObservedForward
     computed: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _SeenBackward:
-    """What a layer showed in its backward pass; `inner` is beside all gradients that were there before."""
+    """What a layer showed in its backward pass; `inner` is in addition to all gradients that were there before."""
 
     names: tuple[str, ...]
     inner: Peaks
@@ -69,8 +77,8 @@ class _SeenBackward:
     caught: tuple[_Caught, ...]
 
 
-class Looks:
-    """Looks at the layers of a sequence, forward in their order and then backward.
+class LayerObserver:
+    """Observes the layers of a sequence, forward in their order and then backward.
 
     Args:
         sequence: the layers.
@@ -88,25 +96,25 @@ class Looks:
         self._keys: dict[int, Hashable] = {}
         self._makers: dict[int, int] = {}
 
-    def forward(self, layer: Layer, values: Mapping[str, Tensor]) -> tuple[ForwardLook, dict[str, Tensor]]:
-        """See `look_forward`."""
+    def forward(self, layer: Layer, values: Mapping[str, Tensor]) -> tuple[ObservedForward, dict[str, Tensor]]:
+        """See `observe_forward`."""
         names = (*layer.values, *layer.outputs)
         key = self._keys[layer.index] = self._forward_key(layer, values)
         seen = self._seen.get(key) if self._share else None
-        behind = {value.name for value in self._sequence.boundaries[layer.index + 1]}
+        after = {value.name for value in self._sequence.boundaries[layer.index + 1]}
         if seen is None:
             self._runner.hold(range(layer.index, layer.index + 1))
-            look, following = look_forward(self._sequence, self._runner, layer, values, self._watch)
+            observed, following = observe_forward(self._sequence, self._runner, layer, values, self._watch)
             made = {name: value for name, value in following.items() if name in layer.outputs}
-            self._seen[key] = _Seen(names, look, made)
-            return look, following
+            self._seen[key] = _Seen(names, observed, made)
+            return observed, following
         called = dict(zip(seen.names, names, strict=True))
-        following = {name: value for name, value in values.items() if name in behind}
+        following = {name: value for name, value in values.items() if name in after}
         following.update({called[name]: value.clone() for name, value in seen.computed.items()})
         return _renamed(seen.forward, called), following
 
-    def backward(self, layer: Layer, values: Mapping[str, Tensor], gradients: dict[str, Tensor]) -> BackwardLook:
-        """See `look_backward`."""
+    def backward(self, layer: Layer, values: Mapping[str, Tensor], gradients: dict[str, Tensor]) -> ObservedBackward:
+        """See `observe_backward`."""
         names = (*layer.values, *layer.outputs)
         touched = [name for name in dict.fromkeys(names) if name in gradients]
         key = (self._keys[layer.index], _sharing(gradients, touched))
@@ -115,24 +123,26 @@ class Looks:
             self._runner.hold(range(layer.index, layer.index + 1))
             before = self._watch.live_bytes
             given = {self._watch.number_of(gradients[name]): name for name in reversed(touched)}
-            look = look_backward(self._sequence, self._runner, layer, values, gradients, self._watch, self._makers)
+            observed = observe_backward(
+                self._sequence, self._runner, layer, values, gradients, self._watch, self._makers
+            )
             self._note_makers(layer, gradients)
             self._seen_backward[key] = _SeenBackward(
                 names,
-                (look.inner[0] - before, look.inner[1] - before),
-                look.last,
-                look.relaid,
-                tuple(entry for entry in look.copied if entry[0] in names),
+                (observed.inner[0] - before, observed.inner[1] - before),
+                observed.last,
+                observed.relaid,
+                tuple(entry for entry in observed.copied if entry[0] in names),
                 tuple(
                     self._caught(name, gradients[name], given)
                     for name in dict.fromkeys(layer.values)
                     if name in gradients
                 ),
             )
-            return look
+            return observed
         called = dict(zip(seen.names, names, strict=True))
         copied_bytes = {**doubled(layer, gradients), **{called[name]: size for name, size in seen.copied}}
-        look = BackwardLook(
+        observed = ObservedBackward(
             inner=(seen.inner[0] + self._watch.live_bytes, seen.inner[1] + self._watch.live_bytes),
             last=seen.last,
             **returning(layer, gradients, self._watch, self._makers),
@@ -141,7 +151,7 @@ class Looks:
         )
         self._hand_on(seen.caught, called, {name: gradients.pop(name) for name in touched}, gradients)
         self._note_makers(layer, gradients)
-        return look
+        return observed
 
     def _note_makers(self, layer: Layer, gradients: Mapping[str, Tensor]) -> None:
         for gradient in gradients.values():
@@ -185,14 +195,14 @@ class Looks:
 
     def _forward_key(self, layer: Layer, values: Mapping[str, Tensor]) -> Hashable:
         """Equal for layers that need not be run twice."""
-        behind = {value.name for value in self._sequence.boundaries[layer.index + 1]}
+        after = {value.name for value in self._sequence.boundaries[layer.index + 1]}
         trained = {value.name: value.requires_grad for value in self._sequence.boundaries[layer.index]}
         read = [
-            (name in values, trained.get(name), name in behind, name if name not in values else None)
+            (name in values, trained.get(name), name in after, name if name not in values else None)
             for name in layer.values
         ]
         names = [name for name in dict.fromkeys(layer.values) if name in values]
-        left = [name in behind for name in layer.outputs]
+        left = [name in after for name in layer.outputs]
         last = layer.index == len(self._sequence) - 1
         return layer.signature, last, tuple(read), tuple(left), _sharing(values, names)
 
@@ -216,10 +226,10 @@ def _sharing(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Hashable:
     )
 
 
-def _renamed(look: ForwardLook, called: Mapping[str, str]) -> ForwardLook:
+def _renamed(observed: ObservedForward, called: Mapping[str, str]) -> ObservedForward:
     return replace(
-        look,
-        created=tuple(replace(entry, names=tuple(called[name] for name in entry.names)) for entry in look.created),
-        aliases=tuple((called[name], called[source]) for name, source in look.aliases),
-        saved=tuple(called[name] for name in look.saved),
+        observed,
+        created=tuple(replace(entry, names=tuple(called[name] for name in entry.names)) for entry in observed.created),
+        aliases=tuple((called[name], called[source]) for name, source in observed.aliases),
+        saved=tuple(called[name] for name in observed.saved),
     )

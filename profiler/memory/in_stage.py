@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from profiler.memory.equal_layers import Looks
-from profiler.memory.one_layer import BackwardLook, ForwardLook
-from profiler.observe.storage_watch import Peaks, StorageWatch, storage_of
+from profiler.memory.equal_layers import LayerObserver
+from profiler.memory.one_layer import ObservedBackward, ObservedForward
+from profiler.observe.storage_watch import Peaks, StorageWatch
 from profiler.record import InStage, LayerBytes, LeafBytes
 from profiler.run.layer_runner import LayerRunner
+from profiler.torch_private import storage_of
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
 
@@ -43,19 +44,19 @@ def layer_memory(sequence: LayerSequence, runner: LayerRunner, *, share: bool = 
     """
     with torch.enable_grad():
         prelude = _prelude(runner)
-        looker = Looks(sequence, runner, share=share)
+        observer = LayerObserver(sequence, runner, share=share)
         values: list[dict[str, Tensor]] = [{}]
-        looks = []
+        forward = []
         for layer in sequence.layers:
-            look, behind = looker.forward(layer, values[-1])
-            looks.append(look)
-            values.append(behind)
+            observed, alive = observer.forward(layer, values[-1])
+            forward.append(observed)
+            values.append(alive)
         gradients: dict[str, Tensor] = {}
         backward = []
         for layer in reversed(sequence.layers):
             values.pop()
-            backward.append(looker.backward(layer, values[-1], gradients))
-    return _Together(sequence, looks, backward[::-1], prelude).memory()
+            backward.append(observer.backward(layer, values[-1], gradients))
+    return _StageAssembly(sequence, forward, backward[::-1], prelude).memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class _Storage:
     Attributes:
         layer: that creates it, or writes it last.
         size_bytes: its size.
-        is_counted: whether `ForwardLook.own_bytes` of that layer holds it.
+        is_counted: whether `ObservedForward.own_bytes` of that layer holds it.
         saved_by: the first layer that saves it.
     """
 
@@ -106,21 +107,21 @@ class _Storage:
         return self.saved_by is None or self.saved_by > index
 
 
-class _Together:
-    """All layers' looks, put together."""
+class _StageAssembly:
+    """All layers' forward, put together."""
 
     def __init__(
         self,
         sequence: LayerSequence,
-        looks: Sequence[ForwardLook],
-        backward: Sequence[BackwardLook],
+        forward: Sequence[ObservedForward],
+        backward: Sequence[ObservedBackward],
         prelude: _Prelude,
     ) -> None:
         self._sequence = sequence
-        self._looks = looks
+        self._forward = forward
         self._backward = backward
         self._prelude = prelude
-        self._on = _storages(sequence, looks)
+        self._on = _storages(sequence, forward)
         self._readers: dict[str, list[int]] = {}
         for layer in sequence.layers:
             for name in layer.values:
@@ -128,8 +129,8 @@ class _Together:
 
     def memory(self) -> list[LayerMemory]:
         """The memory of every layer as part of any stage."""
-        carried: list[dict[int, int]] = [{} for _ in self._looks]
-        uncounted = [0] * len(self._looks)
+        carried: list[dict[int, int]] = [{} for _ in self._forward]
+        uncounted = [0] * len(self._forward)
         for storage in {id(found): found for found in self._on.values()}.values():
             if storage.saved_by is not None and not storage.is_counted:
                 if storage.saved_by > storage.layer:
@@ -138,16 +139,16 @@ class _Together:
         of_prelude, repeated = self._prelude_bytes()
         return [
             self._layer(index, uncounted[index] + of_prelude[index], carried[index], repeated[index])
-            for index in range(len(self._looks))
+            for index in range(len(self._forward))
         ]
 
     def _prelude_bytes(self) -> tuple[list[int], list[dict[int, int]]]:
         """Per layer the bytes of prelude values that it saves, and the part that an earlier layer saves too."""
-        sizes = [0] * len(self._looks)
-        repeated: list[dict[int, int]] = [{} for _ in self._looks]
+        sizes = [0] * len(self._forward)
+        repeated: list[dict[int, int]] = [{} for _ in self._forward]
         last: dict[int, int] = {}
-        for index, look in enumerate(self._looks):
-            for storage in {self._prelude.storages[name] for name in look.saved if name in self._prelude.storages}:
+        for index, observed in enumerate(self._forward):
+            for storage in {self._prelude.storages[name] for name in observed.saved if name in self._prelude.storages}:
                 sizes[index] += self._prelude.sizes_bytes[storage]
                 if storage in last:
                     _add(repeated[index], last[storage], self._prelude.sizes_bytes[storage])
@@ -155,13 +156,13 @@ class _Together:
         return sizes, repeated
 
     def _layer(self, index: int, uncounted: int, carried: dict[int, int], repeated: dict[int, int]) -> LayerMemory:
-        look, backward_look = self._looks[index], self._backward[index]
+        observed, observed_backward = self._forward[index], self._backward[index]
         waiting, copied = self._waiting(index), self._copied(index)
-        own, prelude = look.own_bytes, self._waiting_prelude(index)
+        own, prelude = observed.own_bytes, self._waiting_prelude(index)
         reads_prelude = any(name in self._prelude.storages for name in self._sequence.layers[index].values)
         tensors, with_workspace = (
             tuple(max(0, peak - own) for peak in peaks)
-            for peaks in zip(look.peaks, backward_look.inner, backward_look.last, strict=True)
+            for peaks in zip(observed.peaks, observed_backward.inner, observed_backward.last, strict=True)
         )
         return LayerMemory(
             kept_bytes=own + uncounted,
@@ -174,20 +175,20 @@ class _Together:
             in_stage=InStage(
                 carried_bytes=_pairs(carried),
                 repeated_bytes=_pairs(repeated),
-                held_bytes=look.held_bytes,
+                held_bytes=observed.held_bytes,
                 forward_bytes=tensors[0],
                 waiting_bytes=_pairs(waiting),
                 prelude_bytes=_pairs(prelude),
                 prelude_peak_bytes=self._prelude.peaks[1] if reads_prelude else 0,
                 backward_bytes=tensors[1],
                 last_backward_bytes=tensors[2],
-                returning_bytes=_pairs(self._by_next_reader(index, dict(backward_look.returning))),
+                returning_bytes=_pairs(self._by_next_reader(index, dict(observed_backward.returning))),
                 made_bytes=_pairs(self._made(index)),
                 leaf_bytes=self._at_leaves(index),
-                passing_bytes=_pairs(_sums(backward_look.passing)),
+                passing_bytes=_pairs(_sums(observed_backward.passing)),
                 copied_bytes=_pairs(copied),
                 workspace_bytes=max(most - alone for alone, most in zip(tensors, with_workspace, strict=True)),
-                workspaces=look.workspaces,
+                workspaces=observed.workspaces,
             ),
         )
 
@@ -201,7 +202,7 @@ class _Together:
         return waiting
 
     def _by_next_reader(self, index: int, sizes: Mapping[str, int]) -> dict[int, int]:
-        """Bytes that belong to values alive behind the layer, by the next layer that reads the value."""
+        """Bytes that belong to values alive after the layer, by the next layer that reads the value."""
         sums: dict[int, int] = {}
         for value in self._sequence.boundaries[index + 1]:
             if value.name in sizes:
@@ -209,8 +210,8 @@ class _Together:
         return sums
 
     def _next_reader(self, value: BoundaryValue, index: int) -> int:
-        """The next layer behind `index` that reads the value; the last one, for the loss, what the model returns."""
-        return min(next(reader for reader in value.consumers if reader > index), len(self._looks) - 1)
+        """The next layer after `index` that reads the value; the last one, for the loss, what the model returns."""
+        return min(next(reader for reader in value.consumers if reader > index), len(self._forward) - 1)
 
     def _at_leaves(self, index: int) -> LeafBytes:
         """See `InStage.leaf_bytes`."""
@@ -225,7 +226,7 @@ class _Together:
         return tuple((*key, size_bytes) for key, size_bytes in sorted(found.items()))
 
     def _made(self, index: int) -> dict[int, int]:
-        """Bytes of gradients of what is alive behind the layer, and of copies in another layout; by who makes them."""
+        """Bytes of gradients of what is alive after the layer, and of copies in another layout; by who makes them."""
         made = _sums(self._backward[index].made)
         for reader, size_bytes in self._by_next_reader(index, dict(self._backward[index].relaid)).items():
             _add(made, reader, size_bytes)
@@ -248,7 +249,7 @@ class _Together:
 
         A value that this layer keeps does not wait.
         """
-        kept = {self._prelude.storages[name] for name in self._looks[index].saved if name in self._prelude.storages}
+        kept = {self._prelude.storages[name] for name in self._forward[index].saved if name in self._prelude.storages}
         readers: dict[int, int] = {}
         for name, storage in self._prelude.storages.items():
             later = [reader for reader in self._readers.get(name, ()) if reader >= index]
@@ -260,19 +261,19 @@ class _Together:
         return waiting
 
 
-def _storages(sequence: LayerSequence, looks: Sequence[ForwardLook]) -> dict[str, _Storage]:
+def _storages(sequence: LayerSequence, forward: Sequence[ObservedForward]) -> dict[str, _Storage]:
     """The storage of every value that crosses a boundary."""
     on: dict[str, _Storage] = {}
-    for index, (layer, look) in enumerate(zip(sequence.layers, looks, strict=True)):
+    for index, (layer, observed) in enumerate(zip(sequence.layers, forward, strict=True)):
         for name in layer.in_place & on.keys():
             on[name].layer = index
-        for name in look.saved:
+        for name in observed.saved:
             if name in on and on[name].saved_by is None:
                 on[name].saved_by = index
-        for created in look.created:
+        for created in observed.created:
             storage = _Storage(index, created.size_bytes, created.is_saved, index if created.is_saved else None)
             on.update(dict.fromkeys(created.names, storage))
-        on.update({name: on[source] for name, source in look.aliases if source in on})
+        on.update({name: on[source] for name, source in observed.aliases if source in on})
     return on
 
 

@@ -4,12 +4,12 @@ A watch counts what the layer creates; what comes from outside is the business o
 
     entering value ---> gate ---> layer ---> leaving value
                          |                      |
-    caught gradient <----+---- backward pass <--+--- spring
+    caught gradient <----+---- backward pass <--+--- source
 
-Backward passes go from the last layer to the first. The spring gives the gradients that later gates have caught into
+Backward passes go from the last layer to the first. The source gives the gradients that later gates have caught into
 the backward pass and lets go of them, so that they live as long as in a stage; even storages that two gradients share
 are shared. As the last layer of a stage, a layer gets gradients from its caller, who keeps them: so the backward pass
-runs once in each way. And as the first layer of a stage it reads leaves of the autograd graph instead of values behind
+runs once as each. And as the first layer of a stage it reads leaves of the autograd graph instead of values behind
 gates; a third run shows which gradients are copied there.
 """
 
@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from profiler.observe.storage_watch import Peaks, StorageWatch, storage_bytes, storage_of
+from profiler.observe.storage_watch import Peaks, StorageWatch, storage_bytes
 from profiler.record import Workspace
-from profiler.run.layer_runner import Entered, LayerRunner, gate
+from profiler.run.layer_runner import Entered, LayerRunner
 from profiler.run.stage_function import hook_gradient, layout_hook
+from profiler.torch_private import storage_of
 from profiler.tracing.sequence import Layer, LayerSequence
 
 
@@ -47,7 +48,7 @@ class Created:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardLook:
+class ObservedForward:
     """What a layer's forward pass shows; bytes are those of storages that it creates.
 
     Attributes:
@@ -70,13 +71,13 @@ class ForwardLook:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardLook:
-    """What a layer's backward pass shows; `ForwardLook.own_bytes` are alive when it begins and counted.
+class ObservedBackward:
+    """What a layer's backward pass shows; `ObservedForward.own_bytes` are alive when it begins and counted.
 
     Attributes:
-        inner: largest bytes alive together with all gradients of what is alive behind the layer.
+        inner: largest bytes alive together with all gradients of what is alive after the layer.
         last: the same where these gradients are the caller's, and not counted.
-        returning: (value, bytes): what is alive behind the layer, and bytes of its gradient.
+        returning: (value, bytes): what is alive after the layer, and bytes of its gradient.
         made: (later layer, bytes): the layer whose backward pass made a storage of these gradients, and its size.
         relaid: (value, bytes): values that the layer computes and whose gradient comes in another memory layout, and
             bytes of the copy in theirs.
@@ -96,9 +97,9 @@ class BackwardLook:
     copied: tuple[tuple[str, int], ...]
 
 
-def look_forward(
+def observe_forward(
     sequence: LayerSequence, runner: LayerRunner, layer: Layer, values: Mapping[str, Tensor], watch: StorageWatch
-) -> tuple[ForwardLook, dict[str, Tensor]]:
+) -> tuple[ObservedForward, dict[str, Tensor]]:
     """Run one layer forward.
 
     Args:
@@ -109,13 +110,13 @@ def look_forward(
         watch: knows nothing.
 
     Returns:
-        What there was to see, and what is alive behind the layer, likewise.
+        What there was to see, and what is alive after the layer, likewise.
     """
     run = _Run(sequence, runner, layer, values, watch)
-    return run.look(), run.following(values)
+    return run.observed(), run.following(values)
 
 
-def look_backward(
+def observe_backward(
     sequence: LayerSequence,
     runner: LayerRunner,
     layer: Layer,
@@ -123,15 +124,15 @@ def look_backward(
     gradients: dict[str, Tensor],
     watch: StorageWatch,
     makers: Mapping[int, int],
-) -> BackwardLook:
+) -> ObservedBackward:
     """Run one layer forward and backward, as inner and as last layer of a stage.
 
     Args:
         sequence: the layers.
         runner: with a micro-batch.
         layer: to be run.
-        values: as for `look_forward`.
-        gradients: of what is alive behind the layer, by name, on storages that `watch` knows; turned into those of what
+        values: as for `observe_forward`.
+        gradients: of what is alive after the layer, by name, on storages that `watch` knows; turned into those of what
             is alive before it.
         watch: knows nothing but `gradients`.
         makers: number of a storage -> layer whose backward pass made it.
@@ -147,7 +148,7 @@ def look_backward(
     inner, caught = run.backward_as_inner(gradients)
     copied.update(_copied(caught, values, watch))
     gradients.update(caught)
-    return BackwardLook(inner, last, **coming_back, relaid=relaid, copied=tuple(sorted(copied.items())))
+    return ObservedBackward(inner, last, **coming_back, relaid=relaid, copied=tuple(sorted(copied.items())))
 
 
 class _Run:
@@ -165,11 +166,9 @@ class _Run:
     ) -> None:
         self._watch = watch
         self._before = watch.live_bytes
-        self._behind = {value.name for value in sequence.boundaries[layer.index + 1]}
-        entered = _enter(sequence, runner, layer, values, gated=gated)
-        self._entered = {name: entered.values[name] for name in values} if not gated else {}
-        for name in layer.in_place:
-            entered.values[name] = entered.values[name].clone()
+        self._after = {value.name for value in sequence.boundaries[layer.index + 1]}
+        entered = runner.enter(layer.index, values, gated=gated)
+        self._leaves = {} if gated else entered.leaves
         self._caught = entered.caught
         self._outside = _storages_outside(sequence, layer, entered)
         self._saved: dict[int, Tensor] = {}
@@ -188,7 +187,7 @@ class _Run:
             if value.requires_grad:
                 hook_gradient(value, layout_hook(value))
 
-    def look(self) -> ForwardLook:
+    def observed(self) -> ObservedForward:
         """What the forward pass showed."""
         own = [tensor for key, tensor in self._saved.items() if key not in self._outside]
         saved, held = self._sizes(own), self._sizes(self._held)
@@ -201,7 +200,7 @@ class _Run:
                 names.setdefault(storage_of(value), []).append(name)
         sizes = self._sizes(self._leaving.values())
         numbers = {self._watch.number_of(tensor) for tensor in own}
-        return ForwardLook(
+        return ObservedForward(
             own_bytes=sum({**saved, **held}.values()),
             held_bytes=sum(held.values()),
             created=tuple(Created(tuple(on), sizes[key], key in saved) for key, on in names.items() if key in sizes),
@@ -218,13 +217,13 @@ class _Run:
         return {storage_of(tensor): size for tensor in tensors if (size := self._watch.bytes_of(tensor)) is not None}
 
     def following(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of what is alive behind the layer, unwatched; of the model's output none."""
-        behind = dict(values)
-        behind.update({name: value.detach().clone() for name, value in self._leaving.items() if name not in behind})
-        return {name: value for name, value in behind.items() if name in self._behind}
+        """Copies of what is alive after the layer, unwatched; of the model's output none."""
+        alive = dict(values)
+        alive.update({name: value.detach().clone() for name, value in self._leaving.items() if name not in alive})
+        return {name: value for name, value in alive.items() if name in self._after}
 
     def relaid(self, layer: Layer, gradients: Mapping[str, Tensor]) -> tuple[tuple[str, int], ...]:
-        """See `BackwardLook`."""
+        """See `ObservedBackward`."""
         return tuple(
             (name, gradients[name].nbytes)
             for name, value in self._leaving.items()
@@ -234,14 +233,14 @@ class _Run:
     def backward_as_inner(self, gradients: dict[str, Tensor]) -> tuple[Peaks, dict[str, Tensor]]:
         """The largest bytes and the gradients caught; `gradients` of leaving values are taken out and used up."""
         trained = {name: value for name, value in self._leaving.items() if value.requires_grad}
-        if self._behind:
+        if self._after:
             trained = {name: value for name, value in trained.items() if name in gradients}
             given = [gradients.pop(name) for name in trained]
         else:
             given = [torch.ones_like(value) for value in trained.values()]
         if not trained:
             return self._backward([], [], before=0)
-        start = _Spring.apply(given, *trained.values())  # type: ignore[no-untyped-call]
+        start = _GradientSource.apply(given, *trained.values())  # type: ignore[no-untyped-call]
         root, one = get_gradient_edge(start), torch.ones_like(start)
         del trained, given, start
         return self._backward([root], [one], before=0)
@@ -256,14 +255,13 @@ class _Run:
 
     def copied_at_leaves(self) -> dict[str, int]:
         """Value -> bytes of the copy that autograd makes of its gradient, which something else uses at that moment."""
-        leaves = {name: leaf for name, leaf in self._entered.items() if leaf.requires_grad}
         came: dict[str, int] = {}
-        for name, leaf in leaves.items():
+        for name, leaf in self._leaves.items():
             hook_gradient(leaf, partial(_note_storage, came, name))
         self.backward_as_last()
         return {
             name: leaf.nbytes
-            for name, leaf in leaves.items()
+            for name, leaf in self._leaves.items()
             if leaf.grad is not None and storage_of(leaf.grad) != came[name]
         }
 
@@ -292,7 +290,7 @@ def _note_storage(came: dict[str, int], name: str, gradient: Tensor) -> None:
     came[name] = storage_of(gradient)
 
 
-class _Spring(torch.autograd.Function):
+class _GradientSource(torch.autograd.Function):
     """A number; its backward pass hands out the gradients that it was given, and keeps none."""
 
     @staticmethod
@@ -304,24 +302,6 @@ class _Spring(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         gradients, ctx.gradients = [*ctx.gradients], None
         return (None, *gradients)
-
-
-def _enter(
-    sequence: LayerSequence, runner: LayerRunner, layer: Layer, values: Mapping[str, Tensor], *, gated: bool
-) -> Entered:
-    """What the layer reads, behind gates or as leaves; what it writes in place is yet to be copied.
-
-    A stage writes in place what it created itself, so these copies do not count.
-    """
-    caught: dict[str, Tensor] = {}
-    entered = runner.sources
-    for value in sequence.boundaries[layer.index]:
-        detached = values[value.name].detach()
-        if value.requires_grad:
-            leaf = detached.requires_grad_()
-            detached = gate(leaf, caught, value.name) if gated else leaf
-        entered[value.name] = detached
-    return Entered(entered, caught)
 
 
 def _storages_outside(sequence: LayerSequence, layer: Layer, entered: Entered) -> dict[int, str]:
@@ -349,7 +329,7 @@ def _copied(caught: Mapping[str, Tensor], values: Mapping[str, Tensor], watch: S
 def returning(
     layer: Layer, gradients: Mapping[str, Tensor], watch: StorageWatch, makers: Mapping[int, int]
 ) -> dict[str, Any]:
-    """The fields of `BackwardLook` that follow from the gradients of what is alive behind the layer."""
+    """The fields of `ObservedBackward` that follow from the gradients of what is alive after the layer."""
     on: dict[int, list[str]] = {}
     for name, gradient in gradients.items():
         number = watch.number_of(gradient)

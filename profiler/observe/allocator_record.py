@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.machine.backend import backend_of
 from profiler.observe.both_branches import sees_both_branches
-from profiler.observe.storage_watch import is_strided, storage_bytes, storage_of
+from profiler.observe.storage_watch import is_strided, storage_bytes
+from profiler.torch_private import storage_of
 
 T = TypeVar("T")
 

@@ -102,7 +102,7 @@ class FlopCounter(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.draws_random |= torch.Tag.nondeterministic_seeded in func.tags
-        formula = FLOP_FORMULAS.get(func._overloadpacket)
+        formula = FLOP_FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
         return out

@@ -97,7 +97,7 @@ def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
 
 
 def _definition(model: nn.Module) -> str:
-    """Where the model's forward pass begins, for what happens before or behind all of its lines."""
+    """Where the model's forward pass begins, for what happens before or after all of its lines."""
     forward = inspect.unwrap(type(model).forward)
     code = getattr(forward, "__code__", None)
     return "its call" if code is None else f'{code.co_filename}:{code.co_firstlineno} "def forward"'

@@ -15,6 +15,7 @@ from profiler.machine.backend import backend_of
 from profiler.observe.both_branches import sees_both_branches
 from profiler.observe.workspace_table import workspace_bytes
 from profiler.record import Workspace
+from profiler.torch_private import schema_of, storage_of
 
 Peaks = tuple[int, int]  # bytes without and with what kernels may allocate inside themselves
 
@@ -51,7 +52,7 @@ class StorageWatch(TorchDispatchMode):
                 self.follow(item)
         if func is torch.ops.aten.mkldnn_rnn_layer.default and out[3] is not None:
             self.workspaces.append((self.number_of(out[3]), _lstm_workspace(args[0], out[0], out[3])))
-        workspace = workspace_bytes(func._schema.name, (*arguments, *results))
+        workspace = workspace_bytes(schema_of(func).name, (*arguments, *results))
         self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes + workspace)
         return out
 
@@ -66,12 +67,12 @@ class StorageWatch(TorchDispatchMode):
 
     def follow(self, tensor: Tensor) -> None:
         """Count a tensor; also one that no operation made, such as `torch.tensor(1)`."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
+        storage, identity = tensor.untyped_storage(), storage_of(tensor)
+        if identity not in self._known:
             self._number += 1
             size_bytes = storage_bytes(tensor)
-            self._known[storage._cdata] = size_bytes, self._number
-            weakref.finalize(storage, self._forget, storage._cdata)
+            self._known[identity] = size_bytes, self._number
+            weakref.finalize(storage, self._forget, identity)
             self.live_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self.peak_bytes_with_workspace = max(self.peak_bytes_with_workspace, self.live_bytes)
@@ -80,7 +81,7 @@ class StorageWatch(TorchDispatchMode):
         self.live_bytes -= self._known.pop(identity)[0]
 
     def bytes_of(self, tensor: Tensor) -> int | None:
-        """Bytes of the storage behind a tensor; None if no operation under this watch created it."""
+        """Bytes of the storage of a tensor; None if no operation under this watch created it."""
         found = self._known.get(storage_of(tensor))
         return None if found is None else found[0]
 
@@ -109,7 +110,7 @@ def is_strided(item: Any) -> bool:
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Bytes that the allocator gives for the storage behind a tensor, real or fake."""
+    """Bytes that the allocator gives for the storage of a tensor, real or fake."""
     return allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)
 
 
@@ -121,8 +122,3 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     """
     block = backend_of(device).block_bytes
     return -(-size_bytes // block) * block
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What tensors on the same memory have in common, for as long as one of them lives."""
-    return int(tensor.untyped_storage()._cdata)

@@ -26,7 +26,7 @@ _DEPTH = 2  # of objects in objects: a configuration may hold others
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Within, the model may be changed; behind, it is as it was before.
+    """Within, the model may be changed; afterwards it is as it was before.
 
     That is each module's attributes, submodules, parameters, buffers, hooks and mode, and what lists, sets, dicts and
     objects among them (a configuration) hold, by identity; and the states of random generators, its own and those of

@@ -15,7 +15,7 @@ from torch import Tensor
 
 CONVOLUTIONS = frozenset({"aten::convolution", "aten::convolution_backward"})
 CHANNELS_IN_BLOCK = 16  # of dimension 1; with padding up to it, convolutions need a share of 1 at most
-WORKSPACE_SHARES: Mapping[str, float] = {  # [measured, torch 2.13]; the largest seen is behind each
+WORKSPACE_SHARES: Mapping[str, float] = {  # [measured, torch 2.13]; the largest seen stands after each
     "aten::convolution": 1.0,  # 1.0
     "aten::convolution_backward": 1.0,  # 0.9
     "aten::mkldnn_rnn_layer": 1.0,  # 0.63

@@ -11,7 +11,7 @@ a rehearsal on real tensors had, see `profiler.opaque.rehearsal`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,9 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ExecutionError
+from profiler.machine.backend import device_of_first
 from profiler.observe.python_state import attributes_of, changed_names, put_back
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.standing_in import standing_in
+from profiler.observe.storage_watch import is_strided
+from profiler.torch_private import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call costs beside what goes in and out.
+    """What one call costs in addition to what goes in and out.
 
     Attributes:
         flops: of the forward pass.
@@ -95,12 +98,30 @@ class Slot:
     position: int
 
 
+def with_slots(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a result, with a `Slot` in the place of each tensor."""
+    slots: list[Any] = []
+    for leaf in leaves:
+        slots.append(Slot(sum(isinstance(slot, Slot) for slot in slots)) if isinstance(leaf, Tensor) else leaf)
+    return slots
+
+
+def on_own_memory(outputs: Iterable[Tensor], taken: Iterable[Any]) -> tuple[Tensor, ...]:
+    """The tensors of a result; those that share memory with something taken or with each other are copied."""
+    storages = {storage_of(value) for value in taken if is_strided(value)}
+    returned = []
+    for output in outputs:
+        returned.append(output.clone() if storage_of(output) in storages else output)
+        storages.add(storage_of(returned[-1]))
+    return tuple(returned)
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """How a module is called, and what it returns.
 
     Attributes:
-        leaves: of `(args, kwargs)`: a `Slot` for each tensor and, behind them, each number; anything else as it is.
+        leaves: of `(args, kwargs)`: a `Slot` for each tensor and, after them, each number; anything else as it is.
         tree: structure of `(args, kwargs)`.
         inputs: the tensors.
         result_leaves: a `Slot` for each tensor; anything else as it is.
@@ -174,10 +195,10 @@ class Held:
             result = self.forward(*args, **kwargs)
         changed = changed_names(attributes, attributes_of(self.module))
         found = {name: attributes[name].key if name in attributes else None for name in changed}
-        again = [name for name in changed if made.setdefault(name, found[name]) != found[name]]
-        if again:
-            put_back(attributes, again)
-            raise Refused(f"it changes its attribute {again[0]!r}; make it a buffer (register_buffer)")
+        repeated = [name for name in changed if made.setdefault(name, found[name]) != found[name]]
+        if repeated:
+            put_back(attributes, repeated)
+            raise Refused(f"it changes its attribute {repeated[0]!r}; make it a buffer (register_buffer)")
         if states != python_and_numpy_states():
             raise Refused("it draws from Python's or numpy's random generator; draw with torch")
         if entered != [tensor._version for tensor in entering]:
@@ -268,13 +289,11 @@ class OpaqueCall:
         carries = torch.is_grad_enabled() and any(
             value.requires_grad for value in (*tensors.values(), *inputs) if isinstance(value, Tensor)
         )
-        taken = {_storage(value) for value in (*tensors.values(), *inputs) if isinstance(value, Tensor)}
-        returned = []
-        for output, kind in zip(outputs, self.signature.outputs, strict=True):
-            checked = self._checked(output, kind, size, carries=carries)
-            returned.append(checked.clone() if _storage(checked) in taken else checked)
-            taken.add(_storage(returned[-1]))
-        return tuple(returned)
+        checked = [
+            self._checked(output, kind, size, carries=carries)
+            for output, kind in zip(outputs, self.signature.outputs, strict=True)
+        ]
+        return on_own_memory(checked, (*tensors.values(), *inputs))
 
     def _checked(self, output: Tensor, kind: TensorKind, size: int, *, carries: bool) -> Tensor:
         """The output as it was when traced: its shape, its dtype, dense in memory, and with a gradient."""
@@ -293,16 +312,12 @@ class OpaqueCall:
         raise ExecutionError(f"module {self.path!r} is called as it is, for it could not be traced, and {reason}")
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 class _Imitation(torch.autograd.Function):
     """A call on tensors without data: shapes and memory are those of the rehearsal."""
 
     @staticmethod
     def forward(ctx: Any, call: OpaqueCall, size: int, *values: Any) -> tuple[Tensor, ...]:
-        device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+        device = device_of_first(value for value in values if isinstance(value, Tensor))
         cost = call.cost
         outputs = tuple(
             torch.empty(kind.shape_at(size), dtype=kind.dtype, device=device) for kind in call.signature.outputs

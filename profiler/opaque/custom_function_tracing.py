@@ -11,36 +11,23 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
 from profiler.observe.source_place import keep_together_advice, place_now
 from profiler.opaque.call import Refused, Slot
-from profiler.opaque.custom_functions import FunctionCall, applied, name_of
+from profiler.opaque.custom_functions import FunctionCall, name_of
+from profiler.opaque.operators import LIBRARY, replace_operator
+from profiler.torch_private import CUSTOM_FUNCTION_CALL, MACHINERY, applied, without_torch_function
 
 Handler = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 _HANDLER: ContextVar[Handler | None] = ContextVar("what takes the place of functions' calls", default=None)
 _CALLS: ContextVar[list[FunctionCall] | None] = ContextVar("functions' calls of the trace under way", default=None)
 
-# Packages whose functions are the machinery of tracing, or belong to operations that a graph holds as such.
-_MACHINERY = (
-    "torch._dynamo",
-    "torch._export",
-    "torch._functorch",
-    "torch._higher_order_ops",
-    "torch._inductor",
-    "torch._library",
-    "torch._prims_common",
-    "torch._subclasses",
-    "torch.fx",
-    "torch.utils.checkpoint",
-)
 _REENTRANT = (
     "cannot trace the model: torch.utils.checkpoint with use_reentrant=True would lose its gradients; use "
     "use_reentrant=False, or none: the plan decides what to recompute"
@@ -56,7 +43,7 @@ def functions_noticed(handler: Handler) -> Iterator[None]:
     """
     token = _HANDLER.set(handler)
     try:
-        with mock.patch.object(_SingleLevelFunction, "apply", classmethod(_apply)):
+        with CUSTOM_FUNCTION_CALL.replaced_by(classmethod(_apply)):
             yield
     finally:
         _HANDLER.reset(token)
@@ -67,7 +54,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     handler = _HANDLER.get()
     if function.__name__ == "CheckpointFunction":
         raise NotTraceableError(_REENTRANT)
-    if handler is None or function is _Traced or function.__module__.startswith(_MACHINERY):
+    if handler is None or function is _Traced or function.__module__.startswith(MACHINERY):
         return applied(function, *args, **kwargs)
     return handler(function, args, kwargs)
 
@@ -131,16 +118,8 @@ class FunctionCalls:
 
     def put_into(self, root: fx.GraphModule) -> None:
         """Replace the operator by the calls, in the graph and in its regions."""
-        for module in root.modules():
-            if not isinstance(module, fx.GraphModule):
-                continue
-            made = module.graph.find_nodes(op="call_function", target=torch.ops.gpipe_autoplan.custom_function.default)
-            for node in made:
-                tensors, numbers, site = node.args
-                node.target = self._calls[site]
-                node.args = (*tensors, *numbers, *self._calls[site].devices)
-            if made:
-                module.recompile()
+        operator = torch.ops.gpipe_autoplan.custom_function.default
+        replace_operator(root, operator, self._calls, lambda site: self._calls[site].devices)
 
 
 class _Traced(torch.autograd.Function):
@@ -161,13 +140,11 @@ def _without_data(tensors: Sequence[Tensor], numbers: Sequence[Any], site: int) 
     values = (*tensors, *numbers, *call.devices)
     token = _HANDLER.set(None)
     try:
-        with torch._C.DisableTorchFunction(), torch.enable_grad():
+        with without_torch_function(), torch.enable_grad():
             outputs = call.rehearse(values) if call.result_leaves is None else call(*values)
     finally:
         _HANDLER.reset(token)
     return [output.detach() for output in outputs]
 
 
-_LIBRARY = torch.library.Library("gpipe_autoplan", "FRAGMENT")
-_LIBRARY.define("custom_function(Tensor[] tensors, SymInt[] numbers, int site) -> Tensor[]")
-torch.library.register_fake("gpipe_autoplan::custom_function", _without_data, lib=_LIBRARY)
+torch.library.register_fake("gpipe_autoplan::custom_function", _without_data, lib=LIBRARY)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.errors import ExecutionError
-from profiler.observe.storage_watch import is_strided, storage_of
-from profiler.opaque.call import Refused, Slot
+from profiler.observe.storage_watch import is_strided
+from profiler.opaque.call import Refused, Slot, on_own_memory, with_slots
+from profiler.torch_private import applied, storage_of
 
 _COMPUTED = (Tensor, torch.SymInt, torch.device)  # kinds of arguments that the graph hands over, in this order
 _CONSTANTS = (bool, int, float, complex, str, bytes, slice, torch.dtype, torch.layout, torch.memory_format)
@@ -71,13 +71,13 @@ class FunctionCall:
             found, tree = self._run(values)
         except Refused as problem:
             raise ExecutionError(f"{name_of(self.function)} is called as it is, and {problem}") from problem
-        leaves = _with_slots(found)
+        leaves = with_slots(found)
         if (leaves, tree) != (self.result_leaves, self.result_tree):
             raise ExecutionError(
                 f"{name_of(self.function)} is called as it is, and it returns {leaves} in {tree}, when traced it was "
                 f"{self.result_leaves} in {self.result_tree}"
             )
-        return _on_own_memory(found, values)
+        return on_own_memory(_tensors(found), values)
 
     def is_for(self, function: Any, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
         """Whether it stands for this call too; a number may be symbolic in one run of the model and not in another."""
@@ -111,9 +111,9 @@ class FunctionCall:
         for leaf in found:
             if leaf is not None and not isinstance(leaf, _RETURNED):
                 raise Refused(f"it returns a {type(leaf).__name__}; let it return tensors")
-        self.result_leaves, self.result_tree = _with_slots(found), tree
+        self.result_leaves, self.result_tree = with_slots(found), tree
         self.carries = tuple(leaf.requires_grad for leaf in found if isinstance(leaf, Tensor))
-        return _on_own_memory(found, values)
+        return on_own_memory(_tensors(found), values)
 
     def _run(self, values: Sequence[Any]) -> tuple[list[Any], pytree.TreeSpec]:
         """What the function returns, flattened."""
@@ -129,32 +129,13 @@ class FunctionCall:
         return found, tree
 
 
-def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The end of `function.apply`, behind what a class of the user's may have put in front of it."""
-    return super(_SingleLevelFunction, function).apply(*args, **kwargs)
-
-
 def name_of(function: Any) -> str:
     """Of a function's class, with the module that defines it."""
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def _with_slots(leaves: Sequence[Any]) -> list[Any]:
-    slots: list[Any] = []
-    for leaf in leaves:
-        slots.append(Slot(sum(isinstance(slot, Slot) for slot in slots)) if isinstance(leaf, Tensor) else leaf)
-    return slots
-
-
-def _on_own_memory(found: Sequence[Any], values: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The tensors of a result; those that share memory with an argument or with each other are copied."""
-    taken = {storage_of(value) for value in values if is_strided(value)}
-    outputs = []
-    for output in found:
-        if isinstance(output, Tensor):
-            outputs.append(output.clone() if storage_of(output) in taken else output)
-            taken.add(storage_of(outputs[-1]))
-    return tuple(outputs)
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _OwnValues(TorchDispatchMode):

@@ -13,13 +13,15 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
-from profiler.machine.backend import backend_of
+from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.flops import FlopCounter
-from profiler.opaque.call import Affine, Cost, Held, Refused, Signature, Slot, TensorKind
+from profiler.observe.storage_watch import StorageWatch
+from profiler.opaque.call import Affine, Cost, Held, Refused, Signature, Slot, TensorKind, with_slots
+from profiler.torch_private import NormBase, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,7 @@ def rehearse(
         NotTraceableError: it cannot be run on made-up tensors, or does what no layer may do.
     """
     _refuse_held(held)
-    devices = [tensor.device for tensor in (*held.parameters.values(), *held.buffers.values())]
-    devices.extend(tensor.device for tensor in tensors)
-    device = devices[0] if devices else torch.device("cpu")
-    around = Circumstances.now(device)
+    around = Circumstances.now(device_of_first((*held.parameters.values(), *held.buffers.values(), *tensors)))
     runs = []
     made: dict[str, Any] = {}
     with ThreadPoolExecutor(1) as thread:
@@ -125,7 +124,7 @@ def _refuse_held(held: Held) -> None:
             _text(held, "it is on the meta device, where nothing runs; materialize the model first: to_empty('cpu')")
         )
     for name, part in held.module.named_modules():
-        tracks = isinstance(part, nn.modules.batchnorm._NormBase) and part.training and part.track_running_stats
+        tracks = isinstance(part, NormBase) and part.training and part.track_running_stats
         if tracks:
             raise NotTraceableError(
                 _text(
@@ -162,8 +161,6 @@ def _run(
     around: Circumstances,
     made: dict[str, Any],
 ) -> _Run:
-    from profiler.observe.storage_watch import StorageWatch
-
     generator = torch.Generator().manual_seed(0)
     entering: list[Any] = [_made_up(tensor, size, around, generator) for tensor in tensors]
     values = [*entering, *(extent_at(number, size) for number in numbers)]
@@ -173,7 +170,7 @@ def _run(
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor
+        saved[storage_of(tensor)] = tensor
         return tensor
 
     with (
@@ -187,8 +184,8 @@ def _run(
             result, written = held.call(own, args, kwargs, made)
         forward_bytes = watch.peak_bytes_with_workspace
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        entered = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(entering)}
-        left = {tensor.untyped_storage()._cdata: position for position, tensor in enumerate(outputs)}
+        entered = {storage_of(tensor): position for position, tensor in enumerate(entering)}
+        left = {storage_of(tensor): position for position, tensor in enumerate(outputs)}
         inside = [t for storage, t in saved.items() if storage not in entered and storage not in left]
         kept_bytes = sum(watch.bytes_of(tensor) or 0 for tensor in inside)
         before = watch.live_bytes
@@ -233,9 +230,6 @@ def _signature(
                 )
             )
     sizes = [run.size for run in runs]
-    slots: list[Any] = []
-    for leaf in result_leaves:
-        slots.append(Slot(sum(isinstance(s, Slot) for s in slots)) if isinstance(leaf, Tensor) else leaf)
     outputs = [
         TensorKind(
             tuple(Affine.through(sizes, extents) for extents in zip(*(tensor.shape for tensor in same), strict=True)),
@@ -264,7 +258,7 @@ def _signature(
         tuple(leaves),
         tree,
         tuple(inputs),
-        tuple(slots),
+        tuple(with_slots(result_leaves)),
         result_tree,
         tuple(outputs),
         frozenset().union(*(run.written for run in runs)),

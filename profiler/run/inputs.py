@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST
 from profiler.run.layer_runner import LayerRunner
 from profiler.run.loss import LossFunction
 from profiler.run.parameter_shelf import Shelf, valued_buffer
@@ -29,9 +30,9 @@ def made_up_leaves(spec: SampleSpec) -> list[Tensor]:
             continue
         dtype = torch_dtype(leaf.dtype)
         if dtype.is_floating_point or dtype.is_complex:
-            leaves.append(torch.randn(leaf.shape, dtype=dtype, device="cpu"))
+            leaves.append(torch.randn(leaf.shape, dtype=dtype, device=HOST))
         else:
-            leaves.append(torch.full(leaf.shape, dtype == torch.bool, dtype=dtype, device="cpu"))
+            leaves.append(torch.full(leaf.shape, dtype == torch.bool, dtype=dtype, device=HOST))
     return leaves
 
 
@@ -93,8 +94,8 @@ def _valued(tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor.clone() if tensor.is_inference() else tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return torch.randn_like(tensor, device="cpu")
-    return torch.zeros_like(tensor, device="cpu")
+        return torch.randn_like(tensor, device=HOST)
+    return torch.zeros_like(tensor, device=HOST)
 
 
 def resized_target(target: Any, size: int, device: torch.device) -> Any:

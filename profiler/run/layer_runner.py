@@ -22,7 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from profiler.errors import ArgumentError, PlanError
 from profiler.left_out_sizes import NOT_FAKEABLE, in_one_line, is_out_of_memory
-from profiler.run.loss import LossFunction, loss_of, model_output
+from profiler.machine.backend import device_of_first
+from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.parameter_shelf import Shelf
 from profiler.run.stage_function import StageFunction, layout_hook
 from profiler.tracing.export import autocasting
@@ -43,7 +44,7 @@ class _Gate(torch.autograd.Function):
         return None, None, None
 
 
-def gate(value: Tensor, caught: dict[str, Tensor], name: str) -> Tensor:
+def _gate(value: Tensor, caught: dict[str, Tensor], name: str) -> Tensor:
     """The value behind a gate that puts its gradient into `caught[name]`."""
     result: Tensor = _Gate.apply(value, caught, name)  # type: ignore[no-untyped-call]
     return result
@@ -54,12 +55,14 @@ class Entered:
     """A layer about to run.
 
     Attributes:
-        values: everything alive at the boundary before it, by name, behind gates.
-        caught: gradients of entering values, filled by the backward pass.
+        values: everything alive at the boundary before it, by name, behind gates or as leaves.
+        caught: gradients of entering values, filled by the backward pass; without gates none.
+        leaves: of the layer's autograd graph, by name.
     """
 
     values: dict[str, Tensor]
     caught: dict[str, Tensor]
+    leaves: dict[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -78,7 +81,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Uncut:
     """Several layers in one autograd graph.
 
     Attributes:
@@ -88,9 +91,6 @@ class Stage:
 
     function: StageFunction
     is_last: bool
-
-
-LOSS = "loss"  # the one leaving value of the last layer, if there is a loss
 
 
 class LayerRunner:
@@ -129,7 +129,7 @@ class LayerRunner:
         read.update(dict.fromkeys(leaf for leaf in sequence.outputs if isinstance(leaf, str)))
         self._prelude_function = sequence.prelude_of([name for name in read if name in sequence.prelude_names])
         self._prelude: dict[str, Tensor] = {}
-        self._device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+        self._device = device_of_first(inputs.values())
 
     def on_part(self, inputs: Mapping[str, Tensor], target: Any) -> LayerRunner:
         """A runner with the same parameters and buffers on another micro-batch."""
@@ -157,26 +157,27 @@ class LayerRunner:
     def enter(self, index: int, values: Mapping[str, Tensor], *, gated: bool = True) -> Entered:
         """Prepare a layer.
 
+        What it writes in place is copied; a stage writes what it created itself.
+
         Args:
             index: of the layer.
             values: alive at the boundary before it, detached.
             gated: put a gate before each value with a gradient; otherwise they are leaves, as in a stage.
         """
         layer = self._sequence.layers[index]
-        caught: dict[str, Tensor] = {}
-        entered = self.sources
+        entered = Entered(self.sources, {}, {})
         for value in self._sequence.boundaries[index]:
             detached = values[value.name].detach()
             if value.requires_grad:
-                leaf = detached.requires_grad_()
-                detached = gate(leaf, caught, value.name) if gated else leaf
-            entered[value.name] = detached
+                leaf = entered.leaves[value.name] = detached.requires_grad_()
+                detached = _gate(leaf, entered.caught, value.name) if gated else leaf
+            entered.values[value.name] = detached
         for name in layer.in_place:
-            entered[name] = entered[name].clone()
-        return Entered(entered, caught)
+            entered.values[name] = entered.values[name].clone()
+        return entered
 
     def forward(self, index: int, entered: Entered) -> dict[str, Tensor]:
-        """The layer's forward pass; behind the last layer the loss if there is one.
+        """The layer's forward pass; after the last layer the loss if there is one.
 
         Returns:
             What the layer computes and what of that is read later.
@@ -195,7 +196,7 @@ class LayerRunner:
         return computed
 
     def leaving(self, index: int, entered: Entered, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is alive behind a layer, by name, attached to its graph."""
+        """What is alive after a layer, by name, attached to its graph."""
         if index < len(self._sequence) - 1:
             names = [value.name for value in self._sequence.boundaries[index + 1]]
         elif self._has_loss:
@@ -210,25 +211,25 @@ class LayerRunner:
         alive: dict[str, Tensor] = {}
         computed: dict[str, Tensor] = {}
         for layer in self._sequence.layers:
-            entered = Entered({**self.sources, **alive}, {})
+            entered = Entered({**self.sources, **alive}, {}, {})
             computed = self.forward(layer.index, entered)
             alive = {**alive, **computed}
         return model_output(self._sequence, {**self.sources, **alive})
 
-    def stage(self, first: int, stop: int) -> Stage:
-        """Layers `first` to `stop - 1` as one function, to be run by `run_stage`."""
+    def uncut(self, first: int, stop: int) -> Uncut:
+        """Layers `first` to `stop - 1` as one function, to be run by `run_uncut`."""
         parameters = {
             (layer.index, name): self._parameters[layer.index, name]
             for layer in self._sequence.layers[first:stop]
             for name in layer.parameters
         }
         function = StageFunction(self._sequence, first, stop, parameters, device=self._device)
-        return Stage(function, stop == len(self._sequence))
+        return Uncut(function, stop == len(self._sequence))
 
-    def run_stage(self, stage: Stage, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The forward pass of a stage; returns what leaves it, attached to its graph."""
-        values = stage.function.forward(leaves, self._inputs, self._buffers).values
-        if not (stage.is_last and self._has_loss):
+    def run_uncut(self, uncut: Uncut, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The forward pass of several layers at once; returns what leaves them, attached to their graph."""
+        values = uncut.function.forward(leaves, self._inputs, self._buffers).values
+        if not (uncut.is_last and self._has_loss):
             return values
         with self._autocasting():
             return {LOSS: self._loss(model_output(self._sequence, values))}

@@ -12,6 +12,7 @@ from profiler.errors import ArgumentError
 from profiler.tracing.sequence import LayerSequence
 
 LossFunction = Callable[[Any, Any], Tensor]
+LOSS = "loss"  # the one value that the last layer of a model leaves while it trains, if there is a loss
 
 
 def model_output(sequence: LayerSequence, values: Mapping[str, Tensor]) -> Any:

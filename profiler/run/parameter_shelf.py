@@ -62,7 +62,7 @@ class Shelf(Mapping[Key, Tensor]):
         return sum(len(layer.parameters) for layer in self._sequence.layers)
 
     def bytes_of(self, index: int) -> int:
-        """Bytes that a layer's parameters and their gradients take on the device beside the model's own."""
+        """Bytes that a layer's parameters and their gradients take on the device in addition to the model's own."""
         tensors = [self._sequence.parameters[name] for name in self._sequence.layers[index].parameters]
         own = sum(_block_bytes(tensor) for tensor in tensors if tensor.device != self._device)
         return own + sum(_block_bytes(tensor) for tensor in tensors if tensor.requires_grad)

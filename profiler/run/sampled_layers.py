@@ -19,7 +19,7 @@ from profiler.tracing.sequence import LayerSequence
 LEAST_COPIES = 3
 LEAST_BYTES = 64 * 2**20
 """What layers that are swept touch together before equal ones are left out: a cache that held all of it from one
-sweep to the next would make them look faster than among the many layers of training."""
+sweep to the next would make them seem faster than among the many layers of training."""
 
 
 def swept_layers(keys: Sequence[Hashable], touched_bytes: Sequence[int]) -> list[int]:
@@ -64,7 +64,7 @@ def windows(layers: Sequence[int], sizes: Sequence[tuple[int, ...]], limits: tup
     return [range(layers[first], layers[stop - 1] + 1) for first, stop in pairwise((*starts, len(layers)))]
 
 
-class Stand:
+class BoundaryValues:
     """What crosses boundaries in a sweep, also those of layers that are left out.
 
     Args:
@@ -92,7 +92,7 @@ class Stand:
                 self._outputs[self._keys[index], position] = computed[name].detach()
 
     def pass_over(self, first: int, stop: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is alive behind layers [first, stop), which are left out, given what is alive before them."""
+        """What is alive after layers [first, stop), which are left out, given what is alive before them."""
         for index in range(first, stop):
             outputs = self._sequence.layers[index].outputs
             made = {

@@ -25,9 +25,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from profiler.machine.backend import device_of_first
+from profiler.torch_private import run_engine
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence
@@ -54,7 +55,7 @@ class Results:
     """What a forward pass yields.
 
     Attributes:
-        values: leaving values by name, still attached to the autograd graph; behind the last layer the values that
+        values: leaving values by name, still attached to the autograd graph; after the last layer the values that
             the model returns.
         buffers: new values of written buffers.
         statistics: batch-normalization statistics of the micro-batch: (entry, mean, variance, count).
@@ -67,7 +68,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One layer, its parameters, and what nothing needs after it; the rest is the layer's, one look nearer."""
+    """One layer, its parameters, and what nothing needs after it; the rest is the layer's, one lookup nearer."""
 
     layer: Layer
     function: Callable[..., tuple[Any, ...]]
@@ -86,7 +87,7 @@ class StageFunction:
     Args:
         sequence: the layers.
         first: index of the first layer.
-        stop: index behind the last layer.
+        stop: index after the last layer.
         parameters: by (layer index, name): the tensor that this layer reads and whose `.grad` it adds to.
         device: where the layers run; by default where the first of the parameters is.
         past: names of values alive at both ends that do not come here; none of the layers reads them.
@@ -120,7 +121,7 @@ class StageFunction:
             dict.fromkeys((*self.prelude.buffers, *(name for layer in layers for name in layer.buffers)))
         )
         self._sample = sequence.sample
-        self._device = device or next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
+        self._device = device or device_of_first(parameters.values())
         self.draws_random = any(layer.draws_random for layer in layers)
         self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
         self._copied = _written(layers)
@@ -178,7 +179,7 @@ class StageFunction:
         statistics: list[Moved] = []
         written: dict[str, Tensor] = {}
         buffer_of, value_of = current.__getitem__, values.__getitem__
-        for step, watched in watching:  # beside large kernels caches are cold, and each call costs ten times its time
+        for step, watched in watching:  # after large kernels caches are cold, and each call costs ten times its time
             if step.draws_random and seed is not None:
                 seed(step.layer.index)
             outputs = step.function(*step.parameters, *map(buffer_of, step.buffers), *map(value_of, step.values))
@@ -229,7 +230,8 @@ def hook_gradient(value: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Non
 
     That ends the process with a segmentation fault if the value is a view whose base was written since: it makes the
     hooks' dictionary first and looks at `grad_fn` then, which makes the view's history anew and throws the dictionary
-    away [torch 2.9 to 2.14]. And it calls hooks with None, for outputs of an operation without a part in the loss.
+    away (torch 2.9 to 2.14; github.com/pytorch/pytorch/issues/196459). And it calls hooks with None, for outputs of an
+    operation without a part in the loss.
     """
     _ = value.grad_fn
 
@@ -335,8 +337,7 @@ def run_backward(kept: Pass, gradients: Mapping[str, Tensor]) -> dict[str, Tenso
     """
     names = [name for name in kept.roots if gradients.get(name) is not None]
     if names:
-        # As Megatron-LM does: `torch.autograd.backward` checks in Python what is known here, for 14 us. [measured]
-        Variable._execution_engine.run_backward(
+        run_engine(
             tuple(kept.roots[name] for name in names),
             tuple(gradients[name] for name in names),
             keep_graph=False,

@@ -26,11 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.datasheets import data_sheet
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST
 from profiler.observe.both_branches import sees_both_branches
 from profiler.observe.flops import FLOP_FORMULAS
 from profiler.record import Estimate, LayerCost, OptimizerCost, WithoutFormula
 from profiler.run.layer_runner import LayerRunner, backward, keep
 from profiler.timing.optimizers import state_bytes
+from profiler.torch_private import schema_of, storage_of
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
 MATRIX_EFFICIENCY = 0.6
@@ -144,12 +146,12 @@ class _Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         read = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
         written = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
-        if not written or (not func._schema.is_mutable and {*map(_storage, written)} <= {*map(_storage, read)}):
+        if not written or (not schema_of(func).is_mutable and {*map(storage_of, written)} <= {*map(storage_of, read)}):
             return out  # a view, or a question about shapes
-        formula = FLOP_FORMULAS.get(func._overloadpacket)
+        formula = FLOP_FORMULAS.get(func.overloadpacket)
         flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
         size_bytes = sum(item.nbytes for item in {id(item): item for item in (*read, *written)}.values())
-        self._seen.append((func._schema.name, flops, float(size_bytes), _rate(func._schema.name, read)))
+        self._seen.append((schema_of(func).name, flops, float(size_bytes), _rate(schema_of(func).name, read)))
         return out
 
     def take(self) -> Operations:
@@ -157,10 +159,6 @@ class _Meter(TorchDispatchMode):
         names, flops, size_bytes, rate = zip(*self._seen, strict=True) if self._seen else ((), (), (), ())
         self._seen = []
         return Operations(tuple(names), np.array(flops), np.array(size_bytes), np.array(rate, dtype=np.intp))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _rate(name: str, read: Sequence[Tensor]) -> int:
@@ -198,7 +196,7 @@ def work_of_layers(sequence: LayerSequence, runner: LayerRunner, micro_batch_siz
 def _entering(value: BoundaryValue, size: int) -> Tensor:
     """A tensor as it comes across a boundary; of fake kind inside the mode."""
     shape = value.shape_at(size)
-    memory = torch.empty([shape[dim] for dim in value.dim_order], dtype=value.dtype, device="cpu")
+    memory = torch.empty([shape[dim] for dim in value.dim_order], dtype=value.dtype, device=HOST)
     return memory.permute([value.dim_order.index(dim) for dim in range(len(shape))])
 
 

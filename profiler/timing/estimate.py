@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 from profiler.datasheets import DATA_SHEETS
 from profiler.device import Cluster
 from profiler.errors import ArgumentError
 from profiler.left_out_sizes import Refusals
+from profiler.machine.backend import HOST
 from profiler.memory.by_size import memory_between
 from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.record import Estimate, OptimizerCost
@@ -27,9 +26,9 @@ from profiler.timing.analytic import (
     work_of_layers,
 )
 from profiler.timing.sweeps import LayerTiming
-from profiler.workload import Task
+from profiler.workload import Workload
 
-PLACE = torch.device("cpu")  # of fake tensors: a build of torch without CUDA cannot hold fake CUDA tensors
+PLACE = HOST  # of fake tensors: a build of torch without CUDA cannot hold fake CUDA tensors
 CONTEXT_BYTES = 600 * 10**6
 """Memory of a process on an accelerator before any tensor is there: context, kernels, libraries [assumed]."""
 
@@ -51,12 +50,12 @@ def is_listed(cluster: Cluster) -> bool:
 
 
 def estimated(
-    task: Task, cluster: Cluster
+    workload: Workload, cluster: Cluster
 ) -> tuple[dict[int, list[LayerMemory]], dict[str, dict[int, list[LayerTiming]]], list[OptimizerCost], list[Estimate]]:
     """Everything that measuring would tell.
 
     Args:
-        task: its sequence is on the CPU; parameters may be on the meta device.
+        workload: its sequence is on the CPU; parameters may be on the meta device.
         cluster: of listed devices.
 
     Returns:
@@ -66,15 +65,15 @@ def estimated(
         ProfileError: the model runs no size.
     """
     refusals = Refusals()
-    memory = _at_sizes(task, _memory, memory_between, refusals)
-    work = _at_sizes(replace(task, sizes=tuple(memory)), _work, work_between, refusals)
+    memory = _at_sizes(workload, _memory, memory_between, refusals)
+    work = _at_sizes(replace(workload, sizes=tuple(memory)), _work, work_between, refusals)
     if not work:
         refusals.raise_first()
     timings, optimizers, estimates = {}, [], []
     for kind in dict.fromkeys(device.kind for device in cluster.devices):
         rates = Rates.of(kind)
         timings[kind] = {size: _timings(layers, rates) for size, layers in work.items()}
-        optimizers.append(estimated_optimizer(task.optimizer, kind, task.sequence.parameters.values(), rates))
+        optimizers.append(estimated_optimizer(workload.optimizer, kind, workload.sequence.parameters.values(), rates))
         estimates.append(estimate_of(kind, work[max(work)], rates, ERROR))
     return memory, timings, optimizers, estimates
 
@@ -83,8 +82,8 @@ Found = TypeVar("Found")
 
 
 def _at_sizes(
-    task: Task,
-    look: Callable[[Task, int], list[Found]],
+    workload: Workload,
+    observe: Callable[[Workload, int], list[Found]],
     between: Callable[[Found, Found, float], Found | None],
     refusals: Refusals,
 ) -> dict[int, list[Found]]:
@@ -94,11 +93,11 @@ def _at_sizes(
     so that the line between two sizes lies above it. Where a layer does other operations at the two sizes, each size
     is looked at.
     """
-    sizes, found = list(task.sizes), {}
+    sizes, found = list(workload.sizes), {}
     for end in (0, -1):
         while sizes and sizes[end] not in found:
             with refusals.noting(sizes[end]):
-                found[sizes[end]] = look(task, sizes[end])
+                found[sizes[end]] = observe(workload, sizes[end])
             if sizes[end] not in found:
                 del sizes[end]
     if not sizes:
@@ -115,21 +114,21 @@ def _at_sizes(
             line.append(cache[key])
         whole = [entry for entry in line if entry is not None]
         with refusals.noting(size):
-            found[size] = whole if len(whole) == len(line) else look(task, size)
+            found[size] = whole if len(whole) == len(line) else observe(workload, size)
     return dict(sorted(found.items()))
 
 
-def _work(task: Task, size: int) -> list[LayerWork]:
-    inputs, about = task.micro_batch(size, PLACE)
-    with fake_runner(task.sequence, inputs, **about) as runner:
-        return work_of_layers(task.sequence, runner, size)
+def _work(workload: Workload, size: int) -> list[LayerWork]:
+    inputs, about = workload.micro_batch(size, PLACE)
+    with fake_runner(workload.sequence, inputs, **about) as runner:
+        return work_of_layers(workload.sequence, runner, size)
 
 
-def _memory(task: Task, size: int) -> list[LayerMemory]:
-    inputs, about = task.micro_batch(size, PLACE)
-    task.bar.update()
-    with fake_runner(task.sequence, inputs, **about) as runner:
-        return layer_memory(task.sequence, runner, share=True)
+def _memory(workload: Workload, size: int) -> list[LayerMemory]:
+    inputs, about = workload.micro_batch(size, PLACE)
+    workload.bar.update()
+    with fake_runner(workload.sequence, inputs, **about) as runner:
+        return layer_memory(workload.sequence, runner, share=True)
 
 
 def _timings(work: Sequence[LayerWork], rates: Rates) -> list[LayerTiming]:

@@ -17,6 +17,7 @@ from profiler.errors import ArgumentError
 from profiler.machine.local import torch_device
 from profiler.record import OptimizerCost
 from profiler.timing.repeats import computing_with, time_call
+from profiler.torch_private import storage_of
 
 COPIED_BYTES_AT_MOST = 64 * 2**20  # enough to leave any cache, little enough to be measured in a second
 COPIED_SHARE = 1 / 16  # of a device's memory at most: gradients, state and temporaries are several times as large
@@ -162,7 +163,7 @@ def state_bytes(name: str, parameters: Sequence[Tensor]) -> int:
     with _AnyNumber():  # type: ignore[no-untyped-call]
         optimizer.step()
     tensors = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()]
-    return sum({leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in tensors}.values())
+    return sum({storage_of(leaf): leaf.untyped_storage().nbytes() for leaf in tensors}.values())
 
 
 class _AnyNumber(TorchDispatchMode):

@@ -43,7 +43,7 @@ class Timing:
 
 
 def rounds(*, at_least: int, at_most: int, budget_s: float) -> Iterator[int]:
-    """0, 1, ... until the next round would probably end behind the budget, within the two bounds."""
+    """0, 1, ... until the next round would probably end after the budget, within the two bounds."""
     start = time.perf_counter()
     for number in range(at_most):
         spent = time.perf_counter() - start
@@ -62,7 +62,7 @@ def time_call(
     at_most: int = 30,
     budget_s: float = 1.0,
 ) -> Timing:
-    """Time one call, again and again.
+    """Time one call many times.
 
     Args:
         call: what is timed.
@@ -86,7 +86,7 @@ def time_call(
 
 @contextlib.contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """Torch computes with that many threads inside, and as before behind; 0 changes nothing."""
+    """Torch computes with that many threads inside, and as before afterwards; 0 changes nothing."""
     before = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
 """Timing layers where they stand: sweeps over the whole sequence, each layer timed by itself.
 
-A layer that is called again and again with the same tensors finds them in the cache and looks faster than it is in
+A layer that is called many times with the same tensors finds them in the cache and seems faster than it is in
 training. So a sweep runs all layers forward and then all backward, as training does, with a lap of the stopwatch for
 each; equal layers share their laps. A second run of the same layers as one stage says what they take together, without
 a call, an autograd graph and a Python frame for each: single layers are corrected so that they add up to that.
@@ -30,9 +30,9 @@ from profiler.left_out_sizes import Refusals
 from profiler.machine.backend import backend_of
 from profiler.machine.stopwatches import Stopwatch
 from profiler.observe.allocator_record import KernelMemory
-from profiler.run.layer_runner import Kept, LayerRunner, Stage, backward, keep
+from profiler.run.layer_runner import Kept, LayerRunner, Uncut, backward, keep
 from profiler.run.parameter_shelf import Shelf
-from profiler.run.sampled_layers import Stand, swept_layers, windows
+from profiler.run.sampled_layers import BoundaryValues, swept_layers, windows
 from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import Timing, collecting_no_garbage, rounds
 from profiler.tracing.sequence import LayerSequence
@@ -41,8 +41,6 @@ FIRST_SIZES = 3  # swept before the others
 FEWEST_SWEEPS = 3
 MOST_SWEEPS = 9
 MOST_OF_A_LAYER = 0.5  # of the shortest one may be the cost of calling it
-# A CUDA queue takes 1024 launches before the CPU has to wait; an operation launches up to 3 kernels backward.
-OPERATIONS_IN_CUDA_WINDOW = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +152,13 @@ class _Turns:
         self._sweep_done = sweep_done
         self._sweeps = {}
         self._laps = {}
-        launches = [len(layer.operations) if self._backend.queues else 0 for layer in sequence.layers]
+        most_enqueued = self._backend.most_enqueued
+        launches = [0 if most_enqueued is None else len(layer.operations) for layer in sequence.layers]
         placed = [shelf.bytes_of(index) for index in range(len(sequence))]
         for size, runner in runners.items():
             held = [sum(pair) for pair in zip(kept_bytes[size], placed, strict=True)]
             layers = swept_layers(self._keys, held)
-            limits = (memory_bytes, OPERATIONS_IN_CUDA_WINDOW, shelf.capacity_bytes)
+            limits = (memory_bytes, most_enqueued or 0, shelf.capacity_bytes)
             runs = windows(layers, list(zip(held, launches, placed, strict=True)), limits)
             self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
             self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
@@ -272,7 +271,7 @@ class _Sweep:
         self.windows = runs
         self._runner = runner
         self._readers = _readers(sequence)
-        self._stand = Stand(sequence, keys, [index for window in runs for index in window])
+        self._boundary_values = BoundaryValues(sequence, keys, [index for window in runs for index in window])
 
     def run(self, watch: Stopwatch) -> tuple[dict[int, Pair], list[Pair]]:
         """Seconds of each layer, where the readers of the prelude are charged with it alike, and of each window."""
@@ -283,13 +282,13 @@ class _Sweep:
         values: dict[str, Tensor] = {}
         reached = 0
         for window in self.windows:
-            values = self._stand.pass_over(reached, window.start, values)
+            values = self._boundary_values.pass_over(reached, window.start, values)
             self._runner.hold(window)
-            uncut.append(self._uncut(self._runner.stage(window.start, window.stop), values, watch))
+            uncut.append(self._uncut(self._runner.uncut(window.start, window.stop), values, watch))
             pairs, values = self._one_by_one(window, values, watch)
             layers.update(zip(window, pairs, strict=True))
             reached = window.stop
-        self._stand.clear()
+        self._boundary_values.clear()
         for index in layers.keys() & set(self._readers):
             forward_s, backward_s = layers[index]
             layers[index] = (forward_s + prelude_s / len(self._readers), backward_s)
@@ -302,7 +301,7 @@ class _Sweep:
         for index in window:
             entered = self._runner.enter(index, values)
             computed = watch.lap(partial(self._runner.forward, index, entered))
-            self._stand.note(index, computed)
+            self._boundary_values.note(index, computed)
             leaving = self._runner.leaving(index, entered, computed)
             kept.append(keep(entered, leaving))
             values = {name: value.detach() for name, value in leaving.items()}
@@ -315,10 +314,10 @@ class _Sweep:
             gradients = passed.caught
         return list(zip(forward, reversed(watch.take()), strict=True)), values
 
-    def _uncut(self, stage: Stage, values: dict[str, Tensor], watch: Stopwatch) -> Pair:
-        leaves = leaves_of(values, stage.function.entering)
+    def _uncut(self, layers: Uncut, values: dict[str, Tensor], watch: Stopwatch) -> Pair:
+        leaves = leaves_of(values, layers.function.entering)
         kept = Pass(leaves, {})
-        leaving = watch.lap(lambda: self._runner.run_stage(stage, leaves))
+        leaving = watch.lap(lambda: self._runner.run_uncut(layers, leaves))
         kept.roots = roots_of(leaving)
         gradients = {name: torch.ones_like(leaving[name]) for name in kept.roots}
         del leaving

@@ -20,7 +20,6 @@ from unittest import mock
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +27,7 @@ from profiler.observe.both_branches import sees_both_branches
 from profiler.observe.source_place import Place, place_now
 from profiler.observe.standing_in import standing_in
 from profiler.observe.without_data import without_data
+from profiler.torch_private import COMPILING_FLAG, EXPORTING_FLAG, EXTENT_FIXED, schema_of, storage_of
 
 
 class BatchQuestions:
@@ -68,9 +68,9 @@ class BatchQuestions:
             number: int = convert(extent)  # type: ignore[no-untyped-call]
             return number
 
-        replace = ShapeEnv._set_replacement
+        replace = EXTENT_FIXED.original
 
-        def replaced(environment: ShapeEnv, symbol: sympy.Symbol, value: sympy.Expr, reason: str) -> None:
+        def replaced(environment: Any, symbol: sympy.Symbol, value: sympy.Expr, reason: str) -> None:
             if value.is_number and (place := place_now(self.model)).modules:
                 self.numbers.append(place)
             replace(environment, symbol, value, reason)
@@ -78,7 +78,7 @@ class BatchQuestions:
         with (
             mock.patch.object(torch.SymBool, "__bool__", asked),
             mock.patch.object(torch.SymInt, "__int__", converted),
-            mock.patch.object(ShapeEnv, "_set_replacement", replaced),
+            EXTENT_FIXED.replaced_by(replaced),
         ):
             yield
 
@@ -120,12 +120,12 @@ class _ValueNumbers(TorchDispatchMode):
     def name(self, tensor: Tensor, number: str) -> None:
         """Give a value from outside a number."""
         self._alive.append(tensor)
-        self._memory[_storage(tensor)] = (0, number)
+        self._memory[storage_of(tensor)] = (0, number)
         self._values[_place(tensor)] = (0, number)
 
     def number(self, tensor: Tensor) -> str:
         """The number of a tensor's present value."""
-        version, whole = self._memory.get(_storage(tensor), (0, "made of nothing"))
+        version, whole = self._memory.get(storage_of(tensor), (0, "made of nothing"))
         known = self._values.get(_place(tensor))
         if known is not None and known[0] == version:
             return known[1]
@@ -139,16 +139,16 @@ class _ValueNumbers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._random += 1
         own = _hash(str(func), str(tree), self._random if torch.Tag.nondeterministic_seeded in func.tags else 0, *read)
-        given = {_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        given = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         out = func(*args, **(kwargs or {}))
         for position, value in enumerate(pytree.tree_leaves(out)):
             if not isinstance(value, Tensor):
                 continue
             self._alive.append(value)
-            storage = _storage(value)
+            storage = storage_of(value)
             if storage not in given:
                 self._memory[storage] = (0, _hash(own, position))
-            elif func._schema.is_mutable:
+            elif schema_of(func).is_mutable:
                 self._memory[storage] = (self._memory.get(storage, (0, ""))[0] + 1, _hash(own, position))
             passes = func.overloadpacket in _NOTHING and value.shape == args[0].shape
             self._values[_place(value)] = (
@@ -158,14 +158,10 @@ class _ValueNumbers(TorchDispatchMode):
         return out
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _place(tensor: Tensor) -> tuple[int, Any, Any, Any]:
     shape = tuple(map(int, tensor.shape))
     strides = tuple(int(s) for s, extent in zip(tensor.stride(), shape, strict=True) if extent != 1)
-    return _storage(tensor), int(tensor.storage_offset()), shape, strides
+    return storage_of(tensor), int(tensor.storage_offset()), shape, strides
 
 
 def _hash(*parts: Any) -> str:
@@ -182,9 +178,15 @@ def _numbers_of_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     _name_inputs(numbers, given)
     for name, fake in fakes.items():
         numbers.name(fake, name)
-    exporting = [mock.patch.object(torch.compiler, f"_is_{what}_flag", True) for what in ("exporting", "compiling")]
     try:
-        with mode, exporting[0], exporting[1], numbers, torch.enable_grad(), standing_in(model, fakes):
+        with (
+            mode,
+            EXPORTING_FLAG.replaced_by(True),
+            COMPILING_FLAG.replaced_by(True),
+            numbers,
+            torch.enable_grad(),
+            standing_in(model, fakes),
+        ):
             output = model(*given[0], **given[1])
     except Exception:  # a batch of one sample is nothing for this model
         return None

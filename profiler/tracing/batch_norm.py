@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from profiler.machine.backend import HOST
 from profiler.tracing.writes import moves_statistics
 
 WHOLE_MOMENTUM = 1.0  # running = (1 - momentum) * running + momentum * batch: the scratch buffer becomes the batch's
@@ -43,7 +44,7 @@ class BatchStatistics:
 
 
 def take_out_counters(graph: fx.Graph) -> set[str]:
-    """Remove the counting of batches beside batch normalizations; returns the names of the counters."""
+    """Remove the counting of batches that goes with batch normalizations; returns the names of the counters."""
     counters = set()
     for node in list(graph.nodes):
         if moves_statistics(node):
@@ -86,7 +87,7 @@ def elements_per_channel(values: Tensor) -> Tensor:
     count = values.numel() // values.shape[1]
     if count == 1:
         raise ValueError(f"batch normalization of values of shape {list(values.shape)}: one per channel, 2 are needed")
-    return torch.tensor(count, dtype=torch.float64, device="cpu")
+    return torch.tensor(count, dtype=torch.float64, device=HOST)
 
 
 def combined(means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

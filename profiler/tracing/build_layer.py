@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, fx
 
 from profiler.errors import NotTraceableError
+from profiler.torch_private import OpOverload, is_view, storage_of
 from profiler.tracing.batch_norm import BatchStatistics, use_scratch_buffers
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
 from profiler.tracing.sequence import Layer
 from profiler.tracing.writes import moves_statistics
 
-BATCH = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
+MICRO_BATCH_SIZE = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
 
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -33,8 +34,8 @@ Function = Callable[..., tuple[Any, ...]]
 class Compiler:
     """Compiles graphs, those of the same operations to one function.
 
-    Not for the time that compiling takes alone: code that runs again and again stays in the processor's caches, where
-    code of each layer's own is fetched anew beside large kernels, for 6 us a layer. [measured]
+    Not for the time that compiling takes alone: code that runs many times stays in the processor's caches, where
+    code of each layer's own is fetched anew where kernels are large, for 6 us a layer. [measured]
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ def build_layer(
     Args:
         index: of the layer.
         nodes: its operations in order; a stage may have none in evaluation.
-        leaving: those of its nodes whose values are alive behind it.
+        leaving: those of its nodes whose values are alive after it.
         facts: of every node of the graph.
         root: where `get_attr` targets resolve.
         counters: names of batch counters that were taken out of the graph.
@@ -142,8 +143,8 @@ def build_layer(
 
 def apart_from(value: Tensor, *others: Tensor) -> Tensor:
     """The value in memory that none of the others has: a copy if it shares theirs."""
-    own = value.untyped_storage()._cdata
-    return value.clone() if any(other.untyped_storage()._cdata == own for other in others) else value
+    own = storage_of(value)
+    return value.clone() if any(storage_of(other) == own for other in others) else value
 
 
 def no_view(value: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ def no_view(value: Tensor) -> Tensor:
     A write to a view goes into the history of its base, and gradients of readers before and after the write are summed
     there in an order of its own. A stage writes a copy of what it receives, which is no view; so nothing else is one.
     """
-    return value.clone() if value._is_view() else value
+    return value.clone() if is_view(value) else value
 
 
 def build_function(
@@ -279,7 +280,7 @@ def attribute(root: torch.nn.Module, path: str) -> Any:
 
 def operation_name(node: fx.Node) -> str:
     """`aten.linear.default`, `getitem`: what people call an operation."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))
 
@@ -304,16 +305,16 @@ def _layer_name(nodes: Sequence[fx.Node]) -> str:
 
 
 def symbolic_shape(value: Tensor) -> tuple[Any, ...]:
-    """Shape with every dynamic extent as an expression of the micro-batch size `BATCH`."""
+    """Shape with every dynamic extent as an expression of the micro-batch size `MICRO_BATCH_SIZE`."""
     return tuple(symbolic(extent) for extent in value.shape)
 
 
 def symbolic(extent: int | torch.SymInt) -> Any:
-    """An extent as an int, or as an expression of `BATCH`."""
+    """An extent as an int, or as an expression of `MICRO_BATCH_SIZE`."""
     if not isinstance(extent, torch.SymInt):
         return int(extent)
     expression = extent.node.expr
-    return expression.subs(dict.fromkeys(expression.free_symbols, BATCH))
+    return expression.subs(dict.fromkeys(expression.free_symbols, MICRO_BATCH_SIZE))
 
 
 def _signature(

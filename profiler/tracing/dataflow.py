@@ -50,7 +50,7 @@ def skip_values(sequence: LayerSequence, sizes: Iterable[int]) -> tuple[SkipValu
 
 
 def travel_frame(sequence: LayerSequence) -> pandas.DataFrame:
-    """One row for each boundary and value that is read behind it, see `LayerSequence.travel_frame`."""
+    """One row for each boundary and value that is read after it, see `LayerSequence.travel_frame`."""
     import pandas
 
     rows = []
@@ -83,7 +83,7 @@ def _described(sequence: LayerSequence, value: BoundaryValue) -> dict[str, Any]:
 def dataflow(sequence: LayerSequence) -> networkx.MultiDiGraph[int]:
     """Layers as nodes (`name`), values that cross boundaries as edges (`value`, `bytes`) to each of their readers.
 
-    The model's output is the node behind the last layer.
+    The model's output is the node after the last layer.
     """
     import networkx
 
@@ -103,7 +103,7 @@ def dataflow(sequence: LayerSequence) -> networkx.MultiDiGraph[int]:
 
 
 def plot_dataflow(sequence: LayerSequence, axes: Axes | None = None) -> Axes:
-    """Draw `dataflow`: layers from top to bottom, skips as arcs, bytes beside the edges."""
+    """Draw `dataflow`: layers from top to bottom, skips as arcs, bytes next to the edges."""
     import networkx
     from matplotlib import pyplot
 

@@ -20,17 +20,16 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from profiler.errors import ArgumentError, NotTraceableError
-from profiler.machine.backend import backend_of
+from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.python_state import attributes_after_call, attributes_of, changed_names, put_back
 from profiler.observe.source_place import explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
-from profiler.opaque.tracing import OpaqueCalls
+from profiler.opaque.module_tracing import OpaqueCalls
 from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.torch_private import CAUSAL_MASK_TEST, depends_on_data, lazy_graph_modules, parsed_move
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
 from profiler.tracing.sample import TRACED_BATCH_SIZE_AT_LEAST, call_of, example_call, torch_dtype
@@ -88,11 +87,11 @@ def export_graph(
         changed = changed_names(before, between)
         if changed:  # harmless if a second call computes the same and leaves the same behind: a cache
             put_back(between, changed)  # export itself takes some of them back
-            again, *_ = _exported(model, spec, training, dynamic, called_as_is)
+            second, *_ = _exported(model, spec, training, dynamic, called_as_is)
     if changed:
         after = calls[-1]
         lasting = [name for name in after if name in between and after[name].plain != between[name].plain]
-        same = graph_text(module) == graph_text(again)
+        same = graph_text(module) == graph_text(second)
         if lasting or not same:
             put_back(before, lasting or changed)
             _refuse_changes((lasting or changed)[0])
@@ -107,7 +106,7 @@ def _exported(
     model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called_as_is: Sequence[str]
 ) -> tuple[Any, ExportedProgram, BatchQuestions]:
     """The graph of one call of the model, as a module with the model's own parameters, and what it asked meanwhile."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device_of_first(model.parameters())
     size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST) if dynamic else spec.batch_size
     call = example_call(spec, size, device)
     with mode_of(model, training), _spelled_out(model, call.kwargs):
@@ -123,9 +122,9 @@ def _exported(
                 calls.in_place(),
                 functions.in_place(),
                 questions.watched(),
-                mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
+                CAUSAL_MASK_TEST.replaced_by(_is_causal),
                 mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
-                _use_lazy_graph_module(True),  # export's passes make graphs over and over, and run none of them
+                lazy_graph_modules(),
             ):
                 program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
                 module = program.module()
@@ -161,7 +160,7 @@ _move = nn.Module.to
 
 def _moved_if_elsewhere(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """`module.to(...)` where it changes something; tracing knows no other parameters in the place of these."""
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, memory_format = parsed_move(*args, **kwargs)
     held = (*module.parameters(), *module.buffers())
     same_dtype = dtype is None or all(t.dtype == dtype for t in held if t.is_floating_point() or t.is_complex())
     same_device = device is None or all(tensor.device == device for tensor in held)
@@ -234,7 +233,8 @@ def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
 def _spelled_out(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Within, the signature of forward names each keyword that its `**kwargs` would take.
 
-    Export gives arguments under `**kwargs` no dynamic dimension: it looks for their shapes under two names.
+    Export gives arguments under `**kwargs` no dynamic dimension: it looks for their shapes under two names (torch 2.11
+    to 2.13; github.com/pytorch/pytorch/issues/164313).
     """
     forward, own = model.forward, model.__dict__.get("forward")
     signature = inspect.signature(forward)
@@ -292,7 +292,7 @@ def _quiet() -> Iterator[None]:
 def _refuse_limited_batches(program: ExportedProgram, questions: BatchQuestions) -> None:
     """A forward pass that branches on the batch size is right for some micro-batch sizes only."""
     for symbol, extents in program.range_constraints.items():
-        if symbol_is_type(symbol, SymT.UNBACKED_INT):  # an extent that depends on data
+        if depends_on_data(symbol):
             continue
         lower, upper = extents.lower, extents.upper
         if lower > TRACED_BATCH_SIZE_AT_LEAST or (upper.is_finite and upper < LARGEST_BATCH_SIZE):
@@ -346,7 +346,7 @@ def _return_own_values(graph: fx.Graph) -> None:
 
 
 def _read_extents_from_inputs(graph: fx.Graph, inputs: list[fx.Node]) -> None:
-    """Let `sym_size` ask the inputs, which every stage has, instead of values on the way."""
+    """Let `sym_size` ask the inputs, which every stage has, instead of values in between."""
     sources: dict[Any, tuple[fx.Node, int]] = {}
     for node in inputs:
         for dim, extent in enumerate(node.meta["val"].shape):

@@ -1,4 +1,4 @@
-"""The ways to a graph, in order: the first that serves is taken, and why the others did not is told.
+"""The front ends that make a graph, in order: the first that serves is taken, and why the others did not is told.
 
 1. `torch.export` with a dynamic batch: one graph for every micro-batch size.
 2. `torch.export` with static shapes: a graph for micro-batches of exactly as many samples as the sample has.

@@ -16,12 +16,14 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
+from profiler.machine.backend import device_of_first
 from profiler.observe.flops import FlopCounter
 from profiler.observe.source_place import keep_together_advice, place_of_node
 from profiler.observe.without_data import without_data
 from profiler.opaque.call import OpaqueCall
-from profiler.opaque.tracing import opaque_calls_of
+from profiler.opaque.module_tracing import opaque_calls_of
 from profiler.sample_spec import SampleSpec
+from profiler.torch_private import is_inside_function_transform, storage_of
 from profiler.tracing.export import TracedGraph, autocasting, module_stack
 from profiler.tracing.sample import example_call, tensor_leaves
 from profiler.tracing.writes import moves_statistics, written_arguments
@@ -35,7 +37,7 @@ class NodeFacts:
         flops: multiply-adds counted as two, as `torch.utils.flop_counter` does.
         written_bytes: bytes of the storages that it fills, views not counted: a measure of memory traffic.
         value_bytes: bytes of its value if it is one tensor, as it would be sent (contiguous).
-        storage: identity of the storage behind its value; None if the value is not one tensor.
+        storage: identity of the storage of its value; None if the value is not one tensor.
         is_tensor: whether its value is one tensor.
         dim_order: its dimensions from the outermost to the innermost in memory; None if its elements do not fill their
             memory without gaps and overlaps (a slice, an expanded tensor).
@@ -69,7 +71,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     Returns:
         The facts of every node but the output.
     """
-    device = next((parameter.device for parameter in traced.module.parameters()), torch.device("cpu"))
+    device = device_of_first(traced.module.parameters())
     mode, emptied = without_data((*traced.module.parameters(), *traced.module.buffers()))
     with mode:
         call = example_call(spec, spec.batch_size, device)
@@ -145,7 +147,7 @@ def _apart(facts: Mapping[fx.Node, NodeFacts]) -> dict[fx.Node, tuple[fx.Node, .
 
 def _refuse_wrapped(node: fx.Node, value: Any) -> None:
     """Inside a function transform (`torch.vmap`, `torch.func.grad`) a value is no tensor that a layer could return."""
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in _tensors(value)):
+    if any(is_inside_function_transform(tensor) for tensor in _tensors(value)):
         place = place_of_node(node)
         raise NotTraceableError(
             f"cannot trace the model: in {place}: the forward pass transforms functions (torch.vmap, torch.func), "
@@ -172,11 +174,11 @@ def _refuse_shared_writes(graph: fx.Graph, values: Mapping[fx.Node, Any], facts:
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     if not any(isinstance(node.target, OpaqueCall) for node in nodes):
         return
-    read = [{_storage(t) for source in node.all_input_nodes for t in _tensors(values[source])} for node in nodes]
+    read = [{storage_of(t) for source in node.all_input_nodes for t in _tensors(values[source])} for node in nodes]
     for position, node in enumerate(nodes):
         if not isinstance(node.target, OpaqueCall):
             continue
-        shared = {_storage(t) for t in (*_tensors(values[node]), *_taken(node, values))}
+        shared = {storage_of(t) for t in (*_tensors(values[node]), *_taken(node, values))}
         for later in range(position + 1, len(nodes)):
             written = facts[nodes[later]].writes & shared
             if any((shared - written) & storages for storages in (read[later + 1 :] if written else ())):
@@ -221,16 +223,16 @@ def _facts(node: fx.Node, values: dict[fx.Node, Any], counter: FlopCounter) -> N
     value = values[node]
     single = isinstance(value, Tensor)
     arguments = pytree.tree_leaves([values[argument] for argument in node.all_input_nodes])
-    before = {_storage(item) for item in arguments if isinstance(item, Tensor)}
+    before = {storage_of(item) for item in arguments if isinstance(item, Tensor)}
     produced = [item for item in pytree.tree_leaves(value) if isinstance(item, Tensor)]
-    writes = {_storage(values[argument]) for argument in written_arguments(node)}
+    writes = {storage_of(values[argument]) for argument in written_arguments(node)}
     if moves_statistics(node):
-        writes |= {_storage(values[argument]) for argument in node.args[3:5] if isinstance(argument, fx.Node)}
+        writes |= {storage_of(values[argument]) for argument in node.args[3:5] if isinstance(argument, fx.Node)}
     return NodeFacts(
         flops=counter.flops,
-        written_bytes=sum(item.nbytes for item in produced if _storage(item) not in before),
+        written_bytes=sum(item.nbytes for item in produced if storage_of(item) not in before),
         value_bytes=value.nbytes if single else 0,
-        storage=_storage(value) if single else None,
+        storage=storage_of(value) if single else None,
         is_tensor=single,
         dim_order=_dim_order(value) if single else None,
         requires_grad=any(item.requires_grad for item in produced),
@@ -248,7 +250,3 @@ def _dim_order(value: Tensor) -> tuple[int, ...] | None:
             return None
         expected *= max(value.shape[dim], 1)
     return order
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import torch
 from torch import fx, nn
 
+from profiler.torch_private import HigherOrderOperator
 from profiler.tracing.build_layer import attribute
 from profiler.tracing.node_facts import NodeFacts
 
-# A value is computed again where it is needed if that takes fewer FLOPs than this per byte that would be sent.
+# A value is recomputed where it is needed if that takes fewer FLOPs than this per byte that would be sent.
 # Compute outruns a link between devices by far more (H100: 67 TFLOP/s in float32 against 0.45 TB/s of NVLink, 150).
 FLOPS_PER_BYTE_AT_MOST = 16
 
@@ -38,7 +38,7 @@ def prelude_nodes(
         if node.op != "call_function":
             continue
         fact = facts[node]
-        plain = not isinstance(node.target, torch._ops.HigherOrderOperator)
+        plain = not isinstance(node.target, HigherOrderOperator)
         cheap = fact.flops <= FLOPS_PER_BYTE_AT_MOST * max(fact.value_bytes, 1)
         own = not fact.writes and fact.storage not in written and not fact.draws_random and not fact.requires_grad
         if (

@@ -18,7 +18,6 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from profiler.errors import NotTraceableError
@@ -30,6 +29,16 @@ from profiler.observe.source_place import (
     place_of_call,
     place_of_node,
     setting_advice,
+)
+from profiler.torch_private import (
+    BACKWARD_PASS,
+    INFERENCE_MODE,
+    SAVED_TENSORS_HOOKS,
+    HigherOrderOperator,
+    OpOverload,
+    has_backward_hooks,
+    has_backward_hooks_of_all_modules,
+    schema_of,
 )
 from profiler.tracing.writes import moves_statistics, written_arguments
 
@@ -80,26 +89,26 @@ def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
     make_handle = RemovableHandle.__init__
 
     def made_handle(handle: RemovableHandle, *args: Any, **kwargs: Any) -> None:
-        way = sys._getframe(1).f_code.co_name
-        if _TRACING.get() and not any(kind in way for kind in _HOOKS_OF_THE_FORWARD_PASS):
+        caller = sys._getframe(1).f_code.co_name
+        if _TRACING.get() and not any(kind in caller for kind in _HOOKS_OF_THE_FORWARD_PASS):
             refuse("registers a hook on a gradient")
         make_handle(handle, *args, **kwargs)
 
-    push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+    push_hooks = SAVED_TENSORS_HOOKS.original
 
     def pushed_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         if _TRACING.get() and not str(getattr(pack, "__module__", "")).startswith("torch."):
             refuse("has hooks on tensors saved for the backward pass (saved_tensors_hooks)")
         push_hooks(pack, unpack)
 
-    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    run_backward = BACKWARD_PASS.original
 
     def ran_backward(*args: Any, **kwargs: Any) -> Any:
         if _TRACING.get():
             refuse("runs a backward pass (torch.autograd.grad, backward)")
         return run_backward(*args, **kwargs)
 
-    inference_mode = torch._C._InferenceMode
+    inference_mode = INFERENCE_MODE.original
 
     def region(enabled: bool) -> Any:
         """A graph holds regions without gradient, and none of inference mode; what they compute is the same."""
@@ -107,9 +116,9 @@ def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
 
     with (
         mock.patch.object(RemovableHandle, "__init__", made_handle),
-        mock.patch.object(torch._C._autograd, "_push_saved_tensors_default_hooks", pushed_hooks),
-        mock.patch.object(torch.autograd, "_engine_run_backward", ran_backward),
-        mock.patch.object(torch._C, "_InferenceMode", region),
+        SAVED_TENSORS_HOOKS.replaced_by(pushed_hooks),
+        BACKWARD_PASS.replaced_by(ran_backward),
+        INFERENCE_MODE.replaced_by(region),
     ):
         yield
 
@@ -139,17 +148,13 @@ def _noted_draws(model: nn.Module) -> Iterator[list[Place]]:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+    if has_backward_hooks_of_all_modules():
         raise NotTraceableError(
             "cannot trace the model: there is a backward hook of all modules (register_module_full_backward_hook), "
             "which a graph would lose; remove it before planning"
         )
-    owners = [name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
-    owners += [
-        name
-        for name, parameter in model.named_parameters()
-        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    ]
+    owners = [name or "the model" for name, module in model.named_modules() if has_backward_hooks(module)]
+    owners += [name for name, parameter in model.named_parameters() if has_backward_hooks(parameter)]
     if owners:
         raise NotTraceableError(
             f"cannot trace the model: {owners[0]!r} has a backward hook, which a graph would lose; remove it before "
@@ -164,7 +169,7 @@ def refuse_hidden_writes(graph: fx.Graph, root: fx.GraphModule) -> None:
         NotTraceableError: naming the operation.
     """
     for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        if not isinstance(node.target, HigherOrderOperator):
             continue
         for source in node.all_input_nodes:
             region = getattr(root, str(source.target), None) if source.op == "get_attr" else None
@@ -196,9 +201,9 @@ def refuse_own_generators(root: fx.GraphModule) -> None:
 
 
 def _given_generator(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(schema_of(node.target).arguments):
         if "Generator" in str(argument.type):
             return (node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)) is not None
     return False
@@ -212,7 +217,7 @@ def _written_from_outside(region: fx.GraphModule) -> fx.Node | None:
         for argument in written_arguments(node):
             base = argument
             while base.op == "call_function" and base.args and isinstance(base.args[0], fx.Node):
-                if not isinstance(base.target, torch._ops.OpOverload) or not _aliases(base.target):
+                if not isinstance(base.target, OpOverload) or not _aliases(base.target):
                     break
                 base = base.args[0]
             if base.op == "placeholder":
@@ -220,6 +225,6 @@ def _written_from_outside(region: fx.GraphModule) -> fx.Node | None:
     return None
 
 
-def _aliases(operation: torch._ops.OpOverload) -> bool:
+def _aliases(operation: OpOverload) -> bool:
     """Whether the result shares memory with the first argument."""
-    return any(result.alias_info is not None for result in operation._schema.returns)
+    return any(result.alias_info is not None for result in schema_of(operation).returns)

@@ -106,14 +106,14 @@ def _describe_leaf(leaf: Any, dim: int | None, batch_size: int) -> TensorLeaf | 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Arguments:
     """Arguments of one call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def example_call(spec: SampleSpec, batch_size: int, device: torch.device) -> Call:
+def example_call(spec: SampleSpec, batch_size: int, device: torch.device) -> Arguments:
     """Arguments of the described kind, filled with zeros.
 
     Args:
@@ -133,10 +133,10 @@ def example_call(spec: SampleSpec, batch_size: int, device: torch.device) -> Cal
     return call_of(spec, leaves)
 
 
-def call_of(spec: SampleSpec, leaves: Iterable[Any]) -> Call:
+def call_of(spec: SampleSpec, leaves: Iterable[Any]) -> Arguments:
     """Arguments of the described structure with other leaves."""
     args, kwargs = pytree.tree_unflatten(leaves, _structure(spec.tree))
-    return Call(args, kwargs)
+    return Arguments(args, kwargs)
 
 
 def torch_dtype(name: str) -> torch.dtype:

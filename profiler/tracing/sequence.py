@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from profiler.machine.backend import device_of_first
 from profiler.sample_spec import FrontEnd, SampleSpec
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.retarget import function_on
@@ -189,7 +190,7 @@ class LayerSequence:
     @property
     def device(self) -> torch.device:
         """Where the model was when it was traced."""
-        return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
+        return device_of_first(self.parameters.values())
 
     def on(self, device: torch.device) -> LayerSequence:
         """The same layers, compiled to run on another device; parameters and buffers stay where they are."""
@@ -219,7 +220,7 @@ class LayerSequence:
         )
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a layer: name, operations, parameter elements, FLOPs, and bytes that cross the boundary behind it."""
+        """One row a layer: name, operations, parameter elements, FLOPs, and bytes that cross the boundary after it."""
         import pandas
 
         size = self.sample.batch_size
@@ -238,9 +239,9 @@ class LayerSequence:
         )
 
     def travel_frame(self) -> pandas.DataFrame:
-        """What travels and why: one row for each boundary and value that is read behind it.
+        """What travels and why: one row for each boundary and value that is read after it.
 
-        Columns: the boundary (number of the layer behind it), value, dtype, symbolic shape, bytes at the sample's batch
+        Columns: the boundary (number of the layer after it), value, dtype, symbolic shape, bytes at the sample's batch
         size, name of the layer that computes it, names of the layers that read it, requires_grad, and the reason: it is
         sent, or each stage computes it or has it as an input.
         """

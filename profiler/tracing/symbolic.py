@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx._symbolic_trace import PH
 
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import BACKENDS
@@ -21,6 +20,7 @@ from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import place_now, place_of
 from profiler.opaque.custom_function_tracing import functions_noticed
 from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.torch_private import PH
 from profiler.tracing.refusals import refused
 from profiler.tracing.sample import call_of
 

@@ -47,7 +47,7 @@ from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelu
 def _without_collection() -> Iterator[None]:
     """Within, no garbage is collected: a trace makes millions of objects that live as long as it does.
 
-    To go through them again and again would take a time that grows faster than the model.
+    To go through them many times would take a time that grows faster than the model.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -193,12 +193,12 @@ def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec) -
     served = graph_of(model, _as_traced(sample, sequence))
     counters = take_out_counters(served.graph.module.graph)
     nodes = _operations(served.graph)
-    planned, again = sequence.operations, tuple(operation_name(node) for node in nodes)
-    if planned != again:
-        same = next((i for i, (a, b) in enumerate(zip(planned, again, strict=False)) if a != b), len(planned))
+    planned, found = sequence.operations, tuple(operation_name(node) for node in nodes)
+    if planned != found:
+        same = next((i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), len(planned))
         place = source_line(nodes[min(same, len(nodes) - 1)])
         raise NotTraceableError(
-            f"the model computes something else for inputs of these shapes: {len(again)} operations, {len(planned)} as "
+            f"the model computes something else for inputs of these shapes: {len(found)} operations, {len(planned)} as "
             f"planned, from {place or 'the end'} on; pad the batch to the planned shape, or plan for this one"
         )
     prelude = {nodes[position] for position in sequence.prelude_positions}

@@ -7,15 +7,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from profiler.opaque.call import OpaqueCall
+from profiler.torch_private import HigherOrderOperator, OpOverload, schema_of
 
 
 def may_write(node: fx.Node) -> bool:
     """Whether running the node can change a tensor that existed before, as far as its schema tells."""
     if isinstance(node.target, OpaqueCall):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable or moves_statistics(node)
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    if isinstance(node.target, OpOverload):
+        return schema_of(node.target).is_mutable or moves_statistics(node)
+    return isinstance(node.target, HigherOrderOperator)
 
 
 def moves_statistics(node: fx.Node) -> bool:
@@ -30,10 +31,10 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The argument nodes that the node writes in place, by its schema."""
     if isinstance(node.target, OpaqueCall):
         return [item for i in node.target.written_positions() if isinstance(item := node.args[i], fx.Node)]
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return []
     written: list[fx.Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(schema_of(node.target).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)

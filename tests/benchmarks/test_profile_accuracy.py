@@ -24,7 +24,7 @@ from profiler.left_out_sizes import Refusals
 from profiler.machine.allocator import keep_freed_memory
 from profiler.memory.in_stage import layer_memory
 from profiler.run.inputs import micro_batch, real_runner, resized_target
-from profiler.run.layer_runner import LayerRunner, Stage
+from profiler.run.layer_runner import LayerRunner, Uncut
 from profiler.run.parameter_shelf import Shelf
 from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import collecting_no_garbage, computing_with
@@ -61,7 +61,7 @@ class Stages:
         for size in RUN:
             for count in (2, 4):
                 bounds = [len(self.sequence) * part // count for part in range(count + 1)]
-                stages = [self.runners[size].stage(first, stop) for first, stop in pairwise(bounds)]
+                stages = [self.runners[size].uncut(first, stop) for first, stop in pairwise(bounds)]
                 with collecting_no_garbage():
                     runs = [_run(self.runners[size], stages) for _ in range(RUNS)][1:]
                 for index, (first, stop) in enumerate(pairwise(bounds)):
@@ -83,14 +83,14 @@ def _sum(layers: Sequence[LayerTiming]) -> Pair:
     return sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
 
 
-def _run(runner: LayerRunner, stages: list[Stage]) -> list[Pair]:
+def _run(runner: LayerRunner, stages: list[Uncut]) -> list[Pair]:
     """Seconds of the stages' forward and backward passes on one micro-batch."""
     values: dict[str, Tensor] = {}
     kept, forward, backward = [], [], []
     for stage in stages:
         leaves = leaves_of(values, stage.function.entering)
         begun = time.perf_counter()
-        leaving = runner.run_stage(stage, leaves)
+        leaving = runner.run_uncut(stage, leaves)
         kept.append(Pass(leaves, roots_of(leaving)))
         forward.append(time.perf_counter() - begun)
         values = {name: value.detach() for name, value in leaving.items()}

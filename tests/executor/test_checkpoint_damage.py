@@ -10,7 +10,7 @@ import torch
 
 from executor import Pipeline, checkpoint, launch
 from executor.checkpoint import Stateful, load_checkpoint, save_checkpoint
-from executor.checkpoints.files import MANIFEST, TRAINING, unreadable
+from executor.checkpoints.manifest import MANIFEST, TRAINING, unreadable
 from executor.checkpoints.tensors import StoredTensor
 from planner import ExecutionError, Plan
 from profiler import trace

@@ -18,7 +18,7 @@ import torch
 
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from executor.checkpoints import lock as checkpoint_lock
-from executor.checkpoints.files import Manifest
+from executor.checkpoints.manifest import Manifest
 from planner import ArgumentError, ExecutionError, Plan
 from tests.executor.rich_training import Training, plans_of, same
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from executor.checkpoints import tensors as checkpoint_tensors
-from executor.checkpoints.files import MANIFEST, METADATA, TRAINING, Manifest, sums_of
+from executor.checkpoints.manifest import MANIFEST, METADATA, TRAINING, Manifest, sums_of
 from executor.checkpoints.tensors import stored_tensors
 from planner import ExecutionError, Plan
 from tests.executor.rich_training import Training, plans_of, same

@@ -1,5 +1,7 @@
 """Digests tell data apart by their values, and by nothing else."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor.watch.contents import EVERY, LOOKED_AT, Contents, digest_of
+from profiler.machine.backend import BACKENDS
+from profiler.machine.cpu import Cpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.int64, torch.complex64]
 
@@ -88,6 +92,30 @@ def test_rank_0_judges_also_of_calls_that_it_makes_later() -> None:
     for _ in range(EVERY):
         behind.note(1, same)
     assert behind.difference() is not None
+
+
+def test_what_has_not_arrived_on_the_host_waits_in_the_order_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device with a queue copies arrive later; a digest of memory that is not filled yet would accuse somebody."""
+    arrived: list[bool] = []
+
+    class Queued(Cpu):
+        def to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+            position = len(arrived)
+            arrived.append(False)
+            return tensor.clone(), lambda: arrived[position]
+
+    monkeypatch.setitem(BACKENDS, "cpu", Queued())
+    contents = contents_of(0, [torch.ones(3), torch.zeros(3)])
+    assert contents.latest() is None
+    arrived[:] = [False, True]
+    contents.note(2, torch.ones(3))
+    assert contents.latest() is None  # the first call's is not there
+    arrived[:] = [True, True]
+    for _ in range(EVERY):
+        contents.note(3, torch.ones(3))
+    latest = contents.latest()
+    assert latest is not None
+    assert latest[0] == 1
 
 
 @pytest.mark.parametrize("elements", [1, 63, 64, 65, 650])

@@ -75,7 +75,7 @@ def test_tied_gradients_are_added_in_layer_order() -> None:
 def test_a_message_in_one_process_reaches_its_other_end_once() -> None:
     transport = InProcess()
     form = MessageForm([TensorSpec((2,), (0,), torch.float32)], CPU)
-    send, receive = (Transfer(Action.parse(text), form, CPU, way=2) for text in ("0SEND_F3", "1RECV_F3"))
+    send, receive = (Transfer(Action.parse(text), form, CPU, channel=2) for text in ("0SEND_F3", "1RECV_F3"))
     transport.send(send, [torch.ones(2)])
     assert transport.receive(receive)[0].tolist() == [1.0, 1.0]
     with pytest.raises(KeyError):
@@ -144,4 +144,4 @@ def test_calls_of_known_kinds_wait_for_nobody() -> None:
 @pytest.mark.parametrize(("numbers", "expected"), [(1, 1024), (AHEAD_BYTES // 40, 10), (AHEAD_BYTES, 2), (0, 1024)])
 def test_many_short_messages_and_few_long_ones_are_under_way(numbers: int, expected: int) -> None:
     form = MessageForm([TensorSpec((numbers,), (0,), torch.float32)], CPU)
-    assert Transfer(Action.parse("1RECV_B3"), form, CPU, way=3).ahead == expected
+    assert Transfer(Action.parse("1RECV_B3"), form, CPU, channel=3).ahead == expected

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.connect.mesh import Message
+from executor.connect.mesh import Notice
 from executor.watch import accusation as blame
 from executor.watch import watch as watching
 from executor.watch.position import Phase
@@ -20,7 +20,7 @@ from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from tests.executor.fault_trials import free_port, plan_of
 
-ENDED: list[tuple[int, Message | None]] = [(2, {"finished": 0}), (2, None)]  # rank 2 without a call
+ENDED: list[tuple[int, Notice | None]] = [(2, {"finished": 0}), (2, None)]  # rank 2 without a call
 ECHO = "Connection closed by peer"  # what a wait of gloo raises then
 
 
@@ -31,13 +31,13 @@ class Posted:
     closing = False
 
     def __init__(self) -> None:
-        self.causes: list[Message] = []
+        self.causes: list[Notice] = []
         self._end = threading.Event()
 
-    def post(self, message: Message, *, droppable: bool = False) -> None:
+    def post(self, message: Notice, *, droppable: bool = False) -> None:
         self.causes += [message["cause"]] if "cause" in message else []
 
-    def poll(self, timeout_s: float) -> list[tuple[int, Message | None]]:
+    def poll(self, timeout_s: float) -> list[tuple[int, Notice | None]]:
         self._end.wait()
         return []
 
@@ -110,7 +110,7 @@ def test_its_own_failure_is_a_cause_like_any_other(mesh: Posted, monkeypatch: py
     """The watching thread ended in silence: nobody noticed from then on that a rank was gone or stuck."""
     watched = threading.Event()
 
-    def broken(_: float) -> list[tuple[int, Message | None]]:
+    def broken(_: float) -> list[tuple[int, Notice | None]]:
         watched.wait()
         raise OSError("somebody has closed the descriptor")
 

@@ -5,7 +5,9 @@ import torch
 
 from profiler.device import Device
 from profiler.errors import ArgumentError
-from profiler.machine.backend import BACKENDS, Cpu, Cuda, backend_of, process_groups
+from profiler.machine.backend import BACKENDS, backend_of, ends_by_abort, process_groups
+from profiler.machine.cpu import Cpu
+from profiler.machine.cuda import Cuda
 from profiler.machine.local import local_devices
 
 
@@ -30,6 +32,18 @@ def test_what_was_there_before_counts_while_watching() -> None:
     with backend_of("cpu").watching(torch.device("cpu"), [*held, held[0][:1]]) as found:
         torch.ones(1000).add(1)
     assert found.peak_bytes >= 2 * 2000 + 2 * 4000
+
+
+def test_what_lies_on_the_host_is_there_at_once() -> None:
+    tensor = torch.ones(3)
+    moved, has_arrived = backend_of("cpu").to_host(tensor)
+    assert moved is tensor
+    assert has_arrived()
+
+
+@pytest.mark.parametrize(("libraries", "ends"), [("gloo", False), ("nccl", True), ("cpu:gloo,cuda:nccl", True)])
+def test_waits_end_by_abort_where_a_library_lets_them(libraries: str, ends: bool) -> None:
+    assert ends_by_abort(libraries) is ends
 
 
 class Counting(Cpu):

@@ -10,7 +10,7 @@ from torch import nn
 from profiler import trace
 from profiler.memory import equal_layers
 from profiler.memory.in_stage import layer_memory
-from profiler.memory.one_layer import look_forward
+from profiler.memory.one_layer import observe_forward
 from profiler.run.inputs import fake_runner, micro_batch
 from tests.models.transformer import Translator
 from tests.models.unet import UNet
@@ -35,9 +35,9 @@ def test_sharing_changes_nothing(make: Callable[[], tuple[nn.Module, Any]], monk
 
     def counted(*args: Any) -> Any:
         runs.append(args)
-        return look_forward(*args)
+        return observe_forward(*args)
 
-    monkeypatch.setattr(equal_layers, "look_forward", counted)
+    monkeypatch.setattr(equal_layers, "observe_forward", counted)
     with fake_runner(sequence, inputs, **settings) as runner:
         expected = layer_memory(sequence, runner)
         assert len(runs) == len(sequence)

@@ -15,7 +15,7 @@ from profiler.run.layer_runner import Kept, LayerRunner, backward
 from profiler.run.parameter_shelf import Shelf
 from profiler.run.sampled_layers import windows
 from profiler.timing.optimizers import check_optimizer, optimizer_cost, optimizer_names
-from profiler.workload import Task
+from profiler.workload import Workload
 from tests.models.tracked import allocations
 
 Case = tuple[nn.Module, Any]
@@ -259,16 +259,16 @@ def test_memory_that_runs_out_leaves_sizes_out(
     make_case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
     model, x = make_case("dropout")
-    real, made = Task.micro_batch, count()
+    real, made = Workload.micro_batch, count()
 
-    def micro_batch(self: Task, size: int, place: torch.device) -> Any:
+    def micro_batch(self: Workload, size: int, place: torch.device) -> Any:
         if size == 2 and next(made) > 0:  # fake tensors fit, real ones do not
             raise RuntimeError(
                 f"[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: {says}: you tried to allocate 1 bytes"
             )
         return real(self, size, place)
 
-    monkeypatch.setattr(Task, "micro_batch", micro_batch)
+    monkeypatch.setattr(Workload, "micro_batch", micro_batch)
     with pytest.warns(UserWarning, match="no memory for micro-batches of 2 samples; they are left out"):
         assert {cost.micro_batch_size for cost in _quick(model, x, micro_batch_sizes=[1, 2]).costs} == {1}
     with (

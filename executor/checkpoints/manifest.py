@@ -3,8 +3,8 @@
     {"files": {"__0_0.distcp": {"crc32": 2774121409, "size_bytes": 10354}, ...}, "format": 2, "run": ..., "step": 100}
 
 Checksums find what disks, copies and people do to files (CRC-32: every run of up to 32 changed bits, and any other
-damage but one case in 4e9), and cost little beside reading [measured: 2.8 to 3.4 GB/s, SHA-256 1.6, BLAKE2b 0.9; one
-core of an AMD EPYC]. They do not find what a person does on purpose; so nothing that is read can make code run.
+damage but one case in 4e9), and cost little compared with reading [measured: 2.8 to 3.4 GB/s, SHA-256 1.6, BLAKE2b 0.9;
+one core of an AMD EPYC]. They do not find what a person does on purpose; so nothing that is read can make code run.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
+from profiler.machine.backend import device_of_first
 from profiler.opaque.call import Held, OpaqueCall, Slot
+from profiler.opaque.operators import LIBRARY, replace_operator
 from profiler.opaque.rehearsal import TakenTensor, rehearse
 
 _CALLS: ContextVar[OpaqueCalls | None] = ContextVar("opaque calls of the trace that is under way", default=None)
@@ -97,21 +99,12 @@ class OpaqueCalls:
         call = self._sites[site]
         inputs = tensors[len(tensors) - len(call.signature.inputs) :]
         size = call.size_of(inputs)
-        device = tensors[0].device if tensors else torch.device("cpu")
+        device = device_of_first(tensors)
         return [torch.empty(kind.shape_at(size), dtype=kind.dtype, device=device) for kind in call.signature.outputs]
 
     def put_into(self, root: fx.GraphModule) -> None:
         """Replace the operator by the calls, in the graph and in its regions."""
-        for module in root.modules():
-            if not isinstance(module, fx.GraphModule):
-                continue
-            made = module.graph.find_nodes(op="call_function", target=torch.ops.gpipe_autoplan.called_as_is.default)
-            for node in made:
-                tensors, numbers, site = node.args
-                node.target = self._sites[site]
-                node.args = (*tensors, *numbers)
-            if made:
-                module.recompile()
+        replace_operator(root, torch.ops.gpipe_autoplan.called_as_is.default, self._sites, lambda _: ())
 
 
 def _member(module: nn.Module, name: str) -> Tensor:
@@ -126,9 +119,7 @@ def _shapes(tensors: Sequence[Tensor], numbers: Sequence[Any], site: int) -> lis
     return calls.shapes(tensors, site)
 
 
-_LIBRARY = torch.library.Library("gpipe_autoplan", "DEF")
-_LIBRARY.define("called_as_is(Tensor[] tensors, SymInt[] numbers, int site) -> Tensor[]")
-_LIBRARY.impl("called_as_is", _shapes, "Meta")
+LIBRARY.impl("called_as_is", _shapes, "Meta")
 
 
 def opaque_calls_of(node: fx.Node) -> list[OpaqueCall]:

@@ -1,0 +1,95 @@
+"""The cores of this machine as a kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from profiler.device import Device
+from profiler.machine.device_kind import Backend, Peak
+from profiler.machine.stopwatches import ClockMarks, ClockStopwatch, Marks, Stopwatch
+from profiler.torch_private import allocations_in, reports_to_a_profiler
+
+T = TypeVar("T")
+
+
+class Cpu(Backend):
+    """The cores of this machine. Its allocator keeps no books, but reports each allocation to a profiler that asks."""
+
+    type = "cpu"
+    block_bytes = 1
+    is_host = True
+    most_enqueued = None
+    keeps_order = False
+    process_group = "gloo"
+    ends_by_abort = False
+
+    def count(self) -> None:
+        """As many workers as anybody asks for."""
+
+    def described(self, device: torch.device, threads: int, sharing: int) -> Device:
+        """A worker, with its share of the machine's memory."""
+        kind = f"{self.type}/{threads} thread{'s' if threads > 1 else ''}"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Device(name=self.type, kind=kind, memory_bytes=memory // sharing, threads=threads)
+
+    def context_bytes(self, device: torch.device) -> int:
+        """Nothing."""
+        return 0
+
+    def use(self, device: torch.device) -> None:
+        """There is but one."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """A call that has returned is done."""
+
+    def aside(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Threads do not wait for each other."""
+        return contextlib.nullcontext()
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+        """It is there."""
+        return tensor, _is_there
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Torch's own."""
+        return torch.default_generator
+
+    def stopwatch(self, device: torch.device) -> Stopwatch:
+        """By the clock."""
+        return ClockStopwatch()
+
+    def marks(self) -> Marks:
+        """By the clock."""
+        return ClockMarks()
+
+    def can_watch(self) -> bool:
+        """Unless a profiler at work around us has the reports."""
+        return not reports_to_a_profiler()
+
+    def peak_of(self, device: torch.device, call: Callable[[], T]) -> tuple[T, int]:
+        """From the reports to a profiler."""
+        result, changes = allocations_in(call)
+        return result, max(accumulate(changes), default=0)
+
+    @contextlib.contextmanager
+    def watching(self, device: torch.device, held: Sequence[Tensor]) -> Iterator[Peak]:
+        """From the reports to torch's full profiler, whose events of all threads lie on one line of time."""
+        found = Peak()
+        storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in held)}
+        with torch.autograd.profiler.profile(profile_memory=True) as watched:
+            yield found
+        results = watched.kineto_results
+        assert results is not None, "the profiler has run"
+        changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+        found.peak_bytes = sum(storages.values()) + max(accumulate((change for _, change in changes), initial=0))
+
+
+def _is_there() -> bool:
+    return True

@@ -1,0 +1,181 @@
+"""NVIDIA's devices as a kind of device; AMD's answer to the same names.
+
+A CUDA device works off a queue. Laps are enqueued while a spin kernel holds the device back, so that the events
+around a lap stand `device time` apart, without the gaps of a queue that runs dry; what it takes the CPU to enqueue the
+lap is measured as well, and a lap took the larger of the two:
+
+    CPU     | launch 1 | launch 2 | launch 3 |
+    device  | spin                            | lap 1 | lap 2 | lap 3 |
+                                              e0      e1      e2      e3
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from profiler.device import Device
+from profiler.machine.device_kind import Backend, Peak
+from profiler.machine.stopwatches import Marks, Stopwatch
+from profiler.torch_private import clear_product_workspaces, hold_back
+
+T = TypeVar("T")
+
+SPIN_S = 2e-3  # head start of the first round, before it is known how long its launches take
+SPIN_MARGIN = 1.5  # later head starts last this times as long as the launches of the round before
+SPIN_AT_MOST_S = 0.25
+SPIN_CYCLES_PER_S = 2e9  # `hold_back` counts clock cycles; a device that clocks lower waits longer, no harm
+
+
+class Cuda(Backend):
+    """NVIDIA's devices; AMD's answer to the same names."""
+
+    type = "cuda"
+    block_bytes = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
+    is_host = False
+    most_enqueued = 300  # a queue takes 1024 launches; an operation launches up to 3 kernels backward
+    keeps_order = True
+    process_group = "nccl"
+    ends_by_abort = True
+
+    def count(self) -> int:
+        """Those that the process sees."""
+        return torch.cuda.device_count()
+
+    def described(self, device: torch.device, threads: int, sharing: int) -> Device:
+        """One card."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        properties = torch.cuda.get_device_properties(index)
+        return Device(name=f"{self.type}:{index}", kind=properties.name, memory_bytes=properties.total_memory)
+
+    def context_bytes(self, device: torch.device) -> int:
+        """Its context, and what cuBLAS allocates for itself at the first product and keeps."""
+        torch.cuda.init()
+        workspaces = _product_workspaces(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free - torch.cuda.memory_reserved(device) + workspaces)
+
+    def use(self, device: torch.device) -> None:
+        """NCCL, too, works on the current device."""
+        torch.cuda.set_device(device)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for the current stream."""
+        torch.cuda.current_stream(device).synchronize()
+
+    def aside(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """In a stream of its own."""
+        return torch.cuda.stream(torch.cuda.Stream(device))
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+        """A copy that the current stream makes."""
+        copy = tensor.to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tensor.device))
+        return copy, event.query
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The card's."""
+        return torch.cuda.default_generators[device.index or 0]
+
+    def stopwatch(self, device: torch.device) -> Stopwatch:
+        """By events after a spin kernel."""
+        return CudaStopwatch(device)
+
+    def marks(self) -> Marks:
+        """By events."""
+        return CudaMarks()
+
+    def can_watch(self) -> bool:
+        """The allocator keeps books."""
+        return True
+
+    def peak_of(self, device: torch.device, call: Callable[[], T]) -> tuple[T, int]:
+        """From the allocator's books."""
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        return result, torch.cuda.max_memory_allocated(device) - before
+
+    @contextlib.contextmanager
+    def watching(self, device: torch.device, held: Sequence[Tensor]) -> Iterator[Peak]:
+        """From the allocator's books, which know of `held`."""
+        found = Peak()
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found.peak_bytes = torch.cuda.max_memory_allocated(device)
+
+
+def _product_workspaces(device: torch.device) -> int:
+    """Bytes that stay allocated after a first product, forward and backward: each thread of autograd's has its own."""
+    clear_product_workspaces()
+    before = torch.cuda.memory_allocated(device)
+    factor = torch.ones(64, 64, device=device, requires_grad=True)
+    torch.addmm(factor[0], factor, factor).sum().backward()
+    del factor
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
+class CudaStopwatch:
+    """Times by events on a CUDA device, after a spin kernel; see the head of this file."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._launches: list[float] = []
+        self._spin_s = SPIN_S
+
+    def lap(self, call: Callable[[], T]) -> T:
+        """Enqueue it, with an event before and after."""
+        stream = torch.cuda.current_stream(self._device)
+        if not self._events:
+            self._hold_back()
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        start = time.perf_counter()
+        result = call()
+        self._launches.append(time.perf_counter() - start)
+        after.record(stream)
+        self._events.append((before, after))
+        return result
+
+    def take(self) -> list[float]:
+        """Seconds of the laps since the last `take`, in order: on the device, or enqueuing if that took longer."""
+        torch.cuda.synchronize(self._device)
+        on_device = [before.elapsed_time(after) / 1e3 for before, after in self._events]
+        seconds = [max(pair) for pair in zip(on_device, self._launches, strict=True)]
+        self._spin_s = min(max(SPIN_S, SPIN_MARGIN * sum(self._launches)), SPIN_AT_MOST_S)
+        self._events, self._launches = [], []
+        return seconds
+
+    def _hold_back(self) -> None:
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device):
+            hold_back(int(self._spin_s * SPIN_CYCLES_PER_S))
+
+
+class CudaMarks:
+    """By events on the current CUDA device."""
+
+    on_the_host = False
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """When the device has done what it was given so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """Of all marks, since the first; waits for the last."""
+        self._events[-1].synchronize()
+        return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]

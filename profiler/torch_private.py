@@ -1,0 +1,243 @@
+"""The private parts of torch that we use, all in one place: what each is for, and what there is about it upstream.
+
+A new version of torch may move any of them without a word; then this is the file to mend. All were seen in torch 2.13,
+with which the tests run; where other versions are known, it says so. Issues (#) and pull requests (PR) are those of
+github.com/pytorch/pytorch.
+
+Other files may use what torch's own documentation and the libraries around it use, since there is nothing public in its
+place: `torch.utils._pytree`, `torch.utils._python_dispatch.TorchDispatchMode`, `torch._subclasses.fake_tensor`; a
+tensor's `_version`; the tables of a module (`_parameters`, `_buffers`, `_modules`), which every pickled module holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.autograd import Variable
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx._symbolic_trace import PH
+from torch.nn.modules import module as module_file
+
+# Classes of `torch.ops.aten.add.Tensor` and of `torch.ops.higher_order.cond`; what symbolic_trace makes an input of.
+__all__ = ["PH", "HigherOrderOperator", "OpOverload"]
+
+T = TypeVar("T")
+
+
+# Tensors and their memory.
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tensors on the same memory have in common, for as long as one of them lives.
+
+    `data_ptr` is 0 for all fake tensors, and for all empty ones.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many hold a living tensor's memory, given `tensor.untyped_storage()._cdata`; the call itself is one of them.
+
+PR 155451 made it one for all kinds of device; builds with debug assertions need PR 157694.
+"""
+
+
+def values_of(sparse: Tensor) -> Tensor:
+    """The values of a sparse tensor that need not be coalesced; `Tensor.values` refuses it."""
+    return sparse._values()
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd has a tensor for a view of another one."""
+    return tensor._is_view()
+
+
+# Operators.
+
+
+def schema_of(operator: Any) -> Any:
+    """What an operator says of its arguments and results: which it writes, and which lie in the same memory."""
+    return operator._schema
+
+
+# Functions of torch's in whose place another is put for a while.
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPoint:
+    """A function that all calls of a kind pass, by whatever name their caller knows it.
+
+    Attributes:
+        owner: makes the object that holds it; called late, since some take long to import.
+        name: that it has there.
+    """
+
+    owner: Callable[[], Any]
+    name: str
+
+    @property
+    def original(self) -> Any:
+        """What stands there now."""
+        return getattr(self.owner(), self.name)
+
+    def replaced_by(self, other: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within, another one stands there."""
+        return mock.patch.object(self.owner(), self.name, other)
+
+
+def _shape_environment() -> Any:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv
+
+
+CUSTOM_FUNCTION_CALL = PatchPoint(lambda: _SingleLevelFunction, "apply")
+"""The end of `torch.autograd.Function.apply`; export follows the forward pass and drops the backward pass (#106388)."""
+SAVED_TENSORS_HOOKS = PatchPoint(lambda: torch._C._autograd, "_push_saved_tensors_default_hooks")
+"""Entered by every `saved_tensors_hooks`, which a graph would lose."""
+BACKWARD_PASS = PatchPoint(lambda: torch.autograd, "_engine_run_backward")
+"""Entered by `torch.autograd.grad` and `backward`, which a graph would lose (#125984)."""
+INFERENCE_MODE = PatchPoint(lambda: torch._C, "_InferenceMode")
+"""Made by `torch.inference_mode`, which a graph cannot hold."""
+CAUSAL_MASK_TEST = PatchPoint(lambda: nn.modules.transformer, "_detect_is_causal_mask")
+"""Looks at a mask's values, for a shortcut that transformers can do without; a graph cannot (PR 91171)."""
+EXTENT_FIXED = PatchPoint(_shape_environment, "_set_replacement")
+"""Told that a dynamic extent can only be one number, where the forward pass has asked for it."""
+EXPORTING_FLAG = PatchPoint(lambda: torch.compiler, "_is_exporting_flag")
+"""Behind `torch.compiler.is_exporting`, which models ask to take another path."""
+COMPILING_FLAG = PatchPoint(lambda: torch.compiler, "_is_compiling_flag")
+"""Behind `torch.compiler.is_compiling`, likewise."""
+
+
+# Tracing.
+
+# Packages whose custom functions are the machinery of tracing, or belong to operations that a graph holds as such.
+MACHINERY = (
+    "torch._dynamo",
+    "torch._export",
+    "torch._functorch",
+    "torch._higher_order_ops",
+    "torch._inductor",
+    "torch._library",
+    "torch._prims_common",
+    "torch._subclasses",
+    "torch.fx",
+    "torch.utils.checkpoint",
+)
+
+
+def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The end of `function.apply`, after what a class of the user's may have put in front of it."""
+    return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+
+
+def lazy_graph_modules() -> contextlib.AbstractContextManager[Any]:
+    """Within, graph modules are compiled when they are first called: export's passes make many, and run none of them.
+
+    Used by torch.compile itself (PR 117911).
+    """
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)
+
+
+def depends_on_data(symbol: Any) -> bool:
+    """Whether a symbol of a graph stands for an extent that depends on data, as that of a selection by a mask."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return symbol_is_type(symbol, SymT.UNBACKED_INT)
+
+
+def parsed_move(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Device, dtype, whether to wait, and memory format, as `nn.Module.to` understands its arguments."""
+    parsed: tuple[Any, Any, Any, Any] = torch._C._nn._parse_to(*args, **kwargs)
+    return parsed
+
+
+def is_inside_function_transform(tensor: Tensor) -> bool:
+    """Whether a tensor is one of `torch.vmap` or `torch.func`, which no operation outside can have."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Within, no mode or subclass sees calls of torch's functions; also modes that symbolic_trace may have set."""
+    return torch._C.DisableTorchFunction()
+
+
+# Modules.
+
+NormBase: type[nn.Module] = nn.modules.batchnorm._NormBase
+"""The base of all normalizations that may track running statistics."""
+
+
+def has_backward_hooks(owner: nn.Module | Tensor) -> bool:
+    """Whether a module or a parameter has hooks that its backward pass calls."""
+    tables = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(owner, table, None) for table in tables)
+
+
+def has_backward_hooks_of_all_modules() -> bool:
+    """Whether `register_module_full_backward_hook` and its like have registered any."""
+    return bool(module_file._global_backward_hooks or module_file._global_backward_pre_hooks)
+
+
+def not_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of a module's own buffers that its state leaves out."""
+    return module._non_persistent_buffers_set
+
+
+# Running.
+
+# As Megatron-LM does: `torch.autograd.backward` checks in Python what our callers know, which takes 14 us. [measured]
+run_engine: Callable[..., tuple[Tensor, ...]] = Variable._execution_engine.run_backward
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is at work; naming ranges for it costs time even if nobody looks."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def reports_to_a_profiler() -> bool:
+    """Whether a profiler at work around us gets the reports of allocations; then `allocations_in` cannot."""
+    return _profiler_enabled()
+
+
+def allocations_in(call: Callable[[], T]) -> tuple[T, Iterable[int]]:
+    """A call's result, and by how many bytes each allocation and each release within has changed the host's memory.
+
+    By torch's light profiler; the public one takes milliseconds for each call and writes lines to the terminal.
+    """
+    of_memory_alone = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _enable_profiler_legacy(of_memory_alone)
+    try:
+        result = call()
+    finally:
+        threads = _disable_profiler_legacy()
+    changes = [event for events in threads for event in events if str(event.kind()) == "memory_alloc"]
+    return result, [event.cpu_memory_usage() for event in changes]
+
+
+def clear_product_workspaces() -> None:
+    """Free what cuBLAS keeps from its first product on; otherwise the next allocates nothing (#184084, PR 187726)."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def hold_back(cycles: int) -> None:
+    """Let the current CUDA stream do nothing for that many cycles of its clock, as torch's own tests do."""
+    torch._C._cuda_sleep(cycles)
+
+
+def process_groups_of_this_process() -> Iterator[Any]:
+    """All process groups; their destructors wait for all that is under way in them (PR 154976)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return iter(_world.pg_map)

@@ -89,7 +89,7 @@ def counted_bytes(
 
 
 def check_that_all_count_alike(profiles: Any, device: Any, data: Any) -> None:
-    """On a random profile, schedule, M, cuts and segments: what the search counts, the report and the peak over time."""
+    """On a random profile, schedule, M, cuts and segments: the search, the report and the peak over time."""
     profile = data.draw(profiles(sizes=SIZES))
     if data.draw(st.booleans()):
         profile = with_details(data, profile)

@@ -362,18 +362,20 @@ class Ledger:
             return np.stack([np.asarray(figure, dtype=np.float64) for figure in figures])
         if row.counts is Counts.IN_FLIGHT:
             many, few = self.in_flight.T
-            in_flight: Floats = np.multiply.outer(many, row.figure(self._large))
-            if self._small is not self._large:
-                in_flight += np.multiply.outer(few, row.figure(self._small))
+            large, small = row.figure(self._large), row.figure(self._small)
+            if isinstance(large, np.ndarray):
+                many, few = many[:, None], few[:, None]
+            in_flight: Floats = many * large + few * small
             return in_flight
         return self.moments(row)[None]
 
     def moments(self, row: Row) -> Floats:
         """Bytes of a transient row, or one that counts once: those of its figure, for the size that has more."""
-        figure = row.figure(self._large)
-        if self._small is not self._large:
-            figure = np.maximum(figure, row.figure(self._small))
-        return np.asarray(figure, dtype=np.float64)
+        large, small = row.figure(self._large), row.figure(self._small)
+        if isinstance(large, np.ndarray):
+            larger: Floats = np.maximum(large, small)
+            return larger
+        return np.array(max(large, small), dtype=np.float64)
 
     @property
     def layers(self) -> int:

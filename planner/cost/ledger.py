@@ -17,8 +17,9 @@ the layer that created them, and where that one is recomputed nobody has counted
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, Flag, auto
+from functools import cache
 from types import EllipsisType
 from typing import TypeAlias
 
@@ -303,13 +304,11 @@ def range_rows() -> Iterator[RangeRow]:
     return (row for row in ROWS if isinstance(row, RangeRow))
 
 
-def rows_of(*of: Of, form: Form = Form.ANY, transient: bool = False) -> Iterator[Row]:
+@cache
+def rows_of(*of: Of, form: Form = Form.ANY, transient: bool = False) -> tuple[Row, ...]:
     """The rows of these layers or boundaries that count in (all of) a form, transient ones or all others."""
-    for row in ROWS:
-        if isinstance(row, RangeRow) or row.of not in of or row.forms & form != form:
-            continue
-        if (row.counts is Counts.TRANSIENT) == transient:
-            yield row
+    rows = [row for row in ROWS if isinstance(row, Row) and row.of in of and row.forms & form == form]
+    return tuple(row for row in rows if (row.counts is Counts.TRANSIENT) == transient)
 
 
 def classes_that_count(counts: Counts) -> set[str]:
@@ -325,6 +324,10 @@ class Ledger:
         numbers: of the stages from the end; 1 for the last.
         sized: the layers' costs for a large and for a small micro-batch, where not the basis's own.
         layers_of_stage: see `Figures`.
+
+    Attributes:
+        message: what crosses after each layer.
+        in_flight: how many micro-batches of the larger and of the smaller size are, a row for each number.
     """
 
     def __init__(
@@ -337,48 +340,44 @@ class Ledger:
         split = basis.micro_batches
         sizes = split.largest, split.smallest
         large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
-        self.message = Message.behind(large, small, basis.ahead_bytes)
+        message = self.message = Message.behind(large, small, basis.ahead_bytes)
         self._numbers = numbers
-        self._in_flight = np.array([split.in_flight(basis.schedule, number) for number in numbers], dtype=np.float64)
-        self._large, self._small = (
-            Figures(basis, size, layers, self.message, numbers[0], layers_of_stage)
-            for size, layers in zip(sizes, (large, small), strict=True)
-        )
+        self.in_flight = np.array([split.in_flight(basis.schedule, number) for number in numbers], dtype=np.float64)
+        self._large = self._small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage)
+        if not split.equal:
+            self._small = Figures(basis, sizes[1], small, message, numbers[0], layers_of_stage)
 
     def counted(self, row: Row, message: Message | None = None) -> Floats:
         """Bytes of a row that is not transient: those of its figure, one axis in front for the stages' numbers.
+
+        The axis has length 1 where the numbers make no difference.
 
         Args:
             row: which.
             message: what crosses a boundary, where it is not what follows from the costs.
         """
         if row.counts is Counts.UNDER_WAY:
-            at = self._large
-            message = message or self.message
-            figures = [
-                row.figure(Figures(at.basis, at.size, at.layers, message, number, at.layers_of_stage))
-                for number in self._numbers
-            ]
+            at = replace(self._large, message=message or self.message)
+            figures = [row.figure(replace(at, number=number)) for number in self._numbers]
             return np.stack([np.asarray(figure, dtype=np.float64) for figure in figures])
-        large, small = row.figure(self._large), row.figure(self._small)
         if row.counts is Counts.IN_FLIGHT:
-            many, few = self._in_flight.T
-            bytes_in_flight: Floats = np.multiply.outer(many, large) + np.multiply.outer(few, small)
-            return bytes_in_flight
-        once: Floats = np.multiply.outer(np.ones(len(self._numbers)), np.maximum(large, small))
-        return once
+            many, few = self.in_flight.T
+            large, small = row.figure(self._large), row.figure(self._small)
+            if isinstance(large, np.ndarray):
+                many, few = many[:, None], few[:, None]
+            in_flight: Floats = many * large + few * small
+            return in_flight
+        return self.moments(row)[None]
 
     def moments(self, row: Row) -> Floats:
-        """Bytes of a transient row: those of its figure, for the size that has more."""
-        largest: Floats = np.maximum(row.figure(self._large), row.figure(self._small))
-        return largest
+        """Bytes of a transient row, or one that counts once: those of its figure, for the size that has more."""
+        large, small = row.figure(self._large), row.figure(self._small)
+        if isinstance(large, np.ndarray):
+            larger: Floats = np.maximum(large, small)
+            return larger
+        return np.array(max(large, small), dtype=np.float64)
 
     @property
     def layers(self) -> int:
         """L, of the model."""
         return len(self._large.layers.kept_bytes)
-
-    @property
-    def in_flight(self) -> Floats:
-        """How many micro-batches of the larger and of the smaller size are in flight, a row for each number."""
-        return self._in_flight

@@ -98,19 +98,26 @@ def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
 
 def always_bytes(ledger: Ledger) -> Floats:
     """Bytes of any stage, one entry for each number."""
-    return sum((ledger.counted(row) for row in rows_of(Of.STAGE)), start=np.zeros(len(ledger.in_flight)))
+    total = np.zeros(len(ledger.in_flight))
+    for row in rows_of(Of.STAGE):
+        total += ledger.counted(row)
+    return total
 
 
 def own_bytes(ledger: Ledger, *of: Of, form: Form) -> Floats:
     """Bytes of each layer, or at each boundary, of stages of a form; an axis for the numbers, one of length L."""
-    none = np.zeros((len(ledger.in_flight), ledger.layers))
-    return sum((ledger.counted(row) for row in rows_of(*of, form=form)), start=none)
+    total = np.zeros((len(ledger.in_flight), ledger.layers))
+    for row in rows_of(*of, form=form):
+        total += ledger.counted(row)
+    return total
 
 
 def moment_bytes(ledger: Ledger, of: Of, form: Form) -> Floats:
     """The transient bytes of each layer in stages of a form, shape (L,)."""
-    none = np.zeros(ledger.layers)
-    return sum((ledger.moments(row) for row in rows_of(of, form=form, transient=True)), start=none)
+    total = np.zeros(ledger.layers)
+    for row in rows_of(of, form=form, transient=True):
+        total += ledger.moments(row)
+    return total
 
 
 def range_bytes(basis: Basis) -> Floats:

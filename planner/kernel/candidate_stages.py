@@ -23,10 +23,8 @@ from planner.kernel.tables import (
     AUTO,
     NEVER,
     Tables,
-    no_moments,
     segment_costs,
     stage_needs,
-    with_layer,
 )
 from planner.kernel.two_sizes import Four, Machine, both_phases, front_with
 from planner.plan.schedules import Objective
@@ -233,20 +231,19 @@ def _fill(
     prices = tables.prices[device, variant]
     kept, recomputed = np.zeros(len(prices)), np.zeros(len(prices))
     priced = stop  # `kept` and `recomputed` are those of layers [priced, stop)
-    moments = no_moments()
     costs = segment_costs(tables, device, variant)
+    begin = stop - places[1]
+    needs = stage_needs(tables, device, variant, begin, stop)
     turns_around = tables.last_turns_around and variant == 0
     for step in range(places[1]):
         first, place = stop - 1 - step, places[0] + step
-        moments = with_layer(moments, tables, device, first)
         if not tables.allowed[first]:
             continue
         # 1
-        needs = stage_needs(tables, device, variant, first, stop, moments)
-        keeps = tables.recompute != ALWAYS and needs.over_kept <= 0
-        whole[place] = tables.recompute != NEVER and needs.over_as_one <= 0
-        terms[place, ROOM] = needs.room
-        room = needs.room - moments.in_parts
+        keeps = tables.recompute != ALWAYS and needs.over_kept[first - begin] <= 0
+        whole[place] = tables.recompute != NEVER and needs.over_as_one[first - begin] <= 0
+        terms[place, ROOM] = needs.room[first - begin]
+        room = needs.room[first - begin] - needs.moment[first - begin]
         if not (keeps or whole[place] or (tables.recompute == AUTO and room >= 0)):
             continue
         need[place] = KEEPS if keeps else RECOMPUTES

@@ -16,10 +16,8 @@ from planner.kernel.tables import (
     AUTO,
     NEVER,
     Tables,
-    no_moments,
     segment_costs,
     stage_needs,
-    with_layer,
 )
 
 
@@ -81,29 +79,27 @@ def least_bad(tables: Tables) -> LeastBad:
                 for stop in range(1, positions):
                     if worst[rest, stop] == np.inf:
                         continue
-                    moments = no_moments()
+                    needs = stage_needs(tables, device, variant, 0, stop)
                     for first in range(stop - 1, -1, -1):
-                        moments = with_layer(moments, tables, device, first)
                         if tables.pinned[first] != -1 and tables.pinned[first] != device:
                             break
                         if first + 1 < stop and tables.demanded[stop - 1] > tables.demanded[first]:
                             break
                         if not tables.allowed[first]:
                             continue
-                        needs = stage_needs(tables, device, variant, first, stop, moments)
                         over, parts = np.inf, 0
                         if tables.recompute != ALWAYS:
-                            over = needs.over_kept
-                        if tables.recompute != NEVER and needs.over_as_one < over:
-                            over, parts = needs.over_as_one, 1
+                            over = needs.over_kept[first]
+                        if tables.recompute != NEVER and needs.over_as_one[first] < over:
+                            over, parts = needs.over_as_one[first], 1
                         number_parts = 2
                         while tables.recompute == AUTO and last <= 300 and number_parts <= min(16, stop - first):
-                            if moments.in_parts - needs.room >= worst[way, first]:
+                            if needs.moment[first] - needs.room[first] >= worst[way, first]:
                                 break
                             pattern = equal_segments(costs, first, stop, number_parts)
                             needed = pattern_costs(costs, first, stop, False, pattern)[0]
-                            if needed - needs.room < over:
-                                over, parts = needed - needs.room, number_parts
+                            if needed - needs.room[first] < over:
+                                over, parts = needed - needs.room[first], number_parts
                             number_parts *= 2
                         over = max(over, worst[rest, stop])
                         if over < worst[way, first]:

@@ -106,82 +106,65 @@ class Tables(NamedTuple):
     capacity: Indices
 
 
-class Moments(NamedTuple):
-    """The largest transient bytes of one layer of a stage.
-
-    Attributes:
-        kept: if the stage keeps everything, beside what it has as a whole.
-        as_one: the same if it is one segment.
-        in_parts: with other segments.
-    """
-
-    kept: float
-    as_one: float
-    in_parts: float
-
-
 class Needs(NamedTuple):
-    """What a stage of a range of layers needs.
+    """What stages that end at one position need of memory; entries are those of first layers, ascending.
 
     Attributes:
-        over_kept: bytes that are missing if it keeps everything; at most 0 if it fits.
+        over_kept: bytes that are missing if a stage keeps everything; at most 0 if it fits.
         over_as_one: the same if it is one segment.
         room: bytes for what its kept layers, edges of segments and transients take in any other case.
+        moment: what a layer takes of these for a moment, at most.
     """
 
-    over_kept: float
-    over_as_one: float
-    room: float
+    over_kept: Floats
+    over_as_one: Floats
+    room: Floats
+    moment: Floats
 
 
 @compiled
-def no_moments() -> Moments:
-    """Of no layer."""
-    return Moments(0.0, 0.0, 0.0)
+def stage_needs(tables: Tables, device: int, variant: int, begin: int, stop: int) -> Needs:
+    """What the stages of layers [begin, stop), [begin + 1, stop), ... need, by the rows of `planner.cost.ledger`.
+
+    The sums are explained in `planner.cost.stage_sums`. All stages of one end are looked at in one call: to hand these
+    arrays on costs more than to read them.
+    """
+    memory, at, share = tables.memory, tables.stage_at[device], tables.stage_share[device]
+    ranges, limit = memory.ranges[memory.range_of[device]], tables.limit[device, variant]
+    first_boundary, last_boundary = memory.first_boundary[device, variant], memory.last_boundary[device, variant]
+    own_kept, own_recomputed = memory.own_kept[device, variant], memory.own_recomputed[device, variant]
+    beside_kept, beside_as_one = memory.beside_whole[KEPT, device], memory.beside_whole[AS_ONE, device]
+    beside, (many, few) = memory.beside[device], (memory.in_flight[variant, 0], memory.in_flight[variant, 1])
+    kept_large = _bytes_at(tables.stage_kept, at[0], share[0], begin, stop)
+    kept_small = _bytes_at(tables.stage_kept, at[1], share[1], begin, stop)
+    most_large = _bytes_at(tables.stage_most, at[0], share[0], begin, stop)
+    most_small = _bytes_at(tables.stage_most, at[1], share[1], begin, stop)
+    over_kept, over_as_one, left, moment = np.empty((4, stop - begin))
+    moment_kept, moment_as_one, moment_in_parts = 0.0, 0.0, 0.0
+    for first in range(stop - 1, begin - 1, -1):
+        place = first - begin
+        moment_kept = max(moment_kept, beside_kept[first])
+        moment_as_one = max(moment_as_one, beside_as_one[first])
+        moment_in_parts = max(moment_in_parts, beside[first])
+        room = limit - (ranges[first, stop] + first_boundary[first] + last_boundary[stop])
+        again = own_recomputed[stop] - own_recomputed[first]
+        in_flight = own_kept[stop] - own_kept[first] + many * kept_large[place] + few * kept_small[place]
+        most_beside = max(most_large[place] - kept_large[place], most_small[place] - kept_small[place])
+        over_kept[place] = in_flight + most_beside + moment_kept - room
+        over_as_one[place] = again + max(most_large[place], most_small[place]) + moment_as_one - room
+        left[place], moment[place] = room - again, moment_in_parts
+    return Needs(over_kept, over_as_one, left, moment)
 
 
 @compiled
-def with_layer(moments: Moments, tables: Tables, device: int, layer: int) -> Moments:
-    """Of one layer more."""
-    memory = tables.memory
-    return Moments(
-        max(moments.kept, memory.beside_whole[KEPT, device, layer]),
-        max(moments.as_one, memory.beside_whole[AS_ONE, device, layer]),
-        max(moments.in_parts, memory.beside[device, layer]),
-    )
-
-
-@compiled
-def stage_needs(tables: Tables, device: int, variant: int, first: int, stop: int, moments: Moments) -> Needs:
-    """What a stage of layers [first, stop) needs, as the rows of `planner.cost.ledger` say: see `StageSums`."""
-    memory = tables.memory
-    taken = memory.ranges[memory.range_of[device], first, stop]
-    taken += memory.first_boundary[device, variant, first] + memory.last_boundary[device, variant, stop]
-    room = tables.limit[device, variant] - taken
-    own_kept = memory.own_kept[device, variant, stop] - memory.own_kept[device, variant, first]
-    own_recomputed = memory.own_recomputed[device, variant, stop] - memory.own_recomputed[device, variant, first]
-    kept_large, most_large = _whole_stage(tables, device, 0, first, stop)
-    kept_small, most_small = _whole_stage(tables, device, 1, first, stop)
-    in_flight = memory.in_flight[variant, 0] * kept_large + memory.in_flight[variant, 1] * kept_small
-    beside = max(most_large - kept_large, most_small - kept_small) + moments.kept
-    most = max(most_large, most_small) + moments.as_one
-    return Needs(
-        own_kept + in_flight + beside - room,
-        own_recomputed + most - room,
-        room - own_recomputed,
-    )
-
-
-@compiled
-def _whole_stage(tables: Tables, device: int, size: int, first: int, stop: int) -> tuple[float, float]:
-    """What one micro-batch of layers [first, stop) keeps, and the most that it has; `size` is 0 for a large one."""
-    below, above = tables.stage_at[device, size, 0], tables.stage_at[device, size, 1]
-    share = tables.stage_share[device, size]
-    kept, most = tables.stage_kept[below, first, stop], tables.stage_most[below, first, stop]
+def _bytes_at(measured: Floats, sizes: Indices, share: float, begin: int, stop: int) -> Floats:
+    """Bytes of the stages that end at `stop` for a micro-batch between two of the sizes."""
+    found = measured[sizes[0], begin:stop, stop].copy()
     if share > 0:
-        kept = whole_bytes(on_line(kept, tables.stage_kept[above, first, stop], share))
-        most = whole_bytes(on_line(most, tables.stage_most[above, first, stop], share))
-    return kept, most
+        above = measured[sizes[1], begin:stop, stop]
+        for place in range(stop - begin):
+            found[place] = whole_bytes(on_line(found[place], above[place], share))
+    return found
 
 
 @compiled

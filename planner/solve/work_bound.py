@@ -73,7 +73,7 @@ def _cut_bound_s(problem: Problem, candidate: Candidate, passes: Floats, saved: 
     counted = work > 0
     gain = float(np.max(saved[counted] / work[counted], initial=0.0))
     most = problem.most_stages(candidate.replicas, candidate.split.count)
-    again_s = (candidate.split.count - 1) * _pooled_recompute_s(problem, candidate)
+    again_s = (candidate.split.count - 1) * _pooled_recompute_s(problem, candidate, most)
     share = 1 / most if gain < SMALLEST_GAIN else gain / math.expm1(most * math.log1p(gain))
     even = (float(work.sum()) + again_s) * share
     cut = least_bottleneck(prefix_sums(work)[problem.rules.allowed], most, gain)
@@ -121,7 +121,7 @@ def _bottleneck_s(problem: Problem, candidate: Candidate, work: list[Floats]) ->
     return max(largest, float(work[0].sum() / sum(sorted(shares, reverse=True)[:most])))
 
 
-def _pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
+def _pooled_recompute_s(problem: Problem, candidate: Candidate, stages: int) -> float:
     """Recompute of a steady micro-batch on all stages, at least: what it would be if the stages shared their memory.
 
     Each has what any stage has and the temporaries of some layer, and all but the first what lies at some boundary,
@@ -131,7 +131,6 @@ def _pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
     if record.objective is not Objective.FLOW_SHOPS or problem.settings.recompute != "auto":
         return 0.0
     split, group = candidate.split, problem.classes[0]
-    stages = problem.most_stages(candidate.replicas, split.count)
     basis = problem.basis(group.device.kind, candidate)
     ledger = Ledger(basis)
     moments = moment_bytes(ledger, Of.LAYERS, Form.IN_PARTS)
@@ -142,7 +141,7 @@ def _pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
     if stage_bytes <= inputs_bytes:
         return 0.0
     room = stages * stage_bytes - (stages - 1) * inputs_bytes - float(range_bytes(basis)[0, -1])
-    room -= float(own_bytes(ledger, Of.LAYERS, form=Form.ANY).sum())
+    room -= sum(float(ledger.counted(row).sum()) for row in rows_of(Of.LAYERS))
     held = own_bytes(ledger, Of.KEPT_LAYERS, form=Form.IN_PARTS)[0]
     if held.sum() <= room:
         return 0.0

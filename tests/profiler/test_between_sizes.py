@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.kernel import candidate_stages
+from planner.kernel import tables
 from profiler.between_sizes import on_line, whole_bytes
 
 BYTES = st.integers(0, 2**31)
@@ -22,4 +22,4 @@ def test_whole_bytes_are_never_less_than_the_line_nor_a_byte_more(low, high, dis
 def test_numbers_arrays_and_compiled_code_agree(low, high, share):
     number = whole_bytes(on_line(float(low), float(high), share))
     assert whole_bytes(on_line(np.array([float(low)]), np.array([float(high)]), share)).tolist() == [number]
-    assert candidate_stages.whole_bytes(candidate_stages.on_line(float(low), float(high), share)) == number
+    assert tables.whole_bytes(tables.on_line(float(low), float(high), share)) == number

@@ -10,9 +10,10 @@ demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py
 
 # One thread each: tests start several processes, and results must not depend on how sums are shared out. Two tests at a
-# time: most of them wait for imports and for each other's processes.
+# time: most of them wait for imports and for each other's processes. Each worker takes the tests of a file in a row
+# (worksteal), for they share what is traced and built; the processes that they start share byte code.
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses 2
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q --numprocesses 2 --dist worksteal
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff check

@@ -42,8 +42,9 @@ def test_of_short_messages_as_many_are_under_way_as_the_bytes_hold():
 
 def test_the_smaller_ones_say_how_many_and_the_larger_ones_how_long():
     """Micro-batches of two sizes: as many as of the small ones fit ahead, each as long as a large one."""
-    found = message(LONG, LONG / 4, 0.0, 0.0).at_sender(MicroBatches(30, 20))
-    assert found.tolist() == [4 * LONG]
+    outputs, split = message(LONG, LONG / 4, 0.0, 0.0), MicroBatches(30, 20)
+    assert outputs.at_sender(split).tolist() == [4 * LONG]
+    assert outputs.at_receiver("1f1b", split, 1).tolist() == [4 * LONG]
 
 
 def test_a_message_over_several_stages_is_posted_so_much_earlier():

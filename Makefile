@@ -10,10 +10,11 @@ demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py
 
 # One thread each: tests start several processes, and results must not depend on how sums are shared out. Two tests at a
-# time: most of them wait for imports and for each other's processes. Bytecode is kept, also where the environment says
-# otherwise: each process that a test starts would compile all our sources anew, for 0.14 s [measured].
+# time: most of them wait for imports and for each other's processes. Each worker takes the tests of a file in a row
+# (worksteal), for they share what is traced and built. Bytecode is kept, also where the environment says otherwise: each
+# process that a test starts would compile all our sources anew, for 0.14 s [measured].
 test: $(INSTALLED)
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses 2
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses 2 --dist worksteal
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff check

@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+# What a notebook measures, it measures with as few repeats as can be; its own cells run as they are.
+HASTE = "import functools, profiler; profiler.profile = functools.partial(profiler.profile, time_budget_s=0.0)"
 NOTEBOOKS = sorted(Path(__file__).parent.parent.joinpath("notebooks").glob("*.ipynb"))
 
 
@@ -15,6 +17,7 @@ NOTEBOOKS = sorted(Path(__file__).parent.parent.joinpath("notebooks").glob("*.ip
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(HASTE))
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
 
 

@@ -1,12 +1,15 @@
 """Small models of every kind that tracing and measuring must deal with."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from profiler import LayerSequence, trace
 
 Case = tuple[nn.Module, Any]
 
@@ -106,13 +109,6 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> Case:
-    """A model and its sample."""
-    torch.manual_seed(0)
-    return CASES[request.param]()
-
-
 @pytest.fixture
 def make_case() -> Callable[[str], Case]:
     """A model and its sample by the name of its kind."""
@@ -122,3 +118,22 @@ def make_case() -> Callable[[str], Case]:
         return CASES[name]()
 
     return make
+
+
+@cache
+def _traced(name: str) -> tuple[nn.Module, Any, LayerSequence]:
+    torch.manual_seed(0)
+    model, sample = CASES[name]()
+    return model, sample, trace(model, sample)
+
+
+@pytest.fixture(scope="session")
+def traced_case() -> Callable[[str], tuple[nn.Module, Any, LayerSequence]]:
+    """A model, its sample and its layers by the name of its kind: the same for all tests, since tracing is slow."""
+    return _traced
+
+
+@pytest.fixture(params=CASES)
+def each_traced(request: pytest.FixtureRequest) -> tuple[nn.Module, Any, LayerSequence]:
+    """The same for each kind."""
+    return _traced(request.param)

@@ -174,7 +174,7 @@ def test_half_precision_is_faster_where_the_device_is():
 
 @pytest.mark.parametrize(("kind", "slower"), [("V100-16GB", 15.7 / 125), ("T4", 8.1 / 65), ("A100-40GB", 1.0)])
 def test_bfloat16_needs_matrix_units_that_know_it(kind, slower):
-    half, brain = (_forward_s(kind, autocast=dtype) for dtype in (torch.float16, torch.bfloat16))
+    half, brain = (_forward_s(kind, width=6144, autocast=dtype) for dtype in (torch.float16, torch.bfloat16))
     assert half / brain == pytest.approx(slower, rel=0.2)
 
 
@@ -185,13 +185,13 @@ def test_float64_has_its_own_rate():
         _forward_s("TPUv3", dtype=torch.float64)
 
 
-def _forward_s(kind, *, autocast=None, dtype=torch.float32):
-    """Seconds of a large matrix product."""
+def _forward_s(kind, *, width=3072, autocast=None, dtype=torch.float32):
+    """Seconds of a matrix product so large that nothing else counts; casts do up to a larger one."""
     with torch.device("meta"):
-        model, sample = nn.Linear(6144, 6144, bias=False, dtype=dtype), torch.empty(6144, 6144, dtype=dtype)
+        model, sample = nn.Linear(width, width, bias=False, dtype=dtype), torch.empty(width, width, dtype=dtype)
     sequence = trace(model, sample, autocast=autocast)
     return sum(
-        cost.forward_s for cost in profile(sequence, Cluster.of(kind), micro_batch_sizes=[6144], progress=False).costs
+        cost.forward_s for cost in profile(sequence, Cluster.of(kind), micro_batch_sizes=[width], progress=False).costs
     )
 
 

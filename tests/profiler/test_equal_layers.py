@@ -18,7 +18,7 @@ from tests.models.unet import UNet
 
 def _translator() -> tuple[nn.Module, Any]:
     tokens = torch.randint(3, 32, (3, 10))
-    return Translator(32, width=16, heads=2, layers=3, dropout=0.1, longest=16), (tokens, tokens)
+    return Translator(32, width=16, heads=2, layers=2, dropout=0.1, longest=16), (tokens, tokens)
 
 
 def _net() -> tuple[nn.Module, Any]:

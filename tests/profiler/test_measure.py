@@ -10,32 +10,34 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from profiler import ArgumentError, Cluster, Device, Link, Profile, ProfileError, profile, trace
+from profiler import ArgumentError, Cluster, Device, LayerSequence, Link, Profile, ProfileError, profile, trace
+from profiler.run.inputs import micro_batch
 from profiler.run.layer_runner import Kept, LayerRunner, backward
 from profiler.run.parameter_shelf import Shelf
 from profiler.run.sampled_layers import windows
 from profiler.timing.optimizers import check_optimizer, optimizer_cost, optimizer_names
 from profiler.workload import Workload
-from tests.models.tracked import allocations
+from tests.models.tracked import allocations, run_stages
 
 Case = tuple[nn.Module, Any]
+Traced = tuple[nn.Module, Any, LayerSequence]
 CPU = Device(name="cpu", kind="cpu/1 thread", memory_bytes=2**30, threads=1)
 
 
-def _quick(model: nn.Module, sample: Any, **settings: Any) -> Profile:
+def _quick(model: nn.Module | LayerSequence, sample: Any, **settings: Any) -> Profile:
     """A profile from as few repeats as can be, on one device."""
+    sequence = model if isinstance(model, LayerSequence) else trace(model, sample)
     defaults: dict[str, Any] = {"devices": 1, "sample": sample, "time_budget_s": 0.0, "progress": False}
-    return profile(trace(model, sample), **{**defaults, **settings})
+    return profile(sequence, **{**defaults, **settings})
 
 
 def _loss(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
-def test_every_layer_has_a_cost_at_every_size(make_case: Callable[[str], Case]) -> None:
-    model, ids = make_case("gpt")
-    measured = _quick(model, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1, 2])
-    sequence = trace(model, ids)
+def test_every_layer_has_a_cost_at_every_size(traced_case: Callable[[str], Traced]) -> None:
+    _, ids, sequence = traced_case("gpt")
+    measured = _quick(sequence, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1, 2])
     assert measured.fingerprint == sequence.fingerprint
     assert measured.sample == sequence.sample
     assert len(measured.costs) == 2 * len(sequence)
@@ -50,9 +52,9 @@ def test_every_layer_has_a_cost_at_every_size(make_case: Callable[[str], Case]) 
     assert Profile.parse_json(measured.to_json(), source="", error=ArgumentError) == measured
 
 
-def test_equal_layers_share_their_times(make_case: Callable[[str], Case]) -> None:
-    model, ids = make_case("gpt")
-    measured = _quick(model, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1])
+def test_equal_layers_share_their_times(traced_case: Callable[[str], Traced]) -> None:
+    _, ids, sequence = traced_case("gpt")
+    measured = _quick(sequence, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1])
     times: dict[str, set[float]] = {}
     for layer, cost in zip(measured.layers[:-1], measured.costs[:-1], strict=True):
         times.setdefault(layer.signature, set()).add(cost.forward_s)
@@ -60,10 +62,15 @@ def test_equal_layers_share_their_times(make_case: Callable[[str], Case]) -> Non
     assert all(len(found) == 1 for found in times.values())
 
 
-def test_every_kind_of_model_is_measured(case: Case) -> None:
-    model, sample = case
-    measured = _quick(model, sample, micro_batch_sizes=[2])
-    assert sum(cost.backward_s for cost in measured.costs) > 0
+def test_every_kind_of_model_is_measured(each_traced: Traced) -> None:
+    """Each layer has a forward pass, and a backward pass if it has something to train."""
+    _, sample, sequence = each_traced
+    measured = _quick(sequence, sample, micro_batch_sizes=[2])
+    assert [cost.layer for cost in measured.costs] == list(range(len(sequence)))
+    assert all(cost.forward_s > 0 for cost in measured.costs)
+    trained = [cost for cost, layer in zip(measured.costs, sequence.layers, strict=True) if layer.parameters]
+    assert trained
+    assert all(cost.backward_s > 0 for cost in trained)
 
 
 def test_the_model_stays_as_it_is(make_case: Callable[[str], Case]) -> None:
@@ -90,19 +97,28 @@ def test_frozen_parameters_and_a_model_that_returns_its_loss() -> None:
 
     measured = _quick(WithLoss(), {"x": torch.randn(8, 6), "labels": torch.randint(0, 3, (8,))})
     assert {entry.name for entry in measured.parameters if entry.trainable} == {"last.weight", "last.bias"}
-    assert sum(cost.forward_s for cost in measured.costs) > 0
+    assert all(cost.forward_s > 0 for cost in measured.costs)
+    sizes = len(measured.costs) // len(measured.layers)
+    frozen = [cost for cost in measured.costs if cost.layer < 2]  # no gradient goes back to them
+    assert [cost.output_gradient_bytes for cost in frozen] == [0] * 2 * sizes
+    assert [cost.kept_bytes for cost in frozen if cost.layer == 0] == [0] * sizes
+    loss = [cost for cost in measured.costs if cost.layer == len(measured.layers) - 1]
+    assert all(cost.output_bytes == 0 and cost.kept_bytes > 0 and cost.backward_s > 0 for cost in loss)
 
 
-def test_a_loss_that_selects_by_a_mask(make_case: Callable[[str], Case]) -> None:
-    """Fake tensors cannot follow it: its shapes depend on data."""
-    model, ids = make_case("gpt")
+def test_a_loss_that_selects_by_a_mask(traced_case: Callable[[str], Traced]) -> None:
+    """Fake tensors cannot follow it, since its shapes depend on data: a real run says what it keeps."""
+    _, ids, sequence = traced_case("gpt")
 
     def masked(logits: Tensor, target: Tensor) -> Tensor:
         wanted = target > 3
         return functional.cross_entropy(logits[wanted], target[wanted])
 
-    measured = _quick(model, ids, loss_fn=masked, target=ids, micro_batch_sizes=[1, 2])
-    assert measured.costs[-1].kept_bytes > 0
+    measured = _quick(sequence, ids, loss_fn=masked, target=ids, micro_batch_sizes=[1, 2])
+    for size in (1, 2):
+        inputs = micro_batch(sequence, ids, size, torch.device("cpu"))
+        ((kept_bytes, _),) = run_stages(sequence, [0, len(sequence)], inputs, masked, ids[:size], has_loss=True)
+        assert sum(cost.kept_bytes for cost in measured.costs if cost.micro_batch_size == size) == kept_bytes
 
 
 @pytest.mark.parametrize("devices", [1, Cluster.of("T4")])
@@ -113,19 +129,10 @@ def test_a_loss_that_trains_nothing_is_refused(devices: Any) -> None:
         _quick(model, x, devices=devices, loss_fn=lambda out, want: functional.mse_loss(out, want).detach(), target=y)
 
 
-def test_layers_are_measured_under_autocast(make_case: Callable[[str], Case]) -> None:
-    model, ids = make_case("gpt")
-    whole, half = (
-        profile(
-            trace(model, ids, autocast=dtype),
-            1,
-            sample=ids,
-            micro_batch_sizes=[2],
-            time_budget_s=0.0,
-            progress=False,
-        )
-        for dtype in (None, torch.bfloat16)
-    )
+def test_layers_are_measured_under_autocast(traced_case: Callable[[str], Traced]) -> None:
+    model, ids, sequence = traced_case("gpt")
+    sequences = (sequence, trace(model, ids, autocast=torch.bfloat16))
+    whole, half = (_quick(one, ids, micro_batch_sizes=[2]) for one in sequences)
     wide, wide_half = (
         next(cost for cost, layer in zip(found.costs, found.layers, strict=True) if "wide" in layer.name)
         for found in (whole, half)
@@ -185,26 +192,26 @@ def test_two_devices_have_a_link_and_a_neighbour(make_case: Callable[[str], Case
     assert _quick(model, x, devices=cluster, micro_batch_sizes=[1]).links == (known,)
 
 
-def test_layers_that_do_not_fit_at_once_are_measured_in_windows(make_case: Callable[[str], Case]) -> None:
+def test_layers_that_do_not_fit_at_once_are_measured_in_windows(traced_case: Callable[[str], Traced]) -> None:
     assert windows(range(4), [(3, 1), (3, 1), (3, 1), (9, 1)], (6, 9)) == [range(2), range(2, 3), range(3, 4)]
     assert windows(range(2), [(1, 5), (1, 5)], (9, 9)) == [range(1), range(1, 2)]
-    model, ids = make_case("gpt")
+    _, ids, sequence = traced_case("gpt")
     small = CPU.model_copy(update={"memory_bytes": 60_000})
-    measured = _quick(model, ids, devices=[small], micro_batch_sizes=[2])
+    measured = _quick(sequence, ids, devices=[small], micro_batch_sizes=[2])
     assert all(cost.forward_s > 0 for cost in measured.costs)
 
 
-def test_a_size_at_which_a_layer_does_not_fit_is_left_out(make_case: Callable[[str], Case]) -> None:
-    model, ids = make_case("gpt")
+def test_a_size_at_which_a_layer_does_not_fit_is_left_out(traced_case: Callable[[str], Traced]) -> None:
+    _, ids, sequence = traced_case("gpt")
     small = CPU.model_copy(update={"memory_bytes": 60_000})
     with pytest.warns(UserWarning, match=r"of 4 samples are left out: layer \d+ \(.*\) needs \d+ bytes by itself"):
-        measured = _quick(model, ids, devices=[small], micro_batch_sizes=[2, 4])
+        measured = _quick(sequence, ids, devices=[small], micro_batch_sizes=[2, 4])
     assert {cost.micro_batch_size for cost in measured.costs} == {2}
     with (
         pytest.warns(UserWarning, match="left out"),
         pytest.raises(ProfileError, match="no memory for micro-batches of 2 samples"),
     ):
-        _quick(model, ids, devices=[CPU.model_copy(update={"memory_bytes": 9_000})], micro_batch_sizes=[2, 4])
+        _quick(sequence, ids, devices=[CPU.model_copy(update={"memory_bytes": 9_000})], micro_batch_sizes=[2, 4])
 
 
 def test_sparse_gradients_are_measured() -> None:
@@ -229,11 +236,11 @@ def test_a_size_that_an_index_of_a_later_sample_spoils_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_of_devices_of_one_kind_the_smallest_counts(make_case: Callable[[str], Case], order: int) -> None:
-    model, ids = make_case("gpt")
+def test_of_devices_of_one_kind_the_smallest_counts(traced_case: Callable[[str], Traced], order: int) -> None:
+    _, ids, sequence = traced_case("gpt")
     devices = [CPU.model_copy(update={"memory_bytes": 60_000}), CPU]
     with pytest.warns(UserWarning, match=r"of 4 samples are left out: .* device 'cpu' has 60000"):
-        measured = _quick(model, ids, devices=devices[::order], micro_batch_sizes=[2, 4])
+        measured = _quick(sequence, ids, devices=devices[::order], micro_batch_sizes=[2, 4])
     assert {cost.micro_batch_size for cost in measured.costs} == {2}
 
 
@@ -279,7 +286,7 @@ def test_memory_that_runs_out_leaves_sizes_out(
 
 
 def test_of_many_equal_layers_a_few_are_swept(
-    make_case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+    traced_case: Callable[[str], Traced], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values go on behind those that are left out, and these take what equal ones take."""
     monkeypatch.setattr("profiler.run.sampled_layers.LEAST_BYTES", 0)
@@ -290,12 +297,11 @@ def test_of_many_equal_layers_a_few_are_swept(
         run.append(index)
         return forward(self, index, entered)
 
-    model, ids = make_case("gpt")
-    sequence = trace(model, ids)
+    _, ids, sequence = traced_case("gpt")
     assert len(sequence) > 2 * len({layer.signature for layer in sequence.layers})
     monkeypatch.setattr("profiler.timing.sweeps.LayerRunner.forward", noted)
     monkeypatch.setattr("profiler.run.sampled_layers.LEAST_COPIES", 1)
-    measured = _quick(model, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1, 2])
+    measured = _quick(sequence, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1, 2])
     swept = run[-run[::-1].index(0) - 1 :]  # the last sweep
     assert len(set(swept)) == len(swept) < len(sequence) / 2
     assert len({sequence.layers[index].signature for index in swept}) == len(
@@ -327,9 +333,10 @@ def test_of_many_equal_layers_a_few_are_swept(
         ({"sample": torch.zeros(4, 9)}, r"shape \[4, 9\]; the model was traced with \[4, 8\]"),
     ],
 )
-def test_arguments_that_mean_nothing(make_case: Callable[[str], Case], settings: dict[str, Any], message: str) -> None:
-    model, x = make_case("dropout")
-    sequence = trace(model, x)
+def test_arguments_that_mean_nothing(
+    traced_case: Callable[[str], Traced], settings: dict[str, Any], message: str
+) -> None:
+    _, x, sequence = traced_case("dropout")
     with pytest.raises(ArgumentError, match=message):
         profile(sequence, **{"devices": 1, "sample": x, "progress": False, "time_budget_s": 0.0, **settings})
 
@@ -374,7 +381,7 @@ def test_readers_of_the_prelude_bear_it_alike(monkeypatch: pytest.MonkeyPatch) -
     assert len(reading) == 3
     ticks = count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))  # each lap takes a second
-    measured = _quick(model, sample, micro_batch_sizes=[2])
+    measured = _quick(sequence, sample, micro_batch_sizes=[2])
     forward = [cost.forward_s for cost in measured.costs]
     readers = {forward[index] for index in reading}
     others = set(forward) - readers
@@ -403,7 +410,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 def test_a_model_of_four_times_the_memory_is_measured_within_it(place: str) -> None:
     with torch.device(place):
-        model = Wide(blocks=10)
+        model = Wide(blocks=8)
         ids = torch.zeros(8, 4, dtype=torch.int64)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     limit = whole // 4

@@ -19,7 +19,7 @@ from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of
 from profiler.timing.repeats import computing_with
 from tests.models.tracked import Allocator, allocations, run_stages
 
-Case = tuple[nn.Module, Any]
+Traced = tuple[nn.Module, Any, LayerSequence]
 CPU = torch.device("cpu")
 
 
@@ -67,9 +67,8 @@ def _memory(sequence: LayerSequence, sample: Any, size: int, *, fake: bool) -> l
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "masked", "dropout"])
-def test_kept_bytes_are_exact_and_the_peak_is_never_less(make_case: Callable[[str], Case], name: str) -> None:
-    model, sample = make_case(name)
-    sequence = trace(model, sample)
+def test_kept_bytes_are_exact_and_the_peak_is_never_less(traced_case: Callable[[str], Traced], name: str) -> None:
+    _, sample, sequence = traced_case(name)
     for size in (2, 5):
         memory = _memory(sequence, sample, size, fake=True)
         real = _Real(sequence, sample, size)
@@ -79,9 +78,8 @@ def test_kept_bytes_are_exact_and_the_peak_is_never_less(make_case: Callable[[st
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "lstm", "masked", "dropout"])
-def test_no_stage_needs_more_than_predicted(make_case: Callable[[str], Case], name: str) -> None:
-    model, sample = make_case(name)
-    sequence = trace(model, sample)
+def test_no_stage_needs_more_than_predicted(traced_case: Callable[[str], Traced], name: str) -> None:
+    _, sample, sequence = traced_case(name)
     memory = _memory(sequence, sample, 3, fake=name != "lstm")
     real = _Real(sequence, sample, 3)
     stops = {1, len(sequence) // 2, len(sequence)}
@@ -95,13 +93,12 @@ def test_no_stage_needs_more_than_predicted(make_case: Callable[[str], Case], na
 
 
 @pytest.mark.parametrize(("name", "threads"), [("cnn", 1), ("lstm", 1), ("gpt", 1), ("cnn", 2)])
-def test_what_kernels_allocate_is_measured(make_case: Callable[[str], Case], name: str, threads: int) -> None:
+def test_what_kernels_allocate_is_measured(traced_case: Callable[[str], Traced], name: str, threads: int) -> None:
     """Never less than the allocator says, and close to it; a table that counts from above is far from it.
 
     Of as many threads as were profiled: each thread of a convolution has a buffer of its own.
     """
-    model, sample = make_case(name)
-    sequence = trace(model, sample)
+    _, sample, sequence = traced_case(name)
     settings: dict[str, Any] = {"batch_size": 32, "micro_batch_sizes": [8, 32], "time_budget_s": 0.0}
     measured = profile(sequence, 1, threads=threads, sample=sample, progress=False, cache=False, **settings)
     costs = CostModel(measured)
@@ -137,24 +134,21 @@ def test_kernels_are_watched_with_gradients_in_the_layout_that_a_stage_gives_the
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "masked", "keywords", "dropout"])
-def test_fake_and_real_tensors_agree(make_case: Callable[[str], Case], name: str) -> None:
-    model, sample = make_case(name)
-    sequence = trace(model, sample)
+def test_fake_and_real_tensors_agree(traced_case: Callable[[str], Traced], name: str) -> None:
+    _, sample, sequence = traced_case(name)
     assert agree(_memory(sequence, sample, 3, fake=True), _memory(sequence, sample, 3, fake=False))
 
 
-def test_memory_grows_with_the_micro_batch(make_case: Callable[[str], Case]) -> None:
-    model, ids = make_case("gpt")
-    sequence = trace(model, ids)
+def test_memory_grows_with_the_micro_batch(traced_case: Callable[[str], Traced]) -> None:
+    _, ids, sequence = traced_case("gpt")
     small, large = (_memory(sequence, ids, size, fake=True) for size in (2, 4))
     assert [entry.kept_bytes for entry in large] == [2 * entry.kept_bytes for entry in small]
 
 
-def test_samples_are_cut_and_repeated(make_case: Callable[[str], Case]) -> None:
+def test_samples_are_cut_and_repeated(traced_case: Callable[[str], Traced]) -> None:
     assert resized(torch.tensor([[1, 2, 3]]), 1, 5).tolist() == [[1, 2, 3, 1, 2]]
     assert resized(torch.tensor([1, 2, 3]), 0, 2).tolist() == [1, 2]
-    model, ids = make_case("gpt")
-    sequence = trace(model, ids)
+    _, ids, sequence = traced_case("gpt")
     (found,) = micro_batch(sequence, ids, 6, CPU).values()
     assert torch.equal(found, torch.cat([ids, ids[:2]]))
     (made_up,) = micro_batch(sequence, None, 6, CPU).values()
@@ -192,8 +186,7 @@ def test_a_sample_that_the_model_writes_stays_as_it_is() -> None:
     assert not x.any()
 
 
-def test_input_bytes_of_one_sample(make_case: Callable[[str], Case]) -> None:
-    model, sample = make_case("masked")
-    spec = trace(model, sample).sample
+def test_input_bytes_of_one_sample(traced_case: Callable[[str], Traced]) -> None:
+    spec = traced_case("masked")[2].sample
     assert input_bytes(spec, None) == 5 * 6 * 4 + 5 * 8
     assert input_bytes(spec, {"label": torch.zeros(4, dtype=torch.int32)}) == 5 * 6 * 4 + 5 * 8 + 4

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import Pipeline
 from planner import plan_from_profile
-from profiler import ExecutionError, LayerSequence, NotTraceableError, profile, trace
+from profiler import Cluster, ExecutionError, LayerSequence, Link, NotTraceableError, profile, trace
 from profiler.machine.local import local_devices
 from profiler.memory.in_stage import layer_memory
 from profiler.opaque.call import Affine
@@ -109,9 +109,10 @@ def test_it_is_one_layer_that_computes_what_the_model_does() -> None:
 def test_a_plan_trains_it_the_same_for_every_number_of_stages() -> None:
     """The plan alone says which modules are called as they are."""
     of = case(dropout=0.3)
+    known = Cluster(devices=local_devices(1).devices, link=Link(latency_s=1e-4, bytes_per_s=1e9))
     measured = profile(
         traced(of),
-        2,
+        known,
         sample=of.sample,
         loss_fn=of.loss_fn,
         target=of.target,

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler import Device, ProfileError, profile, trace
+from profiler import Device, LayerSequence, ProfileError, profile, trace
 from tests.models.tracked import allocations
 
 SAMPLE_BYTES = 4 * 32 * 64  # of one sample's value at each boundary
@@ -46,10 +47,16 @@ class Recurrent(nn.Module):
         return x
 
 
-def _measured(model: nn.Module, sizes: Sequence[int], memory_bytes: int, **about: Any) -> tuple[list[int], int]:
-    """The sizes that the profile holds, and the most bytes that were allocated at any moment."""
+@cache
+def traced(kind: type[nn.Module]) -> tuple[Tensor, LayerSequence]:
+    """A sample and the layers of a model."""
     sample = torch.randn(4, 32, 64)
-    sequence = trace(model, sample)
+    return sample, trace(kind(), sample)
+
+
+def _measured(kind: type[nn.Module], sizes: Sequence[int], memory_bytes: int, **about: Any) -> tuple[list[int], int]:
+    """The sizes that the profile holds, and the most bytes that were allocated at any moment."""
+    sample, sequence = traced(kind)
     device = Device(name="cpu", kind="cpu", memory_bytes=memory_bytes, threads=1)
     with allocations() as record, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,22 +80,21 @@ def test_measuring_stays_below_the_limit(kind: type[nn.Module], fits: int) -> No
     """The limit holds single layers at the size `fits`, not all that a model keeps, and no larger sizes."""
     per_sample = 16 if kind is Deep else 96
     limit = 2**20 + fits * per_sample * SAMPLE_BYTES
-    found, most = _measured(kind(), [1, fits, 8 * fits, 64 * fits], limit)
+    found, most = _measured(kind, [1, fits, 8 * fits, 64 * fits], limit)
     assert found == [1, 2, fits]
     assert most <= limit
 
 
 def test_where_fake_tensors_cannot_follow_small_sizes_tell() -> None:
     limit = 2**18 + 16 * 24 * SAMPLE_BYTES
-    found, most = _measured(Deep(), [16, 512], limit, loss_fn=selecting, target=torch.randn(4, 32, 64))
+    found, most = _measured(Deep, [16, 512], limit, loss_fn=selecting, target=torch.randn(4, 32, 64))
     assert found == [16]
     assert most <= limit
 
 
 def test_a_single_size_that_does_not_fit_is_refused_before_it_is_run() -> None:
     limit = 2**20
-    sample = torch.randn(4, 32, 64)
-    sequence = trace(Deep(), sample)
+    sample, sequence = traced(Deep)
     device = Device(name="cpu", kind="cpu", memory_bytes=limit, threads=1)
     with (
         allocations() as record,

@@ -18,6 +18,7 @@ from profiler.run.stage_function import Pass, StageFunction, keeping_nothing, le
 from profiler.tracing.sample import call_arguments, tensor_leaves
 
 Case = tuple[nn.Module, Any]
+Traced = tuple[nn.Module, Any, LayerSequence]
 
 
 def _seed(layer: int) -> None:
@@ -63,9 +64,8 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= 1e-5 * scale)
 
 
-def test_layers_compute_what_the_model_computes(make_case: Callable[[str], Case], case_name: str) -> None:
-    model, sample = make_case(case_name)
-    sequence = trace(model, sample)
+def test_layers_compute_what_the_model_computes(traced_case: Callable[[str], Traced], case_name: str) -> None:
+    model, sample, sequence = traced_case(case_name)
     outputs, gradients = _run(sequence, sample, [])
     expected, expected_gradients = _eager(model, sample)
     assert len(outputs) == len(expected)
@@ -82,8 +82,8 @@ def case_name(request: pytest.FixtureRequest) -> str:
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_cuts_change_no_bit(sequence_of_case: tuple[LayerSequence, Any], data: st.DataObject) -> None:
-    sequence, sample = sequence_of_case
+def test_cuts_change_no_bit(each_traced: Traced, data: st.DataObject) -> None:
+    _, sample, sequence = each_traced
     positions = st.integers(1, len(sequence) - 1)
     cuts = sorted(data.draw(st.sets(positions, min_size=1, max_size=4)))
     outputs, gradients = _run(sequence, sample, cuts)
@@ -93,15 +93,8 @@ def test_cuts_change_no_bit(sequence_of_case: tuple[LayerSequence, Any], data: s
     assert [name for name in gradients if not torch.equal(gradients[name], expected_gradients[name])] == []
 
 
-@pytest.fixture
-def sequence_of_case(case: Case) -> tuple[LayerSequence, Any]:
-    model, sample = case
-    return trace(model, sample), sample
-
-
-def test_other_batches_run_on_the_same_layers(make_case: Callable[[str], Case], case_name: str) -> None:
-    model, sample = make_case(case_name)
-    sequence = trace(model, sample)
+def test_other_batches_run_on_the_same_layers(traced_case: Callable[[str], Traced], case_name: str) -> None:
+    model, sample, sequence = traced_case(case_name)
     for size in (1, 3, 7) if case_name != "cnn" else (2, 3, 7):
         other = pytree.tree_map(lambda leaf, n=size: leaf[torch.arange(n) % leaf.shape[0]], sample)
         outputs, _ = _run(sequence, other, [len(sequence) // 2])
@@ -109,10 +102,10 @@ def test_other_batches_run_on_the_same_layers(make_case: Callable[[str], Case], 
         assert all(_close(*pair) for pair in zip(outputs, expected, strict=True))
 
 
-def test_a_sample_of_one_gives_the_same_layers(make_case: Callable[[str], Case]) -> None:
-    model, ids = make_case("gpt")
-    assert trace(model, ids[:1]).fingerprint == trace(model, ids).fingerprint
-    assert trace(model, ids).sample.batch_size == 4
+def test_a_sample_of_one_gives_the_same_layers(traced_case: Callable[[str], Traced]) -> None:
+    model, ids, sequence = traced_case("gpt")
+    assert trace(model, ids[:1]).fingerprint == sequence.fingerprint
+    assert sequence.sample.batch_size == 4
 
 
 def test_tracing_and_running_leave_the_model_alone(make_case: Callable[[str], Case]) -> None:
@@ -152,9 +145,8 @@ def test_a_written_buffer_is_returned_not_written() -> None:
     assert {name: float(value) for name, value in results.buffers.items()} == {"count": 1.0}
 
 
-def test_statistics_are_those_of_the_micro_batch(make_case: Callable[[str], Case]) -> None:
-    model, images = make_case("cnn")
-    sequence = trace(model, images)
+def test_statistics_are_those_of_the_micro_batch(traced_case: Callable[[str], Traced]) -> None:
+    model, images, sequence = traced_case("cnn")
     stage = StageFunction(
         sequence,
         0,
@@ -169,9 +161,8 @@ def test_statistics_are_those_of_the_micro_batch(make_case: Callable[[str], Case
     assert int(statistics[0][3]) == convolved.numel() // 8
 
 
-def test_equal_blocks_have_equal_signatures(make_case: Callable[[str], Case]) -> None:
-    model, ids = make_case("gpt")
-    sequence = trace(model, ids)
+def test_equal_blocks_have_equal_signatures(traced_case: Callable[[str], Traced]) -> None:
+    model, ids, sequence = traced_case("gpt")
 
     def signatures(block: int) -> list[str]:
         paths = f"blocks.{block}"
@@ -193,17 +184,15 @@ def test_layers_share_a_function_where_they_do_the_same() -> None:
     assert leaky[0] == leaky[2] != leaky[1]
 
 
-def test_a_tied_parameter_is_one_parameter_of_two_layers(make_case: Callable[[str], Case]) -> None:
-    model, ids = make_case("gpt")
-    sequence = trace(model, ids)
+def test_a_tied_parameter_is_one_parameter_of_two_layers(traced_case: Callable[[str], Traced]) -> None:
+    sequence = traced_case("gpt")[2]
     ((name, users),) = sequence.tied.items()
     assert set(sequence.aliases[name]) == {"embedding.weight", "head.weight"}
     assert users == (0, len(sequence) - 1)
 
 
-def test_forward_that_keeps_nothing_computes_the_same(make_case: Callable[[str], Case], case_name: str) -> None:
-    model, sample = make_case(case_name)
-    sequence = trace(model, sample)
+def test_forward_that_keeps_nothing_computes_the_same(traced_case: Callable[[str], Traced], case_name: str) -> None:
+    _, sample, sequence = traced_case(case_name)
     aliases: dict[tuple[int, str], Tensor] = {
         (layer.index, name): sequence.parameters[name] for layer in sequence.layers for name in layer.parameters
     }

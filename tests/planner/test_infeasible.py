@@ -1,0 +1,83 @@
+"""Why no plan fits: the figures are those of a stage, and every cure that is named works."""
+
+import re
+
+import pytest
+
+from planner.from_profile import plan_from_profile
+from profiler.errors import InfeasibleError
+
+ROW = (1, 1, 2, 20, 10, 16, 16)
+LAYERS = 4
+
+
+@pytest.fixture
+def profile(profile_of):
+    return profile_of(
+        {("a", size): [[size * value for value in ROW]] * LAYERS for size in (1, 16)},
+        parameters=[(64, True)] * LAYERS,
+        readers=[(layer,) for layer in range(LAYERS)],
+        optimizer=(0.001, 2.0),
+    )
+
+
+def refusal(profile, devices, **asked):
+    with pytest.raises(InfeasibleError) as caught:
+        plan_from_profile(profile, devices, **asked)
+    return str(caught.value)
+
+
+CURES = {  # what a cure says: the setting that carries it out
+    r'recompute="auto"': lambda _: {"recompute": "auto"},
+    r'schedule="1f1b"': lambda _: {"schedule": "1f1b"},
+    r"more micro-batches \(M = (\d+) fits\)": lambda number: {"micro_batches": number},
+    r"a smaller batch \((\d+) samples fit\)": lambda number: {"batch_size": number},
+    r"more devices \((\d+) fit, with the added ones like the last\)": lambda number: {"devices": number},
+}
+
+
+@pytest.mark.parametrize("limit", [500, 900, 1100])
+@pytest.mark.parametrize("asked", [{}, {"micro_batches": 8}, {"recompute": "never"}, {"recompute": "always"}])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_every_cure_works_and_none_that_does_is_left_out(profile, device, limit, asked, schedule):
+    """A cure alone makes a plan; of those that are not named, none does that needs no figure."""
+    given = {"batch_size": 32, "schedule": schedule, **asked}
+    try:
+        plan_from_profile(profile, [device("a", limit)] * 2, **given)
+        return
+    except InfeasibleError as problem:
+        text = str(problem)
+    for cure, setting in CURES.items():
+        named = re.search(cure, text)
+        if named is None and "(" in cure:
+            continue
+        change = setting(int(named[1]) if named and named.groups() else None)
+        count = change.pop("devices", 2)
+        if named:
+            plan_from_profile(profile, [device("a", limit)] * count, **{**given, **change})
+        elif change.items() <= given.items() or ("recompute" in change and "recompute" not in given):
+            continue  # it is so already
+        else:
+            refusal(profile, [device("a", limit)] * count, **{**given, **change})
+
+
+def test_the_stage_overflows_by_what_it_needs_more(profile, device):
+    """With that many bytes more it fits, and with one byte less it does not."""
+    asked = {"batch_size": 16, "recompute": "never", "stages": 2, "micro_batches": 16}
+    text = refusal(profile, [device("a", 900)] * 2, **asked)
+    over = int(re.search(r"(\d+) bytes \(.*\) too many", text)[1])
+    plan_from_profile(profile, [device("a", 900 + over)] * 2, **asked)
+    assert ": 1 bytes (1 B) too many" in refusal(profile, [device("a", 900 + over - 1)] * 2, **asked)
+
+
+def test_where_rules_leave_no_plan_memory_is_not_blamed(profile, device):
+    """A cut makes two stages, and of four devices only two are equal: one stage in two replicas."""
+    devices = [device("a", 10**6 + more) for more in (0, 0, 1, 2)]
+    text = refusal(profile, devices, batch_size=16, replicas=2, cut_at=["blocks.2"])
+    assert text.startswith("no plan satisfies all rules on these devices, whatever the memory")
+
+
+def test_where_nothing_helps_the_error_says_so(profile, device):
+    """A single layer's parameters are more than a device has."""
+    text = refusal(profile, [device("a", 100)] * 2, batch_size=16)
+    assert "Neither recompute, 1f1b, more micro-batches, a smaller batch nor more devices would help alone" in text

@@ -1,0 +1,82 @@
+"""The arrays that the search reads, against sums over layers and micro-batches, one at a time."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.from_profile import make_problem
+from planner.plan.actions import ActionKind, make_schedule
+from planner.plan.schedules import SCHEDULES
+from planner.solve.tables import make_tables
+
+KINDS = ("a", "b")
+
+
+def tables_of(profile, devices, *, batch_size, count, **asked):
+    given_ = {"micro_batches": count, "micro_batches_per_stage": 1, **asked}
+    problem = make_problem(profile, devices, batch_size=batch_size, optimizer=None, settings=given_)
+    (candidate,) = problem.candidates()
+    return make_tables(problem, candidate), candidate.split.sizes
+
+
+def flying(schedule, number, sizes):
+    """The micro-batches under way when there are most, at the stage of that number from the end: the first ones."""
+    actions = make_schedule(schedule, stages=number, micro_batches=len(sizes), recompute=(False,) * number)[0]
+    passes = [{ActionKind.F: 1, ActionKind.B: -1}.get(action.kind, 0) for action in actions]
+    return sizes[: max(itertools.accumulate(passes))]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_ranges_are_sums_over_layers_and_micro_batches(profiles, oracle, device, schedule, data):
+    profile = data.draw(profiles(most_layers=4))
+    batch_size, count = data.draw(st.sampled_from([(8, 4), (10, 4), (5, 5), (7, 3)]))
+    devices = [device(kind, 10**6) for kind in KINDS]
+    tables, sizes = tables_of(profile, devices, batch_size=batch_size, count=count, schedule=schedule)
+    cost = oracle(profile, tuple(devices), batch_size).cost
+    layers = range(len(profile.layers))
+    free_bytes = 10**6 - profile.reserve_bytes - batch_size * profile.input_bytes
+    assert tables.limit == pytest.approx([free_bytes] * 2)
+    for position, kind in enumerate(KINDS):
+        for first, stop in itertools.combinations(range(len(layers) + 1), 2):
+            inside = layers[first:stop]
+
+            def between(sums, place=position, first=first, stop=stop):
+                return sums[place][..., stop] - sums[place][..., first]
+
+            def steady(name, kind=kind, inside=inside):
+                return np.mean([sum(cost(kind, layer, size, name) for layer in inside) for size in sizes[:-1]])
+
+            least_s = sum(
+                min(cost(kind, layer, size, name) for size in sizes)
+                for layer in inside
+                for name in ("forward_s", "backward_s")
+            )
+            assert between(tables.passing) == pytest.approx(least_s)
+            assert between(tables.forward) == pytest.approx(steady("forward_s"))
+            assert between(tables.backward) == pytest.approx(steady("backward_s"))
+            assert between(tables.again) == pytest.approx(steady("recompute_s"))
+            for variant, kept in enumerate(between(tables.held) + between(tables.remaining)):
+                number = variant + 1 if tables.by_number else tables.most_stages
+                there = flying(schedule, number, sizes)
+                assert kept == pytest.approx(sum(cost(kind, layer, s, "kept_bytes") for layer in inside for s in there))
+                entering = sum(cost(kind, first - 1, size, "output_bytes") for size in there) if first else 0
+                assert tables.entering[position, variant, first] == pytest.approx(entering)
+
+
+def test_rules_and_equal_devices(profile_of, device):
+    """Two equal devices are one class that runs two stages; the one that layers are pinned to is a class of its own."""
+    row = (1, 1, 1, 1, 0, 2, 2)
+    profile = profile_of({(kind, size): [row] * 4 for kind in KINDS for size in (1, 8)})
+    devices = [device("a"), device("b"), device("a"), device("a")]
+    tables, _ = tables_of(
+        profile, devices, batch_size=8, count=8, keep_together=["blocks.1"], cut_at=["blocks.3"], pinned={"blocks.0": 2}
+    )
+    assert tables.capacity.tolist() == [2, 1, 1]
+    assert tables.pinned.tolist() == [2, -1, -1, -1]
+    assert tables.allowed.tolist() == [True, True, True, True, True]
+    assert tables.demanded.tolist() == [0, 0, 0, 1, 1]

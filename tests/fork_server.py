@@ -179,7 +179,8 @@ def serve(requests: socket.socket) -> Request | None:
     running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that says that it has ended
     ended: dict[socket.socket, int] = {}  # and have been told of; their numbers stay taken until that has been heard
     while True:
-        ready = select.select([requests, *running, *ended], [], [])[0]
+        watched: list[Any] = [requests, *running, *ended]
+        ready = select.select(watched, [], [])[0]
         for about in ready:
             if about in ended:
                 os.waitpid(ended.pop(about), 0)

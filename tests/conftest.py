@@ -19,6 +19,7 @@ os.environ["GPIPE_AUTOPLAN_CACHE"] = "off"  # tests measure, and leave the user'
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
 
+FRESH = ("fresh_processes", "gpu", "benchmark")  # tests with one of these marks have workers as users have them
 _GPU_FOLDER = Path(__file__).parent / "gpu"
 
 
@@ -46,7 +47,7 @@ def workers_are_forks(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, start_fork: Callable[..., Any]
 ) -> None:
     """Workers of tests start in no time; those of tests that are about processes are fresh interpreters."""
-    if request.node.get_closest_marker("fresh_processes") is None:
+    if hasattr(os, "pidfd_open") and not any(map(request.node.get_closest_marker, FRESH)):
         for module in ("workers", "background_load"):
             monkeypatch.setattr(f"profiler.machine.{module}.start_process", start_fork)
 

@@ -55,7 +55,8 @@ READ_LATE = {
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when it first asks for it
 }
 SERVERS = 2
-_LONGEST_REQUEST = 2**18
+LONGEST_START_S = 300.0  # a server that loads what it preloads on a busy machine
+_LONGEST_REQUEST_BYTES = 2**18
 
 
 @contextlib.contextmanager
@@ -141,6 +142,7 @@ class ForkServer:
     def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
         self._environment = dict(environment)
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(LONGEST_START_S)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(__file__).resolve()), str(theirs.fileno()), *preloaded],
@@ -179,7 +181,8 @@ def serve(requests: socket.socket) -> Request | None:
     running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that says that it has ended
     ended: dict[socket.socket, int] = {}  # and have been told of; their numbers stay taken until that has been heard
     while True:
-        ready = select.select([requests, *running, *ended], [], [])[0]
+        watched: list[Any] = [requests, *running, *ended]
+        ready = select.select(watched, [], [])[0]
         for about in ready:
             if about in ended:
                 os.waitpid(ended.pop(about), 0)
@@ -191,7 +194,7 @@ def serve(requests: socket.socket) -> Request | None:
                 with contextlib.suppress(BrokenPipeError):  # nobody wants to know
                     channel.send(str(_code_of(process)).encode())
         if requests in ready:
-            message, received, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 250)
+            message, received, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST_BYTES, 250)
             if not message:
                 return None
             request = Request(**json.loads(message))

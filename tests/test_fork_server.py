@@ -26,7 +26,7 @@ from profiler.machine.workers import run_workers
 from tests import fork_server
 from tests.fork_server import PRELOADED, READ_LATE, ForkServer
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers of tests are forks on Linux")
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="workers of tests are forks on Linux")
 OWN = ("GPIPE_AUTOPLAN_JOURNAL", "TORCHINDUCTOR_CACHE_DIR")  # variables that a process sets for itself
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGHUP)
 
@@ -36,7 +36,7 @@ def found() -> dict[str, Any]:
     for module in PRELOADED:
         importlib.import_module(module)
     opened = {int(path.name): path for path in Path("/proc/self/fd").iterdir()}
-    output = sys.stdout, sys.stderr
+    output: tuple[Any, ...] = (sys.stdout, sys.stderr)
     return {
         "environment": {name: value for name, value in os.environ.items() if name not in OWN},
         "arguments": (sys.argv[0], len(sys.argv)),

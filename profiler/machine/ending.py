@@ -125,7 +125,7 @@ def _wait_until(true_of: Callable[[Worker], bool], workers: Sequence[Worker], li
 
 def _warn_of(worker: Worker, world_size: int, *, late: bool) -> None:
     """Say that a worker that had reported did not come to a good end."""
-    code = worker.process.returncode
+    code = worker.process.wait()
     if not worker.reported or (code == 0 and not late):
         return
     what = (

@@ -41,13 +41,6 @@ class Process(Protocol):
     def pid(self) -> int:
         """Its number, which is also its group's."""
 
-    @property
-    def returncode(self) -> int | None:
-        """How it has ended, where that is known already; negative for a signal."""
-
-    def poll(self) -> int | None:
-        """How it has ended; None while it runs."""
-
     def wait(self, timeout: float | None = None) -> int:
         """How it ends; raises `subprocess.TimeoutExpired` if it does not within so many seconds."""
         ...

@@ -129,9 +129,10 @@ def train_by_hand(plan_for: Callable[..., Plan], folder: Path, *, strangers: boo
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    with _visits(folder, strangers=strangers) as seen:
-        ranks = [
-            subprocess.Popen(
+    with contextlib.ExitStack() as running, _visits(folder, strangers=strangers) as seen:
+        ranks = []
+        for rank in range(2):
+            process = subprocess.Popen(
                 [sys.executable, "-c", SCRIPT],
                 env={**os.environ, **variables, "RANK": str(rank)},
                 cwd=folder,
@@ -139,9 +140,9 @@ def train_by_hand(plan_for: Callable[..., Plan], folder: Path, *, strangers: boo
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for rank in range(2)
-        ]
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+            ranks.append(running.enter_context(process))
+            running.callback(process.kill)
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     return seen
 

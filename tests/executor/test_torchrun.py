@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from planner import Plan
-from tests.executor.fault_trials import plan_of
+from executor import Pipeline
+from planner import ForeignPlanError, Plan
+from profiler.machine.workers import run_workers
+from tests.executor.fault_trials import Deep, plan_of
 from tests.executor.under_torchrun import train
 
 SCRIPT = Path(__file__).with_name("under_torchrun.py").resolve()
@@ -66,32 +68,30 @@ def alone(plan_for: Callable[..., Plan], tmp_path: Path) -> dict[str, Any]:
     return train(plan_of(plan_for, 1), STEPS, tmp_path / "alone")
 
 
-def test_it_comes_back_from_the_last_checkpoint(
+def test_a_killed_rank_is_named_and_comes_back_from_the_last_checkpoint(
     plan_for: Callable[..., Plan], tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    folder = prepare(tmp_path / "run", plan_of(plan_for, 2), dies=[[1, 2]])
+    """It was where its journal says."""
+    folder = prepare(tmp_path / "run", plan_of(plan_for, 2), dies=[[1, 2]], in_loss=True)
     code, output = run(folder, "--nproc-per-node", "2", "--max-restarts", "1")
     assert code == 0, output
+    assert "rank 1 of 2 failed: its process ended without a word" in output
+    assert "last at step 2, stage 1, micro-batch 1, action 1F1" in output
     parts = results(folder, 2)
     assert [part["begun"] for part in parts] == [2, 2]
     check_equal(parts, alone)
 
 
-def test_a_killed_rank_was_where_its_journal_says(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    folder = prepare(tmp_path / "run", plan_of(plan_for, 2), dies=[[1, 2]], in_loss=True)
-    code, output = run(folder, "--nproc-per-node", "2")
-    assert code != 0
-    assert "rank 1 of 2 failed: its process ended without a word" in output
-    assert "last at step 2, stage 1, micro-batch 1, action 1F1" in output
+def refused(plan: Plan) -> str:
+    with pytest.raises(ForeignPlanError) as caught:
+        Pipeline(Deep(), plan)
+    return str(caught.value)
 
 
-def test_a_wrong_world_size_is_an_error_on_every_rank(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    folder = prepare(tmp_path / "run", plan_of(plan_for, 3))
-    code, _ = run(folder, "--nproc-per-node", "2")
-    assert code != 0
-    for rank in range(2):
-        error = (folder / f"error-{rank}.txt").read_text()
-        assert error.startswith("ForeignPlanError") and "3 stages, but 2 processes run" in error
+def test_a_wrong_world_size_is_an_error_on_every_rank(plan_for: Callable[..., Plan]) -> None:
+    """`launch` starts as many as there should be, torchrun as many as it is told."""
+    for error in run_workers(refused, [(plan_of(plan_for, 3),)] * 2):
+        assert "the plan has 3 stages, but 2 processes run; start 3 processes, or one" in error
 
 
 HOSTS = (("10.99.7.1", "left"), ("10.99.7.2", "right"))

@@ -68,7 +68,30 @@ def test_a_module_under_two_names_stays_one(plan_for: Callable[..., Plan]) -> No
         torch.testing.assert_close(own.grad, expected.grad, msg=name)
 
 
-@pytest.mark.parametrize("name", ["GNMT", "resnet", "GPT with tied weights", "branch on a shape"])
+class Recurrent(nn.Module):
+    """Its LSTM holds each weight twice, by name and in a list that is to hold the same objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.lstm = nn.LSTM(8, 6, num_layers=2, dropout=0.1)
+        self.head = nn.Linear(6, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(ids).unsqueeze(0))[0]).squeeze(0)
+
+
+def test_a_recurrent_model_is_left_as_it_was(plan_for: Callable[..., Plan]) -> None:
+    model = Recurrent()
+    before = snapshot(model)
+    sequence = trace(model, IDS)
+    assert differences(before, snapshot(model)) == []
+    plan = plan_for(sequence, [len(sequence) // 2], batch_size=8, micro_batches=2)
+    Pipeline(model, plan, loss_fn=functional.cross_entropy)
+    assert differences(before, snapshot(model)) == []
+
+
+@pytest.mark.parametrize("name", ["resnet", "GPT with tied weights", "branch on a shape"])
 def test_models_of_the_list_are_left_as_they_were(name: str, plan_for: Callable[..., Plan]) -> None:
     """By `Pipeline`; by `trace` all of them in tests/coverage, and all by `Pipeline` in tests/benchmarks."""
     case = BY_NAME[name].build(dropout=0.1)

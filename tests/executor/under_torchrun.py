@@ -23,7 +23,6 @@ from torch import Tensor
 from executor import Pipeline
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from planner import Plan
-from profiler.errors import ForeignPlanError, PlanError
 from tests.executor.fault_trials import BATCH, WIDTH, Deep
 
 
@@ -71,22 +70,9 @@ def main(folder: Path) -> None:
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     dies = tuple(settings["dies"][restart]) if restart < len(settings["dies"]) else (-1, -1)
     checkpoints = folder / settings.get("checkpoints", "checkpoints")
-    rank = os.environ["RANK"]
     in_loss = settings.get("in_loss", False)
-    try:
-        result = train(Plan.load(folder / "plan.json"), settings["steps"], checkpoints, dies, in_loss=in_loss)
-    except PlanError as problem:
-        (folder / f"error-{rank}.txt").write_text(f"{type(problem).__name__}: {problem}")
-        if isinstance(problem, ForeignPlanError):  # each rank finds it for itself, if torchrun lets it live so long
-            _wait_for_errors(folder, int(os.environ["WORLD_SIZE"]))
-        raise
-    torch.save(result, folder / f"result-{rank}.pt")
-
-
-def _wait_for_errors(folder: Path, ranks: int) -> None:
-    end = time.monotonic() + 30
-    while len(list(folder.glob("error-*.txt"))) < ranks and time.monotonic() < end:
-        time.sleep(0.05)
+    result = train(Plan.load(folder / "plan.json"), settings["steps"], checkpoints, dies, in_loss=in_loss)
+    torch.save(result, folder / f"result-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def digest_of(value: Any) -> str:
+def digest_of_work(value: Any) -> str:
     """A text that is equal, in any process, for functions and modules that do the same work.
 
     Of functions it holds the code, what they close over, defaults, and what they use of their file's own; of modules

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from profiler.cache import Cache, CachedCosts, digest_of
+from profiler.cache import Cache, CachedCosts, digest_of_work
 from profiler.device import Cluster, Device
 from profiler.errors import ProfileError
 from profiler.left_out_sizes import Refusals
@@ -28,7 +28,7 @@ from profiler.memory.in_stage import LayerMemory
 from profiler.record import LayerCost, OptimizerCost
 from profiler.run.inputs import part_of, real_runner, resized_target
 from profiler.run.layer_runner import LayerRunner
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.timing.optimizers import optimizer_cost
 from profiler.timing.repeats import computing_with
 from profiler.timing.sweeps import LayerTiming, time_layers
@@ -37,7 +37,7 @@ from profiler.tracing.sequence import LayerSequence
 from profiler.workload import Workload
 
 OPTIMIZER_SHARE = 0.05  # of the time budget
-SHELF_SHARE = 0.25  # of a device's memory, for parameters and gradients, of layers that are not run at the moment too
+POOL_SHARE = 0.25  # of a device's memory, for parameters and gradients, of layers that are not run at the moment too
 
 
 def is_host(device: Device) -> bool:
@@ -71,25 +71,25 @@ def measured_kind(
     place = torch_device(device)
     workload = replace(workload, sequence=workload.sequence.on(place), sizes=missing)
     refusals = Refusals()
-    shelf = Shelf(workload.sequence, place, int(SHELF_SHARE * device.memory_bytes))
-    room = Room(workload, shelf, place, device.memory_bytes)
+    pool = ParameterPool(workload.sequence, place, int(POOL_SHARE * device.memory_bytes))
+    room = Room(workload, pool, place, device.memory_bytes)
     with neighbours(neighbour_count, threads=max(1, device.threads)) as wait_until_busy:
         with _going_on_with(costs), computing_with(device.threads):
             memory = (
-                _fitting(workload, memory_by_size(workload, shelf, place, refusals, room), room, device)
+                _fitting(workload, memory_by_size(workload, pool, place, refusals, room), room, device)
                 if missing
                 else {}
             )
             wait_until_busy()
             keep_freed_memory()
-            shelf.timed = True
-            timings = _timings(workload, shelf, memory, room, device, refusals) if memory else {}
+            pool.timed = True
+            timings = _timings(workload, pool, memory, room, device, refusals) if memory else {}
             memory = with_measured_workspace(memory, timings)
             costs.extend(layer_costs(workload.sequence, device.kind, memory, timings))
             for size in timings:
                 found = tuple(cost for cost in costs if cost.micro_batch_size == size)
                 remembered.put(keys[size], CachedCosts(costs=found))
-        shelf.clear()
+        pool.clear()
         with computing_with(device.threads):
             if optimizer is None:
                 optimizer = _optimizer(workload, device, costs)
@@ -150,7 +150,7 @@ def _key(workload: Workload, device: Device, neighbour_count: int, size: int) ->
         "sample": workload.sequence.sample.model_dump(mode="json"),
         "strides": [leaf.stride() for leaf in leaves if isinstance(leaf, Tensor)],
         "trained": [tensor.requires_grad for tensor in workload.sequence.parameters.values()],
-        "loss": digest_of((workload.loss_fn, workload.target)),
+        "loss": digest_of_work((workload.loss_fn, workload.target)),
         "size": size,
         **_place(device, neighbour_count),
     }
@@ -205,7 +205,7 @@ def _fitting(
 
 def _timings(
     workload: Workload,
-    shelf: Shelf,
+    pool: ParameterPool,
     memory: Mapping[int, Sequence[LayerMemory]],
     room: Room,
     device: Device,
@@ -218,13 +218,13 @@ def _timings(
         with refusals.noting(size):
             if not runners:
                 inputs, about = workload.micro_batch(size, place)
-                whole = runners[size] = real_runner(workload.sequence, shelf, inputs, **about)
+                whole = runners[size] = real_runner(workload.sequence, pool, inputs, **about)
             else:
                 part = part_of(workload.sequence, inputs, size)
                 runners[size] = whole.on_part(part, resized_target(about["target"], size, place))
     return time_layers(
         workload.sequence,
-        shelf,
+        pool,
         {size: runners[size] for size in workload.sizes if size in runners},
         {size: [entry.kept_bytes for entry in layers] for size, layers in memory.items()},
         place,

@@ -25,7 +25,7 @@ from executor.run.micro_batch import (
     split_target,
     target_of,
 )
-from executor.run.program import Program, compiled
+from executor.run.program import Program, compiled_program
 from executor.run.stage_runner import MicroBatch, StageLayers
 from executor.state.placement import Placement
 from planner.plan.plan import Plan
@@ -241,7 +241,7 @@ class Calls:
         known = self._programs.get((call.spec, call.training, sizes))
         if known is None:
             version = self._version(call.spec, training=call.training)
-            known = self._programs[call.spec, call.training, sizes] = compiled(
+            known = self._programs[call.spec, call.training, sizes] = compiled_program(
                 self._plan,
                 self._layout,
                 version.layers,

@@ -36,7 +36,7 @@ from executor.layout import Layout
 from executor.run.message import MessageForm, TensorSpec
 from executor.run.micro_batch import shapes_of
 from executor.watch.agreement import BATCH, CALL, CONTENT, DATA, TARGET, Brings, Given
-from executor.watch.contents import digest_of
+from executor.watch.contents import digest_of_data
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
 from profiler.errors import ArgumentError
@@ -98,7 +98,7 @@ class Feed:
             return {CALL: kind, DATA: brings}
         given = {CALL: kind, DATA: brings, BATCH: shapes_of(inputs), TARGET: shapes_of(targets)}
         if self._watch.from_first(kind) is None:
-            given |= zip(CONTENT, (digest_of(inputs), digest_of(targets)), strict=True)
+            given |= zip(CONTENT, (digest_of_data(inputs), digest_of_data(targets)), strict=True)
         return given
 
     def call(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool) -> Call:

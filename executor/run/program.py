@@ -77,7 +77,7 @@ class Program:
     training: bool
 
 
-def compiled(
+def compiled_program(
     plan: Plan,
     layout: Layout,
     layers: Mapping[int, StageLayers],

@@ -40,7 +40,7 @@ REMEMBERED = 1024  # looks; a beat tells of one at most a quarter of a second ol
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def digest_of(tree: Any) -> str:
+def digest_of_data(tree: Any) -> str:
     """A digest of every byte of a tree's tensors, and of its other leaves."""
     found = hashlib.blake2b(digest_size=8)
     for leaf in pytree.tree_leaves(tree):

@@ -29,7 +29,7 @@ from profiler.memory.capacity import Room
 from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.record import InStage
 from profiler.run.inputs import fake_runner, real_runner
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.workload import Workload
 
 UNKNOWN_SIZE = 2  # run first where nothing says what memory a model needs
@@ -38,13 +38,13 @@ PASSING = ("forward_bytes", "backward_bytes", "last_backward_bytes")
 
 
 def memory_by_size(
-    workload: Workload, shelf: Shelf, place: torch.device, refusals: Refusals, room: Room
+    workload: Workload, pool: ParameterPool, place: torch.device, refusals: Refusals, room: Room
 ) -> dict[int, list[LayerMemory]]:
     """Memory of all layers by micro-batch size.
 
     Args:
         workload: what is measured.
-        shelf: brings parameters to the device.
+        pool: brings parameters to the device.
         place: the device.
         refusals: takes the sizes that cannot be run.
         room: what the device holds.
@@ -59,13 +59,13 @@ def memory_by_size(
         real = None
         if looked_at < sizes[0]:
             with suppress(MemoryError, *CANNOT_RUN):
-                real = _real(workload, looked_at, shelf, place, share=fake is not None)
+                real = _real(workload, looked_at, pool, place, share=fake is not None)
         if real is None and looked_at < sizes[0] and fake is not None:
             refusals.no_memory(sizes[0])
         elif real is None:
             looked_at = sizes[0]
             with refusals.noting(looked_at):
-                real = _real(workload, looked_at, shelf, place, share=fake is not None)
+                real = _real(workload, looked_at, pool, place, share=fake is not None)
         if real is not None:
             break
         del sizes[0]
@@ -84,7 +84,7 @@ def memory_by_size(
             refusals.no_memory(size)
         elif found is None:
             with refusals.noting(size):
-                found = real = _real(workload, size, shelf, place, share=fake is not None)
+                found = real = _real(workload, size, pool, place, share=fake is not None)
                 looked_at = size
         if found is not None:
             memory[size] = found
@@ -173,7 +173,7 @@ def _fake(workload: Workload, size: int, place: torch.device) -> list[LayerMemor
     return None
 
 
-def _real(workload: Workload, size: int, shelf: Shelf, place: torch.device, *, share: bool) -> list[LayerMemory]:
+def _real(workload: Workload, size: int, pool: ParameterPool, place: torch.device, *, share: bool) -> list[LayerMemory]:
     """From real tensors; equal layers are run once where fake tensors can follow: no shape depends on values there."""
     inputs, about = workload.micro_batch(size, place)
-    return layer_memory(workload.sequence, real_runner(workload.sequence, shelf, inputs, **about), share=share)
+    return layer_memory(workload.sequence, real_runner(workload.sequence, pool, inputs, **about), share=share)

@@ -2,7 +2,7 @@
 
 A model is measured twice. To see its memory, it runs forward layer by layer and then backward, and the values at all
 boundaries wait; to time it, it runs in windows of layers, and the values at one boundary do. In addition to both there
-are the shelf of parameters and the inputs of the largest micro-batch, of which smaller ones are parts.
+are the pool of parameters and the inputs of the largest micro-batch, of which smaller ones are parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from profiler.machine.backend import backend_of
 from profiler.memory.in_stage import LayerMemory
 from profiler.run.inputs import input_bytes
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.run.sampled_layers import swept_layers
 from profiler.workload import Workload
 
@@ -26,14 +26,14 @@ class Room:
 
     Args:
         workload: what is measured.
-        shelf: holds the parameters.
+        pool: holds the parameters.
         place: the device.
         memory_bytes: what it has.
     """
 
-    def __init__(self, workload: Workload, shelf: Shelf, place: torch.device, memory_bytes: int) -> None:
+    def __init__(self, workload: Workload, pool: ParameterPool, place: torch.device, memory_bytes: int) -> None:
         self._workload = workload
-        self._shelf = shelf
+        self._pool = pool
         self._place = place
         self._memory_bytes = memory_bytes
         self._boundaries = workload.sequence.boundaries
@@ -55,17 +55,17 @@ class Room:
         return min(int(SWEEP_SHARE * self._memory_bytes), left)
 
     def _always_bytes(self, size: int) -> int:
-        """The shelf, and inputs, target and buffers where they are not the user's own."""
+        """The pool, and inputs, target and buffers where they are not the user's own."""
         spec = self._workload.sequence.sample
         is_users = self._workload.sample is not None and backend_of(self._place).is_host and size <= spec.batch_size
         inputs = 0 if is_users else size * input_bytes(spec, self._workload.target)
         buffers = self._workload.sequence.buffers.values()
-        return self._shelf.capacity_bytes + inputs + sum(b.nbytes for b in buffers if b.device != self._place)
+        return self._pool.capacity_bytes + inputs + sum(b.nbytes for b in buffers if b.device != self._place)
 
     def _remembered_bytes(self, size: int, layers: Sequence[LayerMemory]) -> int:
         """Outputs of layers that stand in for those of equal layers, see `profiler.run.sampled_layers`."""
         signatures = [layer.signature for layer in self._workload.sequence.layers]
-        touched = [self._shelf.bytes_of(index) + entry.kept_bytes for index, entry in enumerate(layers)]
+        touched = [self._pool.bytes_of(index) + entry.kept_bytes for index, entry in enumerate(layers)]
         left_out = set(range(len(layers))).difference(swept_layers(signatures, touched))
         return sum(
             sum(value.size_bytes(size) for value in self._boundaries[index + 1] if value.producer == index)

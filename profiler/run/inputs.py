@@ -16,7 +16,7 @@ from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST
 from profiler.run.layer_runner import LayerRunner
 from profiler.run.loss import LossFunction
-from profiler.run.parameter_shelf import Shelf, valued_buffer
+from profiler.run.parameter_pool import ParameterPool, valued_buffer
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.tracing.sample import tensor_leaves, torch_dtype
 from profiler.tracing.sequence import LayerSequence
@@ -112,7 +112,7 @@ def resized_target(target: Any, size: int, device: torch.device) -> Any:
 
 def real_runner(
     sequence: LayerSequence,
-    shelf: Shelf,
+    pool: ParameterPool,
     inputs: Mapping[str, Tensor],
     *,
     loss_fn: LossFunction | None,
@@ -122,7 +122,7 @@ def real_runner(
 ) -> LayerRunner:
     """A runner on the model's own values, or on random ones where it is on the meta device."""
     buffers = {name: valued_buffer(buffer, device) for name, buffer in sequence.buffers.items()}
-    return LayerRunner(sequence, shelf, buffers, inputs, loss_fn=loss_fn, target=target, has_loss=has_loss)
+    return LayerRunner(sequence, pool, buffers, inputs, loss_fn=loss_fn, target=target, has_loss=has_loss)
 
 
 @contextmanager

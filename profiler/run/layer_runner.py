@@ -24,7 +24,7 @@ from profiler.errors import ArgumentError, PlanError
 from profiler.left_out_sizes import NOT_FAKEABLE, in_one_line, is_out_of_memory
 from profiler.machine.backend import device_of_first
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.run.stage_function import StageFunction, layout_hook
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import LayerSequence
@@ -98,7 +98,7 @@ class LayerRunner:
 
     Args:
         sequence: the layers.
-        parameters: by (layer index, name), on the device or on a shelf that brings them there; `.grad` is what the
+        parameters: by (layer index, name), on the device or in a pool that brings them there; `.grad` is what the
             backward pass adds to.
         buffers: by name, on the device.
         inputs: the micro-batch's inputs by name, on the device.
@@ -146,7 +146,7 @@ class LayerRunner:
 
     def hold(self, layers: range) -> None:
         """Have the parameters of these layers on the device before they are run."""
-        if isinstance(self._parameters, Shelf):
+        if isinstance(self._parameters, ParameterPool):
             self._parameters.hold(layers)
 
     @property

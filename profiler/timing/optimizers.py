@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.cache import digest_of
+from profiler.cache import digest_of_work
 from profiler.device import Device
 from profiler.errors import ArgumentError
 from profiler.machine.local import torch_device
@@ -71,7 +71,7 @@ def named_optimizer(optimizer: OptimizerChoice) -> str:
         check_optimizer(kind.__name__)
         name = kind.__name__
     else:
-        name = f"{kind.__name__}-{digest_of(kind)[:8]}"  # what was measured of other code is not found
+        name = f"{kind.__name__}-{digest_of_work(kind)[:8]}"  # what was measured of other code is not found
     usual = inspect.signature(kind).parameters
     settings = [
         f"{key}={value!r}"

@@ -31,7 +31,7 @@ from profiler.machine.backend import backend_of
 from profiler.machine.stopwatches import Stopwatch
 from profiler.observe.allocator_record import KernelMemory
 from profiler.run.layer_runner import Kept, LayerRunner, Uncut, backward, keep
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.run.sampled_layers import BoundaryValues, swept_layers, windows
 from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import Timing, collecting_no_garbage, rounds
@@ -81,7 +81,7 @@ class _Laps:
 
 def time_layers(
     sequence: LayerSequence,
-    shelf: Shelf,
+    pool: ParameterPool,
     runners: Mapping[int, LayerRunner],
     kept_bytes: Mapping[int, Sequence[int]],
     device: torch.device,
@@ -95,7 +95,7 @@ def time_layers(
 
     Args:
         sequence: the layers.
-        shelf: where the runners have their parameters.
+        pool: where the runners have their parameters.
         runners: by size; with a micro-batch of that size, on real tensors.
         kept_bytes: by size; what each layer keeps for its backward pass.
         device: where the tensors are.
@@ -108,7 +108,7 @@ def time_layers(
         The times by size. A size that cannot be run is missing. Interrupted from the keyboard, the sizes
         that were swept by then: the first `FIRST_SIZES` of `runners` come first.
     """
-    turns = _Turns(sequence, shelf, runners, kept_bytes, device, refusals, memory_bytes, sweep_done)
+    turns = _Turns(sequence, pool, runners, kept_bytes, device, refusals, memory_bytes, sweep_done)
     sizes = list(runners)
     start = time.perf_counter()
     try:
@@ -135,7 +135,7 @@ class _Turns:
     def __init__(
         self,
         sequence: LayerSequence,
-        shelf: Shelf,
+        pool: ParameterPool,
         runners: Mapping[int, LayerRunner],
         kept_bytes: Mapping[int, Sequence[int]],
         device: torch.device,
@@ -144,7 +144,7 @@ class _Turns:
         sweep_done: Callable[[], object],
     ) -> None:
         self._keys = _keys(sequence)
-        self._shelf = shelf
+        self._pool = pool
         self._device = device
         self._refusals = refusals
         self._backend = backend_of(device)
@@ -154,11 +154,11 @@ class _Turns:
         self._laps = {}
         most_enqueued = self._backend.most_enqueued
         launches = [0 if most_enqueued is None else len(layer.operations) for layer in sequence.layers]
-        placed = [shelf.bytes_of(index) for index in range(len(sequence))]
+        placed = [pool.bytes_of(index) for index in range(len(sequence))]
         for size, runner in runners.items():
             held = [sum(pair) for pair in zip(kept_bytes[size], placed, strict=True)]
             layers = swept_layers(self._keys, held)
-            limits = (memory_bytes, most_enqueued or 0, shelf.capacity_bytes)
+            limits = (memory_bytes, most_enqueued or 0, pool.capacity_bytes)
             runs = windows(layers, list(zip(held, launches, placed, strict=True)), limits)
             self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
             self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
@@ -173,7 +173,7 @@ class _Turns:
         for size in sizes:
             if size not in self._sweeps:
                 continue
-            self._shelf.tidy()
+            self._pool.tidy()
             with self._refusals.noting(size):
                 if counted:
                     self._note(self._laps[size], *self._sweeps[size].run(self._watch))

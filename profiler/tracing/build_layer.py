@@ -326,14 +326,14 @@ def _signature(
     for source in (*draft.parameters, *draft.buffers, *draft.values):
         numbers[source] = f"%{len(numbers)}"
         held = attribute(root, str(source.target)) if source.op == "get_attr" else source.meta.get("val")
-        lines.append(f"{describe(held)} {facts[source].requires_grad}")
+        lines.append(f"{value_text(held)} {facts[source].requires_grad}")
     for node in nodes:
         numbers[node] = f"%{len(numbers)}"
         lines.append(node_text(node, lambda argument: numbers.get(argument, str(argument.target))))
     return digest(lines)
 
 
-def describe(value: object) -> str:
+def value_text(value: object) -> str:
     """Shape and dtype of a tensor, the expression of a number, the code of a graph."""
     if isinstance(value, Tensor):
         return f"{symbolic_shape(value)} {value.dtype}"

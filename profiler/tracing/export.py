@@ -32,7 +32,7 @@ from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.torch_private import CAUSAL_MASK_TEST, depends_on_data, lazy_graph_modules, parsed_move
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
-from profiler.tracing.sample import TRACED_BATCH_SIZE_AT_LEAST, call_of, example_call, torch_dtype
+from profiler.tracing.sample import TRACED_BATCH_SIZE_AT_LEAST, arguments_of, example_arguments, torch_dtype
 from profiler.tracing.writes import may_write
 
 _ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
@@ -108,7 +108,7 @@ def _exported(
     """The graph of one call of the model, as a module with the model's own parameters, and what it asked meanwhile."""
     device = device_of_first(model.parameters())
     size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST) if dynamic else spec.batch_size
-    call = example_call(spec, size, device)
+    call = example_arguments(spec, size, device)
     with mode_of(model, training), _spelled_out(model, call.kwargs):
         shapes = _dynamic_shapes(model, spec) if dynamic else None
         calls = OpaqueCalls(model, called_as_is, REHEARSED_SIZES if dynamic else (size,))
@@ -137,7 +137,7 @@ def _exported(
             place = place_of(model, problem)
             raise NotTraceableError(explanation(model, problem, place), modules=place.modules) from problem
         if dynamic and questions.places:
-            one = example_call(spec, 1, device)
+            one = example_arguments(spec, 1, device)
             with _quiet(), autocasting(spec, device), calls.in_place(), functions.in_place():
                 same = same_for_one_sample(model, module, one.args, one.kwargs)
             if not same:
@@ -222,7 +222,7 @@ def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
         {leaf.batch_dim: extent} if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None else None
         for leaf in spec.leaves
     ]
-    call = call_of(spec, shapes)
+    call = arguments_of(spec, shapes)
     try:
         return dict(inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments)
     except TypeError as problem:

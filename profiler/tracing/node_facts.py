@@ -25,7 +25,7 @@ from profiler.opaque.module_tracing import opaque_calls_of
 from profiler.sample_spec import SampleSpec
 from profiler.torch_private import is_inside_function_transform, storage_of
 from profiler.tracing.export import TracedGraph, autocasting, module_stack
-from profiler.tracing.sample import example_call, tensor_leaves
+from profiler.tracing.sample import example_arguments, tensor_leaves
 from profiler.tracing.writes import moves_statistics, written_arguments
 
 
@@ -74,7 +74,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
     device = device_of_first(traced.module.parameters())
     mode, emptied = without_data((*traced.module.parameters(), *traced.module.buffers()))
     with mode:
-        call = example_call(spec, spec.batch_size, device)
+        call = example_arguments(spec, spec.batch_size, device)
     sample = call.kwargs if call.kwargs and not call.args else call.args
     inputs = dict(zip(traced.inputs, tensor_leaves(sample, spec), strict=True))
     values: dict[fx.Node, Any] = {}

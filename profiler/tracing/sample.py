@@ -113,7 +113,7 @@ class Arguments:
     kwargs: dict[str, Any]
 
 
-def example_call(spec: SampleSpec, batch_size: int, device: torch.device) -> Arguments:
+def example_arguments(spec: SampleSpec, batch_size: int, device: torch.device) -> Arguments:
     """Arguments of the described kind, filled with zeros.
 
     Args:
@@ -130,10 +130,10 @@ def example_call(spec: SampleSpec, batch_size: int, device: torch.device) -> Arg
             leaves.append(torch.zeros(shape, dtype=torch_dtype(leaf.dtype), device=device))
         else:
             leaves.append(leaf.value)
-    return call_of(spec, leaves)
+    return arguments_of(spec, leaves)
 
 
-def call_of(spec: SampleSpec, leaves: Iterable[Any]) -> Arguments:
+def arguments_of(spec: SampleSpec, leaves: Iterable[Any]) -> Arguments:
     """Arguments of the described structure with other leaves."""
     args, kwargs = pytree.tree_unflatten(leaves, _structure(spec.tree))
     return Arguments(args, kwargs)

@@ -22,7 +22,7 @@ from profiler.opaque.custom_function_tracing import functions_noticed
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.torch_private import PH
 from profiler.tracing.refusals import refused
-from profiler.tracing.sample import call_of
+from profiler.tracing.sample import arguments_of
 
 CONSTANT = "_tensor_constant"  # how torch.fx names tensors that the forward pass makes from nothing
 _TRACEABLE = ("torch", "_operator", "operator", "builtins", "math")  # modules of functions that export understands
@@ -118,7 +118,7 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
 def _concrete_arguments(model: nn.Module, spec: SampleSpec) -> dict[str, Any] | None:
     """What is no tensor, by the name of forward's parameter."""
     leaves = [PH if isinstance(leaf, TensorLeaf) else leaf.value for leaf in spec.leaves]
-    call = call_of(spec, leaves)
+    call = arguments_of(spec, leaves)
     given = inspect.signature(model.forward).bind(*call.args, **call.kwargs)
     given.apply_defaults()
     concrete = {name: value for name, value in given.arguments.items() if value is not PH}

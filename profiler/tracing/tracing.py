@@ -27,12 +27,12 @@ from profiler.tracing.build_layer import (
     attribute,
     build_function,
     build_layer,
-    describe,
     digest,
     node_text,
     operation_name,
     source_line,
     symbolic_shape,
+    value_text,
 )
 from profiler.tracing.cuts import Body, layer_starts
 from profiler.tracing.evaluation_cuts import stage_starts
@@ -361,7 +361,7 @@ def _fingerprint(root: fx.GraphModule, bounds: Sequence[tuple[int, int]], spec: 
     lines = [str(bounds), str(spec.autocast), str(spec.only_micro_batch_size)]
     for node in root.graph.nodes:
         if node.op == "get_attr":
-            lines.append(f"{node.target} {describe(attribute(root, str(node.target)))}")
+            lines.append(f"{node.target} {value_text(attribute(root, str(node.target)))}")
         elif node.op != "placeholder" or node.users:
             lines.append(node.name + " " + node_text(node, lambda argument: argument.name))
     return digest(lines)

@@ -25,7 +25,7 @@ from profiler.machine.allocator import keep_freed_memory
 from profiler.memory.in_stage import layer_memory
 from profiler.run.inputs import micro_batch, real_runner, resized_target
 from profiler.run.layer_runner import LayerRunner, Uncut
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import collecting_no_garbage, computing_with
 from profiler.timing.sweeps import LayerTiming, time_layers
@@ -49,14 +49,14 @@ class Stages:
 
     sequence: LayerSequence
     runners: dict[int, LayerRunner]
-    shelf: Shelf
+    pool: ParameterPool
     kept: dict[int, list[int]]
 
     def turn(self) -> Iterator[tuple[tuple[int, str], Pair, Pair]]:
         """Key, predicted and measured seconds of each run of a stage."""
         measured = {size: self.runners[size] for size in MEASURED}
         timings = time_layers(
-            self.sequence, self.shelf, measured, self.kept, CPU, Refusals(), memory_bytes=2**40, budget_s=0.0
+            self.sequence, self.pool, measured, self.kept, CPU, Refusals(), memory_bytes=2**40, budget_s=0.0
         )
         for size in RUN:
             for count in (2, 4):
@@ -107,11 +107,11 @@ def _run(runner: LayerRunner, stages: list[Uncut]) -> list[Pair]:
 def _stages(name: str) -> Stages:
     model = build(name)
     sequence = trace(model.model, model.sample)
-    shelf = Shelf(sequence, CPU)
+    pool = ParameterPool(sequence, CPU)
     runners = {
         size: real_runner(
             sequence,
-            shelf,
+            pool,
             micro_batch(sequence, model.sample, size, CPU),
             loss_fn=model.loss_fn,
             target=resized_target(model.target, size, CPU),
@@ -123,7 +123,7 @@ def _stages(name: str) -> Stages:
     kept = {
         size: [entry.kept_bytes for entry in layer_memory(sequence, runners[size], share=True)] for size in MEASURED
     }
-    return Stages(sequence, runners, shelf, kept)
+    return Stages(sequence, runners, pool, kept)
 
 
 @pytest.mark.benchmark

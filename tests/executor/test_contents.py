@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.watch.contents import EVERY, LOOKED_AT, Contents, digest_of
+from executor.watch.contents import EVERY, LOOKED_AT, Contents, digest_of_data
 from profiler.machine.backend import BACKENDS
 from profiler.machine.cpu import Cpu
 
@@ -43,25 +43,25 @@ def test_one_element_makes_the_difference_and_the_layout_makes_none(dtype: torch
     other = tensor.clone()
     other[1, 2, 3] = ~other[1, 2, 3] if dtype == torch.bool else other[1, 2, 3] + 1
     assert turned.stride() != tensor.stride()
-    assert digest_of([tensor, "x"]) == digest_of([turned, "x"])
-    assert digest_of([tensor, "x"]) != digest_of([other, "x"])
+    assert digest_of_data([tensor, "x"]) == digest_of_data([turned, "x"])
+    assert digest_of_data([tensor, "x"]) != digest_of_data([other, "x"])
     assert not differ([tensor], [turned])
     assert differ([tensor], [other])  # few elements: all are looked at
 
 
 def test_what_is_not_a_number_is_equal_to_itself() -> None:
     nan = torch.tensor([float("nan"), float("inf"), -0.0])
-    assert digest_of(nan) == digest_of(nan.clone())
-    assert digest_of(nan) != digest_of(nan.abs())
+    assert digest_of_data(nan) == digest_of_data(nan.clone())
+    assert digest_of_data(nan) != digest_of_data(nan.abs())
     assert not differ([{"x": nan, "y": float("nan")}], [{"x": nan.clone(), "y": float("nan")}])
 
 
 def test_other_leaves_count_by_value_but_not_by_their_address() -> None:
-    assert digest_of([1, "a", None, object()]) == digest_of([1, "a", None, object()])
-    assert digest_of([1, "a"]) != digest_of([1, "b"])
-    assert digest_of(torch.zeros(4)) != digest_of(torch.zeros(2, 2))
-    assert digest_of(torch.zeros(2)) != digest_of(torch.zeros(2, dtype=torch.int32))
-    assert digest_of(torch.zeros(0, 3)) == digest_of(torch.zeros(0, 3))
+    assert digest_of_data([1, "a", None, object()]) == digest_of_data([1, "a", None, object()])
+    assert digest_of_data([1, "a"]) != digest_of_data([1, "b"])
+    assert digest_of_data(torch.zeros(4)) != digest_of_data(torch.zeros(2, 2))
+    assert digest_of_data(torch.zeros(2)) != digest_of_data(torch.zeros(2, dtype=torch.int32))
+    assert digest_of_data(torch.zeros(0, 3)) == digest_of_data(torch.zeros(0, 3))
 
 
 @given(st.integers(0, 5), st.integers(1, 6))

@@ -15,7 +15,7 @@ from profiler.memory.in_stage import LayerMemory
 from profiler.observe.storage_watch import StorageWatch
 from profiler.record import LayerCost
 from profiler.run.loss import LossFunction, loss_of, model_output
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.run.stage_function import Pass, Results, StageFunction, leaves_of, roots_of, run_backward
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def run_stages(
         For each stage the bytes that it keeps between the two, and the most that it holds at any moment; what enters
         it and the gradients of what leaves it are not counted.
     """
-    shelf = Shelf(sequence, CPU)
+    pool = ParameterPool(sequence, CPU)
     values: dict[str, Tensor] = {}
     found = []
 
@@ -104,7 +104,7 @@ def run_stages(
         return Pass(leaves, roots_of(leaving)), results, leaving
 
     for first, stop in pairwise(bounds):
-        stage = StageFunction(sequence, first, stop, shelf)
+        stage = StageFunction(sequence, first, stop, pool)
         is_last = stop == len(sequence) and has_loss
         behind = {name: value.detach().clone() for name, value in forward(stage, is_last=is_last)[2].items()}
         with meter() as watch:

@@ -14,7 +14,7 @@ from torch import nn
 
 from planner import autoplan
 from profiler import ArgumentError, Link, Profile, measured_kind, profile, trace
-from profiler.cache import Cache, CachedCosts, digest_of
+from profiler.cache import Cache, CachedCosts, digest_of_work
 from profiler.record import OptimizerCost
 from profiler.timing import optimizers, sweeps
 
@@ -135,9 +135,9 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_functions_are_told_apart_by_their_code() -> None:
-    assert digest_of(lambda x: x + 1) != digest_of(lambda x: x + 2)
-    assert digest_of({"a": torch.zeros(2)}) == digest_of({"a": torch.ones(2)})
-    assert digest_of({"a": torch.zeros(2)}) != digest_of({"a": torch.zeros(3)})
+    assert digest_of_work(lambda x: x + 1) != digest_of_work(lambda x: x + 2)
+    assert digest_of_work({"a": torch.zeros(2)}) == digest_of_work({"a": torch.ones(2)})
+    assert digest_of_work({"a": torch.zeros(2)}) != digest_of_work({"a": torch.zeros(3)})
 
 
 LOSSES = """
@@ -145,7 +145,7 @@ import functools
 import torch
 from torch import nn
 from torch.nn import functional
-from profiler.cache import digest_of
+from profiler.cache import digest_of_work
 
 class Loss(nn.Module):
     kinds = frozenset({"a", "b", "c"})
@@ -174,7 +174,7 @@ def smoothed(output, target):
 losses = [nn.CrossEntropyLoss(weight=weight), loss, closed, outer(), smoothed, functional.cross_entropy, Loss.forward]
 losses += [functools.partial(functional.cross_entropy, weight=weight), loss.forward]
 for SMOOTHING in (0.1, 0.2):
-    print(*(digest_of((each, torch.rand(3))) for each in losses))
+    print(*(digest_of_work((each, torch.rand(3))) for each in losses))
 """
 
 
@@ -194,11 +194,11 @@ def test_losses_are_found_again_by_another_process(tmp_path: Path) -> None:
 
 def test_modules_are_told_apart_by_what_they_hold() -> None:
     def cross_entropy(size: int, **settings: Any) -> str:
-        return digest_of(nn.CrossEntropyLoss(weight=torch.rand(size), **settings))
+        return digest_of_work(nn.CrossEntropyLoss(weight=torch.rand(size), **settings))
 
     assert cross_entropy(3) == cross_entropy(3)
     assert len({cross_entropy(3), cross_entropy(4), cross_entropy(3, label_smoothing=0.1)}) == 3
-    assert digest_of(nn.CrossEntropyLoss()) != digest_of(nn.MSELoss())
+    assert digest_of_work(nn.CrossEntropyLoss()) != digest_of_work(nn.MSELoss())
 
 
 class Endless:
@@ -217,9 +217,9 @@ def test_what_has_no_end_has_a_digest() -> None:
     looped: list[Any] = []
     looped.append(nn.MSELoss())
     looped[0].owner = looped[0]
-    assert digest_of(looped) == digest_of(looped)
+    assert digest_of_work(looped) == digest_of_work(looped)
     endless = Endless()
-    assert digest_of((endless, torch.zeros(2))) == digest_of((endless, torch.ones(2)))
+    assert digest_of_work((endless, torch.zeros(2))) == digest_of_work((endless, torch.ones(2)))
 
 
 def test_names_that_no_folder_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from profiler import ArgumentError, Cluster, Device, LayerSequence, Link, Profile, ProfileError, profile, trace
 from profiler.run.inputs import micro_batch
 from profiler.run.layer_runner import Kept, LayerRunner, backward
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.run.sampled_layers import windows
 from profiler.timing.optimizers import check_optimizer, optimizer_cost, optimizer_names
 from profiler.workload import Workload
@@ -435,12 +435,12 @@ def test_values_of_a_model_without_any_keep_the_scale_of_what_comes_in() -> None
         model = nn.Sequential(nn.Linear(600, 700), nn.LayerNorm(700), nn.Linear(700, 600))
         x = torch.zeros(4, 600)
     sequence = trace(model, x)
-    shelf = Shelf(sequence, torch.device("cpu"), room_bytes=0)
+    pool = ParameterPool(sequence, torch.device("cpu"), room_bytes=0)
     value = torch.randn(4, 600)
     for layer in sequence.layers:
-        shelf.hold(range(layer.index, layer.index + 1))
-        assert len(shelf._held) == 1
-        parameters = [shelf[layer.index, name] for name in layer.parameters]
+        pool.hold(range(layer.index, layer.index + 1))
+        assert len(pool._held) == 1
+        parameters = [pool[layer.index, name] for name in layer.parameters]
         assert all(parameter.grad is not None for parameter in parameters)
         (value,) = sequence.on(torch.device("cpu")).layers[layer.index].function(*parameters, value)
         assert 0.5 < value.std() < 2

@@ -14,7 +14,7 @@ from profiler import LayerSequence, profile, trace
 from profiler.memory.by_size import agree
 from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.run.inputs import fake_runner, input_bytes, micro_batch, real_runner, resized
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import computing_with
 from tests.models.tracked import Allocator, allocations, run_stages
@@ -29,7 +29,7 @@ class _Real:
     def __init__(self, sequence: LayerSequence, sample: Any, size: int) -> None:
         self.sequence = sequence
         self.inputs = micro_batch(sequence, sample, size, CPU)
-        self.aliases = Shelf(sequence, CPU)
+        self.aliases = ParameterPool(sequence, CPU)
         self.values: list[dict[str, Tensor]] = [{}]
         for index in range(len(sequence)):
             stage = StageFunction(sequence, index, index + 1, self.aliases)
@@ -61,7 +61,7 @@ def _memory(sequence: LayerSequence, sample: Any, size: int, *, fake: bool) -> l
     if fake:
         with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=CPU) as runner:
             return layer_memory(sequence, runner)
-    aliases = Shelf(sequence, CPU)
+    aliases = ParameterPool(sequence, CPU)
     runner = real_runner(sequence, aliases, inputs, loss_fn=None, target=None, has_loss=False, device=CPU)
     return layer_memory(sequence, runner)
 

@@ -17,7 +17,7 @@ from profiler.machine.local import local_devices
 from profiler.memory.in_stage import layer_memory
 from profiler.opaque.call import Affine
 from profiler.run.inputs import fake_runner, micro_batch, real_runner
-from profiler.run.parameter_shelf import Shelf
+from profiler.run.parameter_pool import ParameterPool
 from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 
@@ -156,7 +156,7 @@ def test_memory_is_what_the_module_keeps() -> None:
     about: dict[str, Any] = {"loss_fn": None, "target": None, "has_loss": False, "device": cpu}
     with fake_runner(sequence, inputs, **about) as runner:
         imitated = layer_memory(sequence, runner)
-    real = layer_memory(sequence, real_runner(sequence, Shelf(sequence, cpu), inputs, **about))
+    real = layer_memory(sequence, real_runner(sequence, ParameterPool(sequence, cpu), inputs, **about))
     assert [entry.kept_bytes for entry in imitated] == [entry.kept_bytes for entry in real]
     assert all(a.transient_bytes >= b.transient_bytes for a, b in zip(imitated, real, strict=True))
     assert sum(entry.kept_bytes for entry in imitated) >= 2 * 6 * 64 * 4

@@ -1,8 +1,8 @@
 """Parameters on the device that measures: of a few layers at a time where the device does not hold the whole model.
 
-    shelf = Shelf(sequence, device, room_bytes=2**30)
-    shelf.hold(range(4, 7))        # layers 4 to 6 are there; others give way if there is no room for all
-    shelf[5, "blocks.1.weight"]    # a tensor with a `.grad`, as from the second micro-batch of a step on
+    pool = ParameterPool(sequence, device, room_bytes=2**30)
+    pool.hold(range(4, 7))        # layers 4 to 6 are there; others give way if there is no room for all
+    pool[5, "blocks.1.weight"]    # a tensor with a `.grad`, as from the second micro-batch of a step on
 
 A model on the meta device has no values: its layers get random ones of a scale that keeps activations about as large
 as they come in, for kernels are slow on numbers that vanish.
@@ -24,7 +24,7 @@ BLOCK_BYTES = 64  # parameters begin at multiples, as the allocator's do
 REPEATED_ELEMENTS = 2**14  # random numbers of which a large tensor holds many copies: drawing all would take seconds
 
 
-class Shelf(Mapping[Key, Tensor]):
+class ParameterPool(Mapping[Key, Tensor]):
     """For each layer its parameters, sharing memory with the model's where they are on the device already.
 
     Args:
@@ -77,7 +77,7 @@ class Shelf(Mapping[Key, Tensor]):
             self._in_turns = True
             if not self.timed:
                 self.tidy()
-            assert sum(map(self.bytes_of, new)) <= len(self._room), "a window fits the shelf"
+            assert sum(map(self.bytes_of, new)) <= len(self._room), "a window fits the pool"
         for index in new:
             self._held[index] = {name: self._placed(name) for name in self._sequence.layers[index].parameters}
 

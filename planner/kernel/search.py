@@ -48,7 +48,7 @@ from planner.kernel.candidate_stages import (
     used_numbers,
 )
 from planner.kernel.compiled import compiled
-from planner.kernel.two_sizes import behind_with, longest
+from planner.kernel.two_sizes import rear_with, longest
 
 
 class Choices(NamedTuple):
@@ -458,8 +458,8 @@ def _grow_two_sizes(
     backward = (numbers[label, 4], numbers[label, 5], numbers[label, 6], numbers[label, 7])
     one, other = stage_machines(arcs, device, first, stop, arcs.need[place] == RECOMPUTES)
     link, link_back = link_machines(arcs, first)
-    forward = behind_with(behind_with(forward, one, n, m), link, n, m)
-    backward = behind_with(behind_with(backward, other, n, m), link_back, n, m)
+    forward = rear_with(rear_with(forward, one, n, m), link, n, m)
+    backward = rear_with(rear_with(backward, other, n, m), link_back, n, m)
     slowest = max(numbers[label, 8], arcs.terms[place, OPTIMIZER])
     new[0], new[1], new[2], new[3] = forward
     new[4], new[5], new[6], new[7] = backward

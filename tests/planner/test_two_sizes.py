@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.kernel.two_sizes import NOTHING, Machine, rear_with, both_phases, front_with, longest
+from planner.kernel.two_sizes import NOTHING, Machine, both_phases, front_with, longest, rear_with
 from planner.plan.actions import make_schedule
 from planner.plan.simulator import Durations, simulate
 from planner.solve.work_bound import least_bottleneck

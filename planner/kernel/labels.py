@@ -1,7 +1,7 @@
 """Where the search keeps rears of plans: all of them, those of one place while it is filled, and the complete plans.
 
 A rear is a label: its numbers (`planner.kernel.rear`), and its links: what its first stage is, and which label comes
-after that one. Named tuples hold no numbers that change, so a count is an array of one.
+after that one. Named tuples hold no numbers that change, so a size is an array of one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Labels(NamedTuple):
     """All labels; those of a place, devices in use and the position where they begin, lie at [begin, end) of it.
 
     Attributes:
-        count: how many there are, shape (1,).
+        size: how many there are, shape (1,).
         numbers: of each label, shape (room, columns).
         links: of each label, shape (room, LINKS).
         begin: shape (devices in use, positions).
         end: shape (devices in use, positions).
     """
 
-    count: Indices
+    size: Indices
     numbers: Floats
     links: Indices
     begin: Indices
@@ -43,14 +43,14 @@ class ParetoSet(NamedTuple):
     """The labels of one place while it is filled, none of which dominates another.
 
     Attributes:
-        count: how many there are, shape (1,).
+        size: how many there are, shape (1,).
         numbers: of each label, shape (width, columns).
         raised: the same, raised to what makes no difference to any continuation: these are compared.
         bound_s: what it takes at least when it is completed.
         links: of each label, shape (width, LINKS).
     """
 
-    count: Indices
+    size: Indices
     numbers: Floats
     raised: Floats
     bound_s: Floats
@@ -61,12 +61,12 @@ class BestPlans(NamedTuple):
     """The best complete plans so far, ascending; there is room for one more, which then falls off the end.
 
     Attributes:
-        count: how many there are, shape (1,).
+        size: how many there are, shape (1,).
         objective_s: of each.
         links: of each, shape (room, LINKS).
     """
 
-    count: Indices
+    size: Indices
     objective_s: Floats
     links: Indices
 
@@ -103,7 +103,7 @@ def no_plans(most: int) -> BestPlans:
 @compiled
 def insert_plan(best: BestPlans, objective_s: float, parent: int, device: int, choice: int) -> float:
     """Put a complete plan in its place, and say what the one takes that falls off the end."""
-    slot = best.count[0]
+    slot = best.size[0]
     while slot > 0 and best.objective_s[slot - 1] > objective_s:
         best.objective_s[slot], best.links[slot] = best.objective_s[slot - 1], best.links[slot - 1]
         slot -= 1
@@ -111,7 +111,7 @@ def insert_plan(best: BestPlans, objective_s: float, parent: int, device: int, c
     _link(best.links, slot, parent, device, choice)
     over_s = best.objective_s[-1]
     best.objective_s[-1] = np.inf
-    best.count[0] = min(best.count[0] + 1, len(best.objective_s) - 1)
+    best.size[0] = min(best.size[0] + 1, len(best.objective_s) - 1)
     return float(over_s)
 
 
@@ -124,7 +124,7 @@ def _link(links: Indices, slot: int, parent: int, device: int, choice: int) -> N
 def is_dominated(pareto: ParetoSet, raised: Floats) -> bool:
     """Whether a label of the set dominates a new one; if not, those that the new one dominates are dropped."""
     compared, columns = pareto.raised, len(raised)
-    count = pareto.count[0]
+    count = pareto.size[0]
     other, dominated = 0, False
     while other < count and not dominated:
         no_more, no_less = True, True
@@ -139,7 +139,7 @@ def is_dominated(pareto: ParetoSet, raised: Floats) -> bool:
             pareto.bound_s[other], pareto.links[other] = pareto.bound_s[count], pareto.links[count]
         else:
             other += 1
-    pareto.count[0] = count
+    pareto.size[0] = count
     return dominated
 
 
@@ -152,9 +152,9 @@ def insert_label(
     Returns:
         The bound of what falls off; infinite if nothing does.
     """
-    slot, over_s = pareto.count[0], np.inf
+    slot, over_s = pareto.size[0], np.inf
     if slot < len(pareto.bound_s):
-        pareto.count[0] += 1
+        pareto.size[0] += 1
     else:
         slot = int(np.argmax(pareto.bound_s))
         over_s = max(bound_s, pareto.bound_s[slot])
@@ -168,17 +168,17 @@ def insert_label(
 @compiled
 def with_place(labels: Labels, pareto: ParetoSet, devices_used: int, position: int, limit_s: float) -> Labels:
     """The labels with those of one more place that are below the limit; the set is empty then."""
-    while labels.count[0] + pareto.count[0] > len(labels.links):
+    while labels.size[0] + pareto.size[0] > len(labels.links):
         labels = _with_room(labels)
-    count = labels.count[0]
+    count = labels.size[0]
     labels.begin[devices_used, position] = count
-    for slot in range(pareto.count[0]):
+    for slot in range(pareto.size[0]):
         if pareto.bound_s[slot] < limit_s:
             labels.numbers[count], labels.links[count] = pareto.numbers[slot], pareto.links[slot]
             labels.links[count, POSITION] = position
             count += 1
-    labels.end[devices_used, position] = labels.count[0] = count
-    pareto.count[0] = 0
+    labels.end[devices_used, position] = labels.size[0] = count
+    pareto.size[0] = 0
     return labels
 
 
@@ -187,4 +187,4 @@ def _with_room(labels: Labels) -> Labels:
     """The same labels with room for as many more."""
     numbers = np.concatenate((labels.numbers, np.zeros_like(labels.numbers)))
     links = np.concatenate((labels.links, np.zeros_like(labels.links)))
-    return Labels(labels.count, numbers, links, labels.begin, labels.end)
+    return Labels(labels.size, numbers, links, labels.begin, labels.end)

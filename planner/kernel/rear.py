@@ -10,8 +10,7 @@ back, and e and x those of recompute, a plan takes
                          through(k) + steady (f + b + e) )             stage k is never idle
     1F1B     V(k) = max( the same,
                          S(k) + both(k),                               it waits once for the whole rear
-                         rounds * S(k) + rest )                        it waits each time its micro-batches are all
-                                                                       ahead
+                         rounds * S(k) + rest )                        it waits whenever all in flight are ahead
 
 so a rear needs S and both bottlenecks, or S and V, or the four numbers of `planner.kernel.two_sizes` for each phase;
 and the slowest optimizer. `planner.kernel.candidate_stages.before_bounds` says the like of the stages in front.

@@ -3,18 +3,18 @@
 A plan with K stages on layers [0, L) is a path 0 = p_K < ... < p_1 < p_0 = L of positions, where stage k from the end,
 on layers [p_k, p_(k-1)), runs on one of the devices and recomputes by one of its choices of segments. Wanted is the
 path with the smallest objective T (`planner.kernel.rear`) among those that fit, have from `least_stages` to
-`most_stages` stages, and use no device twice; devices of a class are equal, so it counts how many of each class are in
-use. A label is the rear of a plan: the stages of layers [i, L), in a few numbers. Label A dominates B at the same place
-(devices in use, position) if none of its numbers is larger: no continuation makes B the better one.
+`most_stages` stages, and use no device twice; devices of a class are equal, so the search counts how many of each
+class are in use. A label is the rear of a plan: the stages of layers [i, L), in a few numbers. Label A dominates B at
+the same place (devices in use, position) if none of its numbers is larger: no continuation makes B the better one.
 
 1. The empty label has no devices, at position L.
-2. For k = 1, 2, ...: for all devices in use that are k, and each position i, the place is filled: each stage [i, j) on
-   each class that is in use goes in front of each label that uses one device of the class less and begins at j.
+2. For k = 1, 2, ..., for each combination of k devices in use and each position i, the place is filled: each stage
+   [i, j) on each class in use goes in front of each label that uses one device of the class less and begins at j.
 3. A new label that, with what any stages in front of it take (`before_bounds`), does not beat the incumbent is dropped;
    first with the least recompute that its first stage needs, then with each of its choices.
 4. At i = 0 the plan is complete: the incumbent, or one of the best.
-5. Elsewhere a label that is dominated is dropped, and those that it dominates are. Where there are more than `width`,
-   the one with the largest bound goes, and enters the bound of what was not looked at, `dropped_s`.
+5. Elsewhere a label that another one dominates is dropped, and so are those that it dominates. Of more than `width`
+   labels the one with the largest bound goes, and enters the bound of what was not looked at, `dropped_s`.
 6. The plans are read off from first stage to last.
 
 What is dropped for want of room, and stages whose segments were not solved exactly, enter the bound, never silently.
@@ -48,6 +48,7 @@ from planner.kernel.labels import (
 )
 from planner.kernel.rear import (
     COLUMNS,
+    FRONT_PASSES_S,
     SIZED_COLUMNS,
     SearchObjective,
     grow,
@@ -102,6 +103,24 @@ class FoundPlans(NamedTuple):
     work: int
 
 
+class _Place(NamedTuple):
+    """A place that is filled, and what is kept there.
+
+    Attributes:
+        from_end: number of the first stage from the end of the model, 1 for the last.
+        devices_used: how many of each class, see `used_numbers`.
+        first: where the labels begin.
+        all_plans: whether dominated labels are kept, too.
+        hopeful: see `search`.
+    """
+
+    from_end: int
+    devices_used: int
+    first: int
+    all_plans: bool
+    hopeful: bool
+
+
 LIMIT_S, DROPPED_S = range(2)
 """Columns of the bounds of a search under way: only what is below the limit is of interest; see `FoundPlans`."""
 
@@ -143,36 +162,18 @@ def search(
                 continue
             for first in range(last):
                 front = before[devices_used, first]
-                if not arcs.allowed[first] or front[0] == np.inf:
+                if not arcs.allowed[first] or front[FRONT_PASSES_S] == np.inf:
                     continue
                 place = _Place(from_end, devices_used, first, most_plans > 1, hopeful)
                 work += _fill_place(
                     arcs, objective, choices, labels, used, place, front, new, raised, pareto, best, bounds
                 )
-                if pareto.count[0] > 0:
+                if pareto.size[0] > 0:
                     labels = with_place(labels, pareto, devices_used, first, bounds[LIMIT_S])
                 if work > most_work:
                     bounds[DROPPED_S] = min(bounds[DROPPED_S], step_bound_s(arcs, before[0, last]))
                     return _traced(labels, best, arcs.most_stages, bounds[DROPPED_S], work)
     return _traced(labels, best, arcs.most_stages, bounds[DROPPED_S], work)
-
-
-class _Place(NamedTuple):
-    """A place that is filled, and what is kept there.
-
-    Attributes:
-        from_end: number of the first stage from the end of the model, 1 for the last.
-        devices_used: how many of each class, see `used_numbers`.
-        first: where the labels begin.
-        all_plans: whether dominated labels are kept, too.
-        hopeful: see `search`.
-    """
-
-    from_end: int
-    devices_used: int
-    first: int
-    all_plans: bool
-    hopeful: bool
 
 
 @inlined
@@ -210,7 +211,7 @@ def _fill_place(
                 continue
             stage = stage_in_front(arcs, place.from_end, device, place.first, stop, arc)
             recomputes, looked_at = arcs.need[arc] == RECOMPUTES, choices.first_of[arc] >= 0
-            for label in range(begin, end):
+            for label in range(begin, end):  # step 3
                 work += 1
                 bound_s = grow(objective, stage, stage.recompute_s, 0.0, labels.numbers, label, front, new)
                 if bound_s >= bounds[LIMIT_S]:
@@ -267,7 +268,7 @@ def _keep(
 @compiled
 def _traced(labels: Labels, best: BestPlans, most_stages: int, dropped_s: float, work: int) -> FoundPlans:
     """Step 6."""
-    found, last = best.count[0], labels.links[0, POSITION]
+    found, last = best.size[0], labels.links[0, POSITION]
     stages, cuts = np.zeros(found, dtype=np.int64), np.zeros((found, most_stages + 1), dtype=np.int64)
     classes = np.full((found, most_stages), -1, dtype=np.int64)
     choices = np.full((found, most_stages), -1, dtype=np.int64)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from planner.from_profile import make_problem
 from planner.kernel.least_overflow import equal_segments, least_bad
 from planner.kernel.segments import INSIDE, START, StageCosts
+from planner.settings import SettingKeywords
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
 
@@ -26,7 +27,12 @@ def test_no_plan_overflows_less(profiles, oracle, device, schedule, data):
     count = data.draw(st.sampled_from([2, 4]))
     kinds = data.draw(st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=3))
     devices = [device(kind, data.draw(st.integers(1, 3000))) for kind in kinds]
-    asked = {"micro_batches": count, "recompute": mode, "schedule": schedule, "micro_batches_per_stage": 1}
+    asked: SettingKeywords = {
+        "micro_batches": count,
+        "recompute": mode,
+        "schedule": schedule,
+        "micro_batches_per_stage": 1,
+    }
     problem = make_problem(profile, devices, batch_size=2 * count, optimizer=None, settings=asked)
     found = least_bad(make_tables(problem, next(problem.candidates())))
 
@@ -67,7 +73,7 @@ def test_more_freedom_overflows_no_more(profiles, device, data):
     devices = [device("a", data.draw(st.integers(1, 300)))] * data.draw(st.integers(1, 3))
 
     def over_bytes(mode):
-        asked = {"micro_batches": 4, "recompute": mode, "micro_batches_per_stage": 1}
+        asked: SettingKeywords = {"micro_batches": 4, "recompute": mode, "micro_batches_per_stage": 1}
         problem = make_problem(profile, devices, batch_size=8, optimizer=None, settings=asked)
         return least_bad(make_tables(problem, next(problem.candidates()))).over_bytes
 
@@ -95,7 +101,7 @@ def test_equal_segments_cover_the_stage(kept, parts):
 
 def test_rules_that_leave_no_plan_are_infinitely_bad(profile_of, device):
     rows = {("a", size): [(1, 1, 1, 10, 0, 2, 2)] * 4 for size in (1, 2)}
-    asked = {"stages": 2, "micro_batches": 2, "micro_batches_per_stage": 1}
+    asked: SettingKeywords = {"stages": 2, "micro_batches": 2, "micro_batches_per_stage": 1}
     problem = make_problem(profile_of(rows), [device("a")] * 2, batch_size=2, optimizer=None, settings=asked)
     tables = make_tables(problem, next(problem.candidates()))
     nowhere = tables.allowed.copy()

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.from_profile import make_problem
+from planner.settings import SettingKeywords
 from planner.solve import many_devices
 from planner.solve.balancer import balance
 from planner.solve.many_devices import balance_any, with_fewer_classes
@@ -29,7 +30,7 @@ def test_plans_of_merged_classes_lie_between_their_bound_and_the_best_of_all(pro
     memory_bytes = data.draw(st.integers(100, 1500))
     kinds = data.draw(st.sampled_from([("a", "a", "a"), ("a", "a", "b"), ("a", "b", "b")]))
     devices = [device(kind, memory_bytes + 40 * index) for index, kind in enumerate(kinds)]
-    asked = {"micro_batches": 4, "recompute": mode, "schedule": schedule, "micro_batches_per_stage": 1}
+    asked: SettingKeywords = {"micro_batches": 4, "recompute": mode, "schedule": schedule, "micro_batches_per_stage": 1}
     problem = make_problem(profile, devices, batch_size=8, optimizer=None, settings=asked)
     assert len(problem.classes) == 3
     assert len(with_fewer_classes(problem).classes) < 3
@@ -53,7 +54,7 @@ def test_plans_of_merged_classes_lie_between_their_bound_and_the_best_of_all(pro
 def test_what_can_be_told_apart_is_solved_as_it_is(profile_of, device):
     rows = {("a", size): [(1.0, 1.0, 1.0, 10 * size, 0, 2, 2)] * 4 for size in (1, 4)}
     devices = [device("a", 1000), device("a", 2000)]
-    asked = {"micro_batches": 4, "micro_batches_per_stage": 1}
+    asked: SettingKeywords = {"micro_batches": 4, "micro_batches_per_stage": 1}
     problem = make_problem(profile_of(rows), devices, batch_size=4, optimizer=None, settings=asked)
     assert with_fewer_classes(problem).classes == problem.classes
     assert balance_any(problem) == balance(problem)

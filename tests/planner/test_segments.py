@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.kernel.segments import (
@@ -20,7 +20,7 @@ from planner.kernel.usual_segments import usual_segments
 from planner.solve.segment_choices import segments_of
 
 MUCH_WORK = 10**7
-LAYERS = 7
+LAYERS = 6
 NUMBERS = st.integers(0, 20).map(float)
 
 
@@ -83,6 +83,7 @@ def costs_of_found(costs, stage, found):
 
 
 @given(problems())
+@settings(max_examples=50)
 def test_exact_segments_are_all_that_are_worth_having(problem):
     costs, stage = problem
     every = fitting(costs, stage)
@@ -97,6 +98,7 @@ def test_exact_segments_are_all_that_are_worth_having(problem):
 
 
 @given(problems())
+@settings(max_examples=50)
 def test_usual_segments_are_among_those_that_there_are(problem):
     costs, stage = problem
     every = fitting(costs, stage)
@@ -116,6 +118,7 @@ def test_usual_segments_are_among_those_that_there_are(problem):
 
 
 @given(problems())
+@settings(max_examples=50)
 def test_a_pattern_costs_what_its_segments_say(problem):
     costs, stage = problem
     for pattern in every_pattern(min(stage.stop - stage.first, 4)):

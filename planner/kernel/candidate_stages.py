@@ -252,15 +252,15 @@ def _fill(
         if keeps or turns_around:
             continue
         # 3
-        all_again = tables.again[device, stop] - tables.again[device, first]
+        all_again = tables.recompute_s[device, stop] - tables.recompute_s[device, first]
         if tables.recompute == ALWAYS or room < 0:
             extra[place] = all_again
             continue
         while priced > first:
             priced -= 1
-            edge = costs.entering[priced + 1] if priced + 1 < stop else 0.0
-            own_bytes = costs.held[priced + 1] - costs.held[priced]
-            again = costs.again[priced + 1] - costs.again[priced]
+            edge = costs.entering_bytes[priced + 1] if priced + 1 < stop else 0.0
+            own_bytes = costs.held_bytes[priced + 1] - costs.held_bytes[priced]
+            again = costs.recompute_s[priced + 1] - costs.recompute_s[priced]
             _price_layer(own_bytes, edge, again, prices, kept, recomputed)
         extra[place] = _least_at(prices, kept, recomputed, room) * (1 - 1e-9)
         if whole[place]:

@@ -15,18 +15,51 @@ For unequal micro-batches, the larger first, `planner.kernel.two_sizes` says exa
 segments of stages are chosen, too, a lower bound does: the same form with the least seconds in the sum, and the mean of
 the first M - 1 micro-batches in the bottlenecks, is the length of a path that stays at one machine. What layers before
 the bottleneck take longer with the first, large micro-batch is added (`heads`). For any other order there is no such
-form; `planner.kernel.search` builds a lower bound from stage to stage.
+form; `planner.kernel.rear` builds a lower bound from stage to stage.
+
+The exact makespan follows from the passes of each stage in order, for any schedule:
+
+1. A stage walks its passes in turn until one needs what has not come yet: the output of the stage before, or the
+   gradient of the stage after.
+2. A pass starts when the stage is free and what it needs is there. Recompute starts as soon as the stage is free, also
+   before the gradient comes; where the backward pass follows its own forward pass, nothing is recomputed.
+3. What a pass computes goes over the link in that direction, one message after the other.
+4. The stages take turns until all are at their end.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
 from planner.plan.schedules import ScheduleName, stage_orders
+
+F, R, B, SEND_F, SEND_B = range(5)
+"""Rows of the seconds."""
+NOT_YET = -1.0
+"""When a message comes that nobody has sent."""
+
+
+class _Walk(NamedTuple):
+    """How far all stages are.
+
+    Attributes:
+        clock_s: when each stage is free, shape (K,).
+        forward_link_s: when the link to the next stage is free, shape (K,).
+        backward_link_s: when the link to the stage before is free, shape (K,).
+        output_s: when the output of a stage and micro-batch is at the next stage, or `NOT_YET`, shape (K, M).
+        gradient_s: when the gradient for its inputs is at the stage before, or `NOT_YET`, shape (K, M).
+    """
+
+    clock_s: Floats
+    forward_link_s: Floats
+    backward_link_s: Floats
+    output_s: Floats
+    gradient_s: Floats
 
 
 def makespan_s(schedule: ScheduleName, seconds: Floats) -> float:
@@ -50,41 +83,58 @@ def _orders(schedule: ScheduleName, stages: int, micro_batches: int) -> Indices:
 
 @compiled
 def _walked_s(orders: Indices, seconds: Floats) -> float:
-    """Every stage walks its passes in turn until it waits for a neighbour."""
+    """Steps 1 to 4; infinite if all wait for each other."""
     _, stages, micro_batches = seconds.shape
-    clock, at = np.zeros(stages), np.zeros(stages, dtype=np.int64)
-    forward_link, backward_link = np.zeros(stages), np.zeros(stages)
-    output, gradient = np.full((stages, micro_batches), -1.0), np.full((stages, micro_batches), -1.0)
-    done, moved = 0, True
-    while done < stages:
+    there = stages, micro_batches
+    walk = _Walk(np.zeros(stages), np.zeros(stages), np.zeros(stages), np.full(there, NOT_YET), np.full(there, NOT_YET))
+    passes = np.zeros(stages, dtype=np.int64)  # that each stage has done
+    finished, moved = 0, True
+    while finished < stages:
         if not moved:
-            return np.inf  # all wait for each other
+            return np.inf
         moved = False
         for stage in range(stages):
-            while at[stage] < 2 * micro_batches:
-                turn = orders[stage, at[stage]]
+            begun = passes[stage]
+            while passes[stage] < 2 * micro_batches:
+                turn = orders[stage, passes[stage]]
                 if turn >= 0:
-                    if stage > 0:
-                        if output[stage - 1, turn] < 0:
-                            break
-                        clock[stage] = max(clock[stage], output[stage - 1, turn])
-                    clock[stage] += seconds[0, stage, turn]
-                    forward_link[stage] = max(forward_link[stage], clock[stage]) + seconds[3, stage, turn]
-                    output[stage, turn] = forward_link[stage]
+                    done = _forward(walk, seconds, stage, turn)
                 else:
-                    batch = ~turn
-                    start = clock[stage]
-                    if orders[stage, at[stage] - 1] != batch:  # else nothing stands between, and nothing is run again
-                        start += seconds[1, stage, batch]
-                    if stage < stages - 1:
-                        if gradient[stage + 1, batch] < 0:
-                            break
-                        start = max(start, gradient[stage + 1, batch])
-                    clock[stage] = start + seconds[2, stage, batch]
-                    backward_link[stage] = max(backward_link[stage], clock[stage]) + seconds[4, stage, batch]
-                    gradient[stage, batch] = backward_link[stage]
-                at[stage] += 1
+                    done = _backward(walk, seconds, stage, ~turn, orders[stage, passes[stage] - 1] == ~turn)
+                if not done:
+                    break
+                passes[stage] += 1
+            if passes[stage] > begun:
                 moved = True
-                if at[stage] == 2 * micro_batches:
-                    done += 1
-    return float(clock.max())
+                finished += int(passes[stage] == 2 * micro_batches)
+    return float(walk.clock_s.max())
+
+
+@compiled
+def _forward(walk: _Walk, seconds: Floats, stage: int, batch: int) -> bool:
+    """The forward pass of a micro-batch; False if its input has not come."""
+    start_s = walk.clock_s[stage]
+    if stage > 0:
+        if walk.output_s[stage - 1, batch] == NOT_YET:
+            return False
+        start_s = max(start_s, walk.output_s[stage - 1, batch])
+    walk.clock_s[stage] = start_s + seconds[F, stage, batch]
+    sent_s = max(walk.forward_link_s[stage], walk.clock_s[stage]) + seconds[SEND_F, stage, batch]
+    walk.forward_link_s[stage] = walk.output_s[stage, batch] = sent_s
+    return True
+
+
+@compiled
+def _backward(walk: _Walk, seconds: Floats, stage: int, batch: int, turns_around: bool) -> bool:
+    """The backward pass of a micro-batch, which may follow its forward pass; False if its gradient has not come."""
+    start_s = walk.clock_s[stage]
+    if not turns_around:
+        start_s += seconds[R, stage, batch]
+    if stage < len(walk.clock_s) - 1:
+        if walk.gradient_s[stage + 1, batch] == NOT_YET:
+            return False
+        start_s = max(start_s, walk.gradient_s[stage + 1, batch])
+    walk.clock_s[stage] = start_s + seconds[B, stage, batch]
+    sent_s = max(walk.backward_link_s[stage], walk.clock_s[stage]) + seconds[SEND_B, stage, batch]
+    walk.backward_link_s[stage] = walk.gradient_s[stage, batch] = sent_s
+    return True

@@ -13,16 +13,16 @@ the front. To come to a machine with another job costs less than to stay (`stay`
 the gradient travels). Between the phases the path turns around at the last stage: to turn earlier saves work and gains
 none.
 
-A part of the row is described by four numbers, which take in more and more of the path. For the machines behind some
-position, seen from the front:
+A part of the row is described by four numbers, which take in more and more of the path. For the machines after some
+position, seen from the front (the rear):
 
-    small      the small job passes           a+t, b and the change lie in front
-    stays      and the small ones stay        the change lies in front
-    changes    and the size changes           the large ones stay in front
-    whole      and the large ones stay        everything lies behind
+    small      the small job passes           a+t, b and the change lie before them
+    stays      and the small ones stay        the change lies before them
+    changes    and the size changes           the large ones stay before them
+    whole      and the large ones stay        everything lies in the rear
 
-and the machines in front have the four complements in that order reversed. The whole row takes the largest of the four
-sums.
+and the machines before that position (the front) have the four complements in that order reversed. The whole row takes
+the largest of the four sums.
 """
 
 from __future__ import annotations
@@ -53,36 +53,39 @@ class Machine(NamedTuple):
 
 
 @compiled
-def behind_with(rest: Four, machine: Machine, more_large: float, more_small: float) -> Four:
-    """`small`, `stays`, `changes` and `whole` of a machine and the rest behind it.
+def rear_with(rest: Four, machine: Machine, more_large: float, more_small: float) -> Four:
+    """`small`, `stays`, `changes` and `whole` of a machine and the rest after it.
 
     Args:
-        rest: the numbers of the machines behind.
-        machine: the one in front of them.
+        rest: the numbers of the machines after it.
+        machine: the one before them.
         more_large: n - 1.
         more_small: m - 1.
     """
-    small = machine.small + rest[0]
-    stays = max(machine.small + rest[1], small + more_small * machine.small_stay)
-    changes = max(machine.large + rest[2], machine.large_stay + stays)
-    whole = max(machine.large + rest[3], more_large * machine.large_stay + changes)
+    rest_small, rest_stays, rest_changes, rest_whole = rest
+    small = machine.small + rest_small
+    stays = max(machine.small + rest_stays, small + more_small * machine.small_stay)
+    changes = max(machine.large + rest_changes, machine.large_stay + stays)
+    whole = max(machine.large + rest_whole, more_large * machine.large_stay + changes)
     return small, stays, changes, whole
 
 
 @compiled
 def front_with(rest: Four, machine: Machine, more_large: float, more_small: float) -> Four:
-    """The complements of `whole`, `changes`, `stays` and `small`, of a machine and the rest in front of it."""
-    large = machine.large + rest[0]
-    stays = max(machine.large + rest[1], large + more_large * machine.large_stay)
-    changes = max(machine.small + rest[2], stays + machine.large_stay - machine.large + machine.small)
-    whole = max(machine.small + rest[3], changes + more_small * machine.small_stay)
+    """The complements of `whole`, `changes`, `stays` and `small`, of a machine and the rest before it."""
+    rest_large, rest_stays, rest_changes, rest_whole = rest
+    large = machine.large + rest_large
+    stays = max(machine.large + rest_stays, large + more_large * machine.large_stay)
+    changes = max(machine.small + rest_changes, stays + machine.large_stay - machine.large + machine.small)
+    whole = max(machine.small + rest_whole, changes + more_small * machine.small_stay)
     return large, stays, changes, whole
 
 
 @compiled
-def longest(front: Four, behind: Four) -> float:
+def longest(front: Four, rear: Four) -> float:
     """What all machines take."""
-    return max(front[0] + behind[3], front[1] + behind[2], front[2] + behind[1], front[3] + behind[0])
+    small, stays, changes, whole = rear
+    return max(front[0] + whole, front[1] + changes, front[2] + stays, front[3] + small)
 
 
 @compiled

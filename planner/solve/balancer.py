@@ -24,13 +24,13 @@ from planner.cost.layer_costs import Floats
 from planner.cost.transfers import all_reduce_s, boundary_s
 from planner.kernel.candidate_stages import Arcs, before_bounds, make_arcs, step_bound_s
 from planner.kernel.makespan import makespan_s
-from planner.kernel.search import Ends, search
+from planner.kernel.search import FoundPlans, search
 from planner.kernel.tables import Tables
 from planner.plan.plan import Segment
 from planner.plan.schedules import SCHEDULES, Objective
-from planner.solve.deadline import Clock
+from planner.solve.deadline import Deadline
 from planner.solve.problem import Candidate, Problem
-from planner.solve.segment_choices import Effort, Ways
+from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
 from planner.solve.work_bound import work_bound_s
 
@@ -70,7 +70,7 @@ class StageChoice:
 
     Attributes:
         first: of its layers.
-        stop: behind its layers.
+        stop: of its layers.
         device_class: position in `Problem.classes`.
         segments: what is recomputed.
     """
@@ -118,18 +118,18 @@ def balance(problem: Problem) -> Balance | None:
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
-    clock = Clock(problem.settings.time_limit_s)
+    deadline = Deadline(problem.settings.time_limit_s)
     best: Balance | None = None
-    lower_bound_s, effort, in_vain = np.inf, Effort(), 0
+    lower_bound_s, budget, in_vain = np.inf, WorkBudget(), 0
     queue = _by_bound(problem)
     while queue:
         entry = heapq.heappop(queue)
         if best is not None and entry.bound_s > best.step_s * (1 + TIE):
             break
-        if best is not None and (clock.over or in_vain >= PATIENCE):
+        if best is not None and (deadline.over or in_vain >= PATIENCE):
             lower_bound_s = min(lower_bound_s, entry.bound_s)
             break
-        search = _Search(problem, entry.candidate, effort, clock)
+        search = _Search(problem, entry.candidate, budget, deadline)
         if best is not None and not entry.bounded:
             heapq.heappush(queue, entry._replace(bound_s=max(entry.bound_s, search.bound_s(best)), bounded=True))
             continue
@@ -145,7 +145,7 @@ def balance(problem: Problem) -> Balance | None:
 
 def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
     """Some plan with that schedule, R and M that fits, and not the best; None when none was found."""
-    return _Search(problem, candidate, Effort(), Clock(None)).first(work_bound_s(problem, candidate))
+    return _Search(problem, candidate, WorkBudget(), Deadline(None)).first(work_bound_s(problem, candidate))
 
 
 class _Result(NamedTuple):
@@ -162,11 +162,11 @@ class _Result(NamedTuple):
 class _Search:
     """The search for one candidate: the tables, and what was found out about stages so far."""
 
-    def __init__(self, problem: Problem, candidate: Candidate, effort: Effort, clock: Clock) -> None:
+    def __init__(self, problem: Problem, candidate: Candidate, budget: WorkBudget, deadline: Deadline) -> None:
         self.problem = problem
         self.candidate = candidate
-        self.effort = effort
-        self.clock = clock
+        self.budget = budget
+        self.deadline = deadline
         self.tables: Tables = make_tables(problem, candidate)
 
     def bound_s(self, incumbent: Balance) -> float:
@@ -178,47 +178,49 @@ class _Search:
         """The best plan below the incumbent's step time; no plan is below `bound_s`."""
         if incumbent is None:
             # without a plan there is nothing to return, however late it is
-            incumbent = _Search(self.problem, self.candidate, self.effort, Clock(None)).first(bound_s)
+            incumbent = _Search(self.problem, self.candidate, self.budget, Deadline(None)).first(bound_s)
             if incumbent is None:
                 return _Result(None, np.inf)
         limit_s = incumbent.step_s * (1 + 2 * TIE)
         arcs, before, root_s = self._bounded(limit_s)
         if root_s >= limit_s:
             return _Result(incumbent, limit_s)
-        ways = Ways(self.tables, arcs, self.clock, self.effort)
-        if ways.needed > FEW_STAGES:
+        choices = SegmentChoices(self.tables, arcs, self.deadline, self.budget)
+        if choices.needed > FEW_STAGES:
             if root_s >= limit_s * (1 - CLOSE_ENOUGH):
                 return _Result(incumbent, root_s)
-            return self._by_plans(arcs, before, ways, incumbent, limit_s)
-        best = self._best_of(self._searched(arcs, before, ways, limit_s, BEAM_LABELS), arcs, ways, incumbent)
+            return self._by_plans(arcs, before, choices, incumbent, limit_s)
+        best = self._best_of(self._searched(arcs, before, choices, limit_s, BEAM_LABELS), arcs, choices, incumbent)
         limit_s = best.step_s * (1 + 2 * TIE)
-        wide = self._searched(arcs, before, ways, limit_s, MOST_LABELS)
-        best = self._best_of(wide, arcs, ways, best)
+        wide = self._searched(arcs, before, choices, limit_s, MOST_LABELS)
+        best = self._best_of(wide, arcs, choices, best)
         lower_s = min([wide.dropped_s, limit_s, *wide.objective_s])
         closed = self.tables.objective == Objective.FLOW_SHOPS
         exact = closed and (self.candidate.split.equal or arcs.two_sizes)
         if exact or not len(wide.objective_s):
             return _Result(best, lower_s)
-        best, least_s, work = self._listed(arcs, before, ways, best)
+        best, least_s, work = self._listed(arcs, before, choices, best)
         lower_s = max(lower_s, least_s)
         return _Result(best, lower_s, lower_s < best.step_s and work >= MUCH_WORK)
 
-    def _by_plans(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance | None, limit_s: float) -> _Result:
+    def _by_plans(
+        self, arcs: Arcs, before: Floats, choices: SegmentChoices, best: Balance | None, limit_s: float
+    ) -> _Result:
         """The best plan, looking at no stages but those of the best plans so far.
 
         Stages that were not looked at count with what they need at least, so the objective is a lower bound until the
         best plan has none of them.
         """
         lower_s = np.inf
-        for turn in range(MOST_PLANS):
-            width = WIDER_LABELS if turn == 0 else BEAM_LABELS
-            found = search(arcs, before, ways.choices(), limit_s, width, 1, True, self.clock.labels)
-            if turn == 0:
+        for attempt in range(MOST_PLANS):
+            width = WIDER_LABELS if attempt == 0 else BEAM_LABELS
+            found = search(arcs, before, choices.known(), limit_s, width, 1, True, self.deadline.labels)
+            if attempt == 0:
                 lower_s = min([limit_s, found.dropped_s, *found.objective_s])
             if not len(found.objective_s):
                 break
-            news = ways.look_at(self._places(found, arcs), limit_s)
-            plan = self._balance(found, ways, self._places(found, arcs))
+            news = choices.look_at(self._places(found, arcs), limit_s)
+            plan = self._balance(found, choices, self._places(found, arcs))
             if plan is not None and plan.better_than(best):
                 best = plan
                 limit_s = min(limit_s, best.step_s * (1 + 2 * TIE))
@@ -226,7 +228,7 @@ class _Search:
                 break
         return _Result(best, lower_s, True)
 
-    def _listed(self, arcs: Arcs, before: Floats, ways: Ways, best: Balance) -> tuple[Balance, float, int]:
+    def _listed(self, arcs: Arcs, before: Floats, choices: SegmentChoices, best: Balance) -> tuple[Balance, float, int]:
         """The best of all plans whose objective lies below the best step time, each evaluated.
 
         Returns:
@@ -234,16 +236,16 @@ class _Search:
         """
         left_s, work = -np.inf, 0
         for width, most_plans in LISTED:
-            plans = self._searched(arcs, before, ways, best.step_s, width, most_plans)
+            plans = self._searched(arcs, before, choices, best.step_s, width, most_plans)
             left_s, work = plans.dropped_s, plans.work
             for index, objective_s in enumerate(plans.objective_s):
                 if objective_s >= best.step_s:
                     break
-                if self.clock.over:
+                if self.deadline.over:
                     left_s = min(left_s, objective_s)
                     break
-                best = self._best_of(plans, arcs, ways, best, index)
-            if left_s >= best.step_s or work >= LITTLE_WORK or self.clock.over:
+                best = self._best_of(plans, arcs, choices, best, index)
+            if left_s >= best.step_s or work >= LITTLE_WORK or self.deadline.over:
                 break
         return best, min(best.step_s, left_s), work
 
@@ -254,63 +256,65 @@ class _Search:
             arcs, before, root_s = self._bounded(limit_s)
             if not root_s < limit_s:
                 continue
-            ways = Ways(self.tables, arcs, self.clock, self.effort)
-            if ways.needed > FEW_STAGES:
-                best = self._by_plans(arcs, before, ways, None, limit_s).best
+            choices = SegmentChoices(self.tables, arcs, self.deadline, self.budget)
+            if choices.needed > FEW_STAGES:
+                best = self._by_plans(arcs, before, choices, None, limit_s).best
                 if best is not None:
                     return best
             for width in (BEAM_LABELS, MOST_LABELS) if factor == np.inf else (BEAM_LABELS,):
-                found = self._searched(arcs, before, ways, limit_s, width)
-                best = self._balance(found, ways, self._places(found, arcs)) if len(found.objective_s) else None
+                found = self._searched(arcs, before, choices, limit_s, width)
+                best = self._balance(found, choices, self._places(found, arcs)) if len(found.objective_s) else None
                 if best is not None:
                     return best
         return None
 
     def _bounded(self, limit_s: float) -> tuple[Arcs, Floats, float]:
-        """Stages worth looking at, what is before them, and what no plan is below."""
+        """Stages worth looking at, bounds of what comes before them, and what no plan is below."""
         arcs = make_arcs(self.tables, limit_s)
         before = before_bounds(arcs)
         return arcs, before, step_bound_s(arcs, before[0, -1])
 
     def _searched(
-        self, arcs: Arcs, before: Floats, ways: Ways, limit_s: float, width: int, most_plans: int = 1
-    ) -> Ends:
-        """The best plan or plans; stages that a search asks for are looked at, and it is run again."""
-        for turn in range(MOST_ROUNDS):
-            hopeful = turn == 0 and ways.needed > 0
-            found = search(arcs, before, ways.choices(), limit_s, width, most_plans, hopeful, self.clock.labels)
-            if not ways.look_at_wanted(limit_s) and turn:
+        self, arcs: Arcs, before: Floats, choices: SegmentChoices, limit_s: float, width: int, most_plans: int = 1
+    ) -> FoundPlans:
+        """The best plan or plans; stages that a search asks for are looked at, and it is repeated."""
+        for attempt in range(MOST_ROUNDS):
+            hopeful = attempt == 0 and choices.needed > 0
+            found = search(arcs, before, choices.known(), limit_s, width, most_plans, hopeful, self.deadline.labels)
+            if not choices.look_at_wanted(limit_s) and attempt:
                 break
-            if not ways.needed:
+            if not choices.needed:
                 break
         return found
 
-    def _best_of(self, ends: Ends, arcs: Arcs, ways: Ways, best: Balance, index: int = 0) -> Balance:
+    def _best_of(
+        self, plans: FoundPlans, arcs: Arcs, choices: SegmentChoices, best: Balance, index: int = 0
+    ) -> Balance:
         """The better of `best` and one of the plans found."""
-        if index >= len(ends.objective_s):
+        if index >= len(plans.objective_s):
             return best
-        found = self._balance(ends, ways, self._places(ends, arcs, index), index)
+        found = self._balance(plans, choices, self._places(plans, arcs, index), index)
         return found if found is not None and found.better_than(best) else best
 
-    def _places(self, ends: Ends, arcs: Arcs, index: int = 0) -> list[int]:
+    def _places(self, plans: FoundPlans, arcs: Arcs, index: int = 0) -> list[int]:
         """The arcs of a plan's stages."""
-        count = int(ends.stages[index])
+        count = int(plans.stages[index])
         places = []
         for stage in range(count):
-            first, stop = (int(cut) for cut in ends.cuts[index, stage : stage + 2])
-            variant = count - 1 - stage if arcs.by_number else 0
-            places.append(int(arcs.offset[variant, ends.classes[index, stage], stop]) + stop - 1 - first)
+            first, stop = (int(cut) for cut in plans.cuts[index, stage : stage + 2])
+            in_flight_index = count - 1 - stage if arcs.by_number else 0
+            places.append(int(arcs.offset[in_flight_index, plans.classes[index, stage], stop]) + stop - 1 - first)
         return places
 
-    def _balance(self, ends: Ends, ways: Ways, places: list[int], index: int = 0) -> Balance | None:
+    def _balance(self, plans: FoundPlans, choices: SegmentChoices, places: list[int], index: int = 0) -> Balance | None:
         """A plan that a search found; None when one of its stages turned out not to fit."""
-        cuts = [int(cut) for cut in ends.cuts[index, : len(places) + 1]]
+        cuts = [int(cut) for cut in plans.cuts[index, : len(places) + 1]]
         stages = []
         for stage, (first, stop) in enumerate(pairwise(cuts)):
-            segments = ways.segments(places[stage], int(ends.ways[index, stage]), first)
+            segments = choices.segments(places[stage], int(plans.choices[index, stage]), first)
             if segments is None:
                 return None
-            stages.append(StageChoice(first, stop, int(ends.classes[index, stage]), segments))
+            stages.append(StageChoice(first, stop, int(plans.classes[index, stage]), segments))
         return Balance(self.candidate, tuple(stages), evaluate_s(self.problem, self.candidate, tuple(stages)), 0.0)
 
 
@@ -378,12 +382,12 @@ def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) 
     rows = []
     for stage in stages:
         costs = problem.costs.layers(problem.classes[stage.device_class].device.kind, size)
-        again = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
+        recompute_s = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
         rows.append(
             (
                 costs.forward_s[stage.first : stage.stop].sum(),
-                again[-1] if again else 0.0,
-                costs.backward_s[stage.first : stage.stop].sum() + sum(again[:-1]),
+                recompute_s[-1] if recompute_s else 0.0,
+                costs.backward_s[stage.first : stage.stop].sum() + sum(recompute_s[:-1]),
                 outputs[stage.stop],
                 gradients[stage.first],
             )

@@ -9,8 +9,8 @@ LABELS_PER_S = 5_000_000
 UNLIMITED = 2**62
 
 
-class Clock:
-    """Runs from when it is made.
+class Deadline:
+    """When a search must end; it runs from when it is made.
 
     Args:
         limit_s: seconds until it is over; None for no limit.

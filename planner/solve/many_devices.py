@@ -20,10 +20,11 @@ from planner.solve.balancer import Balance, StageChoice, balance, evaluate_s
 from planner.solve.problem import DeviceClass, Problem
 from planner.solve.work_bound import work_bound_s
 
-ALWAYS_WAYS, MOST_WAYS = 256, 4096
-"""Ways to use up devices that the search always tells apart (8 unlike devices), and at most [chosen]."""
+FEW_COMBINATIONS, MOST_COMBINATIONS = 256, 4096
+"""Combinations of devices in use, so many of each class, that the search always tells apart (8 unlike devices), and at
+most [chosen]."""
 MOST_PLACES = 10_000_000
-"""The product of ways, layers and candidates between these [fitted: 10 s]."""
+"""The product of combinations, layers and candidates between these [fitted: 10 s]."""
 
 
 def balance_any(problem: Problem) -> Balance | None:
@@ -63,11 +64,11 @@ def with_fewer_classes(problem: Problem) -> Problem:
 def _groups(problem: Problem) -> list[list[DeviceClass]]:
     """The classes, the most similar ones together; those that a rule pins stay alone."""
     groups = [[one] for one in problem.classes]
-    if _ways(groups) <= ALWAYS_WAYS:
+    if _in_use(groups) <= FEW_COMBINATIONS:
         return groups
     candidates = sum(1 for _ in problem.candidates())
-    most = max(ALWAYS_WAYS, min(MOST_WAYS, MOST_PLACES // (problem.layers * max(1, candidates))))
-    while _ways(groups) > most:
+    most = max(FEW_COMBINATIONS, min(MOST_COMBINATIONS, MOST_PLACES // (problem.layers * max(1, candidates))))
+    while _in_use(groups) > most:
         free = [group for group in groups if not group[0].pinned]
         if len(free) < 2:
             break
@@ -76,7 +77,8 @@ def _groups(problem: Problem) -> list[list[DeviceClass]]:
     return groups
 
 
-def _ways(groups: Sequence[Sequence[DeviceClass]]) -> int:
+def _in_use(groups: Sequence[Sequence[DeviceClass]]) -> int:
+    """How many combinations of devices in use there are."""
     return math.prod(1 + sum(len(one.members) for one in group) for group in groups)
 
 
@@ -110,7 +112,7 @@ def _merged(
 
 def _on_members(problem: Problem, found: Balance, groups: Sequence[Sequence[DeviceClass]]) -> Iterator[Balance]:
     """The plan on the devices themselves, if it fits: what needs most memory on the largest of its group."""
-    number = {id(one): position for position, one in enumerate(problem.classes)}
+    position_of = {id(one): position for position, one in enumerate(problem.classes)}
     left = [
         sorted((one for one in group for _ in range(len(one.members) // found.candidate.replicas)),
                key=lambda one: one.device.memory_bytes)
@@ -126,7 +128,7 @@ def _on_members(problem: Problem, found: Balance, groups: Sequence[Sequence[Devi
         group = place.pop()
         if _bytes(problem, found, index, group) > group.device.memory_bytes:
             return
-        chosen[index] = replace(stages[index], device_class=number[id(group)])
+        chosen[index] = replace(stages[index], device_class=position_of[id(group)])
     moved = tuple(chosen[index] for index in range(len(stages)))
     yield Balance(found.candidate, moved, evaluate_s(problem, found.candidate, moved), 0.0)
 

@@ -1,4 +1,4 @@
-"""Ways to recompute the stages that a search asks for."""
+"""How the stages that a search asks for may recompute: choices of segments, solved when they are asked for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from planner.kernel.candidate_stages import RECOMPUTES, ROOM, Arcs
 from planner.kernel.search import Choices
-from planner.kernel.segments import INSIDE, START, Found, exact_segments, pattern_costs, usual_segments
+from planner.kernel.segments import INSIDE, START, FoundSegments, StageRoom, exact_segments, pattern_costs
 from planner.kernel.tables import ALWAYS, Tables, segment_costs
+from planner.kernel.usual_segments import usual_segments
 from planner.plan.plan import Segment
-from planner.solve.deadline import Clock
+from planner.solve.deadline import Deadline
 
 STAGE_WORK = 50_000_000
 """Comparisons that solving the segments of one stage exactly may take [fitted: 0.1 s]."""
@@ -24,7 +25,7 @@ MOST_LAYERS, FEW_LAYERS = 64, 12
 
 
 @dataclass(slots=True)
-class Effort:
+class WorkBudget:
     """What may still be spent on solving segments exactly; shared by all searches of a balance.
 
     Attributes:
@@ -42,33 +43,32 @@ class Effort:
             self.layers = min(self.layers, max(FEW_LAYERS, layers * 7 // 8))
 
 
-class Ways:
+class SegmentChoices:
     """What is known about recompute in the stages of `arcs`; it grows as stages are looked at.
 
     Attributes:
         needed: how many stages need recompute.
     """
 
-    def __init__(self, tables: Tables, arcs: Arcs, clock: Clock, effort: Effort) -> None:
+    def __init__(self, tables: Tables, arcs: Arcs, deadline: Deadline, budget: WorkBudget) -> None:
         self.tables = tables
         self.arcs = arcs
-        self.clock = clock
-        self.effort = effort
+        self.deadline = deadline
+        self.budget = budget
         self.needed = int((arcs.need == RECOMPUTES).sum())
         count = len(arcs.need)
         self._first_of = np.full(count, -1, dtype=np.int64)
         self._number_of = np.zeros(count, dtype=np.int64)
         self._exact = np.zeros(count, dtype=np.bool_)
         self._wanted = np.zeros(count, dtype=np.bool_)
-        self._extra: list[float] = []
-        self._turning: list[float] = []
+        self._recompute_s: list[float] = []
+        self._turnaround_s: list[float] = []
         self._patterns: list[NDArray[np.uint8]] = []
 
-    def choices(self) -> Choices:
+    def known(self) -> Choices:
         """What the search reads; it marks what it would like to know."""
-        return Choices(
-            self._first_of, self._number_of, self._exact, self._wanted, np.array(self._extra), np.array(self._turning)
-        )
+        recompute_s, turnaround_s = np.array(self._recompute_s), np.array(self._turnaround_s)
+        return Choices(self._first_of, self._number_of, self._exact, self._wanted, recompute_s, turnaround_s)
 
     def look_at_wanted(self, limit_s: float) -> int:
         """Look at the stages that a search asked for, and say how many there were.
@@ -89,26 +89,26 @@ class Ways:
         ends = np.flatnonzero(self.arcs.length.ravel())
         begins = self.arcs.offset.ravel()[ends]
         for place in news:
-            if self.clock.over:
+            if self.deadline.over:
                 break
             end = ends[np.searchsorted(begins, place, side="right") - 1]
-            variant, device, stop = (int(index) for index in np.unravel_index(end, shape))
-            first = stop - 1 - (place - int(self.arcs.offset[variant, device, stop]))
-            found = self._found(place, variant, device, first, stop, limit_s)
-            self._first_of[place] = len(self._extra)
-            self._number_of[place] = len(found.extra)
+            in_flight_index, device, stop = (int(index) for index in np.unravel_index(end, shape))
+            first = stop - 1 - (place - int(self.arcs.offset[in_flight_index, device, stop]))
+            found = self._found(place, in_flight_index, device, first, stop, limit_s)
+            self._first_of[place] = len(self._recompute_s)
+            self._number_of[place] = len(found.recompute_s)
             self._exact[place] = found.exact
-            self._extra.extend(found.extra)
-            self._turning.extend(found.turning)
+            self._recompute_s.extend(found.recompute_s)
+            self._turnaround_s.extend(found.turnaround_s)
             self._patterns.extend(found.pattern)
         return len(news)
 
-    def segments(self, place: int, way: int, first: int) -> tuple[Segment, ...] | None:
+    def segments(self, place: int, choice: int, first: int) -> tuple[Segment, ...] | None:
         """What a stage that begins at layer `first` recomputes.
 
         Args:
             place: of its arc.
-            way: what the search chose; -1 if it chose nothing, which for a stage that recomputes is the first way.
+            choice: of the search; -1 if it chose nothing, which for a stage that recomputes is the first choice.
             first: of its layers.
 
         Returns:
@@ -116,24 +116,27 @@ class Ways:
         """
         if self.arcs.need[place] != RECOMPUTES:
             return ()
-        if way < 0:
+        if choice < 0:
             if not self._number_of[place]:
                 return None
-            way = int(self._first_of[place])
-        return segments_of(self._patterns[way], first)
+            choice = int(self._first_of[place])
+        return segments_of(self._patterns[choice], first)
 
-    def _found(self, place: int, variant: int, device: int, first: int, stop: int, limit_s: float) -> Found:
+    def _found(
+        self, place: int, in_flight_index: int, device: int, first: int, stop: int, limit_s: float
+    ) -> FoundSegments:
+        """The choices for one stage of layers [first, stop)."""
         room, fits_whole = float(self.arcs.terms[place, ROOM]), bool(self.arcs.whole[place])
         tables = self.tables
-        last_free = tables.last_turns_around and variant == 0
-        costs = segment_costs(tables, device, variant)
+        last_free = tables.last_turns_around and in_flight_index == 0
+        costs = segment_costs(tables, device, in_flight_index)
         whole = np.full((1, stop - first), INSIDE, dtype=np.uint8)
         whole[0, 0] = START
-        _, extra, turning = pattern_costs(costs, first, stop, last_free, whole[0])
-        as_one = Found(np.array([extra]), np.array([turning]), whole, True, 0)
+        _, recompute_s, turnaround_s = pattern_costs(costs, first, stop, last_free, whole[0])
+        as_one = FoundSegments(np.array([recompute_s]), np.array([turnaround_s]), whole, True, 0)
         if tables.recompute == ALWAYS:
             return as_one
-        cap = np.inf
+        most_recompute_s = np.inf
         if self.arcs.steady_again:
             steady_s = float(
                 tables.forward[device, stop]
@@ -141,25 +144,25 @@ class Ways:
                 + tables.backward[device, stop]
                 - tables.backward[device, first]
             )
-            cap = (limit_s / tables.steady - steady_s) * (1 + 1e-9)
-        effort = self.effort
-        if stop - first <= effort.layers and effort.work > 0:
-            found = exact_segments(costs, first, stop, last_free, room, cap, min(STAGE_WORK, effort.work))
-            effort.spend(found.work, stop - first, found.exact)
+            most_recompute_s = (limit_s / tables.steady - steady_s) * (1 + 1e-9)
+        stage, budget = StageRoom(first, stop, last_free, room, most_recompute_s), self.budget
+        if stop - first <= budget.layers and budget.work > 0:
+            found = exact_segments(costs, stage, min(STAGE_WORK, budget.work))
+            budget.spend(found.work, stop - first, found.exact)
             if found.exact:
                 return _with(found, as_one) if fits_whole else found
-        found = usual_segments(costs, first, stop, last_free, room, cap)
+        found = usual_segments(costs, stage)
         return _with(found, as_one) if fits_whole else found
 
 
-def _with(found: Found, other: Found) -> Found:
+def _with(found: FoundSegments, other: FoundSegments) -> FoundSegments:
     """The choices of both that are worth having; the other is one that turns around as fast as any."""
-    keep = found.extra < other.extra[0]
-    if (found.turning[keep] <= other.turning[0]).any():
+    keep = found.recompute_s < other.recompute_s[0]
+    if (found.turnaround_s[keep] <= other.turnaround_s[0]).any():
         return found
-    return Found(
-        np.append(found.extra[keep], other.extra),
-        np.append(found.turning[keep], other.turning),
+    return FoundSegments(
+        np.append(found.recompute_s[keep], other.recompute_s),
+        np.append(found.turnaround_s[keep], other.turnaround_s),
         np.concatenate((found.pattern[keep], other.pattern)),
         found.exact,
         found.work,

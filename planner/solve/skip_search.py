@@ -4,7 +4,7 @@ The balancer charges every boundary with all that crosses it: that is what relay
 on the cuts on both sides, which its search does not know. So with skips three problems are solved that differ in what
 boundaries are charged with:
 
-- with what must cross them in any case, from the layer before to the layer behind, and as few messages under way as may
+- with what must cross them in any case, from the layer before to the layer after, and as few messages under way as may
   be: no plan with skips is faster than this problem's bound, and none needs less memory;
 - with all but the values that no layer uses for as long as an even stage is;
 - with everything, as if it were relayed.
@@ -29,7 +29,7 @@ from planner.plan.plan import Plan, Segment, Stage
 from planner.rules import FREE
 from planner.solve.balancer import Balance, StageChoice
 from planner.solve.build_plan import make_plan, stages_of
-from planner.solve.deadline import Clock
+from planner.solve.deadline import Deadline
 from planner.solve.infeasible import nothing_fits_text
 from planner.solve.many_devices import balance_any, with_fewer_classes
 from planner.solve.problem import Candidate, Problem
@@ -58,7 +58,7 @@ def best_plan(problem: Problem) -> Plan | None:
     if not values:
         relayed = balance_any(problem)
         return None if relayed is None else make_plan(problem, relayed)
-    clock = Clock(problem.settings.time_limit_s)
+    deadline = Deadline(problem.settings.time_limit_s)
     problem = _with_share_of_time(problem)
     least = replace(_charged_without(problem, _apart(values, NEXT)), short_messages=False)
     bound = balance_any(least)
@@ -66,11 +66,11 @@ def best_plan(problem: Problem) -> Plan | None:
     even = max(NEXT, -(-problem.layers // problem.settings.max_stages))
     found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
     starts = list({(one.candidate, one.stages): one for one in found if one is not None}.values())
-    around = _Around(problem, values, lower_bound_s, clock)
-    plans = [around.nearest(start) for start in starts]
+    improver = _CutImprover(problem, values, lower_bound_s, deadline)
+    plans = [improver.nearest(start) for start in starts]
     for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place])):
         if _step_s(min(plans, key=_step_s)) > lower_bound_s * (1 + CLOSE_ENOUGH):
-            plans.append(around.better(starts[place]))
+            plans.append(improver.better(starts[place]))
     return min(plans, key=_step_s, default=None)
 
 
@@ -121,21 +121,21 @@ def _with_share_of_time(problem: Problem) -> Problem:
     return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s / 4))
 
 
-class _Around:
+class _CutImprover:
     """Plans with skips around those that the balancer found.
 
     Args:
         problem: the problem.
         values: that may skip stages.
         lower_bound_s: no plan is faster.
-        clock: how much time is left.
+        deadline: when none is tried any more.
     """
 
-    def __init__(self, problem: Problem, values: Sequence[SkipValue], lower_bound_s: float, clock: Clock) -> None:
+    def __init__(self, problem: Problem, values: Sequence[SkipValue], lower_bound_s: float, deadline: Deadline) -> None:
         self._problem = problem
         self._values = values
         self._lower_bound_s = lower_bound_s
-        self._clock = clock
+        self._deadline = deadline
         self._work = 0
         self._tried: dict[tuple[Candidate, tuple[StageChoice, ...]], Plan | None] = {}
 
@@ -179,7 +179,7 @@ class _Around:
         balance = _with_stops(found, stops)
         key = balance.candidate, balance.stages
         if key not in self._tried:
-            if self._work >= MOST_WORK or self._clock.over:
+            if self._work >= MOST_WORK or self._deadline.over:
                 return None
             self._work += len(stops) * found.candidate.split.count + EACH_PLAN
             self._tried[key] = self._fitted(balance)
@@ -189,16 +189,16 @@ class _Around:
         """The plan with nothing recomputed but, as a whole, stages that have to be, or that the settings say."""
         mode = self._problem.settings.recompute
         whole = [(Segment(first=stage.first, stop=stage.stop),) for stage in balance.stages]
-        segments = [again if mode == "always" else () for again in whole]
+        segments = [one if mode == "always" else () for one in whole]
         for _ in range(2 if mode == "auto" else 1):
             stages = tuple(
-                replace(stage, segments=again) for stage, again in zip(balance.stages, segments, strict=True)
+                replace(stage, segments=chosen) for stage, chosen in zip(balance.stages, segments, strict=True)
             )
             plan = self._direct(replace(balance, stages=stages))
             if plan is not None:
                 return plan
             over = _over(stages_of(self._problem, replace(balance, stages=stages), self._routes(balance)))
-            segments = [again if full else () for again, full in zip(whole, over, strict=True)]
+            segments = [one if full else () for one, full in zip(whole, over, strict=True)]
         return None
 
     def _direct(self, found: Balance) -> Plan | None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.kernel.two_sizes import NOTHING, Machine, behind_with, both_phases, front_with, longest
+from planner.kernel.two_sizes import NOTHING, Machine, both_phases, front_with, longest, rear_with
 from planner.plan.actions import make_schedule
 from planner.plan.simulator import Durations, simulate
 from planner.solve.work_bound import least_bottleneck
@@ -43,7 +43,7 @@ def test_two_sizes_take_what_the_simulator_says(large, n, m, data):
         for machine in row[:cut]:
             front = front_with(front, machine, n - 1.0, m - 1.0)
         for machine in reversed(row[cut:]):
-            behind = behind_with(behind, machine, n - 1.0, m - 1.0)
+            behind = rear_with(behind, machine, n - 1.0, m - 1.0)
         ways.append(longest(front, behind))
     found_s = ways[0] + ways[1]
     assert found_s == pytest.approx(expected_s, rel=1e-9, abs=1e-9)

@@ -7,8 +7,8 @@ from planner.from_profile import make_problem
 from planner.kernel.candidate_stages import before_bounds, make_arcs, step_bound_s
 from planner.kernel.search import search
 from planner.settings import SettingKeywords
-from planner.solve.deadline import UNLIMITED, Clock
-from planner.solve.segment_choices import Effort, Ways
+from planner.solve.deadline import UNLIMITED, Deadline
+from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
 from profiler.device import Link
 
@@ -22,7 +22,7 @@ def test_a_search_without_time_has_the_bound_of_its_stages(profile_of, device, s
     tables = make_tables(problem, next(problem.candidates()))
     arcs = make_arcs(tables, np.inf)
     before = before_bounds(arcs)
-    choices = Ways(tables, arcs, Clock(None), Effort()).choices()
+    choices = SegmentChoices(tables, arcs, Deadline(None), WorkBudget()).known()
     whole = search(arcs, before, choices, np.inf, 100, 1, False, UNLIMITED)
     short = search(arcs, before, choices, np.inf, 100, 1, False, 0)
     assert len(whole.objective_s) == 1
@@ -32,8 +32,8 @@ def test_a_search_without_time_has_the_bound_of_its_stages(profile_of, device, s
     assert short.dropped_s == step_bound_s(arcs, before[0, -1])
 
 
-def test_a_clock_that_is_over_leaves_no_labels():
-    assert Clock(1e-9).labels == 0
-    assert Clock(1e-9).over
-    assert not Clock(None).over
-    assert Clock(None).labels == UNLIMITED
+def test_a_deadline_that_is_over_leaves_no_labels():
+    assert Deadline(1e-9).labels == 0
+    assert Deadline(1e-9).over
+    assert not Deadline(None).over
+    assert Deadline(None).labels == UNLIMITED

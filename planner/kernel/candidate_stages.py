@@ -252,7 +252,7 @@ def _fill(
         if keeps or turns_around:
             continue
         # 3
-        all_again = tables.recompute_s[device, stop] - tables.recompute_s[device, first]
+        all_again = tables.again[device, stop] - tables.again[device, first]
         if tables.recompute == ALWAYS or room < 0:
             extra[place] = all_again
             continue

@@ -1,6 +1,7 @@
 """Stages worth looking at hold every plan that is fast enough, and their bound is below all plans: by brute force."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ STAGES, ROUNDING = 3, 1e-9
 
 
 def tables_of(profile, devices, *, batch_size, count, **asked):
-    given_ = {"micro_batches": count, "micro_batches_per_stage": 1, **asked}
+    given_: Any = {"micro_batches": count, "micro_batches_per_stage": 1, **asked}
     problem = make_problem(profile, devices, batch_size=batch_size, optimizer=None, settings=given_)
     (candidate,) = problem.candidates()
     return make_tables(problem, candidate)
@@ -64,8 +65,8 @@ def test_no_fast_plan_is_lost_and_none_is_below_the_bound(profiles, oracle, devi
         assert plans or bound_s == np.inf or mode == "auto"  # segments are looked at later, and may not fit
 
 
-@pytest.mark.parametrize(("schedule", "limit"), [("gpipe", 700), ("1f1b", 250)])
-def test_a_stage_that_fits_as_it_is_keeps(profile_of, oracle, device, schedule, limit):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_that_fits_as_it_is_keeps(profile_of, oracle, device, schedule):
     """Stages of GPipe need as much wherever they are; with 1F1B the last ones have fewer micro-batches in flight."""
     profile = profile_of(
         {
@@ -73,10 +74,11 @@ def test_a_stage_that_fits_as_it_is_keeps(profile_of, oracle, device, schedule, 
             for size in (1, 8)
         }
     )
+    memory = oracle(profile, (device(),), 8).memory
+    sizes = [1] * 8
+    limit = int(memory("a", 1, 3, sizes, sizes[:2] if schedule == "1f1b" else sizes, []))  # one of them just fits
     devices = (device("a", limit),) * STAGES
     arcs = make_arcs(tables_of(profile, devices, batch_size=8, count=8, schedule=schedule), np.inf)
-    memory = oracle(profile, devices, 8).memory
-    sizes = [1] * 8
     found = set()
     for number in (1, 2, 3):
         held = sizes[:number] if schedule == "1f1b" else sizes

@@ -1,6 +1,7 @@
 """Why no plan fits: the figures are those of a stage, and every cure that is named works."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -63,9 +64,9 @@ def test_every_cure_works_and_none_that_does_is_left_out(profile, device, limit,
 
 def test_the_stage_overflows_by_what_it_needs_more(profile, device):
     """With that many bytes more it fits, and with one byte less it does not."""
-    asked = {"batch_size": 16, "recompute": "never", "stages": 2, "micro_batches": 16}
+    asked: dict[str, Any] = {"batch_size": 16, "recompute": "never", "stages": 2, "micro_batches": 16}
     text = refusal(profile, [device("a", 900)] * 2, **asked)
-    over = int(re.search(r"(\d+) bytes \(.*\) too many", text)[1])
+    (over,) = map(int, re.findall(r"(\d+) bytes \(\d+ B\) too many", text))
     plan_from_profile(profile, [device("a", 900 + over)] * 2, **asked)
     assert ": 1 bytes (1 B) too many" in refusal(profile, [device("a", 900 + over - 1)] * 2, **asked)
 

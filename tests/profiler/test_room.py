@@ -56,7 +56,7 @@ def traced(kind: type[nn.Module]) -> tuple[Tensor, LayerSequence]:
 
 def _measured(kind: type[nn.Module], sizes: Sequence[int], memory_bytes: int, **about: Any) -> tuple[list[int], int]:
     """The sizes that the profile holds, and the most bytes that were allocated at any moment."""
-    sample, sequence = traced(kind)
+    sample, sequence = traced(kind)  # type: ignore[arg-type]  # a class can be hashed
     device = Device(name="cpu", kind="cpu", memory_bytes=memory_bytes, threads=1)
     with allocations() as record, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The arrays that the search reads, against sums over layers and micro-batches, one at a time; bytes: test_ledger.py."""
+"""The search's arrays against sums over layers and micro-batches, one at a time; of bytes see test_ledger.py."""
 
 import itertools
 from typing import Any

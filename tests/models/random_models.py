@@ -328,7 +328,8 @@ class _Draft:
                 shape = self._values[reads[0]].shape
                 alike = [number for number, value in enumerate(self._values) if value.shape == shape]
                 reads.append(chance.choice(alike) if chance.random() < 0.7 else chance.randrange(len(self._values)))
-            written = name in WRITES and self._is_given(self._values[reads[0]])
+            first = self._values[reads[0]]
+            written = name in WRITES and (self._is_given(first) or _overlaps(first))
             if not written and max(self._values[number].numel() for number in reads) <= DRAFTED * 96:
                 names, extents = tuple(self._name(name)), self._extents(name, self._values[reads[0]])
                 if self._grows_by(Operation(name, tuple(reads), names, extents)):
@@ -391,6 +392,12 @@ class _Draft:
         held = sorted({name for operation in self._operations for name in operation.names if name[0] == "p"})
         frozen = tuple(name for name in held if chance.random() < 0.15)
         return Recipe(tuple(self._operations), tuple(returns), tuple(loss), frozen)
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether two elements share their memory; what a write into such a tensor leaves is undefined."""
+    places = torch.arange(value.untyped_storage().nbytes()).as_strided(value.shape, value.stride())
+    return places.unique().numel() < value.numel()
 
 
 def _trains(recipe: Recipe) -> bool:

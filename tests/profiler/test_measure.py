@@ -410,7 +410,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 def test_a_model_of_four_times_the_memory_is_measured_within_it(place: str) -> None:
     with torch.device(place):
-        model = Wide(blocks=8)
+        model = Wide(blocks=10)
         ids = torch.zeros(8, 4, dtype=torch.int64)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     limit = whole // 4

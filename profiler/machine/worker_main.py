@@ -100,7 +100,7 @@ def _keep_signals_while_forking() -> None:
     """Let no SIGTERM get lost that reaches a fork before it is ready: Python there drops what it has noted until then.
 
     Whoever ends a fork right after its start (a pool, a data loader) would wait for it without end. It waits until the
-    fork unblocks it, by when `_leave_to_parent` has left it to the system. Hooks before a fork run in reverse.
+    fork unblocks it, by when `_leave_to_parent`, registered before, has left it to the system.
     """
     masks: dict[int, set[int]] = {}  # of threads that fork
 

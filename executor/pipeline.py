@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from executor.batch.calls import Call, Calls
 from executor.batch.feed import Feed
 from executor.checkpoints.run_identity import Run
+from executor.first_step import compared
 from executor.layout import layout_of
 from executor.measure.action_times import TimedAction
 from executor.measure.clocks import clock_offset_s
@@ -73,6 +74,8 @@ class Pipeline:
         seed: of all random numbers that the model draws.
         check_finite: end the step with an error that names step and micro-batch when a loss is not finite; this waits
             for each loss to be computed, which on CUDA costs time.
+        compare_first_step: before the first step run its first micro-batch through the model as it is, and end with
+            an error where loss or gradients are not those of the layers; see `executor.first_step`.
         initialize: of a model on the meta device, whose tensors come to life only where they are used: fills those of
             the module that it is called with, in place of the module's own initializer; see
             `executor.state.materialize`.
@@ -83,6 +86,8 @@ class Pipeline:
         plan: the plan.
         rank: of this process; 0 where it runs alone.
         run: says which checkpoints are its own.
+        first_step: what came of comparing the first step with the model, in words; "" in other processes than the
+            first, and before.
         watch: sees to it that all processes end when one fails.
 
     Raises:
@@ -99,6 +104,7 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         seed: int = 0,
         check_finite: bool = False,
+        compare_first_step: bool = True,
         initialize: Initializer | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -111,6 +117,10 @@ class Pipeline:
         self.plan = plan
         self.run = Run()
         self._model = model
+        self._modes = [module.training for module in model.modules()]
+        self._loss_fn = loss_fn
+        self._compares = compare_first_step
+        self.first_step = ""
         limit_s = wait_limit(plan, timeout_s)
         self.rank, world_size = join()
         self.watch = Watch(self.rank, world_size, timeout_s=limit_s)
@@ -222,6 +232,7 @@ class Pipeline:
         with self.watch.call(Phase.PREPARATION, self._feed.given("step", args, kwargs, target)):
             self._refuse_other_modes()
             call = self._feed.call("step", args, kwargs, target, training=True)
+            self._compare_first_step(args, kwargs, target)
             self._begin(scaler)
             forget_gradients(self._placement.tied)
             with self._gradients.of_a_step():
@@ -238,6 +249,13 @@ class Pipeline:
             self._feed.end()
             self.watch.log.step = self._steps
         return loss
+
+    def _compare_first_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+        """In the one process that is always given all data."""
+        if self._compares and self.rank == 0:
+            batch = self._calls.first_micro_batch(self._calls.understood(args, kwargs, target, training=True))
+            self.first_step = compared(self._model, self._modes, self.plan, batch, self._loss_fn)
+        self._compares = False
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The mean loss of a batch in evaluation mode: no dropout, batch normalization by running statistics.

@@ -51,6 +51,10 @@ class NotTraceableError(PlanError):
         self.modules = modules
 
 
+class UnfaithfulTraceError(NotTraceableError):
+    """The layers of a model compute something else than the model does."""
+
+
 class PlanFileError(PlanError):
     """A plan file is damaged, has a wrong type or an unknown key, or another schema version."""
 

@@ -31,7 +31,7 @@ from executor.state.placement import Placement
 from planner.plan.plan import Plan
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.sample_spec import SampleSpec, TensorLeaf
-from profiler.tracing.sample import batch_extent, of_other_shapes, tensor_leaves
+from profiler.tracing.sample import TRACED_BATCH_SIZE_AT_LEAST, batch_extent, of_other_shapes, tensor_leaves
 from profiler.tracing.sequence import LayerSequence
 from profiler.tracing.tracing import trace_again, trace_evaluation
 
@@ -94,6 +94,23 @@ class Part:
         target: None if it has no loss to compute.
     """
 
+    inputs: dict[str, Tensor]
+    target: Any
+
+
+@dataclass(frozen=True, slots=True)
+class WholeMicroBatch:
+    """All that the model is called with for one micro-batch, whichever stage reads it.
+
+    Attributes:
+        sequence: the model's layers for it.
+        size: samples.
+        inputs: the model's inputs by name.
+        target: what the loss is computed with.
+    """
+
+    sequence: LayerSequence
+    size: int
     inputs: dict[str, Tensor]
     target: Any
 
@@ -205,6 +222,20 @@ class Calls:
         bounds = list(accumulate((counts[replica] for replica in own), initial=0))
         own_batches = [batches[begin:end] for begin, end in pairwise(bounds)]
         return Call(form.spec, form.training, outline.sequence, own_batches, counts)
+
+    def first_micro_batch(self, batch: Batch) -> WholeMicroBatch:
+        """The first of the first replica, with all that the model reads; views of the batch.
+
+        One of a single sample gets a second: the model was traced for several, and what it does with one may differ
+        (`reshape` copies, or does not).
+        """
+        outline = self._outline(batch.form)
+        size = outline.sizes[0][0]
+        if batch.form.spec.only_micro_batch_size is None:
+            size = min(max(size, TRACED_BATCH_SIZE_AT_LEAST), batch.form.batch_size)
+        samples = range(size)
+        inputs = {name: some_samples(tensor, outline.dims[name], samples) for name, tensor in batch.inputs.items()}
+        return WholeMicroBatch(outline.sequence, size, inputs, target_of(batch.target, samples))
 
     def _outline(self, form: Form) -> _Outline:
         known = self._outlines.get(form.training)

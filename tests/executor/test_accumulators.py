@@ -208,7 +208,8 @@ def test_nothing_is_copied_without_need(plan_for: Callable[..., Plan], monkeypat
         sequence = trace(model, x)
         copied.clear()
         plan = plan_for(sequence, batch_size=4, micro_batches=2)
-        Pipeline(model, plan, loss_fn=loss_of).step(x, target=torch.linspace(0, 1, 4))
+        pipe = Pipeline(model, plan, loss_fn=loss_of, compare_first_step=False)
+        pipe.step(x, target=torch.linspace(0, 1, 4))
         assert len(copied) == shared, model
 
 

@@ -1,0 +1,82 @@
+"""The last line of defence: before the first step its first micro-batch runs through the model as it is, too.
+
+Tracing refuses what it knows to be lost in a graph. What nobody thought of shows here, in the one process that has all
+data: the layers' loss and gradients must be the model's. That takes as long as two micro-batches in one process; where
+it would take much more, or does not fit, it is left out, and `Pipeline.first_step` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from executor.batch.calls import WholeMicroBatch
+from planner.plan.plan import Plan
+from planner.plan.units import bytes_text
+from profiler.errors import UnfaithfulTraceError
+from profiler.machine.backend import backend_of
+from profiler.run.against_eager import Trial
+from profiler.run.loss import LossFunction
+from profiler.torch_private import has_backward_hooks
+from profiler.tracing.sequence import LayerSequence
+
+MOST_FLOPS = 5e11  # of the comparison, where the model does not lie where it trains: seconds of a CPU [chosen]
+_PASSES = 6  # forward and backward, of model and layers, in forward passes
+
+
+def compared(
+    model: nn.Module, modes: Sequence[bool], plan: Plan, batch: WholeMicroBatch, loss_fn: LossFunction | None
+) -> str:
+    """Compare layers and model on a micro-batch, if that costs little; says what came of it.
+
+    Args:
+        model: the model as the user has it.
+        modes: of each of its modules whether it was in training mode when it was traced.
+        plan: says how much memory there is.
+        batch: the micro-batch.
+        loss_fn: None if the model computes its loss itself.
+
+    Raises:
+        UnfaithfulTraceError: they differ.
+    """
+    reason = _reason_against(model, plan, batch)
+    if reason is not None:
+        return f"not compared with the model as it is: {reason}"
+    device = batch.sequence.device
+    inputs = {name: tensor.to(device) for name, tensor in batch.inputs.items()}
+    target = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch.target)
+    try:
+        found = Trial(model, modes, batch.sequence, inputs, target, loss_fn).compare()
+    except UnfaithfulTraceError:
+        raise
+    except Exception as problem:  # the step meets it as well, and says where
+        return f"not compared with the model as it is: both raise {type(problem).__name__}"
+    return f"as the model computes it; the largest difference is {found.relative:.1e}, of {found.where}"
+
+
+def _reason_against(model: nn.Module, plan: Plan, batch: WholeMicroBatch) -> str | None:
+    held = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in held):
+        return "it is on the meta device"
+    if len({tensor.device for tensor in held}) > 1:
+        return "it lies on several devices"
+    if any(has_backward_hooks(parameter) for parameter in model.parameters()):
+        return "its parameters have hooks"
+    if batch.size == 1 and batch.sequence.sample.only_micro_batch_size is None:
+        return "the batch has one sample only"
+    return _cost_against(plan, batch)
+
+
+def _cost_against(plan: Plan, batch: WholeMicroBatch) -> str | None:
+    """Memory where the model trains; time where it does not lie there."""
+    sequence: LayerSequence = batch.sequence
+    first = plan.stages[0].device
+    if backend_of(sequence.device).type != backend_of(first.name).type:
+        flops = _PASSES * sum(layer.flops for layer in sequence.layers) * batch.size / sequence.sample.batch_size
+        return None if flops <= MOST_FLOPS else f"on {sequence.device} that would take {flops:.0e} operations"
+    needed = sum(stage.memory.total for stage in plan.stages)
+    if needed <= first.memory_bytes:
+        return None
+    return f"its stages need {bytes_text(needed)} in all, and {first.name} has {bytes_text(first.memory_bytes)}"

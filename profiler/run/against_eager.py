@@ -1,0 +1,310 @@
+"""The layers against the model itself: one micro-batch through both, with the same random numbers.
+
+A graph holds what a model does with tensors. What it keeps in other places (a counter in a helper, a list, a module of
+Python) is a constant of the graph, and a graph cannot know. So both are run on real data, and what differs by more than
+rounding is told, with the first layer in which the forward passes part.
+
+How far rounding alone may carry a model depends on the model: where the difference is not obviously rounding, the
+model's parameters are moved by the last bit of what it computes in, and what that changes is the measure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from profiler.errors import UnfaithfulTraceError
+from profiler.machine.backend import backend_of
+from profiler.observe.ambient import as_in_training
+from profiler.observe.untouched import untouched
+from profiler.run.loss import LossFunction, loss_of, model_output
+from profiler.run.parting import Seen, first_unseen
+from profiler.run.stage_function import StageFunction
+from profiler.sample_spec import TensorLeaf
+from profiler.tracing.export import autocasting
+from profiler.tracing.sample import arguments_of, torch_dtype
+from profiler.tracing.sequence import LayerSequence
+
+# A gradient that is zero but for rounding (of a key's bias, say) has no scale of its own: differences are relative to
+# its own largest magnitude, or to this share of the largest of any parameter's if that is more.
+SMALLEST_SCALE = 1e-4
+ROUNDING = 1e-4  # up to here a difference is rounding in float32 [535 models of the survey: all but 3 below 1e-5]
+TIMES_ROUNDING = 30.0  # a difference may be so many times what a last bit of the parameters changes [chosen]
+_SEED = 20181116  # of both runs
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one forward and backward pass yields.
+
+    Attributes:
+        loss: a scalar.
+        gradients: by the name of the parameter; only of parameters that got one.
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two outcomes are from each other.
+
+    Attributes:
+        relative: the largest of loss and gradients, relative to their scale.
+        where: "the loss", or the name of the parameter whose gradient it is.
+    """
+
+    relative: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model, its layers, and a micro-batch to run both on, where the model lies.
+
+    Attributes:
+        model: the model as the user has it.
+        modes: of each of its modules whether it was in training mode when it was traced.
+        sequence: its layers.
+        inputs: the model's inputs by name.
+        target: what the loss is computed with.
+        loss_fn: None if the model computes its loss itself.
+    """
+
+    model: nn.Module
+    modes: Sequence[bool]
+    sequence: LayerSequence
+    inputs: Mapping[str, Tensor]
+    target: Any
+    loss_fn: LossFunction | None
+
+    def compare(self) -> Difference:
+        """How far the layers are from the model; it is left as it was, its gradients included.
+
+        Raises:
+            UnfaithfulTraceError: further than rounding explains, and the message names the first layer where they part;
+                or the model raises an error where the layers do not.
+            Exception: both do.
+        """
+        with as_in_training():
+            try:
+                with self._undisturbed():
+                    expected = self._eager()
+                    itself = worst(differences(Outcome(self._eager_loss(), {}), Outcome(expected.loss, {})))
+            except Exception as problem:
+                with self._undisturbed():
+                    self._layers()  # what both raise is the step's to tell
+                raise UnfaithfulTraceError(
+                    f"for the first micro-batch the model raises {type(problem).__name__}: {problem}; its layers do "
+                    f"not; {_CURE}"
+                ) from problem
+            if itself.relative > ROUNDING:
+                raise UnfaithfulTraceError(
+                    f"called twice with the same data and the same random numbers, the model returns another loss, by "
+                    f"{itself.relative:.1e}: it keeps something between calls outside of its buffers, or draws random "
+                    f"numbers of its own, which layers cannot; let it be a buffer, or {_ANYWAY}"
+                )
+            with self._undisturbed():
+                found = differences(self._layers(), expected)
+            if worst(found).relative <= ROUNDING:
+                return worst(found)
+            rounding = self._rounding(expected)
+            beyond = {
+                where: relative
+                for where, relative in found.items()
+                if relative > max(ROUNDING, TIMES_ROUNDING * rounding.get(where, 0.0))
+            }
+            if not beyond:
+                return worst(found)
+            most = worst(beyond)
+            raise UnfaithfulTraceError(
+                f"for the first micro-batch the layers differ from the model by {most.relative:.1e} of {most.where}, "
+                f"where rounding explains {rounding.get(most.where, 0.0):.1e}; {self._place()}; {_CURE}"
+            )
+
+    def _eager(self, watch: contextlib.AbstractContextManager[object] | None = None) -> Outcome:
+        """By calling the model itself."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names |= {id(parameter): name for name, parameter in self.sequence.parameters.items()}
+        with self._afresh():
+            loss = self._called(watch)
+            if loss.requires_grad:
+                loss.backward()
+            gradients = {names[id(p)]: _dense(p.grad) for p in self.model.parameters() if p.grad is not None}
+            return Outcome(loss.detach(), gradients)
+
+    def _eager_loss(self) -> Tensor:
+        """By calling the model itself."""
+        with self._afresh():
+            return self._called().detach()
+
+    def _called(self, watch: contextlib.AbstractContextManager[object] | None = None) -> Tensor:
+        """The loss, of which the model's own code is watched."""
+        spec, device = self.sequence.sample, self.sequence.device
+        tensors = iter([self.inputs[name].clone() for name in self.sequence.inputs])
+        leaves = [next(tensors) if isinstance(leaf, TensorLeaf) else leaf.value for leaf in spec.leaves]
+        call = arguments_of(spec, leaves)
+        with autocasting(spec, device):
+            with watch or contextlib.nullcontext():
+                output = self.model(*call.args, **call.kwargs)
+            return loss_of(output, self.target, self.loss_fn)
+
+    def _layers(self) -> Outcome:
+        """By the layers, all in one."""
+        sequence, copies = self.sequence, self._copies()
+        with self._afresh():
+            whole = StageFunction(sequence, 0, len(sequence), copies, device=sequence.device)
+            values = whole.forward({}, self.inputs, sequence.buffers).values
+            with whole.autocasting():
+                loss = loss_of(model_output(sequence, values), self.target, self.loss_fn)
+            if loss.requires_grad:
+                loss.backward()
+        gradients: dict[str, Tensor] = {}
+        for (_, name), copy in copies.items():
+            if copy.grad is not None:
+                gradient = _dense(copy.grad)
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        return Outcome(loss.detach(), gradients)
+
+    def _copies(self) -> dict[tuple[int, str], Tensor]:
+        """A leaf for each layer and parameter, sharing its memory."""
+        return {
+            (layer.index, name): parameter.detach().requires_grad_(parameter.requires_grad)
+            for layer in self.sequence.layers
+            for name in layer.parameters
+            for parameter in (self.sequence.parameters[name],)
+        }
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Within, the model is in the modes that it was traced in; afterwards all of Python's is as it was."""
+        device = self.sequence.device
+        generator = backend_of(device).generator(device)
+        state = generator.get_state()
+        with contextlib.ExitStack() as stack:
+            for module in self._modules:
+                stack.enter_context(untouched(module))
+            for module, mode in zip(self.model.modules(), self.modes, strict=True):
+                module.training = mode
+            try:
+                yield
+            finally:
+                generator.set_state(state)
+
+    @contextlib.contextmanager
+    def _afresh(self) -> Iterator[None]:
+        """Within, gradients are empty and random numbers begin alike; afterwards those and buffers are as before."""
+        device = self.sequence.device
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        gradients = [parameter.grad for parameter in parameters]
+        buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
+        for parameter in parameters:
+            parameter.grad = None
+        backend_of(device).generator(device).manual_seed(_SEED)
+        random.seed(_SEED)
+        np.random.seed(_SEED)
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, kept in buffers:
+                    buffer.copy_(kept)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        """The model, and what the loss function is or belongs to."""
+        owner = getattr(self.loss_fn, "__self__", self.loss_fn)
+        return [self.model, owner] if isinstance(owner, nn.Module) else [self.model]
+
+    def _rounding(self, expected: Outcome) -> dict[str, float]:
+        """What the model itself changes by when each of its parameters moves by a last bit, as `differences` has it."""
+        autocast = self.sequence.sample.autocast
+        parameters = [parameter for parameter in self.model.parameters() if parameter.is_floating_point()]
+        kept = [parameter.data for parameter in parameters]
+        largest: dict[str, float] = {}
+        try:
+            for seed in range(2):
+                chance = torch.Generator(self.sequence.device).manual_seed(seed)
+                for parameter, before in zip(parameters, kept, strict=True):
+                    last_bit = torch.finfo(torch_dtype(autocast) if autocast else parameter.dtype).eps
+                    signs = torch.randint(0, 2, before.shape, generator=chance, device=before.device) * 2 - 1
+                    parameter.data = before * (1 + last_bit * signs).to(before.dtype)
+                with self._undisturbed():
+                    moved = differences(self._eager(), expected)
+                largest = {where: max(relative, largest.get(where, 0.0)) for where, relative in moved.items()}
+        finally:
+            for parameter, before in zip(parameters, kept, strict=True):
+                parameter.data = before
+        return largest
+
+    def _place(self) -> str:
+        """Where the forward passes part, in words."""
+        seen = Seen()
+        with self._undisturbed():
+            self._eager(watch=seen)
+        with self._undisturbed(), self._afresh(), torch.no_grad():
+            layer = first_unseen(self.sequence, self._copies(), self.inputs, seen)
+        if layer is None:
+            return "their forward passes agree, the backward passes do not"
+        modules = " to ".join(dict.fromkeys(path or "the model" for path in _ends(layer.module_paths)))
+        return f"they part in layer {layer.index}, {modules or layer.name}" + (
+            f" ({layer.source})" if layer.source else ""
+        )
+
+
+_ANYWAY = "train the layers as they are: Pipeline(..., compare_first_step=False)"
+_CURE = f"name the module in keep_together=[...], which calls it as it is, or {_ANYWAY}"
+
+
+def _ends(paths: Sequence[str]) -> tuple[str, ...]:
+    return (paths[0], paths[-1]) if paths else ()
+
+
+def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
+    """How far loss and gradients are apart, each relative to its scale; no gradient counts as one with zeros."""
+    names = found.gradients.keys() | expected.gradients.keys()
+    scales = {name: _magnitude(gradient) for name, gradient in expected.gradients.items()}
+    floor = SMALLEST_SCALE * max(scales.values(), default=0.0)
+    apart = {"the loss": _apart(found.loss, expected.loss) / max(_magnitude(expected.loss), _TINY)}
+    for name in sorted(names):
+        gap = _apart(found.gradients.get(name), expected.gradients.get(name))
+        apart[f"the gradient of {name}"] = gap / max(scales.get(name, 0.0), floor, _TINY)
+    return apart
+
+
+def worst(apart: Mapping[str, float]) -> Difference:
+    """The largest of some differences."""
+    where = max(apart, key=apart.__getitem__)
+    return Difference(apart[where], where)
+
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _magnitude(tensor: Tensor) -> float:
+    finite = tensor.detach().nan_to_num(0.0, 0.0, 0.0).abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _apart(one: Tensor | None, other: Tensor | None) -> float:
+    """Largest difference of two tensors, of which one may be missing; infinite if only one of two is not finite."""
+    if one is None or other is None:
+        present = one if other is None else other
+        return 0.0 if present is None else _magnitude(present)
+    same = (one == other) | (one.isnan() & other.isnan())
+    gap = (one.detach() - other.detach()).abs().masked_fill(same, 0.0)
+    return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0

@@ -37,7 +37,7 @@ from executor.run.outputs import check_joinable, whole_output
 from executor.run.randomness import generator_of, preserved
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
-from executor.run.transport import Distributed, InProcess
+from executor.run.transports import transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
@@ -145,8 +145,7 @@ class Pipeline:
         first = devices[layout.stages[0]]
         if not layout.alone:
             backend_of(first).use(first)
-        skips = [skip.ends for skip in plan.skips]
-        transport = InProcess() if layout.alone else Distributed(layout, skips, in_order=backend_of(first).keeps_order)
+        transport = transport_for(layout, [skip.ends for skip in plan.skips], devices)
         self._runtime = Runtime(self._runners, transport, self.watch.log, check_finite)
         group, on_host = group_of_peers(layout), group_on_host(layout)
         for made in (*transport.groups, group, on_host):

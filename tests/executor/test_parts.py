@@ -12,7 +12,7 @@ from executor.run.in_process import InProcess
 from executor.run.message import SMALL_BYTES, MessageForm, TensorSpec
 from executor.run.micro_batch import sizes_for, split_target
 from executor.run.randomness import generator_of, key, preserved
-from executor.run.transport import Transfer
+from executor.run.transport import MakeTransport, Transfer
 from executor.state.tied import TiedParameter, accumulator_of, sum_gradients
 from executor.watch.agreement import Agreement
 from planner.plan.actions import AHEAD_BYTES, Action
@@ -102,7 +102,8 @@ def test_the_first_transport_that_serves_is_taken(monkeypatch: pytest.MonkeyPatc
         return type(transports.transport_for(layout, (), {0: CPU}))
 
     assert [chosen(processes) for processes in (1, 2)] == [InProcess, Distributed]
-    monkeypatch.setattr(transports, "TRANSPORTS", [Mailbox.between, *transports.TRANSPORTS])
+    more: list[MakeTransport] = [Mailbox.between, *transports.TRANSPORTS]
+    monkeypatch.setattr(transports, "TRANSPORTS", more)
     assert [chosen(processes) for processes in (1, 2, 3)] == [InProcess, Mailbox, Distributed]
 
 

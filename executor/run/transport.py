@@ -9,9 +9,9 @@ as soon as its channel is known to be free: some messages later on the same chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -87,22 +87,12 @@ class Transport(Protocol):
         """Wait until everything sent has left."""
 
 
-class MakeTransport(Protocol):
-    """Makes a transport, in all processes at once."""
+MakeTransport: TypeAlias = Callable[[Layout, Sequence[tuple[int, int]], Mapping[int, torch.device]], Transport | None]
+"""Makes a transport, in all processes at once; None, in all, if it cannot carry the messages of this pipeline.
 
-    def __call__(
-        self, layout: Layout, skips: Sequence[tuple[int, int]], devices: Mapping[int, torch.device]
-    ) -> Transport | None:
-        """A transport to the other processes of a pipeline; None if it cannot carry their messages.
-
-        The answer is the same in every process.
-
-        Args:
-            layout: where the stages run.
-            skips: pairs of stages that are no neighbours, of which the first sends values to the second.
-            devices: of the stages that this process runs.
-        """
-
+Of: where the stages run; pairs of stages that are no neighbours, of which the first sends values to the second; the
+devices of the stages that this process runs.
+"""
 
 PIECES_PER_MESSAGE = 1024  # tags of a message's pieces count up from the message's own
 _CHANNELS = 2048  # tags tell as many pairs of stages and directions apart

@@ -12,7 +12,8 @@ import pytest
 from planner.plan.actions import ActionKind, make_schedule
 from planner.plan.simulator import Durations, simulate
 from profiler.device import Device, Link
-from profiler.record import Profile, SkipValue
+from profiler.record import Profile
+from profiler.skip_value import SkipValue
 from tests.planner.made_up import FIELDS, build_profile
 
 

@@ -35,7 +35,6 @@ from executor.measure.clocks import clock_offset_s
 from executor.measure.measured import Recorded, measured_frame, real_timelines
 from executor.plan_check import check_model, device_of, traced_as_planned
 from executor.run.outputs import check_joinable, whole_output
-from executor.run.randomness import generator_of, preserved
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
 from executor.run.transports import transport_for
@@ -57,6 +56,7 @@ from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
 from profiler.machine.device_kind import Peak
 from profiler.observe.ambient import as_in_training
+from profiler.observe.random_states import preserved
 from profiler.run.loss import LossFunction
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class Pipeline:
             self._begin(scaler)
             forget_gradients(self._placement.tied)
             with self._gradients.of_a_step():
-                with as_in_training(), preserved([generator_of(device) for device in set(self._devices.values())]):
+                with as_in_training(), preserved(self._devices.values()):
                     for batches in call.own:
                         self._runtime.run(self._calls.program(call, batches), batches)
                         sum_gradients(self._placement.tied, self._layout.process)

@@ -14,13 +14,15 @@ from tqdm.auto import tqdm
 from profiler.cache import Cache, CacheSetting
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST
 from profiler.machine.descriptors import hides_progress
 from profiler.machine.links import measure_link
 from profiler.machine.local import Devices, context_bytes, local_devices, torch_device
 from profiler.machine.workers import usable_cores
-from profiler.measured_kind import is_host, layer_costs, measured_kind
+from profiler.measured_kind import layer_costs, measured_kind
 from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, by_importance, measured_sizes
 from profiler.observe.ambient import as_in_training
+from profiler.observe.random_states import preserved
 from profiler.quantities import MOST_SECONDS, shown
 from profiler.record import Estimate, LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
 from profiler.run.inputs import fake_runner, input_bytes, micro_batch
@@ -105,8 +107,8 @@ def profile(
         sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
         most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
         bar = tqdm(total=most, desc="profile", unit="measurement", disable=hides_progress(progress))
-    apart = [] if listed else [torch_device(device) for device in kinds.values() if not is_host(device)]
-    with bar, torch.random.fork_rng(devices=apart):
+    drawn_on = [HOST, *([] if listed else map(torch_device, kinds.values()))]
+    with bar, preserved(drawn_on):
         has_loss = loss_fn is not None or _returns_loss(sequence, place)
         workload = Workload(
             sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar

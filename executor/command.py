@@ -155,7 +155,7 @@ def main() -> None:
     type=click.Choice(["auto", "always", "never"]),
     default="auto",
     show_default=True,
-    help="Whether stages run their forward pass again instead of keeping activations.",
+    help="Whether stages recompute their forward pass instead of keeping activations.",
 )
 @click.option(
     "--skips",

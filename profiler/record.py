@@ -17,8 +17,8 @@ from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import (
     Bytes,
     Elements,
+    Index,
     NoRate,
-    Position,
     PositiveExtent,
     Rate,
     RelativeError,
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     import pandas
 
 
-LayerBytes = tuple[tuple[Position, Bytes], ...]
+LayerBytes = tuple[tuple[Index, Bytes], ...]
 """Pairs (index of a layer, bytes)."""
 
-LeafBytes = tuple[tuple[Position, Position, Position, Bytes], ...]
+LeafBytes = tuple[tuple[Index, Index, Index, Bytes], ...]
 """Entries (three indices of layers, bytes)."""
 
 
@@ -69,7 +69,7 @@ class LayerInfo(Value):
         module_paths: paths of the modules that its operations come from, in order of first use.
     """
 
-    index: Position
+    index: Index
     name: str
     signature: str
     parameters: tuple[str, ...]
@@ -188,7 +188,7 @@ class LayerCost(Value):
         output_gradient_bytes: the part of `output_bytes` that a gradient comes back for.
     """
 
-    layer: Position
+    layer: Index
     micro_batch_size: Samples
     device_kind: str
     forward_s: Seconds

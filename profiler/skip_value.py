@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from profiler.quantities import Bytes, Position, Samples
+from profiler.quantities import Bytes, Index, Samples
 from profiler.value import Value
 
 
@@ -24,7 +24,7 @@ class SkipValue(Value):
     """
 
     name: str
-    users: tuple[Position, ...] = Field(min_length=2)
+    users: tuple[Index, ...] = Field(min_length=2)
     has_gradient: bool
     size_bytes: tuple[tuple[Samples, Bytes], ...] = Field(min_length=1)
 

@@ -23,7 +23,7 @@ from profiler.errors import ArgumentError, PlanFileError
 from profiler.quantities import (
     MOST_DEVICES,
     MOST_MICRO_BATCHES,
-    Position,
+    Index,
     PredictedBytes,
     PredictedSeconds,
     Samples,
@@ -53,8 +53,8 @@ class Segment(Value):
     directly. The others are recomputed inside B.
     """
 
-    first: Position
-    stop: Position
+    first: Index
+    stop: Index
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
@@ -109,8 +109,8 @@ class Skip(Value):
         times: one entry for each distinct micro-batch size of the plan.
     """
 
-    sender: Position
-    receiver: Position
+    sender: Index
+    receiver: Index
     values: tuple[str, ...] = Field(min_length=1)
     times: tuple[SkipTimes, ...] = Field(min_length=1)
 
@@ -203,11 +203,11 @@ class Stage(Value):
         memory: predicted peak bytes.
     """
 
-    first_layer: Position
-    stop_layer: Position
+    first_layer: Index
+    stop_layer: Index
     module_paths: tuple[str, str]
     devices: tuple[Device, ...] = Field(min_length=1)
-    rank: Position
+    rank: Index
     parameters: tuple[str, ...]
     parameter_count: PredictedBytes
     recompute: tuple[Segment, ...] = ()

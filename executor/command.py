@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -33,6 +33,7 @@ from executor.command_options import (
     SecondsOption,
 )
 from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from planner.settings import RecomputeMode, SkipMode
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError
 from profiler.files import replace_file
 from profiler.quantities import shown
@@ -152,14 +153,14 @@ def main() -> None:
 )
 @click.option(
     "--recompute",
-    type=click.Choice(["auto", "always", "never"]),
+    type=click.Choice(get_args(RecomputeMode)),
     default="auto",
     show_default=True,
-    help="Whether stages run their forward pass again instead of keeping activations.",
+    help="Whether stages recompute their forward pass instead of keeping activations.",
 )
 @click.option(
     "--skips",
-    type=click.Choice(["relayed", "direct"]),
+    type=click.Choice(get_args(SkipMode)),
     default="relayed",
     show_default=True,
     help="Whether stages pass on values that they do not read, or these go past them where that fits.",

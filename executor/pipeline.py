@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from executor.batch.calls import Call, Calls
 from executor.batch.feed import Feed
+from executor.batch.modes import loss_scale, refuse_other_modes
 from executor.checkpoints.run_identity import Run
 from executor.first_step import compared
 from executor.layout import layout_of
@@ -35,10 +36,9 @@ from executor.measure.clocks import clock_offset_s
 from executor.measure.measured import Recorded, measured_frame, real_timelines
 from executor.plan_check import check_model, device_of, traced_as_planned
 from executor.run.outputs import check_joinable, whole_output
-from executor.run.randomness import generator_of, preserved
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
-from executor.run.transport import Distributed, InProcess
+from executor.run.transports import transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
@@ -57,6 +57,7 @@ from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
 from profiler.machine.device_kind import Peak
 from profiler.observe.ambient import as_in_training
+from profiler.observe.random_states import preserved
 from profiler.run.loss import LossFunction
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Pipeline:
         """The stages of this process."""
         plan, layout = self.plan, self._layout
         self._devices = devices = {stage: device_of(plan, stage, layout.replica) for stage in layout.stages}
+        self._device = devices[layout.stages[0]]  # where the loss is, and what all stages share
         materialize = partial(materialized, self._model, initialize=initialize, seed=seed)
         self._placement: Placement = place(self._sequence, plan, layout, devices, materialize)
         self._frozen = [(name, held) for name, held in self.named_parameters() if not held.requires_grad]
@@ -152,11 +154,9 @@ class Pipeline:
     def _connect(self, check_finite: bool) -> None:
         """What carries out the stages of this process, together with the others."""
         plan, layout, devices = self.plan, self._layout, self._devices
-        first = devices[layout.stages[0]]
         if not layout.alone:
-            backend_of(first).use(first)
-        skips = [skip.ends for skip in plan.skips]
-        transport = InProcess() if layout.alone else Distributed(layout, skips, in_order=backend_of(first).keeps_order)
+            backend_of(self._device).use(self._device)
+        transport = transport_for(layout, [skip.ends for skip in plan.skips], devices)
         self._runtime = Runtime(self._runners, transport, self.watch.log, check_finite)
         group, on_host = group_of_peers(layout), group_on_host(layout)
         for made in (*transport.groups, group, on_host):
@@ -165,7 +165,7 @@ class Pipeline:
         push_nobody_off()
         self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
         self._mover = BufferMover(layout, group)
-        self._loss = SharedLoss(layout, devices[layout.stages[0]])
+        self._loss = SharedLoss(layout, self._device)
         self._calls = Calls(self._model, plan, layout, self._sequence, devices, self._placement)
         self._feed = Feed(self._calls, layout, self.watch, on_host)
         self._steps = 0
@@ -230,13 +230,13 @@ class Pipeline:
                 step's.
         """
         with self.watch.call(Phase.PREPARATION, self._feed.given("step", args, kwargs, target)):
-            self._refuse_other_modes()
+            refuse_other_modes(self.plan, self._devices.values(), self._frozen)
             call = self._feed.call("step", args, kwargs, target, training=True)
             self._compare_first_step(args, kwargs, target)
             self._begin(scaler)
             forget_gradients(self._placement.tied)
             with self._gradients.of_a_step():
-                with as_in_training(), preserved([generator_of(device) for device in set(self._devices.values())]):
+                with as_in_training(), preserved(self._devices.values()):
                     for batches in call.own:
                         self._runtime.run(self._calls.program(call, batches), batches)
                         sum_gradients(self._placement.tied, self._layout.process)
@@ -310,7 +310,7 @@ class Pipeline:
 
     def _evaluated(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         """A call in evaluation mode, carried out; the last stage's runner holds its losses, or its outputs."""
-        self._refuse_other_modes()
+        refuse_other_modes(self.plan, self._devices.values(), self._frozen)
         keep_outputs = kind == "predict"
         call = self._feed.call(kind, args, kwargs, target, training=False)
         if keep_outputs:
@@ -409,8 +409,7 @@ class Pipeline:
         """Measure the peak memory of the steps inside, for `measured`; on CPU this slows them down."""
         held = [*self._placement.parameters.values(), *(p.grad for p in self.parameters() if p.grad is not None)]
         held += [buffer for buffers in self._placement.buffers.values() for buffer in buffers.values()]
-        device = self._devices[self._layout.stages[0]]
-        with backend_of(device).watching(device, held) as self._peak:
+        with backend_of(self._device).watching(self._device, held) as self._peak:
             yield
 
     def _recorded(self) -> list[Recorded]:
@@ -419,7 +418,7 @@ class Pipeline:
         with self.watch.call(Phase.MEASURED, {"the call": "measured"}):
             own = Recorded(
                 steps=self._runtime.action_times.steps(),
-                offset_s=clock_offset_s(layout, self._devices[layout.stages[0]]),
+                offset_s=clock_offset_s(layout, self._device),
                 peak_bytes=self._peak.peak_bytes,
                 stages=layout.stages,
             )
@@ -429,33 +428,8 @@ class Pipeline:
             dist.all_gather_object(everyone, own)
             return everyone[: layout.processes // layout.replicas]
 
-    def _refuse_other_modes(self) -> None:
-        """Refuse what would make layers compute something else than planned, and messages hold something else."""
-        planned = self.plan.sample.autocast
-        for kind in {device.type for device in self._devices.values()}:
-            if torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)) != f"torch.{planned}":
-                raise ArgumentError(
-                    f"the call is inside an autocast region of {torch.get_autocast_dtype(kind)}, the plan was made "
-                    f"for {planned or 'none'}; leave the region, or plan with autoplan(..., autocast=...)"
-                )
-        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if thawed:
-            raise ArgumentError(
-                f"{len(thawed)} parameters that were frozen when the pipeline was constructed are not any more, such "
-                f"as {thawed[0]}, and would get no gradient; plan again for the model as it is, and construct anew"
-            )
-
     def _begin(self, scaler: torch.amp.GradScaler | None, *, keep_outputs: bool = False) -> None:
-        scale = None
-        if scaler is not None:
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-            if not self._layout.alone and not isinstance(scaler, ShardedGradScaler):
-                raise ArgumentError(
-                    f"the scaler is a {type(scaler).__name__}, which sees this process's gradients only; pass "
-                    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler in each of several processes"
-                )
-            scale = scaler.scale(torch.ones((), device=self._devices[self._layout.stages[0]]))
+        scale = None if scaler is None else loss_scale(scaler, self._layout, self._device)
         self._loss.begin()
         for runner in self._runners.values():
             runner.begin(self._steps, scale, keep_outputs=keep_outputs)

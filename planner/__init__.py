@@ -70,7 +70,7 @@ _HOME = {
 def _refuse_intruders() -> None:
     """Check that `profiler` and `executor` are our siblings.
 
-    Unrelated distributions install packages of these names, and many scripts have a folder called `profiler` beside
+    Unrelated distributions install packages of these names, and many scripts have a folder called `profiler` next to
     them. Python would pick those up without a word and fail much later.
 
     Raises:
@@ -80,7 +80,7 @@ def _refuse_intruders() -> None:
     for name in ("profiler", "executor"):
         spec = find_spec(name)
         if spec is None:
-            raise ImportError(f"gpipe-autoplan is incomplete: no package {name!r} beside {home}; install it again")
+            raise ImportError(f"gpipe-autoplan is incomplete: no package {name!r} next to {home}; reinstall it")
         places = [*spec.submodule_search_locations] if spec.submodule_search_locations else [spec.origin or name]
         found = Path(places[0]).resolve()
         text = Path(spec.origin).read_text(encoding="utf-8", errors="replace") if spec.origin else ""
@@ -91,7 +91,7 @@ def _refuse_intruders() -> None:
         raise ImportError(
             f"gpipe-autoplan found another package {name!r} where its own should be: {spec.origin or found} {origin}; "
             f"expected {home / name}. Install gpipe-autoplan in a fresh virtual environment; if the other package "
-            "lies beside your script, start it with `python -P`, or rename that folder"
+            "lies next to your script, start it with `python -P`, or rename that folder"
         )
 
 

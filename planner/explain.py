@@ -1,4 +1,4 @@
-"""Why a plan is as it is, and what others would take: data frames from predictions, without measuring again.
+"""Why a plan is as it is, and what others would take: data frames from predictions, without measuring.
 
 plan.explain(profile)                                           # why these cuts
 plan.compare(other)
@@ -39,7 +39,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
 
     Args:
         plan: what to explain.
-        profile: what the plan was made from; with it two columns say what the step would take with the cut behind the
+        profile: what the plan was made from; with it two columns say what the step would take with the cut after the
             stage one layer earlier or later, its best recompute included (missing where that does not fit).
 
     Returns:
@@ -194,7 +194,7 @@ def what_if(
     optimizer: str | None = None,
     **settings: Unpack[SettingKeywords],
 ) -> pandas.DataFrame:
-    """Plans for every combination of some settings, without measuring again.
+    """Plans for every combination of some settings, without measuring.
 
     Args:
         profile: what the model costs.

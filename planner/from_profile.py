@@ -118,6 +118,7 @@ def _check_profile(problem: Problem, most: int) -> None:
             f"up to {most} stages need a link between the devices, and 0 were measured; give a Cluster with a link, "
             "profile on the target devices, or set stages=1"
         )
+    _check_groups(problem)
     if next(problem.candidates(), None) is None:
         measured = {device.kind: problem.costs.measured_sizes(device.kind) for device in problem.devices}
         ranges = ", ".join(f"{sizes[0]} to {sizes[-1]} on {kind!r}" for kind, sizes in measured.items())
@@ -143,3 +144,15 @@ def _check_profile(problem: Problem, most: int) -> None:
                     f"all layers of the profile take {work_s:.3g} seconds for {size} samples on {kind!r}, "
                     f"less than {SHORTEST_WORK_S:.0e}; profile the model again"
                 )
+
+
+def _check_groups(problem: Problem) -> None:
+    """Each stage can run on equal devices, one in every replica."""
+    replicas, needed = problem.settings.replicas or 1, problem.settings.stages or 1
+    found = sum(group.capacity(replicas) for group in problem.classes)
+    if found < needed:
+        listed = ", ".join(f"{len(group.members)} of {group.device.kind!r}" for group in problem.classes)
+        raise InfeasibleError(
+            f"replicas is {replicas}, so a stage needs {replicas} devices that are equal in kind and memory; {listed} "
+            f"make {found} such groups, at least {needed} are needed; set fewer replicas"
+        )

@@ -157,7 +157,7 @@ def _start(profile: Profile, path: str) -> int:
     begins = profile.layers[first].module_paths[0]
     if first and not _within(begins, path):
         raise ArgumentError(
-            f"cut_at names {path!r}, which begins inside layer {first} ({profile.layers[first].name}) behind "
+            f"cut_at names {path!r}, which begins inside layer {first} ({profile.layers[first].name}) after "
             f"{begins!r}; no cut was found worth offering there, choose one of the modules that begin a layer"
         )
     return first

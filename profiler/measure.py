@@ -5,7 +5,7 @@ links -> memory of every layer on fake tensors -> times of every layer, among bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,17 @@ from tqdm.auto import tqdm
 from profiler.cache import Cache, CacheSetting
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST
 from profiler.machine.descriptors import hides_progress
 from profiler.machine.links import measure_link
 from profiler.machine.local import Devices, context_bytes, local_devices, torch_device
 from profiler.machine.workers import usable_cores
-from profiler.measured_kind import is_host, layer_costs, measured_kind
+from profiler.measured_kind import layer_costs, measured_kind
 from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, by_importance, measured_sizes
 from profiler.observe.ambient import as_in_training
+from profiler.observe.random_states import preserved
 from profiler.quantities import MOST_SECONDS, shown
-from profiler.record import LayerInfo, ParameterInfo, Profile
+from profiler.record import Estimate, LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
 from profiler.run.inputs import fake_runner, input_bytes, micro_batch
 from profiler.run.loss import LossFunction, loss_of
 from profiler.timing.estimate import CONTEXT_BYTES, PLACE, estimated, is_listed
@@ -96,25 +98,58 @@ def profile(
     batch = sequence.sample.batch_size if batch_size is None else batch_size
     sizes = measured_sizes(batch, micro_batch_sizes, cluster, only)
     _check(loss_fn, target, time_budget_s)
-    if is_listed(cluster):
-        return _from_data_sheets(sequence, cluster, sizes, sample, loss_fn, target, optimizer, progress)
-    remembered = Cache.of(cache)
-    sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
-    kinds = _least_of_each_kind(cluster)
-    most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
-    bar = tqdm(total=most, desc="profile", unit="measurement", disable=hides_progress(progress))
-    apart = [torch_device(device) for device in kinds.values() if not is_host(device)]
-    with bar, torch.random.fork_rng(devices=apart):
-        has_loss = loss_fn is not None or _returns_loss(sequence, torch_device(cluster.devices[0]))
+    kinds, listed = _least_of_each_kind(cluster), is_listed(cluster)
+    if listed:
+        sequence, place = sequence.on(PLACE), PLACE
+        bar = tqdm(total=2, desc="profile", unit="estimate", disable=hides_progress(progress))
+    else:
+        remembered, place = Cache.of(cache), torch_device(cluster.devices[0])
+        sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
+        most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
+        bar = tqdm(total=most, desc="profile", unit="measurement", disable=hides_progress(progress))
+    drawn_on = [HOST, *([] if listed else map(torch_device, kinds.values()))]
+    with bar, preserved(drawn_on):
+        has_loss = loss_fn is not None or _returns_loss(sequence, place)
         workload = Workload(
             sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar
         )
+        if listed:
+            return _estimated(workload, cluster)
         found_links = _links(cluster, remembered, wanted=links)
         bar.update()
-        measured = [measured_kind(workload, device, cluster, remembered) for device in kinds.values()]
-        bar.total = bar.n  # short of time there were fewer sweeps
-        bar.refresh()
-    costs = tuple(cost for costs, _ in measured for cost in costs)
+        return _measured(workload, cluster, kinds.values(), remembered, found_links)
+
+
+def _measured(
+    workload: Workload, cluster: Cluster, devices: Collection[Device], remembered: Cache, links: tuple[Link, ...]
+) -> Profile:
+    """The profile, measured on these devices, one of each kind."""
+    measured = [measured_kind(workload, device, cluster, remembered) for device in devices]
+    workload.bar.total = workload.bar.n  # short of time there were fewer sweeps
+    workload.bar.refresh()
+    costs = [cost for costs, _ in measured for cost in costs]
+    reserve_bytes = max(context_bytes(device) for device in devices)
+    return _profile_of(workload, costs, [optimizer for _, optimizer in measured], links, reserve_bytes)
+
+
+def _estimated(workload: Workload, cluster: Cluster) -> Profile:
+    """The profile for devices that are not here, from their data sheets."""
+    memory, timings, optimizers, estimates = estimated(workload, cluster)
+    costs = [cost for kind in timings for cost in layer_costs(workload.sequence, kind, memory, timings[kind])]
+    links = () if cluster.link is None else (cluster.link,)
+    return _profile_of(workload, costs, optimizers, links, CONTEXT_BYTES, estimates)
+
+
+def _profile_of(
+    workload: Workload,
+    costs: Iterable[LayerCost],
+    optimizers: Iterable[OptimizerCost],
+    links: tuple[Link, ...],
+    reserve_bytes: int,
+    estimates: Iterable[Estimate] = (),
+) -> Profile:
+    """A profile of these costs, with what the traced model says by itself."""
+    sequence, costs = workload.sequence, tuple(costs)
     return Profile(
         fingerprint=sequence.fingerprint,
         sample=sequence.sample,
@@ -122,40 +157,10 @@ def profile(
         layers=_layers(sequence),
         costs=costs,
         skips=skip_values(sequence, {cost.micro_batch_size for cost in costs}),
-        optimizers=tuple(entry for _, entry in measured),
-        links=found_links,
-        input_bytes=input_bytes(sequence.sample, target),
-        reserve_bytes=max(context_bytes(device) for device in kinds.values()),
-    )
-
-
-def _from_data_sheets(
-    sequence: LayerSequence,
-    cluster: Cluster,
-    sizes: tuple[int, ...],
-    sample: Any,
-    loss_fn: LossFunction | None,
-    target: Any,
-    optimizer: str,
-    progress: bool,
-) -> Profile:
-    """The profile for devices that are not here."""
-    sequence = sequence.on(PLACE)
-    with tqdm(total=2, desc="profile", unit="estimate", disable=hides_progress(progress)) as bar:
-        has_loss = loss_fn is not None or _returns_loss(sequence, PLACE)
-        workload = Workload(sequence, sample, loss_fn, target, has_loss, sizes, optimizer, 0.0, bar)
-        memory, timings, optimizers, estimates = estimated(workload, cluster)
-    return Profile(
-        fingerprint=sequence.fingerprint,
-        sample=sequence.sample,
-        parameters=_parameters(sequence),
-        layers=_layers(sequence),
-        costs=tuple(cost for kind in timings for cost in layer_costs(sequence, kind, memory, timings[kind])),
-        skips=skip_values(sequence, sizes),
         optimizers=tuple(optimizers),
-        links=() if cluster.link is None else (cluster.link,),
-        input_bytes=input_bytes(sequence.sample, target),
-        reserve_bytes=CONTEXT_BYTES,
+        links=links,
+        input_bytes=input_bytes(sequence.sample, workload.target),
+        reserve_bytes=reserve_bytes,
         estimates=tuple(estimates),
     )
 

@@ -31,7 +31,7 @@ from profiler.run.layer_runner import LayerRunner
 from profiler.run.parameter_pool import ParameterPool
 from profiler.timing.optimizers import optimizer_cost
 from profiler.timing.repeats import computing_with
-from profiler.timing.sweeps import LayerTiming, time_layers
+from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
 from profiler.tracing.sample import call_arguments
 from profiler.tracing.sequence import LayerSequence
 from profiler.workload import Workload
@@ -222,17 +222,16 @@ def _timings(
             else:
                 part = part_of(workload.sequence, inputs, size)
                 runners[size] = whole.on_part(part, resized_target(about["target"], size, place))
-    return time_layers(
+    layers = TimedLayers(
         workload.sequence,
         pool,
         {size: runners[size] for size in workload.sizes if size in runners},
-        {size: [entry.kept_bytes for entry in layers] for size, layers in memory.items()},
+        {size: [entry.kept_bytes for entry in entries] for size, entries in memory.items()},
         place,
-        refusals,
-        memory_bytes=min(room.window_bytes(size, layers) for size, layers in memory.items()),
-        budget_s=(1 - OPTIMIZER_SHARE) * workload.time_budget_s,
-        sweep_done=workload.bar.update,
+        min(room.window_bytes(size, entries) for size, entries in memory.items()),
     )
+    budget_s = (1 - OPTIMIZER_SHARE) * workload.time_budget_s
+    return time_layers(layers, refusals, budget_s=budget_s, sweep_done=workload.bar.update)
 
 
 def layer_costs(

@@ -32,7 +32,7 @@ Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 DeviceBytes = Annotated[int, Field(gt=0, le=MOST_BYTES)]
 Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
-Position = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
+Index = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 """Of a layer, stage or rank."""
 Elements = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 Extent = Annotated[int, Field(ge=0, le=MOST_BYTES)]

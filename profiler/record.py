@@ -7,7 +7,6 @@ kind of device; `Profile.layers` says once per layer what does not depend on eit
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -18,8 +17,8 @@ from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import (
     Bytes,
     Elements,
+    Index,
     NoRate,
-    Position,
     PositiveExtent,
     Rate,
     RelativeError,
@@ -29,16 +28,17 @@ from profiler.quantities import (
     Share,
 )
 from profiler.sample_spec import SampleSpec
+from profiler.skip_value import SkipValue, merged_skips
 from profiler.value import Value, read_file, write_atomically
 
 if TYPE_CHECKING:
     import pandas
 
 
-LayerBytes = tuple[tuple[Position, Bytes], ...]
+LayerBytes = tuple[tuple[Index, Bytes], ...]
 """Pairs (index of a layer, bytes)."""
 
-LeafBytes = tuple[tuple[Position, Position, Position, Bytes], ...]
+LeafBytes = tuple[tuple[Index, Index, Index, Bytes], ...]
 """Entries (three indices of layers, bytes)."""
 
 
@@ -69,7 +69,7 @@ class LayerInfo(Value):
         module_paths: paths of the modules that its operations come from, in order of first use.
     """
 
-    index: Position
+    index: Index
     name: str
     signature: str
     parameters: tuple[str, ...]
@@ -188,7 +188,7 @@ class LayerCost(Value):
         output_gradient_bytes: the part of `output_bytes` that a gradient comes back for.
     """
 
-    layer: Position
+    layer: Index
     micro_batch_size: Samples
     device_kind: str
     forward_s: Seconds
@@ -200,46 +200,6 @@ class LayerCost(Value):
     in_stage: InStage | None = None
     output_bytes: Bytes
     output_gradient_bytes: Bytes
-
-
-class SkipValue(Value):
-    """A value that some layer between two of its users does not read, so that it may go past a stage.
-
-    Attributes:
-        name: of the value.
-        users: the layer that computes it and those that read it, ascending; the last layer stands for the model's
-            output.
-        has_gradient: whether a gradient comes back for it.
-        size_bytes: (micro-batch size, bytes) for each size of the profile.
-    """
-
-    name: str
-    users: tuple[Position, ...] = Field(min_length=2)
-    has_gradient: bool
-    size_bytes: tuple[tuple[Samples, Bytes], ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        for name, numbers in (("users", self.users), ("sizes", [size for size, _ in self.size_bytes])):
-            if list(numbers) != sorted(set(numbers)):
-                raise ValueError(f"{name} {list(numbers)} of {self.name} do not ascend")
-        if all(later - earlier == 1 for earlier, later in pairwise(self.users)):
-            raise ValueError(f"every layer from {self.users[0]} to {self.users[-1]} uses {self.name}: it skips none")
-        return self
-
-    def bytes_at(self, size: int) -> int:
-        """Bytes for a micro-batch of that size: on the line between sizes that are known, in proportion beyond them."""
-        from profiler.between_sizes import on_line, whole_bytes
-
-        known = dict(self.size_bytes)
-        if size in known:
-            return known[size]
-        below = max((other for other in known if other < size), default=None)
-        above = min((other for other in known if other > size), default=None)
-        if below is None or above is None:
-            nearest = max(known) if above is None else min(known)
-            return int(whole_bytes(known[nearest] / nearest * size))
-        return int(whole_bytes(on_line(known[below], known[above], (size - below) / (above - below))))
 
 
 class WithoutFormula(Value):
@@ -356,7 +316,7 @@ class Profile(Value):
             needed = sum(value.bytes_at(cost.micro_batch_size) for value in crossing)
             if needed > cost.output_bytes * (1 + 1e-9):
                 raise ValueError(
-                    f"behind layer {cost.layer}, for {cost.micro_batch_size} samples, skips hold {needed:.0f} bytes "
+                    f"after layer {cost.layer}, for {cost.micro_batch_size} samples, skips hold {needed:.0f} bytes "
                     f"and output_bytes is {cost.output_bytes}; change skips likewise, or set them to None"
                 )
 
@@ -420,7 +380,7 @@ class Profile(Value):
             "optimizers": tuple(optimizers.values()),
             "estimates": tuple(estimates.values()),
             "links": next((p.links for p in reversed(profiles) if p.links), ()),
-            "skips": _merged_skips(profiles),
+            "skips": merged_skips([p.skips for p in profiles]),
             "input_bytes": max(p.input_bytes for p in profiles),
             "reserve_bytes": max(p.reserve_bytes for p in profiles),
         }
@@ -444,18 +404,6 @@ class Profile(Value):
 
 def _fields(profile: Profile) -> dict[str, Any]:
     return {name: getattr(profile, name) for name in Profile.model_fields}
-
-
-def _merged_skips(profiles: tuple[Profile, ...]) -> tuple[SkipValue, ...] | None:
-    """The same values at all sizes; None where a profile does not say."""
-    if any(profile.skips is None for profile in profiles):
-        return None
-    merged: dict[str, SkipValue] = {}
-    for value in (value for profile in profiles for value in profile.skips or ()):
-        known = dict(merged[value.name].size_bytes) if value.name in merged else {}
-        sizes = tuple(sorted({**known, **dict(value.size_bytes)}.items()))
-        merged[value.name] = value.model_copy(update={"size_bytes": sizes})
-    return tuple(merged.values())
 
 
 def _plain(value: Any) -> Any:

@@ -1,17 +1,38 @@
 """What a model is traced with, as data: enough to trace the same graph again without the sample. Torch-free."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from profiler import sample_tree
-from profiler.quantities import Extent, Samples
+from profiler.quantities import Extent, Samples, shown
 from profiler.value import Value
 
-FrontEnd = Literal["export", "static export", "symbolic_trace", "children"]
-FRONT_ENDS: tuple[FrontEnd, ...] = ("export", "static export", "symbolic_trace", "children")  # in order, see front_ends
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """What makes a graph of a model.
+
+    Attributes:
+        module: where its function is; imported on first use, so that reading a plan never waits for torch.
+        function: a `profiler.tracing.front_ends.GraphMaker`.
+        any_size: whether its graphs serve micro-batches of every size, not only the sample's.
+    """
+
+    module: str
+    function: str
+    any_size: bool = True
 
 
+FRONT_ENDS: Mapping[str, FrontEnd] = {
+    "export": FrontEnd("profiler.tracing.front_ends", "export"),
+    "static export": FrontEnd("profiler.tracing.front_ends", "static_export", any_size=False),
+    "symbolic_trace": FrontEnd("profiler.tracing.front_ends", "symbolic_trace"),
+    "children": FrontEnd("profiler.tracing.front_ends", "children"),
+}
+"""By name, in the order in which they are tried."""
 MOST_DIMS = 64  # of a tensor, as torch has it
 
 
@@ -56,7 +77,7 @@ class SampleSpec(Value):
         leaves: in flattening order.
         autocast: dtype in which autocast lets the model compute, such as `"bfloat16"`; None for none.
         keep_together: paths of modules that no cut may part.
-        front_end: what traced the model; None before it is traced.
+        front_end: what traced the model, a key of `FRONT_ENDS`; None before it is traced.
         called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.
     """
 
@@ -65,8 +86,15 @@ class SampleSpec(Value):
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
     autocast: Literal["bfloat16", "float16"] | None = None
     keep_together: tuple[str, ...] = ()
-    front_end: FrontEnd | None = None
+    front_end: str | None = None
     called_as_is: tuple[str, ...] = ()
+
+    @field_validator("front_end")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in FRONT_ENDS:
+            raise ValueError(f"front end {shown(name)} is none of {', '.join(FRONT_ENDS)}")
+        return name
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -91,4 +119,4 @@ class SampleSpec(Value):
     @property
     def only_micro_batch_size(self) -> int | None:
         """The one size that micro-batches must have, where the model could only be traced with static shapes."""
-        return self.batch_size if self.front_end == "static export" else None
+        return None if self.front_end is None or FRONT_ENDS[self.front_end].any_size else self.batch_size

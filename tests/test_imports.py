@@ -99,7 +99,7 @@ def test_a_missing_sibling_is_named(python: Python, tmp_path: Path) -> None:
     code = "import sys; sys.path[1:] = [entry for entry in sys.path if 'site-packages' not in entry and "
     code += f"entry != {str(home.parent)!r}]; import planner"
     result = python("-c", code)
-    assert "no package 'profiler' beside" in result.stderr.splitlines()[-1]
+    assert "no package 'profiler' next to" in result.stderr.splitlines()[-1]
 
 
 def test_a_folder_named_coverage_is_not_taken_for_the_package(python: Python, tmp_path: Path) -> None:

@@ -138,6 +138,8 @@ def kinds_named(tree: ast.Module) -> set[str]:
             words.add(node.attr.removeprefix("is_"))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
             words.add(node.value.partition(":")[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fork_rng"):
+            words |= set() if "devices=[]" in ast.unparse(node) else {"cuda"}  # whose states torch then takes
     return {part for word in words for part in word.split(".") if not word.startswith("profiler.")} & KINDS
 
 
@@ -154,7 +156,15 @@ def test_only_the_file_of_a_kind_of_device_names_it() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["leaf.is_cuda", "device.type == 'cuda'", "torch.cuda.Event()", "f'cuda:{index}'", "import torch.mps", "x.cpu()"],
+    [
+        "leaf.is_cuda",
+        "device.type == 'cuda'",
+        "torch.cuda.Event()",
+        "f'cuda:{index}'",
+        "import torch.mps",
+        "x.cpu()",
+        "torch.random.fork_rng(devices)",
+    ],
 )
 def test_a_question_for_a_kind_of_device_is_noticed(code: str) -> None:
     assert kinds_named(ast.parse(f"found = {code}" if not code.startswith("import") else code))

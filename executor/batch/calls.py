@@ -56,7 +56,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class BatchForm:
     """What a batch looks like, which is all that a process has to know of it in addition to its part.
 
     Attributes:
@@ -80,7 +80,7 @@ class Batch:
         target: likewise.
     """
 
-    form: Form
+    form: BatchForm
     inputs: dict[str, Tensor]
     target: Any
 
@@ -135,7 +135,7 @@ class _Outline:
         parts: by process the inputs that it reads, in the model's order, whether it reads the target, and its samples.
     """
 
-    form: Form
+    form: BatchForm
     sequence: LayerSequence
     dims: dict[str, int | None]
     sizes: tuple[tuple[int, ...], ...]
@@ -184,12 +184,12 @@ class Calls:
         if args and kwargs:
             raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
         spec, tensors = self._shaped(kwargs if kwargs else args, training=training)
-        form = Form(spec, batch_extent(tensors, spec), training)
+        form = BatchForm(spec, batch_extent(tensors, spec), training)
         self._outline(form)
         check_target(target, form.batch_size)
         return Batch(form, dict(zip(self._sequence.inputs, tensors, strict=True)), target)
 
-    def batch_dims(self, form: Form) -> dict[str, int | None]:
+    def batch_dims(self, form: BatchForm) -> dict[str, int | None]:
         """Of each input the dimension that its samples lie along; None if every micro-batch gets it whole."""
         return self._outline(form).dims
 
@@ -200,7 +200,7 @@ class Calls:
         inputs = {name: some_samples(batch.inputs[name], outline.dims[name], samples) for name in names}
         return Part(inputs, target_of(batch.target, samples) if reads_target else None)
 
-    def cut(self, form: Form, part: Part) -> Call:
+    def cut(self, form: BatchForm, part: Part) -> Call:
         """The micro-batches of this process."""
         outline = self._outline(form)
         own = self._layout.own_replicas
@@ -237,13 +237,13 @@ class Calls:
         inputs = {name: some_samples(tensor, outline.dims[name], samples) for name, tensor in batch.inputs.items()}
         return WholeMicroBatch(outline.sequence, size, inputs, target_of(batch.target, samples))
 
-    def _outline(self, form: Form) -> _Outline:
+    def _outline(self, form: BatchForm) -> _Outline:
         known = self._outlines.get(form.training)
         if known is None or known.form != form:
             known = self._outlines[form.training] = self._outlined(form)
         return known
 
-    def _outlined(self, form: Form) -> _Outline:
+    def _outlined(self, form: BatchForm) -> _Outline:
         plan, layout = self._plan, self._layout
         sequence = self._version(form.spec, training=form.training).sequence
         at_least = self._at_least if form.training else 1

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from executor.batch.calls import Batch, Call, Calls, Form, Part
+from executor.batch.calls import Batch, BatchForm, Call, Calls, Part
 from executor.batch.stand_in import StandIn
 from executor.batch.words import Words
 from executor.layout import Layout
@@ -83,7 +83,7 @@ class Feed:
         self._watch = watch
         self._group = group
         self._under_way: list[tuple[Pending, list[Tensor]]] = []
-        self._expected: tuple[bytes, Form, Part, MessageForm] | None = None  # as rank 0 last described a batch
+        self._expected: tuple[bytes, BatchForm, Part, MessageForm] | None = None  # as rank 0 last described a batch
         if not layout.alone:
             self._of_loader = Words(_OF_LOADER, layout, group)
             self._of_call = Words(_OF_CALL, layout, group)
@@ -171,7 +171,7 @@ class Feed:
             pieces = _message_of(tensors).pack(tensors)
             self._under_way.append((end_at(process, self._group).send(pieces, _PIECES_TAG), pieces))
 
-    def _receive(self) -> tuple[Form, Part]:
+    def _receive(self) -> tuple[BatchForm, Part]:
         """What this process reads of rank 0's batch; on all others."""
         text = self._of_call.hear()
         if self._expected is None or self._expected[0] is not text:
@@ -228,7 +228,7 @@ def _pickled(described: Any) -> bytes:
         ) from problem
 
 
-def _inputs_like(form: Form, dims: Mapping[str, int | None]) -> dict[str, Tensor]:
+def _inputs_like(form: BatchForm, dims: Mapping[str, int | None]) -> dict[str, Tensor]:
     """All inputs of the model for such a batch, without data."""
     leaves = (leaf for leaf in form.spec.leaves if isinstance(leaf, TensorLeaf))
     inputs = {}

@@ -6,10 +6,8 @@ GPipe does by operation. So dropout masks are the same for every number of stage
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -25,14 +23,3 @@ def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that operations on the device draw from."""
     return backend_of(device).generator(device)
-
-
-@contextlib.contextmanager
-def preserved(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """The caller's random states survive: training by a plan does not disturb how data is shuffled."""
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from executor.measure.action_times import ActionTimes
+from executor.run.in_process import InProcess
 from executor.run.program import Instruction, Move, Program
 from executor.run.rank_order import RECEIVES
 from executor.run.stage_runner import MicroBatch, StageRunner
-from executor.run.transport import InProcess, Transport
+from executor.run.transport import Transport
 from executor.watch.position import Logbook, Phase
 from planner.plan.actions import Action, ActionKind
 from profiler.errors import ExecutionError

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.run.randomness import generator_of, key, preserved
+from executor.run.randomness import generator_of, key
 from profiler.errors import ArgumentError
+from profiler.observe.random_states import preserved
 from profiler.torch_private import not_persistent_buffers
 
 Initializer = Callable[[nn.Module], None]
@@ -52,7 +53,7 @@ def materialized(
             twin = _twin(module, device)
             empty = {own: getattr(twin, own) for own in names}
             versions = {own: tensor._version for own, tensor in empty.items()}
-            with preserved([generator_of(device)]), torch.no_grad():
+            with preserved([device]), torch.no_grad():
                 generator_of(device).manual_seed(key(seed, 0, 0, _number(path)))
                 if initialize is not None:
                     initialize(twin)

@@ -23,7 +23,7 @@ from planner.cost.transfers import message_s
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.plan import Skip, SkipTimes
 from profiler.device import Link
-from profiler.record import SkipValue
+from profiler.skip_value import SkipValue
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def make_schedule(
         name: one of `planner.plan.schedules.SCHEDULES`; the module's diagrams show two.
         stages: K.
         micro_batches: M.
-        recompute: for each stage whether it runs a segment again before each backward pass.
+        recompute: for each stage whether it recomputes a segment before each backward pass.
         skips: pairs of stages, not neighbours, of which the first sends to the second past those between.
 
     Returns:
@@ -202,16 +202,16 @@ class _Peers:
 
     stage: int
     before: tuple[int | None, ...]
-    behind: tuple[int | None, ...]
+    after: tuple[int | None, ...]
 
     @classmethod
     def of(cls, stage: int, stages: int, skips: Sequence[tuple[int, int]]) -> _Peers:
         before = [None] if stage else []
-        behind = [None] if stage < stages - 1 else []
+        after = [None] if stage < stages - 1 else []
         return cls(
             stage,
             (*before, *sorted(sender for sender, receiver in skips if receiver == stage)),
-            (*behind, *sorted(receiver for sender, receiver in skips if sender == stage)),
+            (*after, *sorted(receiver for sender, receiver in skips if sender == stage)),
         )
 
 
@@ -219,14 +219,14 @@ def _with_transfers(order: Order, recompute: bool, peers: _Peers) -> Iterator[Ac
     """The passes with recompute before the wait for a gradient, unless the micro-batch has just gone forward."""
     stage = peers.stage
     before: int | None = None
-    for turn in order:
-        forward = turn >= 0
-        number = turn if forward else ~turn
+    for one_pass in order:
+        forward = one_pass >= 0
+        number = one_pass if forward else ~one_pass
         if not forward and recompute and before != number:
             yield Action(stage, ActionKind.R, number)
-        for peer in peers.before if forward else peers.behind:
+        for peer in peers.before if forward else peers.after:
             yield Action(stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number, peer)
         yield Action(stage, ActionKind.F if forward else ActionKind.B, number)
-        for peer in peers.behind if forward else peers.before:
+        for peer in peers.after if forward else peers.before:
             yield Action(stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number, peer)
-        before = turn
+        before = one_pass

@@ -38,8 +38,8 @@ class MicroBatches:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Samples of each micro-batch in order."""
-        many, extra = divmod(self.batch_size, self.count)
-        return (many + 1,) * extra + (many,) * (self.count - extra)
+        many, larger = divmod(self.batch_size, self.count)
+        return (many + 1,) * larger + (many,) * (self.count - larger)
 
     @property
     def number_largest(self) -> int:

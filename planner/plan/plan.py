@@ -23,7 +23,7 @@ from profiler.errors import ArgumentError, PlanFileError
 from profiler.quantities import (
     MOST_DEVICES,
     MOST_MICRO_BATCHES,
-    Position,
+    Index,
     PredictedBytes,
     PredictedSeconds,
     Samples,
@@ -47,14 +47,14 @@ ROUNDING: Final = 1e-9
 class Segment(Value):
     """Layers `first` to `stop - 1`, as a unit of recompute: of these layers a forward pass keeps only what enters.
 
-    The backward phase runs a segment again just before its backward pass, so one segment's activations are there at a
-    time. The last segment of a stage is the first that goes back: it is run again by an action of its own, R, before
+    The backward phase recomputes a segment just before its backward pass, so one segment's activations are there at a
+    time. The last segment of a stage is the first that goes back: it is recomputed by an action of its own, R, before
     the gradient of the stage's outputs arrives, and not at all where that backward pass follows the forward pass
-    directly. The others are run again inside B.
+    directly. The others are recomputed inside B.
     """
 
-    first: Position
-    stop: Position
+    first: Index
+    stop: Index
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
@@ -68,7 +68,7 @@ class StageTimes(Value):
 
     Attributes:
         forward_s: forward pass, action F.
-        recompute_s: running the last recomputed segment again, action R; 0 when all is kept.
+        recompute_s: recomputing the last recomputed segment, action R; 0 when all is kept.
         backward_s: backward pass, action B, with the recompute of all other segments.
         send_forward_s: sending the stage's outputs to the next stage; 0 for the last.
         send_backward_s: sending the gradients of the stage's inputs to the stage before; 0 for the first.
@@ -109,8 +109,8 @@ class Skip(Value):
         times: one entry for each distinct micro-batch size of the plan.
     """
 
-    sender: Position
-    receiver: Position
+    sender: Index
+    receiver: Index
     values: tuple[str, ...] = Field(min_length=1)
     times: tuple[SkipTimes, ...] = Field(min_length=1)
 
@@ -157,7 +157,7 @@ class StageMemory(Value):
         gradients: of trainable parameters.
         optimizer: state of the optimizer.
         activations: what all micro-batches in flight keep for the backward pass, stage inputs included.
-        transient: the largest moment beside that (one recomputed micro-batch, temporaries).
+        transient: the largest moment on top of that (one recomputed micro-batch, temporaries).
         receive_buffers: messages under way: outputs and gradients, and with 1F1B inputs.
         reserve: fixed cost of the process and its allocator.
     """
@@ -189,13 +189,13 @@ class Stage(Value):
 
     Attributes:
         first_layer: index of its first layer.
-        stop_layer: index behind its last layer.
+        stop_layer: index after its last layer.
         module_paths: first and last module path, for people.
         devices: where it runs in each of the R replicas, equal but for their names.
         rank: the process of each replica that runs it; process `replica * (number of ranks) + rank` of them all.
         parameters: names of its parameters (a tied parameter is named by every stage that uses it).
         parameter_count: elements of those parameters.
-        recompute: segments that are run again in the backward phase, ascending and disjoint; the whole stage is
+        recompute: segments that are recomputed in the backward phase, ascending and disjoint; the whole stage is
             `(first_layer, stop_layer)`, as GPipe does it.
         times: one entry for each distinct micro-batch size of the plan.
         all_reduce_s: predicted seconds of averaging its gradients over the replicas; 0 for one replica.
@@ -203,11 +203,11 @@ class Stage(Value):
         memory: predicted peak bytes.
     """
 
-    first_layer: Position
-    stop_layer: Position
+    first_layer: Index
+    stop_layer: Index
     module_paths: tuple[str, str]
     devices: tuple[Device, ...] = Field(min_length=1)
-    rank: Position
+    rank: Index
     parameters: tuple[str, ...]
     parameter_count: PredictedBytes
     recompute: tuple[Segment, ...] = ()
@@ -357,14 +357,14 @@ class Plan(Value):
                 raise ValueError(f"stage {position} has times for micro-batches of {_listed(stage.times)} samples")
             if len(stage.devices) != self.replicas:
                 raise ValueError(f"stage {position} has {len(stage.devices)} devices for {self.replicas} replicas")
-            behind = stage.first_layer
+            reached = stage.first_layer
             for segment in stage.recompute:
-                if segment.first < behind or segment.stop > stage.stop_layer:
+                if segment.first < reached or segment.stop > stage.stop_layer:
                     raise ValueError(
                         f"stage {position} recomputes layers [{segment.first}, {segment.stop}), which lie outside "
-                        f"[{behind}, {stage.stop_layer})"
+                        f"[{reached}, {stage.stop_layer})"
                     )
-                behind = segment.stop
+                reached = segment.stop
         self._check_skips()
         return self
 

@@ -97,7 +97,7 @@ def _stage_table(plan: Plan) -> list[str]:
             room += cut
     rows = [[_shortened(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     size = max(plan.micro_batch_sizes)
-    note = f"seconds of one micro-batch of {size} samples; memory beside the share of the device's"
+    note = f"seconds of one micro-batch of {size} samples; memory, and its share of the device's"
     return [*_aligned([head, *rows], widths, left={device, modules}), note]
 
 

@@ -65,7 +65,7 @@ class ScheduleRecord:
 
     @property
     def last_turns_around(self) -> bool:
-        """Whether on the last stage each backward pass follows its forward pass, so that nothing is run again there."""
+        """Whether on the last stage each backward pass follows its forward pass, and nothing is recomputed."""
         return not self.keeps_all and self.order(0, 1, 2) == (0, ~0, 1, ~1)
 
 

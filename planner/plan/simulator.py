@@ -4,7 +4,7 @@
     timeline.makespan_s, timeline.bubble
 
 Each stage is a machine that takes its actions in the order of its list. Each has one more machine for each direction
-that it sends in: its link, which takes messages first in, first out, those that skip stages behind the neighbour's. A
+that it sends in: its link, which takes messages first in, first out, those that skip stages after the neighbour's. A
 SEND hands the message over and costs the sender nothing; a RECV blocks its stage until the message has arrived.
 
     stage 0   |F0 |F1 |F2 |                 F, R, B: the stage computes
@@ -114,7 +114,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a step looks like.
+    """A step, as simulated.
 
     Attributes:
         events: by lane (stages in order, then links), in order of time within a lane.
@@ -250,7 +250,7 @@ def _deadlock_text(schedule: Schedule, position: list[int]) -> str:
         send = receive.other_end
         if 0 <= send.stage < len(schedule) and send in schedule[send.stage]:
             blocker = schedule[send.stage][position[send.stage]]
-            reason = f"{send}, which stands behind {blocker} in the list of stage {send.stage}"
+            reason = f"{send}, which stands after {blocker} in the list of stage {send.stage}"
         else:
             reason = f"{send}, which stands in no list"
         waits.append(f"stage {stage} waits in {receive} for {reason}")

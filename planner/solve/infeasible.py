@@ -129,7 +129,7 @@ def _lean_schedules() -> list[ScheduleName]:
 
 
 def _powers(count: int, most: int) -> Iterator[int]:
-    """`count` doubled again and again, and at last `most`."""
+    """`count` doubled as long as it is below `most`, and at last `most`."""
     count *= 2
     while count < most:
         yield count

@@ -35,7 +35,8 @@ from planner.solve.many_devices import balance_any, with_fewer_classes
 from planner.solve.problem import Candidate, Problem
 from planner.solve.work_bound import work_bound_s
 from profiler.errors import ProfileError
-from profiler.record import LayerCost, Profile, SkipValue
+from profiler.record import LayerCost, Profile
+from profiler.skip_value import SkipValue
 
 NEXT = 2
 """Least distance, in layers, of two users of a value that have another layer between them."""

@@ -39,7 +39,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
 
     memory = stage_sums([problem.basis(kind, candidate) for kind in kinds], numbers)
     stack = problem.costs.stage_stack
-    again = {kind: steady_mean(split, large[kind].recompute_s, small[kind].recompute_s) for kind in kinds}
+    recompute = {kind: steady_mean(split, large[kind].recompute_s, small[kind].recompute_s) for kind in kinds}
     optimizers = [problem.costs.optimizer(kind, problem.optimizer) for kind in kinds]
     reduce_fixed_s, reduce_byte_s = all_reduce_s(problem.link, candidate.replicas)
     out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
@@ -61,7 +61,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         ),
         forward=steady("forward_s"),
         backward=steady("backward_s"),
-        again=np.stack([prefix_sums(again[kind]) for kind in kinds]),
+        again=np.stack([prefix_sums(recompute[kind]) for kind in kinds]),
         again_passing=sums(lambda more, less: np.minimum(more.recompute_s, less.recompute_s)),
         forward_most=sums(lambda more, less: np.maximum(more.forward_s, less.forward_s)),
         forward_least=sums(lambda more, less: np.minimum(more.forward_s, less.forward_s)),
@@ -85,7 +85,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         ),
         prices=np.stack(
             [
-                np.stack([prices(row, again[kind]) for row in np.diff(held)])
+                np.stack([prices(row, recompute[kind]) for row in np.diff(held)])
                 for kind, held in zip(kinds, memory.kept_layers, strict=True)
             ]
         ),

@@ -53,10 +53,10 @@ def work_bound_s(problem: Problem, candidate: Candidate) -> float:
 def _cut_bound_s(problem: Problem, candidate: Candidate, passes: Floats, saved: Floats, work: Floats) -> float:
     """A step time that no plan on equal devices is below, whatever its cuts.
 
-    A path passes each stage up to stage k with some micro-batch and stays there for work w and recompute; behind it
+    A path passes each stage up to stage k with some micro-batch and stays there for work w and recompute; after it
     saves something:
 
-        T >= sum of all passes - sum of what is saved behind k + (w + recompute of M - 1) of stage k
+        T >= sum of all passes - sum of what is saved after k + (w + recompute of M - 1) of stage k
 
     for each k. With GPipe and n large and m small micro-batches it passes with a large one, stays for n - 1 large and m
     small ones, and goes on with a small one. With 1F1B it passes back and forth, M - 1 stay at stage k, and nothing is
@@ -73,16 +73,16 @@ def _cut_bound_s(problem: Problem, candidate: Candidate, passes: Floats, saved: 
     counted = work > 0
     gain = float(np.max(saved[counted] / work[counted], initial=0.0))
     most = problem.most_stages(candidate.replicas, candidate.split.count)
-    again_s = (candidate.split.count - 1) * _pooled_recompute_s(problem, candidate, most)
+    recompute_s = (candidate.split.count - 1) * _pooled_recompute_s(problem, candidate, most)
     share = 1 / most if gain < SMALLEST_GAIN else gain / math.expm1(most * math.log1p(gain))
-    even = (float(work.sum()) + again_s) * share
+    even = (float(work.sum()) + recompute_s) * share
     cut = least_bottleneck(prefix_sums(work)[problem.rules.allowed], most, gain)
     return (float(passes.sum()) + max(even, cut)) * (1 - ROUNDING)
 
 
 @compiled
 def least_bottleneck(sums: Floats, stages: int, gain: float) -> float:
-    """The smallest g such that so many stages can hold all work, each at most g + gain * the work behind it.
+    """The smallest g such that so many stages can hold all work, each at most g + gain * the work after it.
 
     Args:
         sums: of the work before each place where a cut may be, both ends included, ascending.
@@ -95,8 +95,8 @@ def least_bottleneck(sums: Floats, stages: int, gain: float) -> float:
         middle = (low + high) / 2
         first = len(sums) - 1
         for _ in range(stages):
-            behind = total - sums[first]
-            reach = sums[first] - (middle + gain * behind) - ROUNDING * total
+            after = total - sums[first]
+            reach = sums[first] - (middle + gain * after) - ROUNDING * total
             first = min(first, np.searchsorted(sums, reach))
         if first == 0:
             high = middle
@@ -146,6 +146,6 @@ def _pooled_recompute_s(problem: Problem, candidate: Candidate, stages: int) -> 
     if held.sum() <= room:
         return 0.0
     large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
-    again = steady_mean(split, large.recompute_s, small.recompute_s)
+    recompute = steady_mean(split, large.recompute_s, small.recompute_s)
     edges = after_layers(own_bytes(ledger, Of.SEGMENT_EDGES, form=Form.IN_PARTS)[0])
-    return least_recompute_s(held, edges, again, prices(held, again), room)
+    return least_recompute_s(held, edges, recompute, prices(held, recompute), room)

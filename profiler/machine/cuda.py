@@ -81,7 +81,9 @@ class Cuda(Backend):
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The card's."""
-        return torch.cuda.default_generators[device.index or 0]
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
         """By events after a spin kernel."""

@@ -60,7 +60,7 @@ def layer_memory(sequence: LayerSequence, runner: LayerRunner, *, share: bool = 
 
 
 @dataclass(frozen=True, slots=True)
-class _Prelude:
+class _PreludeBytes:
     """What the prelude's values occupy.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Prelude:
     peaks: Peaks
 
 
-def _prelude(runner: LayerRunner) -> _Prelude:
+def _prelude(runner: LayerRunner) -> _PreludeBytes:
     with StorageWatch() as watch:
         runner.run_prelude()
         storages, sizes = {}, {}
@@ -83,7 +83,7 @@ def _prelude(runner: LayerRunner) -> _Prelude:
             if size is not None:
                 storages[name] = storage_of(value)
                 sizes[storages[name]] = size
-        return _Prelude(storages, sizes, watch.peaks_above(0))
+        return _PreludeBytes(storages, sizes, watch.peaks_above(0))
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class _StageAssembly:
         sequence: LayerSequence,
         forward: Sequence[ObservedForward],
         backward: Sequence[ObservedBackward],
-        prelude: _Prelude,
+        prelude: _PreludeBytes,
     ) -> None:
         self._sequence = sequence
         self._forward = forward

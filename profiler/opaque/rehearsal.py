@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
-from profiler.machine.backend import backend_of, device_of_first
+from profiler.machine.backend import HOST, backend_of, device_of_first
 from profiler.observe.flops import FlopCounter
+from profiler.observe.random_states import preserved
 from profiler.observe.storage_watch import StorageWatch
 from profiler.opaque.call import Affine, Cost, Held, Refused, Signature, Slot, TensorKind, with_slots
 from profiler.torch_private import NormBase, storage_of
@@ -174,7 +175,7 @@ def _run(
         return tensor
 
     with (
-        torch.random.fork_rng(devices=[] if backend_of(around.device_type).is_host else None),
+        preserved([HOST, torch.device(around.device_type)]),
         torch.set_grad_enabled(around.with_gradient),
         torch.autocast(around.device_type, around.autocast, enabled=around.autocast is not None, cache_enabled=False),
         StorageWatch() as watch,

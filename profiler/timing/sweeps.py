@@ -79,37 +79,44 @@ class _Laps:
     workspace_bytes: dict[_Key, int]
 
 
-def time_layers(
-    sequence: LayerSequence,
-    pool: ParameterPool,
-    runners: Mapping[int, LayerRunner],
-    kept_bytes: Mapping[int, Sequence[int]],
-    device: torch.device,
-    refusals: Refusals,
-    *,
-    memory_bytes: int,
-    budget_s: float,
-    sweep_done: Callable[[], object] = lambda: None,
-) -> dict[int, list[LayerTiming]]:
-    """Time every layer on micro-batches of several sizes, which take turns: a slow moment of the machine hits all.
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedLayers:
+    """Layers that are ready to be timed on one device.
 
-    Args:
+    Attributes:
         sequence: the layers.
         pool: where the runners have their parameters.
         runners: by size; with a micro-batch of that size, on real tensors.
         kept_bytes: by size; what each layer keeps for its backward pass.
         device: where the tensors are.
-        refusals: takes the sizes that cannot be run.
         memory_bytes: what a window's parameters, their gradients and all that it keeps may occupy together.
+    """
+
+    sequence: LayerSequence
+    pool: ParameterPool
+    runners: Mapping[int, LayerRunner]
+    kept_bytes: Mapping[int, Sequence[int]]
+    device: torch.device
+    memory_bytes: int
+
+
+def time_layers(
+    layers: TimedLayers, refusals: Refusals, *, budget_s: float, sweep_done: Callable[[], object] = lambda: None
+) -> dict[int, list[LayerTiming]]:
+    """Time every layer on micro-batches of several sizes, which take turns: a slow moment of the machine hits all.
+
+    Args:
+        layers: what is timed, and on which device.
+        refusals: takes the sizes that cannot be run.
         budget_s: seconds after which no further sweep starts; at least `FEWEST_SWEEPS` of each size run.
         sweep_done: called after each sweep, at most `1 + MOST_SWEEPS` times for each size.
 
     Returns:
         The times by size. A size that cannot be run is missing. Interrupted from the keyboard, the sizes
-        that were swept by then: the first `FIRST_SIZES` of `runners` come first.
+        that were swept by then: the first `FIRST_SIZES` of the runners' come first.
     """
-    turns = _Turns(sequence, pool, runners, kept_bytes, device, refusals, memory_bytes, sweep_done)
-    sizes = list(runners)
+    turns = _Turns(layers, refusals, sweep_done)
+    sizes = list(layers.runners)
     start = time.perf_counter()
     try:
         with collecting_no_garbage():
@@ -132,34 +139,24 @@ def time_layers(
 class _Turns:
     """Sweeps at several sizes that take turns."""
 
-    def __init__(
-        self,
-        sequence: LayerSequence,
-        pool: ParameterPool,
-        runners: Mapping[int, LayerRunner],
-        kept_bytes: Mapping[int, Sequence[int]],
-        device: torch.device,
-        refusals: Refusals,
-        memory_bytes: int,
-        sweep_done: Callable[[], object],
-    ) -> None:
+    def __init__(self, layers: TimedLayers, refusals: Refusals, sweep_done: Callable[[], object]) -> None:
+        sequence = layers.sequence
         self._keys = _keys(sequence)
-        self._pool = pool
-        self._device = device
+        self._pool = layers.pool
+        self._device = layers.device
         self._refusals = refusals
-        self._backend = backend_of(device)
-        self._watch = self._backend.stopwatch(device)
+        self._backend = backend_of(layers.device)
+        self._watch = self._backend.stopwatch(layers.device)
         self._sweep_done = sweep_done
-        self._sweeps = {}
-        self._laps = {}
+        self._sweeps: dict[int, _Sweep] = {}
+        self._laps: dict[int, _Laps] = {}
         most_enqueued = self._backend.most_enqueued
         launches = [0 if most_enqueued is None else len(layer.operations) for layer in sequence.layers]
-        placed = [pool.bytes_of(index) for index in range(len(sequence))]
-        for size, runner in runners.items():
-            held = [sum(pair) for pair in zip(kept_bytes[size], placed, strict=True)]
-            layers = swept_layers(self._keys, held)
-            limits = (memory_bytes, most_enqueued or 0, pool.capacity_bytes)
-            runs = windows(layers, list(zip(held, launches, placed, strict=True)), limits)
+        placed = [layers.pool.bytes_of(index) for index in range(len(sequence))]
+        limits = (layers.memory_bytes, most_enqueued or 0, layers.pool.capacity_bytes)
+        for size, runner in layers.runners.items():
+            held = [sum(pair) for pair in zip(layers.kept_bytes[size], placed, strict=True)]
+            runs = windows(swept_layers(self._keys, held), list(zip(held, launches, placed, strict=True)), limits)
             self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
             self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
 

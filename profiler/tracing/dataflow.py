@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import ArgumentError
-from profiler.record import SkipValue
+from profiler.skip_value import SkipValue
 
 if TYPE_CHECKING:
     import networkx

@@ -233,8 +233,8 @@ def _dynamic_shapes(model: nn.Module, spec: SampleSpec) -> Any:
 def _spelled_out(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Within, the signature of forward names each keyword that its `**kwargs` would take.
 
-    Export gives arguments under `**kwargs` no dynamic dimension: it looks for their shapes under two names (torch 2.11
-    to 2.13; github.com/pytorch/pytorch/issues/164313).
+    Export gives arguments under `**kwargs` no dynamic dimension: it looks for their shapes under two names (seen in
+    torch 2.13; github.com/pytorch/pytorch/issues/164313).
     """
     forward, own = model.forward, model.__dict__.get("forward")
     signature = inspect.signature(forward)

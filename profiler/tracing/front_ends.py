@@ -1,5 +1,7 @@
 """The front ends that make a graph, in order: the first that serves is taken, and why the others did not is told.
 
+A further one is one more file with a `GraphMaker`, and its entry in `profiler.sample_spec.FRONT_ENDS`.
+
 1. `torch.export` with a dynamic batch: one graph for every micro-batch size.
 2. `torch.export` with static shapes: a graph for micro-batches of exactly as many samples as the sample has.
 3. `torch.fx.symbolic_trace`, whose graph is then exported; modules of torch.nn and functions of the user's that
@@ -11,8 +13,10 @@ Modules of `keep_together` that cannot be exported are called as they are in eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TypeAlias
 
 from torch import fx, nn
 
@@ -22,6 +26,12 @@ from profiler.sample_spec import FRONT_ENDS, FrontEnd, SampleSpec
 from profiler.tracing.export import OneBatchSizeError, TracedGraph, export_graph, mode_of
 from profiler.tracing.node_facts import NodeFacts, analyse
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
+
+Traced: TypeAlias = tuple[TracedGraph, Mapping[fx.Node, NodeFacts], tuple[str, ...]]
+"""A graph, what is known of its nodes, and the paths of modules that are called as they are."""
+
+GraphMaker: TypeAlias = Callable[[nn.Module, SampleSpec, bool], Traced]
+"""The function of a front end: of a model, what it is called with, and whether it trains; may not be able to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,7 @@ class Served:
     graph: TracedGraph
     facts: Mapping[fx.Node, NodeFacts]
     spec: SampleSpec
-    refusals: Mapping[FrontEnd, str]
+    refusals: Mapping[str, str]
 
 
 def graph_of(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> Served:
@@ -52,12 +62,12 @@ def graph_of(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> Se
     Raises:
         NotTraceableError: none serves; the message is that of the first that is not about the batch size alone.
     """
-    refusals: dict[FrontEnd, str] = {}
+    refusals: dict[str, str] = {}
     first: NotTraceableError | None = None
     for front_end in FRONT_ENDS if spec.front_end is None else (spec.front_end,):
         try:
             with untouched(model):
-                graph, facts, called = _traced(front_end, model, spec, training)
+                graph, facts, called = _made_by(FRONT_ENDS[front_end])(model, spec, training)
         except NotTraceableError as problem:
             refusals[front_end] = str(problem).removeprefix("cannot trace the model: ")
             first = problem if first is None or isinstance(first, OneBatchSizeError) else first
@@ -68,26 +78,40 @@ def graph_of(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> Se
     raise first
 
 
-_Traced = tuple[TracedGraph, Mapping[fx.Node, NodeFacts], tuple[str, ...]]
+def _made_by(front_end: FrontEnd) -> GraphMaker:
+    function: GraphMaker = getattr(import_module(front_end.module), front_end.function)
+    return function
 
 
-def _traced(front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training: bool) -> _Traced:
-    if front_end == "symbolic_trace":
-        with mode_of(model, training):
-            module = symbolic_module(model, spec)
-            traced = _exported(module, spec, training, leaf_modules(module))
-        _refuse_written_constants(*traced[:2])
-        return traced
-    if front_end == "children":
-        if not isinstance(model, nn.Sequential) or not _is_plain(model):
-            raise NotTraceableError("the model is no nn.Sequential")
-        return _exported(model, spec, training, _children(model))
-    return _exported(model, spec, training, spec.keep_together, dynamic=front_end == "export")
+def export(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
+    """Front end 1."""
+    return exported(model, spec, training, spec.keep_together)
 
 
-def _exported(
+def static_export(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
+    """Front end 2."""
+    return exported(model, spec, training, spec.keep_together, dynamic=False)
+
+
+def symbolic_trace(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
+    """Front end 3."""
+    with mode_of(model, training):
+        module = symbolic_module(model, spec)
+        traced = exported(module, spec, training, leaf_modules(module))
+    _refuse_written_constants(*traced[:2])
+    return traced
+
+
+def children(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
+    """Front end 4."""
+    if not isinstance(model, nn.Sequential) or not _is_plain(model):
+        raise NotTraceableError("the model is no nn.Sequential")
+    return exported(model, spec, training, _children(model))
+
+
+def exported(
     model: nn.Module, spec: SampleSpec, training: bool, optional: Sequence[str], *, dynamic: bool = True
-) -> _Traced:
+) -> Traced:
     """Export a model; those of the `optional` modules that stand in the way are called as they are."""
     called = list(spec.called_as_is)
     while True:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.machine.backend import device_of_first
-from profiler.sample_spec import FrontEnd, SampleSpec
+from profiler.sample_spec import SampleSpec
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.retarget import function_on
 
@@ -170,7 +170,7 @@ class LayerSequence:
     aliases: Mapping[str, tuple[str, ...]]
     tied: Mapping[str, tuple[int, ...]]
     sample: SampleSpec
-    refusals: Mapping[FrontEnd, str]
+    refusals: Mapping[str, str]
     fingerprint: str
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ from profiler.run.layer_runner import LayerRunner, Uncut
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import collecting_no_garbage, computing_with
-from profiler.timing.sweeps import LayerTiming, time_layers
+from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
 from tests.benchmarks.stage_models import MODELS, build
 
 CPU = torch.device("cpu")
@@ -55,9 +55,8 @@ class Stages:
     def turn(self) -> Iterator[tuple[tuple[int, str], Pair, Pair]]:
         """Key, predicted and measured seconds of each run of a stage."""
         measured = {size: self.runners[size] for size in MEASURED}
-        timings = time_layers(
-            self.sequence, self.pool, measured, self.kept, CPU, Refusals(), memory_bytes=2**40, budget_s=0.0
-        )
+        layers = TimedLayers(self.sequence, self.pool, measured, self.kept, CPU, memory_bytes=2**40)
+        timings = time_layers(layers, Refusals(), budget_s=0.0)
         for size in RUN:
             for count in (2, 4):
                 bounds = [len(self.sequence) * part // count for part in range(count + 1)]

@@ -172,7 +172,7 @@ class ResidualBlocks(nn.Module):
 
 
 def test_evaluation_follows_the_layers_of_training(plan_for: Callable[..., Plan]) -> None:
-    """Values have other names there beside counters of batches, and what draws nothing there went into the prelude.
+    """Other values than counters of batches have other names there, and what draws nothing there went into the prelude.
 
     The batch normalization is used twice in a forward pass: its counter moves by 2 a step, for every M.
     """

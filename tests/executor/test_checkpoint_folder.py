@@ -243,7 +243,7 @@ def _fails_for(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def room_for_files_of(size_bytes: int) -> Iterator[None]:
-    """As if the disk were full behind so many bytes of a file."""
+    """As if the disk were full after so many bytes of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:

@@ -5,14 +5,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor.layout import Layout
+from executor.run import transports
+from executor.run.distributed import Distributed
+from executor.run.in_process import InProcess
 from executor.run.message import SMALL_BYTES, MessageForm, TensorSpec
 from executor.run.micro_batch import sizes_for, split_target
-from executor.run.randomness import generator_of, key, preserved
-from executor.run.transport import InProcess, Transfer
+from executor.run.randomness import generator_of, key
+from executor.run.transport import MakeTransport, Transfer
 from executor.state.tied import TiedParameter, accumulator_of, sum_gradients
 from executor.watch.agreement import Agreement
 from planner.plan.actions import AHEAD_BYTES, Action
 from profiler import ArgumentError
+from profiler.observe.random_states import preserved
 
 CPU = torch.device("cpu")
 
@@ -52,7 +57,7 @@ def test_keys_differ_in_every_argument() -> None:
 def test_preserved_restores_the_generator_after_an_error() -> None:
     generator = generator_of(torch.device("cpu"))
     before = generator.get_state()
-    with pytest.raises(ValueError, match="x"), preserved([generator]):
+    with pytest.raises(ValueError, match="x"), preserved([CPU]):
         torch.rand(2)
         raise ValueError("x")
     assert torch.equal(generator.get_state(), before)
@@ -80,6 +85,27 @@ def test_a_message_in_one_process_reaches_its_other_end_once() -> None:
     assert transport.receive(receive)[0].tolist() == [1.0, 1.0]
     with pytest.raises(KeyError):
         transport.receive(receive)
+
+
+def test_the_first_transport_that_serves_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further one is a class and an entry."""
+
+    class Mailbox(InProcess):
+        """For two processes."""
+
+        @classmethod
+        def between(cls, layout: Layout, *_: object) -> InProcess | None:
+            return cls() if layout.processes == 2 else None
+
+    def chosen(processes: int) -> type:
+        ranks = tuple(range(processes)) if processes > 1 else (0, 0)
+        layout = Layout(0, processes, 1, 0, stages=(0,), process_of=ranks)
+        return type(transports.transport_for(layout, (), {0: CPU}))
+
+    assert [chosen(processes) for processes in (1, 2)] == [InProcess, Distributed]
+    more: list[MakeTransport] = [Mailbox.between, *transports.TRANSPORTS]
+    monkeypatch.setattr(transports, "TRANSPORTS", more)
+    assert [chosen(processes) for processes in (1, 2, 3)] == [InProcess, Mailbox, Distributed]
 
 
 @st.composite

@@ -34,7 +34,7 @@ class Normalized(nn.Module):
 
 
 class Everything(nn.Module):
-    """Returns what layers of all stages compute, beside a parameter, an input, constants and a second batch order."""
+    """Returns what layers of all stages compute, and a parameter, an input, constants and a second batch order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a training loop does beside `step`: optimizers, schedulers, accumulation, scalers, other shapes, meta models."""
+"""What training has in addition to `step`: optimizers, schedulers, accumulation, scalers, shapes, meta models."""
 
 import copy
 from collections.abc import Callable

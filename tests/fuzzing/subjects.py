@@ -18,9 +18,10 @@ from profiler.device import Cluster, Device, Link
 from profiler.machine.local import local_devices
 from profiler.measured_sizes import measured_sizes
 from profiler.quantities import check_seconds
-from profiler.record import InStage, LayerCost, Profile, SkipValue, Workspace
+from profiler.record import InStage, LayerCost, Profile, Workspace
 from profiler.sample_spec import ConstantLeaf, SampleSpec, TensorLeaf
 from profiler.sample_tree import LEAF, dumps
+from profiler.skip_value import SkipValue
 from profiler.timing.optimizers import named_optimizer
 from tests.planner.made_up import build_profile
 

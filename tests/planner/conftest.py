@@ -12,7 +12,8 @@ import pytest
 from planner.plan.actions import ActionKind, make_schedule
 from planner.plan.simulator import Durations, simulate
 from profiler.device import Device, Link
-from profiler.record import Profile, SkipValue
+from profiler.record import Profile
+from profiler.skip_value import SkipValue
 from tests.planner.made_up import FIELDS, build_profile
 
 
@@ -350,7 +351,7 @@ class Oracle:
         return hops
 
     def _there(self, kind: str, layer: int, size: int, name: str, first: int, stop: int) -> float:
-        """Bytes behind a layer of a stage, or before its first, without what goes past the stage."""
+        """Bytes after a layer of a stage, or before its first, without what goes past the stage."""
         crossing = self.cost(kind, layer, size, name)
         for value in (self.profile.skips or ()) if self.skips == "direct" else ():
             goes_past = value.users[0] < first and value.users[-1] >= stop

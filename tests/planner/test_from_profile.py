@@ -55,6 +55,20 @@ def test_impossible_arguments_are_refused(profile, device, settings, message):
         plan_from_profile(profile, [device(), device()], **settings)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "settings", "message"),
+    [
+        ("ab", {}, "1 of 'a', 1 of 'b' make 0 such groups, at least 1 are needed"),
+        ("aaab", {"stages": 2}, "3 of 'a', 1 of 'b' make 1 such groups, at least 2 are needed"),
+    ],
+)
+def test_replicas_need_equal_devices(profile_of, device, kinds, settings, message):
+    """The micro-batch sizes of the profile were blamed: "the profile covers 1 to 8", for sizes within."""
+    profile = profile_of({(kind, size): [ROW] * 4 for kind in "ab" for size in (1, 8)}, parameters=[(64, True)] * 4)
+    with pytest.raises(InfeasibleError, match=message):
+        plan_from_profile(profile, [device(kind) for kind in kinds], batch_size=16, replicas=2, **settings)
+
+
 def test_zero_devices_are_refused(profile):
     with pytest.raises(ArgumentError, match="got 0 devices"):
         plan_from_profile(profile, [], batch_size=8)

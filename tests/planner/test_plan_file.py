@@ -92,6 +92,7 @@ def test_a_frame_has_a_row_for_each_stage(plan):
         (change(["batch_size"], 10**20), r"\$\.batch_size: "),
         (change(["replicas"], 2), "do not make up a batch of 9"),
         (change(["sample", "batch_size"], 0), r"\$\.sample\.batch_size"),
+        (change(["sample", "front_end"], "dynamo"), "front end 'dynamo' is none of export, static export"),
         (change(["sample", "front_end"], "export"), "is no structure of tuples, lists and dicts"),
         (change(["sample", "autocast"], "int8"), r"\$\.sample\.autocast"),
     ],

@@ -9,7 +9,7 @@ predicted step 18.5 s (optimizer 1.01 s), 0.5941 samples/s, bubble 30.4%
 stage  device  layers  modules                parameters  forward  recompute  backward     send         memory
     0  cuda:0     0-0  blocks.0....cks.0.out      1.00 k   500 ms         no    750 ms  1.40 ms  1.34 MiB  88%
     1  cuda:1     1-2  blocks.1....cks.2.out       264 k   1.00 s         no    1.50 s  1.40 ms  2.67 MiB  67%
-seconds of one micro-batch of 2 samples; memory beside the share of the device's
+seconds of one micro-batch of 2 samples; memory, and its share of the device's
 
 predicted peak memory
 stage  parameters  gradients  optimizer  activations  transient  receive buffers   reserve    device

@@ -95,7 +95,7 @@ def test_rules_that_clash_are_named(profile, device, rules, named, unnamed):
 
 
 def test_a_cut_inside_a_layer_cannot_be_demanded(profile, device):
-    with pytest.raises(ArgumentError, match=r"cut_at names 'blocks.2.out', which begins inside layer 2 .* behind"):
+    with pytest.raises(ArgumentError, match=r"cut_at names 'blocks.2.out', which begins inside layer 2 .* after"):
         plan_from_profile(profile, [device("fast")] * 3, batch_size=32, cut_at=["blocks.2.out"])
 
 

@@ -75,8 +75,8 @@ def test_a_deadlock_names_who_waits_for_what():
         simulate(schedule, constant([(1, 0, 1, 1, 1)] * 2, 1))
     assert str(caught.value) == (
         "the schedule cannot finish: "
-        "stage 0 waits in 0RECV_B0 for 1SEND_B0, which stands behind 1RECV_F0 in the list of stage 1; "
-        "stage 1 waits in 1RECV_F0 for 0SEND_F0, which stands behind 0RECV_B0 in the list of stage 0"
+        "stage 0 waits in 0RECV_B0 for 1SEND_B0, which stands after 1RECV_F0 in the list of stage 1; "
+        "stage 1 waits in 1RECV_F0 for 0SEND_F0, which stands after 0RECV_B0 in the list of stage 0"
     )
 
 

@@ -14,7 +14,7 @@ from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
 from profiler.device import Link
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
-from profiler.record import SkipValue
+from profiler.skip_value import SkipValue
 
 ROUNDING = 1e-9
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -9,6 +9,7 @@ from profiler.machine.backend import BACKENDS, backend_of, ends_by_abort, proces
 from profiler.machine.cpu import Cpu
 from profiler.machine.cuda import Cuda
 from profiler.machine.local import local_devices
+from profiler.observe.random_states import preserved
 
 
 def test_each_kind_of_device_has_one() -> None:
@@ -57,6 +58,11 @@ class Counting(Cpu):
     def count(self) -> int:  # type: ignore[override]
         return 2
 
+    drawn_from = torch.Generator()
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        return self.drawn_from
+
     def described(self, device: torch.device, threads: int, sharing: int) -> Device:
         return Device(name=str(device), kind="made up", memory_bytes=1)
 
@@ -69,3 +75,13 @@ def test_a_new_kind_is_one_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -
     assert [device.name for device in local_devices(2).devices] == ["xpu:0", "xpu:1"]
     with pytest.raises(ArgumentError, match="this machine has 2 XPU devices"):
         local_devices(3)
+
+
+def test_random_states_are_those_of_the_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile took CUDA's states, whatever the devices: on a third kind it ended in torch's CUDA."""
+    monkeypatch.setitem(BACKENDS, "xpu", Counting())
+    before = torch.rand(3, generator=Counting.drawn_from.manual_seed(5))
+    Counting.drawn_from.manual_seed(5)
+    with preserved([torch.device("xpu:1")]):
+        torch.rand(3, generator=Counting.drawn_from)
+    assert torch.equal(torch.rand(3, generator=Counting.drawn_from), before)

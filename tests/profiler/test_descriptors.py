@@ -21,7 +21,7 @@ def test_nothing_gets_the_number_of_standard_error() -> None:
     """With `2>&-` a socket to another process got it, and with it what C++ prints on standard error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     command = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, "-c", HELD]
-    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
     number, stderr = said.split()
     assert int(number) > 2 and stderr == "None"
 

@@ -96,10 +96,10 @@ def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
     reader.start()
     replace_file(pipe, b"text")
-    reader.join()
+    reader.join(timeout=60)
     assert read == [b"text"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     (tmp_path / "folder").mkdir()

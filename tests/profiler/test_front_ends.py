@@ -11,6 +11,8 @@ from torch.nn import functional
 from executor import Pipeline
 from planner import autoplan
 from profiler import ArgumentError, LayerSequence, NotTraceableError, profile, trace
+from profiler.sample_spec import FRONT_ENDS, FrontEnd, SampleSpec
+from profiler.tracing.front_ends import Traced, exported
 from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 
@@ -279,6 +281,30 @@ def test_an_encoder_with_a_mask_has_a_dynamic_batch() -> None:
     sequence = trace(of.model, sample)
     assert (sequence.sample.front_end, dict(sequence.refusals)) == ("export", {})
     assert difference(run(sequence, of), eager(sequence, of)) <= CLOSE
+
+
+class ForwardToTrace(nn.Linear):
+    """Branches on its values, and says how it would be without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.sum() > 0 else 1)
+
+    def without_branch(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def traced_without_branch(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
+    with mock.patch.object(ForwardToTrace, "forward", ForwardToTrace.without_branch):
+        return exported(model, spec, training, ())
+
+
+def test_a_new_front_end_is_a_function_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = list(FRONT_ENDS)
+    monkeypatch.setitem(FRONT_ENDS, "own", FrontEnd(__name__, "traced_without_branch", any_size=False))
+    sequence = trace(ForwardToTrace(8, 8), torch.randn(4, 8))
+    assert list(sequence.refusals) == others
+    assert (sequence.sample.front_end, sequence.sample.only_micro_batch_size) == ("own", 4)
+    assert trace(ForwardToTrace(8, 8), sequence.sample).fingerprint == sequence.fingerprint
 
 
 class OwnGenerator(BatchSizeInPython):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_the_journal_of_another_process_is_read_after_its_end() -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as other:
+        limit = threading.Timer(60, other.kill)
+        limit.start()
         assert other.stdin is not None
         assert other.stdout is not None
         process, descriptor, key = map(int, other.stdout.readline().split())
@@ -40,7 +43,8 @@ def test_the_journal_of_another_process_is_read_after_its_end() -> None:
         other.stdin.flush()
         other.stdout.readline()
         other.kill()
-        other.wait()
+        other.wait(timeout=60)
+        limit.cancel()
     assert found.read() == (2, 4, 5, 6, 7, 8, 9)
 
 

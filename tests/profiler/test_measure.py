@@ -288,7 +288,7 @@ def test_memory_that_runs_out_leaves_sizes_out(
 def test_of_many_equal_layers_a_few_are_swept(
     traced_case: Callable[[str], Traced], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values go on behind those that are left out, and these take what equal ones take."""
+    """Values go on after those that are left out, and these take what equal ones take."""
     monkeypatch.setattr("profiler.run.sampled_layers.LEAST_BYTES", 0)
     run: list[int] = []
     forward = LayerRunner.forward

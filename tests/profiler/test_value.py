@@ -24,7 +24,7 @@ for _ in range(200):
 def test_two_processes_may_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) for _ in range(2)]
-    assert [writer.wait() for writer in writers] == [0, 0]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0]
     assert path.read_text() == "x" * 1000
     assert list(tmp_path.iterdir()) == [path]
 

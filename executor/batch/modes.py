@@ -1,0 +1,56 @@
+"""What surrounds a call of a pipeline: autocast, frozen parameters and a scaler have to be as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from executor.layout import Layout
+from planner.plan.plan import Plan
+from profiler.errors import ArgumentError
+
+
+def refuse_other_modes(
+    plan: Plan, devices: Collection[torch.device], frozen: Sequence[tuple[str, nn.Parameter]]
+) -> None:
+    """Refuse what would make layers compute something else than planned, and messages hold something else.
+
+    Args:
+        plan: the plan.
+        devices: of this process's stages.
+        frozen: its parameters that were not trained when the pipeline was constructed, with their names.
+
+    Raises:
+        ArgumentError: the call is inside another autocast region, or frozen parameters are frozen no more.
+    """
+    planned = plan.sample.autocast
+    for kind in {device.type for device in devices}:
+        if torch.is_autocast_enabled(kind) and str(torch.get_autocast_dtype(kind)) != f"torch.{planned}":
+            raise ArgumentError(
+                f"the call is inside an autocast region of {torch.get_autocast_dtype(kind)}, the plan was made "
+                f"for {planned or 'none'}; leave the region, or plan with autoplan(..., autocast=...)"
+            )
+    thawed = [name for name, parameter in frozen if parameter.requires_grad]
+    if thawed:
+        raise ArgumentError(
+            f"{len(thawed)} parameters that were frozen when the pipeline was constructed are not any more, such "
+            f"as {thawed[0]}, and would get no gradient; plan again for the model as it is, and construct anew"
+        )
+
+
+def loss_scale(scaler: torch.amp.GradScaler, layout: Layout, device: torch.device) -> Tensor:
+    """What a scaler multiplies losses with, a scalar on that device.
+
+    Raises:
+        ArgumentError: it would see the gradients of one of several processes only.
+    """
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    if not layout.alone and not isinstance(scaler, ShardedGradScaler):
+        raise ArgumentError(
+            f"the scaler is a {type(scaler).__name__}, which sees this process's gradients only; pass "
+            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler in each of several processes"
+        )
+    return scaler.scale(torch.ones((), device=device))

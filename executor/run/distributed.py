@@ -1,0 +1,143 @@
+"""Messages between processes, over `torch.distributed`.
+
+Posting far ahead matters: gloo writes a message inside the sender's call if it knows of the receive. Otherwise a thread
+of its own does so later, on a core that computes, and a step of short micro-batches took twice as long [measured].
+A receive takes 25 us to post, so none is posted before its process would wait anyway, and then some at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executor.layout import Layout
+from executor.run.rank_order import RECEIVES
+from executor.run.transport import Transfer
+from profiler.machine.backend import backend_of
+from profiler.machine.channel import End, Pending, end_at, finish, offer_core
+
+POSTED_AT_A_TIME = 4  # receives, of each message that is waited for
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Receives of one channel: up to `ahead` of them are posted, at least `at_least` from the start."""
+
+    at_least: int
+    ahead: int
+    expected: deque[Transfer] = field(default_factory=deque)
+    posted: dict[int, tuple[list[Tensor], Pending]] = field(default_factory=dict)
+
+
+class Distributed:
+    """Between processes: messages are point-to-point calls of `torch.distributed`.
+
+    Args:
+        layout: where the stages run.
+        skips: pairs of stages that are no neighbours, of which the first sends values to the second.
+        in_order: whether messages arrive in the order of their calls, see `Backend.keeps_order`.
+    """
+
+    @classmethod
+    def between(
+        cls, layout: Layout, skips: Sequence[tuple[int, int]], devices: Mapping[int, torch.device]
+    ) -> Distributed:
+        """Between any processes that torch has joined."""
+        return cls(layout, skips, in_order=backend_of(devices[layout.stages[0]]).keeps_order)
+
+    def __init__(self, layout: Layout, skips: Sequence[tuple[int, int]] = (), *, in_order: bool) -> None:
+        self._layout = layout
+        self._groups = _groups_by_channel(layout, skips) if in_order else {}
+        self._ends: dict[int, End] = {}
+        self._inboxes: dict[int, _Inbox] = {}
+        self._unposted: list[_Inbox] = []
+        self._sent: dict[int, deque[tuple[Pending, Sequence[Tensor]]]] = {}
+        self.waiting_since_s: float | None = None
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """One for each channel where messages arrive in the order of their calls."""
+        return list(self._groups.values())
+
+    def begin(self, receives: Sequence[Transfer]) -> None:
+        """Note which receives will come; the first ones of each channel are posted before this process waits at all."""
+        self._inboxes = {}
+        self._sent = {}
+        for transfer in receives:
+            inbox = self._inboxes.get(transfer.channel)
+            if inbox is None:
+                inbox = self._inboxes[transfer.channel] = _Inbox(transfer.at_least, transfer.ahead)
+            inbox.expected.append(transfer)
+        self._unposted = list(self._inboxes.values())
+
+    def _post_first(self) -> None:
+        """Without them two processes might wait for each other: the order of actions counts on them."""
+        while self._unposted:
+            inbox = self._unposted.pop(0)
+            self._post(inbox, inbox.at_least)
+
+    def _post(self, inbox: _Inbox, at_most: int) -> None:
+        for _ in range(min(at_most, len(inbox.expected), inbox.ahead - len(inbox.posted))):
+            transfer = inbox.expected.popleft()
+            buffers = transfer.form.buffers()
+            inbox.posted[transfer.tag] = buffers, self._end(transfer).receive(buffers, transfer.tag)
+            offer_core()
+
+    def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
+        """Start to send; before, wait for the oldest message on this channel if too many are under way."""
+        sent = self._sent.setdefault(transfer.channel, deque())
+        while len(sent) >= transfer.ahead:
+            self._post_first()
+            finish(sent.popleft()[0])
+        pieces = transfer.form.pack(tensors)
+        offer_core()
+        sent.append((self._end(transfer).send(pieces, transfer.tag), pieces))
+
+    def receive(self, transfer: Transfer) -> list[Tensor]:
+        """Wait for the message, and post next receives before."""
+        if self._unposted:
+            self._post_first()
+        inbox = self._inboxes[transfer.channel]
+        buffers, pending = inbox.posted.pop(transfer.tag)
+        if inbox.expected:
+            self._post(inbox, POSTED_AT_A_TIME)
+        self.waiting_since_s = time.perf_counter()
+        finish(pending)
+        return transfer.form.unpack(buffers)
+
+    def end(self) -> None:
+        """Wait until all messages are through."""
+        for sent in self._sent.values():
+            while sent:
+                finish(sent.popleft()[0])
+
+    def _end(self, transfer: Transfer) -> End:
+        """The process at the other end, which is the same for all messages of a channel."""
+        end = self._ends.get(transfer.channel)
+        if end is None:
+            action, other = transfer.action, transfer.other
+            pair = (other, action.stage) if action.kind in RECEIVES else (action.stage, other)
+            end = self._ends[transfer.channel] = end_at(self._layout.process_of[other], self._groups.get(pair))
+        return end
+
+
+def _groups_by_channel(layout: Layout, skips: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """One communicator per pair of stages and direction: a posted receive must not hold up sends."""
+    groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+    stages = range(len(layout.process_of))
+    for replica in range(layout.replicas):
+        process_of = [layout.peers_of(process)[replica] for process in layout.process_of]
+        forward = [*((k, k + 1) for k in stages[:-1]), *skips]
+        for pair in [*forward, *((receiver, sender) for sender, receiver in forward)]:
+            ends = sorted({process_of[stage] for stage in pair})
+            if len(ends) == 2:
+                group = dist.new_group(ends)
+                if layout.process in ends:
+                    groups[pair] = group
+    return groups

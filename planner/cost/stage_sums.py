@@ -83,7 +83,7 @@ def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
         in_flight=ledgers[0].in_flight,
         always=np.stack([always_bytes(ledger) for ledger in ledgers]),
         range_of=np.array([kinds.index(basis.device_kind) for basis in bases]),
-        ranges=np.stack([range_bytes(of_kind[kind]) for kind in kinds]),
+        ranges=_stacked([range_bytes(of_kind[kind]) for kind in kinds]),
         first_boundary=boundaries(Of.FIRST_BOUNDARY),
         last_boundary=boundaries(Of.LAST_BOUNDARY),
         own_kept=layers(Of.LAYERS, Of.KEPT_LAYERS, form=Form.KEPT),
@@ -94,6 +94,11 @@ def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
         beside=moments(Form.IN_PARTS),
         beside_whole=np.stack([moments(Form.KEPT), moments(Form.AS_ONE)]),
     )
+
+
+def _stacked(arrays: Sequence[Floats]) -> Floats:
+    """The arrays as one; a single one, which may be large, is not copied."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
 def always_bytes(ledger: Ledger) -> Floats:

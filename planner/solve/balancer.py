@@ -32,7 +32,7 @@ from planner.solve.deadline import Deadline
 from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
-from planner.solve.work_bound import work_bound_s
+from planner.solve.work_bound import WorkBound, pooled_recompute_s, work_bound, work_bound_s
 
 TIE = 1e-12
 """Relative difference of two step times that counts as none: rounding of sums in another order."""
@@ -126,6 +126,10 @@ def balance(problem: Problem) -> Balance | None:
         entry = heapq.heappop(queue)
         if best is not None and entry.bound_s > best.step_s * (1 + TIE):
             break
+        if entry.work is not None:
+            bound_s = entry.work.step_s(pooled_recompute_s(problem, entry.candidate))
+            heapq.heappush(queue, entry._replace(bound_s=bound_s, work=None))
+            continue
         if best is not None and (deadline.over or in_vain >= PATIENCE):
             lower_bound_s = min(lower_bound_s, entry.bound_s)
             break
@@ -327,6 +331,7 @@ class _Waiting(NamedTuple):
         position: of the candidate.
         bounded: whether the bound is as good as it gets without a search.
         candidate: schedule, R and M.
+        work: the parts of the bound as long as recompute is not in it: that is found only for those whose turn comes.
     """
 
     bound_s: float
@@ -334,21 +339,17 @@ class _Waiting(NamedTuple):
     position: int
     bounded: bool
     candidate: Candidate
+    work: WorkBound | None
 
 
 def _by_bound(problem: Problem) -> list[_Waiting]:
     """Every candidate with a cheap lower bound of its step time, as a heap: the most promising first."""
-    queue = [
-        _Waiting(
-            work_bound_s(problem, candidate),
-            candidate.split.count,
-            position,
-            # where each number from the end has stages of its own, to list them all takes long
-            not SCHEDULES[candidate.schedule].keeps_all,
-            candidate,
-        )
-        for position, candidate in enumerate(problem.candidates())
-    ]
+    queue = []
+    for position, candidate in enumerate(problem.candidates()):
+        work = work_bound(problem, candidate)
+        # where each number from the end has stages of its own, to list them all takes long
+        bounded = not SCHEDULES[candidate.schedule].keeps_all
+        queue.append(_Waiting(work.step_s(), candidate.split.count, position, bounded, candidate, work))
     heapq.heapify(queue)
     return queue
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.kernel.candidate_stages import used_numbers
 from planner.kernel.compiled import compiled
+from planner.kernel.devices_used import used_numbers
 from planner.kernel.segments import INSIDE, START, StageCosts, pattern_costs
 from planner.kernel.tables import ALWAYS, AUTO, NEVER, Needs, Tables, segment_costs, stage_needs
 

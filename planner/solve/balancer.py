@@ -22,7 +22,8 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats
 from planner.cost.transfers import all_reduce_s, boundary_s
-from planner.kernel.candidate_stages import Arcs, before_bounds, make_arcs, step_bound_s
+from planner.kernel.candidate_stages import Arcs, make_arcs
+from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.makespan import makespan_s
 from planner.kernel.search import FoundPlans, search
 from planner.kernel.tables import Tables

@@ -10,18 +10,14 @@ import numpy as np
 from planner.cost.layer_costs import Floats, prefix_sums
 from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
 from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, range_bytes
-from planner.kernel.candidate_stages import least_recompute_s
-from planner.kernel.compiled import compiled
+from planner.kernel.bottleneck import ROUNDING, least_bottleneck
+from planner.kernel.recompute_bounds import least_recompute_s
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.problem import Candidate, Problem
 from planner.solve.tables import prices, steady_mean
 
-HALVINGS = 36
-"""Steps of the bisection for the smallest bottleneck."""
 SMALLEST_GAIN = 1e-9
 """Share of a layer's work below which nothing is saved: rounding is as large."""
-ROUNDING = 1e-11
-"""Relative error of sums that a bound leaves room for."""
 
 
 class WorkBound(NamedTuple):
@@ -106,31 +102,6 @@ def _cut_bound(problem: Problem, candidate: Candidate, passes: Floats, saved: Fl
     share = 1 / most if gain < SMALLEST_GAIN else gain / math.expm1(most * math.log1p(gain))
     slowest_s = least_bottleneck(prefix_sums(work)[problem.rules.allowed], most, gain)
     return WorkBound(float(passes.sum()), float(work.sum()), share, slowest_s, 1 - ROUNDING)
-
-
-@compiled
-def least_bottleneck(sums: Floats, stages: int, gain: float) -> float:
-    """The smallest g such that so many stages can hold all work, each at most g + gain * the work behind it.
-
-    Args:
-        sums: of the work before each place where a cut may be, both ends included, ascending.
-        stages: how many.
-        gain: at least 0.
-    """
-    total = sums[-1]
-    low, high = 0.0, total
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        first = len(sums) - 1
-        for _ in range(stages):
-            behind = total - sums[first]
-            reach = sums[first] - (middle + gain * behind) - ROUNDING * total
-            first = min(first, np.searchsorted(sums, reach))
-        if first == 0:
-            high = middle
-        else:
-            low = middle
-    return low
 
 
 def _bottleneck_s(problem: Problem, candidate: Candidate, work: list[Floats]) -> float:

@@ -275,7 +275,7 @@ def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: i
         terms[REST] = tables.steady % number * max(0.0, own - forward_most)
     if tables.trainable_bytes[first, stop] > 0:
         slope = tables.optimizer_rate[device]
-        terms[OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed
+        terms[OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed[device]
 
 
 @inlined

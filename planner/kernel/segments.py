@@ -46,7 +46,7 @@ KEPT, INSIDE, START = 0, 1, 2
 """What a pattern says of a layer: kept, in a segment, or first of a segment."""
 HELD_BYTES, RECOMPUTE_S, TURNAROUND_S, PEAK_BYTES = range(4)
 """Columns of a label: held, e, x and peak."""
-MOST_LABELS = 4000
+MOST_CHOICES = 4000
 """Labels at one position; a stage that has more counts as not solved exactly."""
 
 
@@ -202,7 +202,7 @@ def exact_segments(costs: StageCosts, stage: StageRoom, most_work: int) -> Found
 @compiled
 def _empty_label(length: int) -> _Labels:
     """Step 1: room for all labels, and the empty one."""
-    room = (length + 1) * MOST_LABELS
+    room = (length + 1) * MOST_CHOICES
     labels = _Labels(
         np.empty((room, 4)),
         np.empty(room, dtype=np.int64),
@@ -250,7 +250,7 @@ def _fill_position(
                 continue
             if _is_dominated(labels, begin, write, new, first_mark, has_segment):
                 continue
-            if write - begin >= MOST_LABELS:
+            if write - begin >= MOST_CHOICES:
                 return -1, work
             copy_row(new, labels.numbers[write])
             labels.parent[write] = label

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats
-from planner.cost.transfers import all_reduce_s, boundary_s
+from planner.cost.time_ledger import end_s, layer_seconds
+from planner.cost.transfers import boundary_s
 from planner.kernel.candidate_stages import Arcs, make_arcs
 from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.makespan import makespan_s
@@ -371,11 +372,11 @@ def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> t
     """Seconds of a stage's all-reduce and of its optimizer step."""
     device = problem.classes[stage.device_class].device
     trainable = float(problem.parameters.trainable[stage.first, stage.stop])
-    fixed_s, byte_s = all_reduce_s(problem.link, candidate.replicas)
-    return (
-        fixed_s + byte_s * trainable if trainable else 0.0,
-        problem.costs.optimizer(device.kind, problem.optimizer).seconds_per_byte * trainable,
-    )
+    if not trainable:
+        return 0.0, 0.0
+    terms = end_s(problem.end_figures(device.kind, candidate.replicas))
+    (reduce_s, reduce_byte_s), (optimizer_s, optimizer_byte_s) = terms["all_reduce_s"], terms["optimizer_s"]
+    return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * trainable
 
 
 def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) -> Floats:
@@ -383,7 +384,7 @@ def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) 
     outputs, gradients = boundary_s(problem.link, problem.at_boundaries(size))
     rows = []
     for stage in stages:
-        costs = problem.costs.layers(problem.classes[stage.device_class].device.kind, size)
+        costs = layer_seconds(problem.costs, problem.classes[stage.device_class].device.kind, size)
         recompute_s = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
         rows.append(
             (

@@ -10,6 +10,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, prefix_sums
 from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
 from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, range_bytes
+from planner.cost.time_ledger import layer_seconds
 from planner.kernel.bottleneck import ROUNDING, least_bottleneck
 from planner.kernel.recompute_bounds import least_recompute_s
 from planner.plan.schedules import SCHEDULES, Objective
@@ -54,7 +55,10 @@ def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:
     even share of the work at least. On equal devices see `_cut_bound`.
     """
     split, classes = candidate.split, problem.classes
-    pairs = [[problem.costs.layers(g.device.kind, size) for g in classes] for size in (split.largest, split.smallest)]
+    pairs = [
+        [layer_seconds(problem.costs, group.device.kind, size) for group in classes]
+        for size in (split.largest, split.smallest)
+    ]
     large, small = ([costs.forward_s + costs.backward_s for costs in sized] for sized in pairs)
     mean = [steady_mean(split, *pair) for pair in zip(large, small, strict=True)]
     least = [
@@ -145,7 +149,7 @@ def pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
     held = own_bytes(ledger, Of.KEPT_LAYERS, form=Form.IN_PARTS)[0]
     if held.sum() <= room:
         return 0.0
-    large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
+    large, small = (layer_seconds(problem.costs, group.device.kind, size) for size in (split.largest, split.smallest))
     again = steady_mean(split, large.recompute_s, small.recompute_s)
     edges = after_layers(own_bytes(ledger, Of.SEGMENT_EDGES, form=Form.IN_PARTS)[0])
     return (split.count - 1) * least_recompute_s(held, edges, again, prices(held, again), room)

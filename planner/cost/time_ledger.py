@@ -15,11 +15,9 @@ forward pass, is a rule of the schedule about one row. And gaps between kernels 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import reduce
-from operator import add
 from typing import Literal
 
 import numpy as np
@@ -132,7 +130,7 @@ def layer_seconds(costs: CostModel, device_kind: str, micro_batch_size: int) -> 
         layers = costs.layers(device_kind, micro_batch_size)
         none = np.zeros_like(layers.forward_s)
         costs.seconds[key] = LayerSeconds(
-            *(_sum((row.figure(layers) for row in PASS_ROWS if row.of is of), none) for of in Pass)
+            *(sum((row.figure(layers) for row in PASS_ROWS if row.of is of), start=none) for of in Pass)
         )
     return costs.seconds[key]
 
@@ -142,7 +140,9 @@ def message_s(link: Link | None, size_bytes: Floats) -> Floats:
     none = np.zeros_like(size_bytes)
     if link is None:
         return none
-    sent: Floats = np.where(size_bytes > 0, _sum((row.figure(link, size_bytes) for row in MESSAGE_ROWS), none), none)
+    sent: Floats = np.where(
+        size_bytes > 0, sum((row.figure(link, size_bytes) for row in MESSAGE_ROWS), start=none), none
+    )
     return sent
 
 
@@ -153,10 +153,3 @@ def end_s(at: EndFigures) -> dict[str, tuple[float, float]]:
         fixed_s, byte_s = row.figure(at)
         found[row.field] = found[row.field][0] + fixed_s, found[row.field][1] + byte_s
     return found
-
-
-def _sum(figures: Iterable[Floats | float], none: Floats) -> Floats:
-    """Of the rows alone where there are any: nothing is rounded once more."""
-    found = [*figures]
-    total: Floats = reduce(add, found) if found else none
-    return total

@@ -83,7 +83,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     )
 
 
-def _pass_seconds(problem: Problem, candidate: Candidate, sizes: _Sizes) -> dict[str, Floats]:
+def _pass_seconds(problem: Problem, candidate: Candidate, sizes: _Sizes) -> dict[str, Any]:
     """The fields of `Tables` with prefix sums of what layers take."""
     forward_head, backward_head = _heads(problem, candidate, sizes)
     return {
@@ -102,7 +102,7 @@ def _pass_seconds(problem: Problem, candidate: Candidate, sizes: _Sizes) -> dict
     }
 
 
-def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Floats]:
+def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     """Those of what crosses boundaries."""
     split = candidate.split
     out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
@@ -115,7 +115,7 @@ def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Floats
     }
 
 
-def _end_seconds(problem: Problem, candidate: Candidate, kinds: Sequence[str]) -> dict[str, Floats]:
+def _end_seconds(problem: Problem, candidate: Candidate, kinds: Sequence[str]) -> dict[str, Any]:
     """Those of the end of a step."""
     ends = [end_s(problem.end_figures(kind, candidate.replicas)).values() for kind in kinds]
     fixed_s, byte_s = np.array([[sum(seconds) for seconds in zip(*terms, strict=True)] for terms in ends]).T

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from planner.cost.time_ledger import END_ROWS, MESSAGE_ROWS, PASS_ROWS, EndRow, MessageRow, Pass, PassRow
 from planner.from_profile import make_problem
 from planner.plan.schedules import SCHEDULES
+from planner.settings import SettingKeywords
 from planner.solve.balancer import balance
 from planner.solve.build_plan import make_plan
 from planner.solve.work_bound import work_bound_s
@@ -17,8 +18,8 @@ MORE_S = 4.0
 
 def seconds_of_a_step(profile, devices, **asked):
     """By the simulator, after what search and bounds say of the same plan was held against it."""
-    asked = {"micro_batches": 3, "micro_batches_per_stage": 1, **asked}
-    problem = make_problem(profile, devices, batch_size=15, optimizer=None, settings=asked)
+    settings_: SettingKeywords = {"micro_batches": 3, "micro_batches_per_stage": 1, **asked}  # type: ignore[typeddict-item]
+    problem = make_problem(profile, devices, batch_size=15, optimizer=None, settings=settings_)
     found = balance(problem)
     assert found is not None
     step_s = make_plan(problem, found).prediction.step_s

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from planner.cost.layer_costs import CostModel, ParameterRanges
+from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
 from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings
@@ -137,7 +138,7 @@ def _check_profile(problem: Problem, most: int) -> None:
         )
     for kind in dict.fromkeys(device.kind for device in problem.devices):
         for size in problem.costs.measured_sizes(kind):
-            costs = problem.costs.layers(kind, size)
+            costs = layer_seconds(problem.costs, kind, size)
             work_s = float(costs.forward_s.sum() + costs.backward_s.sum())
             if work_s < SHORTEST_WORK_S:
                 raise ProfileError(

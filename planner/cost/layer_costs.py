@@ -57,6 +57,21 @@ class LayerArrays:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerSeconds:
+    """What all L layers take for one micro-batch, by `planner.cost.time_ledger`; each array has shape (L,).
+
+    Attributes:
+        forward_s: of forward passes.
+        recompute_s: of forward passes again, if the layer is recomputed.
+        backward_s: of backward passes.
+    """
+
+    forward_s: Floats
+    recompute_s: Floats
+    backward_s: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StageStack:
     """Bytes of every stage of layers [i, j) at every measured size; arrays of shape (kinds and sizes, L + 1, L + 1).
 
@@ -82,10 +97,16 @@ class StageStack:
 
 
 class CostModel:
-    """What a profile says at any micro-batch size; linear between measured sizes and never beyond them."""
+    """What a profile says at any micro-batch size; linear between measured sizes and never beyond them.
+
+    Attributes:
+        profile: what was measured.
+        seconds: what `planner.cost.time_ledger` says for a kind of device and a size, once that was asked.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
+        self.seconds: dict[tuple[str, int], LayerSeconds] = {}
         self._rows = with_room(_rows(profile))
         self._rows_below = with_next_kernels(self._rows)
         self._measured = _measured_arrays(self._rows)

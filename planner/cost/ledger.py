@@ -10,6 +10,12 @@ A stage takes one of three forms, and rows may count in some of them alone. One 
 layers as one segment, is measured as a whole (`planner.cost.stage_bytes`). In any other layers count one by one, which
 is never less: what each keeps, and the largest of their temporaries.
 
+The search reads all rows as sums but those of stages measured as a whole: what one micro-batch keeps of layers [i, j),
+and the most that it has, are measured for a few sizes, and matrices over all i and j for every other size would be made
+for stages that are mostly never looked at. So the compiled search finds these two between the measured sizes where it
+needs them, and has the three rows that are made of them written out; a fourth is refused (`planner.cost.stage_sums`).
+Seconds have a ledger of their own, `planner.cost.time_ledger`.
+
 What a segment hands to a kept layer counts, too: a layer's `kept_bytes` leave out its inputs, because they belong to
 the layer that created them, and where that one is recomputed nobody has counted them.
 """
@@ -207,6 +213,27 @@ _MOMENTS = {
 }
 """The forms in which rows may count that last, and rows that are there for a moment: the search has sums for these."""
 
+WHOLE_ROWS = (
+    Row("saved by the stage", "activations", Of.WHOLE, Counts.IN_FLIGHT, lambda at: at.whole[0], Form.KEPT),
+    Row(
+        "most of one micro-batch beside what it saves",
+        "transient",
+        Of.WHOLE,
+        Counts.TRANSIENT,
+        lambda at: at.whole[1] - at.whole[0],
+        Form.KEPT,
+    ),
+    Row(
+        "most of one recomputed micro-batch",
+        "transient",
+        Of.WHOLE,
+        Counts.TRANSIENT,
+        lambda at: at.whole[1],
+        Form.AS_ONE,
+    ),
+)
+"""All rows of `Of.WHOLE`: `planner.kernel.tables.stage_needs` has these three written out, see above."""
+
 ROWS: tuple[RangeRow | Row, ...] = (
     RangeRow("parameters", "parameters", lambda at: at.parameters.unique[at.stage]),
     RangeRow("buffers", "parameters", lambda at: at.parameters.buffers[at.stage]),
@@ -224,7 +251,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
         lambda at: at.basis.micro_batches.batch_size * at.basis.costs.profile.input_bytes,
     ),
     Row("inputs of the stage", "activations", Of.FIRST_BOUNDARY, Counts.IN_FLIGHT, lambda at: at.layers.output_bytes),
-    Row("saved by the stage", "activations", Of.WHOLE, Counts.IN_FLIGHT, lambda at: at.whole[0], Form.KEPT),
+    WHOLE_ROWS[0],
     Row(
         "saved by kept layers",
         "activations",
@@ -249,22 +276,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
         lambda at: at.layers.output_bytes,
         Form.IN_PARTS,
     ),
-    Row(
-        "most of one micro-batch beside what it saves",
-        "transient",
-        Of.WHOLE,
-        Counts.TRANSIENT,
-        lambda at: at.whole[1] - at.whole[0],
-        Form.KEPT,
-    ),
-    Row(
-        "most of one recomputed micro-batch",
-        "transient",
-        Of.WHOLE,
-        Counts.TRANSIENT,
-        lambda at: at.whole[1],
-        Form.AS_ONE,
-    ),
+    *WHOLE_ROWS[1:],
     Row(
         "values of a segment",
         "transient",
@@ -302,6 +314,11 @@ ROWS: tuple[RangeRow | Row, ...] = (
 def range_rows() -> Iterator[RangeRow]:
     """The rows of what layers hold together."""
     return (row for row in ROWS if isinstance(row, RangeRow))
+
+
+def whole_rows() -> Iterator[Row]:
+    """The rows of the stage as a whole."""
+    return (row for row in ROWS if isinstance(row, Row) and row.of is Of.WHOLE)
 
 
 @cache

@@ -19,7 +19,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, LayerArrays
 from planner.cost.messages import Message
 from planner.cost.stage_memory import StageSkips
-from planner.cost.transfers import message_s
+from planner.cost.time_ledger import message_s
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.plan import Skip, SkipTimes
 from profiler.device import Link

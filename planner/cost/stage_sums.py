@@ -6,8 +6,8 @@ The bytes of a stage of layers [i, j) of class c, with number v + 1 from the end
 
 and, by its form, with one micro-batch's figures `kept` and `most` of [i, j), see `Tables.stage_kept`,
 
-    KEPT        own_kept[c, v, i:j]         + in flight * kept + (most - kept) + largest of beside_whole[KEPT, c, i:j]
-    AS_ONE      own_recomputed[c, v, i:j]   + most                             + largest of beside_whole[AS_ONE, c, i:j]
+    KEPT        own_kept[c, v, i:j]         + in flight * kept + (most - kept) + largest of beside_whole[0, c, i:j]
+    AS_ONE      own_recomputed[c, v, i:j]   + most                             + largest of beside_whole[1, c, i:j]
     IN_PARTS    own_recomputed[c, v, i:j]   + what `planner.kernel.segments.pattern_costs` makes of the rest
 """
 
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
-from planner.cost.ledger import Basis, Form, Ledger, Of, RangeFigures, range_rows, rows_of
+from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, RangeFigures, range_rows, rows_of, whole_rows
 
-KEPT, AS_ONE = 0, 1
+KEPT_PLACE, AS_ONE_PLACE = 0, 1
 """Places of `StageSums.beside_whole`."""
 
 
@@ -60,12 +60,18 @@ class StageSums(NamedTuple):
 
 
 def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
-    """The sums of all rows.
+    """The sums of all rows but `WHOLE_ROWS`.
 
     Args:
         bases: of each class of devices; alike but for the kind.
         numbers: of stages from the end, for which micro-batches in flight and messages under way may differ.
+
+    Raises:
+        ValueError: there is a row more of the stage as a whole, which the search would leave out.
     """
+    more = [row.name for row in whole_rows() if row not in WHOLE_ROWS]
+    if more:
+        raise ValueError(f"the search has the {len(WHOLE_ROWS)} rows of a whole stage written out, and not {more}")
     ledgers = [Ledger(basis, numbers) for basis in bases]
     kinds = list(dict.fromkeys(basis.device_kind for basis in bases))
     of_kind = {basis.device_kind: basis for basis in bases}
@@ -83,7 +89,7 @@ def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
         in_flight=ledgers[0].in_flight,
         always=np.stack([always_bytes(ledger) for ledger in ledgers]),
         range_of=np.array([kinds.index(basis.device_kind) for basis in bases]),
-        ranges=np.stack([range_bytes(of_kind[kind]) for kind in kinds]),
+        ranges=_stacked([range_bytes(of_kind[kind]) for kind in kinds]),
         first_boundary=boundaries(Of.FIRST_BOUNDARY),
         last_boundary=boundaries(Of.LAST_BOUNDARY),
         own_kept=layers(Of.LAYERS, Of.KEPT_LAYERS, form=Form.KEPT),
@@ -94,6 +100,11 @@ def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
         beside=moments(Form.IN_PARTS),
         beside_whole=np.stack([moments(Form.KEPT), moments(Form.AS_ONE)]),
     )
+
+
+def _stacked(arrays: Sequence[Floats]) -> Floats:
+    """The arrays as one; a single one, which may be large, is not copied."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
 def always_bytes(ledger: Ledger) -> Floats:

@@ -1,12 +1,7 @@
-"""Every stage that a device could run, as arcs from layer position i to j, and what plans made of them cost at least.
+"""Every stage that a device could run, as arcs from layer position i to j, with what it adds to a step at least.
 
 The stages are numbered from the end of the model, 1 for the last: how many micro-batches a stage has in flight may
-depend on it. Five numbers bound a plan: it takes at least
-
-    sum(through) + max(max forward + max backward, max both) + max(optimizer)
-
-with the steady bottlenecks of forward and backward phase and `both` of one stage; where
-forward and backward passes alternate, `both` alone counts.
+depend on it.
 """
 
 from __future__ import annotations
@@ -17,28 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.kernel.compiled import compiled
-from planner.kernel.tables import (
-    ALWAYS,
-    AUTO,
-    NEVER,
-    Tables,
-    segment_costs,
-    stage_needs,
-)
-from planner.kernel.two_sizes import Four, Machine, both_phases, front_with
+from planner.kernel.compiled import compiled, inlined
+from planner.kernel.recompute_bounds import least_at, price_layer
+from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables, segment_costs, stage_needs
+from planner.kernel.two_sizes import link_machines, stage_machines
 from planner.plan.schedules import Objective
 
 FLOW_SHOPS, ROUNDS, WORK = (int(objective) for objective in Objective)
 IMPOSSIBLE, KEEPS, RECOMPUTES = 0, 1, 2
 """What a stage must do to fit."""
-
-
 THROUGH, FORWARD, BACKWARD, OPTIMIZER, REST, ROOM = range(6)
 """Columns of `Arcs.terms`."""
-STAYS_LEAST, FRONT_OPTIMIZER = 12, 14
-"""Columns of `before_bounds` with two sizes of micro-batches: behind three times four numbers the least seconds of the
-longest stay of large micro-batches, forward and backward, and of the slowest optimizer."""
 
 
 class Arcs(NamedTuple):
@@ -160,7 +144,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
     return arcs
 
 
-@compiled
+@inlined
 def steady_again(tables: Tables) -> int:
     """How many of the M - 1 steady micro-batches run a stage's segments again, whatever its place.
 
@@ -169,7 +153,7 @@ def steady_again(tables: Tables) -> int:
     return 0 if tables.objective == WORK else tables.steady
 
 
-@compiled
+@inlined
 def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
     """For each variant, class and position the first arc to there, and how many there are."""
     memory = tables.memory
@@ -203,7 +187,7 @@ def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
     return offset, length
 
 
-@compiled
+@inlined
 def _least_pass_s(passing: Floats) -> float:
     """Seconds that a micro-batch takes through all layers at least, each on the class that is fastest for it."""
     classes, positions = passing.shape
@@ -216,7 +200,7 @@ def _least_pass_s(passing: Floats) -> float:
     return least_s
 
 
-@compiled
+@inlined
 def _fill(
     tables: Tables, variant: int, device: int, stop: int, places: tuple[int, int], below_s: float, facts: _Facts
 ) -> None:
@@ -224,7 +208,7 @@ def _fill(
 
     1. What it needs of memory: whether it fits as it is, as one segment, or perhaps with some layers recomputed.
     2. What it adds to the objective without recompute.
-    3. If it does not fit as it is, what recompute takes at least, see `_price_layer`.
+    3. If it does not fit as it is, what recompute takes at least, see `price_layer`.
     4. If that is too much for a step below `below_s`, the stage is left out.
     """
     need, whole, extra, terms = facts
@@ -261,8 +245,8 @@ def _fill(
             edge = costs.entering_bytes[priced + 1] if priced + 1 < stop else 0.0
             own_bytes = costs.held_bytes[priced + 1] - costs.held_bytes[priced]
             again = costs.recompute_s[priced + 1] - costs.recompute_s[priced]
-            _price_layer(own_bytes, edge, again, prices, kept, recomputed)
-        extra[place] = _least_at(prices, kept, recomputed, room) * (1 - 1e-9)
+            price_layer(own_bytes, edge, again, prices, kept, recomputed)
+        extra[place] = least_at(prices, kept, recomputed, room) * (1 - 1e-9)
         if whole[place]:
             extra[place] = min(extra[place], all_again)
         # 4
@@ -271,7 +255,7 @@ def _fill(
             need[place] = IMPOSSIBLE
 
 
-@compiled
+@inlined
 def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: int, terms: Floats) -> None:
     """The columns of `Arcs.terms` that are seconds, of one stage."""
     forward = tables.forward[device, stop] - tables.forward[device, first]
@@ -291,43 +275,10 @@ def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: i
         terms[REST] = tables.steady % number * max(0.0, own - forward_most)
     if tables.trainable_bytes[first, stop] > 0:
         slope = tables.optimizer_rate[device]
-        terms[OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed
+        terms[OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed[device]
 
 
-@compiled
-def _price_layer(
-    own_bytes: float, edge_bytes: float, again: float, prices: Floats, kept: Floats, recomputed: Floats
-) -> None:
-    """Put a layer before those whose least e + price * bytes held are `kept` and `recomputed`, for each price.
-
-    A stage's segments cost at least min(e + price * bytes held) - price * bytes available, whatever the price
-    (Lagrange); the minimum is a shortest path over its layers with two states: the first layer is kept, or recomputed.
-
-    Args:
-        own_bytes: of the layer, if it is kept.
-        edge_bytes: at the boundary after it, if it lies next to a segment.
-        again: its recompute seconds.
-        prices: seconds per byte.
-        kept: of the layers so far if the first is kept.
-        recomputed: of the layers so far if the first is recomputed.
-    """
-    for index in range(len(prices)):
-        one, other = kept[index], recomputed[index]
-        edge = prices[index] * edge_bytes
-        kept[index] = min(one, other + edge) + prices[index] * own_bytes
-        recomputed[index] = min(other, one + edge) + again
-
-
-@compiled
-def _least_at(prices: Floats, kept: Floats, recomputed: Floats, room: float) -> float:
-    """The largest of the least seconds that these prices give for so many bytes."""
-    least = 0.0
-    for index in range(len(prices)):
-        least = max(least, min(kept[index], recomputed[index]) - prices[index] * room)
-    return least
-
-
-@compiled
+@inlined
 def _drop_small(work: Floats, most_stages: int, offset: Indices, length: Indices, need: NDArray[np.uint8]) -> None:
     """On equal devices drop stages so small that the others, as large as they can be, do not hold the rest.
 
@@ -348,7 +299,7 @@ def _drop_small(work: Floats, most_stages: int, offset: Indices, length: Indices
                         need[place] = IMPOSSIBLE
 
 
-@compiled
+@inlined
 def _fill_largest(arcs: Arcs) -> None:
     """`Arcs.largest_change` and `Arcs.largest_stay` over all stages and links.
 
@@ -361,7 +312,7 @@ def _fill_largest(arcs: Arcs) -> None:
                 place = arcs.offset[0, device, stop] + step
                 if arcs.need[place] == IMPOSSIBLE:
                     continue
-                pair = stage_machines(arcs, device, stop - 1 - step, stop, arcs.need[place] == RECOMPUTES)
+                pair = stage_machines(arcs.sized, device, stop - 1 - step, stop, arcs.need[place] == RECOMPUTES)
                 for phase in range(2):
                     machine = pair[phase]
                     change = machine.small + machine.large_stay - machine.large
@@ -369,7 +320,7 @@ def _fill_largest(arcs: Arcs) -> None:
                     arcs.largest_stay[phase] = max(arcs.largest_stay[phase], machine.small_stay)
     gained = np.zeros(2)
     for position in range(positions):
-        pair = link_machines(arcs, position)
+        pair = link_machines(arcs.sized_links, position)
         for phase in range(2):
             arcs.largest_change[phase] = max(arcs.largest_change[phase], pair[phase].small)
             arcs.largest_stay[phase] = max(arcs.largest_stay[phase], pair[phase].small)
@@ -377,185 +328,8 @@ def _fill_largest(arcs: Arcs) -> None:
             if position + 1 < positions:
                 most = 0.0
                 for device in range(classes):
-                    one = stage_machines(arcs, device, position, position + 1, False)[phase]
+                    one = stage_machines(arcs.sized, device, position, position + 1, False)[phase]
                     most = max(most, one.small - one.large)
                 gained[phase] += most
-    arcs.largest_change[:] += gained
-
-
-@compiled
-def stage_machines(arcs: Arcs, device: int, first: int, stop: int, again: bool) -> tuple[Machine, Machine]:
-    """A stage in the forward and in the backward phase, for two sizes of micro-batches; `again` if it is recomputed."""
-    sums = arcs.sized
-    large, small = sums[0, device, stop] - sums[0, device, first], sums[1, device, stop] - sums[1, device, first]
-    back, back_small = sums[2, device, stop] - sums[2, device, first], sums[3, device, stop] - sums[3, device, first]
-    again_large, again_small = 0.0, 0.0
-    if again:
-        again_large = sums[4, device, stop] - sums[4, device, first]
-        again_small = sums[5, device, stop] - sums[5, device, first]
-    return Machine(large, large, small, small), Machine(back, back + again_large, back_small, back_small + again_small)
-
-
-@compiled
-def link_machines(arcs: Arcs, position: int) -> tuple[Machine, Machine]:
-    """A link in both phases."""
-    links = arcs.sized_links
-    there, there_small, back, back_small = (
-        links[0, position],
-        links[1, position],
-        links[2, position],
-        links[3, position],
-    )
-    return Machine(there, there, there_small, there_small), Machine(back, back, back_small, back_small)
-
-
-@compiled
-def least_recompute_s(held: Floats, entering: Floats, again: Floats, prices: Floats, room: float) -> float:
-    """Seconds of recompute at least when all layers together have `room` bytes; see `_price_layer`.
-
-    Args:
-        held: bytes that each layer keeps, shape (L,).
-        entering: bytes at each boundary, shape (L + 1,).
-        again: recompute seconds, shape (L,).
-        prices: seconds per byte to try.
-        room: bytes.
-    """
-    kept, recomputed = np.zeros(len(prices)), np.zeros(len(prices))
-    for layer in range(len(held) - 1, -1, -1):
-        _price_layer(held[layer], entering[layer + 1], again[layer], prices, kept, recomputed)
-    return _least_at(prices, kept, recomputed, room)
-
-
-@compiled
-def used_numbers(capacity: Indices) -> tuple[Indices, Indices]:
-    """All ways to use up devices: how many stages each class has, shape (U, C), and how many there are in all, (U,).
-
-    Way `u` less one stage of class c is way `u - stride[c]` with stride[c] = product of capacity + 1 of classes before.
-    """
-    ways = 1
-    for number in capacity:
-        ways *= number + 1
-    used = np.zeros((ways, len(capacity)), dtype=np.int64)
-    total = np.zeros(ways, dtype=np.int64)
-    for way in range(ways):
-        rest = way
-        for device in range(len(capacity)):
-            used[way, device] = rest % (capacity[device] + 1)
-            rest //= capacity[device] + 1
-            total[way] += used[way, device]
-    return used, total
-
-
-@compiled
-def before_bounds(arcs: Arcs) -> Floats:
-    """What the stages in front cost at least: at [u, i, :] of layers [0, i), when those behind use devices as in way u.
-
-    Five numbers, those of the module; with two sizes of micro-batches fifteen, see `front_four`. Each number is the
-    smallest of its own; infinite where nothing leads to the start, or no stages behind lead to the end.
-    """
-    used, total = used_numbers(arcs.capacity)
-    ways, classes = used.shape
-    positions = len(arcs.allowed)
-    before = np.full((ways, positions, FRONT_OPTIMIZER + 1 if arcs.two_sizes else 5), np.inf)
-    lowest = _lowest(arcs)
-    for way in range(ways - 1, -1, -1):
-        if total[way] > arcs.most_stages:
-            continue
-        if total[way] >= arcs.least_stages:
-            before[way, 0, :] = 0.0
-        if total[way] == arcs.most_stages:
-            continue
-        variant = total[way] if arcs.by_number else 0
-        stride = 1
-        for device in range(classes):
-            rest = way + stride
-            stride *= arcs.capacity[device] + 1
-            if used[way, device] == arcs.capacity[device]:
-                continue
-            for stop in range(max(1, lowest[way]), positions):
-                for step in range(arcs.length[variant, device, stop]):
-                    first = stop - 1 - step
-                    place = arcs.offset[variant, device, stop] + step
-                    if arcs.need[place] == IMPOSSIBLE or before[rest, first, 0] == np.inf:
-                        continue
-                    if arcs.two_sizes:
-                        _lower_two_sizes(arcs, device, first, stop, place, before[rest, first], before[way, stop])
-                    else:
-                        _lower(arcs, first, place, before[rest, first], before[way, stop])
-    return before
-
-
-@compiled
-def _lowest(arcs: Arcs) -> Indices:
-    """For each way to use devices a position such that no stages on them reach from further in front to the end."""
-    used, total = used_numbers(arcs.capacity)
-    ways, classes = used.shape
-    positions = len(arcs.allowed)
-    lowest = np.full(ways, positions, dtype=np.int64)
-    lowest[0] = positions - 1
-    for way in range(1, ways):
-        if total[way] > arcs.most_stages:
-            continue
-        variant = total[way] - 1 if arcs.by_number else 0
-        stride = 1
-        for device in range(classes):
-            rest = way - stride
-            stride *= arcs.capacity[device] + 1
-            if used[way, device] > 0:
-                for stop in range(lowest[rest], positions):
-                    lowest[way] = min(lowest[way], stop - arcs.length[variant, device, stop])
-    return lowest
-
-
-@compiled
-def _lower(arcs: Arcs, first: int, place: int, front: Floats, here: Floats) -> None:
-    """Lower the numbers `here` to those of a front with one more stage behind."""
-    terms = arcs.terms[place]
-    forward, backward = 0.0, 0.0
-    both = max(0.0, terms[BACKWARD] + arcs.steady_again * arcs.extra[place])
-    if arcs.objective == FLOW_SHOPS:
-        forward = terms[FORWARD]
-        backward = max(both, arcs.backward_link[first]) + arcs.backward_head[first]
-        both = forward + backward
-    here[0] = min(here[0], front[0] + terms[THROUGH])
-    here[1] = min(here[1], max(front[1], forward))
-    here[2] = min(here[2], max(front[2], backward))
-    here[3] = min(here[3], max(front[3], both))
-    here[4] = min(here[4], max(front[4], terms[OPTIMIZER]))
-
-
-@compiled
-def _lower_two_sizes(arcs: Arcs, device: int, first: int, stop: int, place: int, front: Floats, here: Floats) -> None:
-    """The same with two sizes of micro-batches."""
-    n, m = arcs.more_large, arcs.more_small
-    stage, stage_back = stage_machines(arcs, device, first, stop, arcs.need[place] == RECOMPUTES)
-    link, link_back = link_machines(arcs, first)
-    for kind in range(3):
-        one, other = link, stage
-        if kind == 1:
-            one, other = link_back, stage_back
-        elif kind == 2:
-            one, other = both_phases(link, link_back), both_phases(stage, stage_back)
-        four = front_with(front_with(front_four(front, kind), one, n, m), other, n, m)
-        for index in range(4):
-            here[4 * kind + index] = min(here[4 * kind + index], four[index])
-        if kind < 2:
-            stay = max(max(one.large_stay, other.large_stay), front[STAYS_LEAST + kind])
-            here[STAYS_LEAST + kind] = min(here[STAYS_LEAST + kind], stay)
-    slowest = max(front[FRONT_OPTIMIZER], arcs.terms[place, OPTIMIZER])
-    here[FRONT_OPTIMIZER] = min(here[FRONT_OPTIMIZER], slowest)
-
-
-@compiled
-def front_four(front: Floats, kind: int) -> Four:
-    """Of what `before_bounds` says the four numbers of `two_sizes`: forward, backward, or both phases."""
-    at = 4 * kind
-    return front[at], front[at + 1], front[at + 2], front[at + 3]
-
-
-@compiled
-def step_bound_s(arcs: Arcs, front: Floats) -> float:
-    """What a plan takes at least whose stages `front` describes."""
-    if arcs.two_sizes:
-        return float(max(front[3] + front[7], front[11]) + front[FRONT_OPTIMIZER])
-    return float(front[0] + max(front[1] + front[2], front[3]) + front[4])
+    for phase in range(2):
+        arcs.largest_change[phase] += gained[phase]

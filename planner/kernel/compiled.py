@@ -1,16 +1,40 @@
-"""Numba behind one typed name: compiled on first use, and kept on disk for the next process."""
+"""Numba behind one typed name: compiled on first use by one process at a time, and kept on disk for the next.
+
+Numba keeps what it compiled next to the source (or where `NUMBA_CACHE_DIR` says) and takes it back as long as the
+function's own file is unchanged. Two things are done differently here:
+
+- A function holds the machine code of those that it calls and the constants that it reads. So what is kept is stale
+  when any of `SOURCES` has changed, not only the function's own file.
+- Processes that start side by side would each compile all of the search. A lock file makes the others wait for the one
+  that came first, and take what it kept.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib
+import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+
+_PACKAGES = Path(__file__).parents[2]
+SOURCES = (
+    *sorted((_PACKAGES / "planner" / "kernel").glob("*.py")),
+    _PACKAGES / "planner" / "cost" / "stage_sums.py",
+    _PACKAGES / "planner" / "plan" / "schedules.py",
+    _PACKAGES / "profiler" / "between_sizes.py",
+)
+"""Files of compiled functions, and of the constants and named tuples that they read."""
 
 
 def _numba() -> Any:
@@ -31,7 +55,7 @@ _NUMBA = _numba()
 
 def compiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """The same function as machine code; it takes numbers, arrays and named tuples of them, and no other values."""
-    return cast("Callable[_Parameters, _Result]", _NUMBA.njit(cache=True)(function))
+    return cast("Callable[_Parameters, _Result]", _dispatcher(function))
 
 
 def inlined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -39,4 +63,67 @@ def inlined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _
 
     Each array counts who holds it; 40 of them cost 0.1 us a call and more [measured].
     """
-    return cast("Callable[_Parameters, _Result]", _NUMBA.njit(cache=True, inline="always")(function))
+    return cast("Callable[_Parameters, _Result]", _dispatcher(function, inline="always"))
+
+
+def _dispatcher(function: Callable[..., object], **options: str) -> Any:
+    """What numba makes of a function, with the two changes; the parts of numba that they rest on are private."""
+    if _NUMBA.config.DISABLE_JIT:
+        return function
+    # nobody takes the address of a compiled function for C, and each such entrance takes time to compile
+    dispatcher = _NUMBA.njit(cache=True, no_cfunc_wrapper=True, **options)(function)
+    kept = dispatcher._cache._cache_file
+    kept._source_stamp = kept._source_stamp, digest_of(SOURCES)
+    compile_for, template_for = dispatcher.compile, dispatcher.get_call_template
+    folder = Path(dispatcher.stats.cache_path)
+
+    def compile_alone(signature: Any) -> Any:
+        with _one_process(folder):
+            return compile_for(signature)
+
+    def template_of_types(types: Any, keywords: Any) -> Any:
+        """A number that stands in the source is a number like any other: numba would compile for each of them."""
+        plain = _NUMBA.types.unliteral
+        return template_for(tuple(map(plain, types)), {name: plain(kind) for name, kind in keywords.items()})
+
+    dispatcher.compile, dispatcher.get_call_template = compile_alone, template_of_types
+    return dispatcher
+
+
+@cache
+def digest_of(files: tuple[Path, ...]) -> str:
+    """Of what the files contain."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+_IN_PROCESS = threading.RLock()
+_HELD: set[Path] = set()
+
+
+@contextmanager
+def _one_process(folder: Path) -> Iterator[None]:
+    """Only one process compiles for that folder; where it cannot be locked, each compiles for itself."""
+    with _IN_PROCESS:
+        if folder in _HELD:  # a function that is called by the one that is compiled
+            yield
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder / "compiling.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            yield
+            return
+        try:
+            _lock(descriptor)
+            _HELD.add(folder)
+            yield
+        finally:
+            _HELD.discard(folder)
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks
+        return

@@ -12,6 +12,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
+from planner.kernel.rows import copy_row, copy_rows
 
 PARENT, DEVICE, CHOICE, POSITION, LINKS = range(5)
 """Columns of links: the label after the first stage, -1 for the empty one; the first stage's class of devices, and how
@@ -105,7 +106,8 @@ def insert_plan(best: BestPlans, objective_s: float, parent: int, device: int, c
     """Put a complete plan in its place, and say what the one takes that falls off the end."""
     slot = best.size[0]
     while slot > 0 and best.objective_s[slot - 1] > objective_s:
-        best.objective_s[slot], best.links[slot] = best.objective_s[slot - 1], best.links[slot - 1]
+        best.objective_s[slot] = best.objective_s[slot - 1]
+        copy_row(best.links[slot - 1], best.links[slot])
         slot -= 1
     best.objective_s[slot] = objective_s
     _link(best.links, slot, parent, device, choice)
@@ -135,8 +137,10 @@ def is_dominated(pareto: ParetoSet, raised: Floats) -> bool:
             dominated = True
         elif no_less:
             count -= 1
-            pareto.numbers[other], compared[other] = pareto.numbers[count], compared[count]
-            pareto.bound_s[other], pareto.links[other] = pareto.bound_s[count], pareto.links[count]
+            copy_row(pareto.numbers[count], pareto.numbers[other])
+            copy_row(compared[count], compared[other])
+            copy_row(pareto.links[count], pareto.links[other])
+            pareto.bound_s[other] = pareto.bound_s[count]
         else:
             other += 1
     pareto.size[0] = count
@@ -160,7 +164,9 @@ def insert_label(
         over_s = max(bound_s, pareto.bound_s[slot])
         if pareto.bound_s[slot] <= bound_s:
             return float(over_s)
-    pareto.numbers[slot], pareto.raised[slot], pareto.bound_s[slot] = numbers, raised, bound_s
+    copy_row(numbers, pareto.numbers[slot])
+    copy_row(raised, pareto.raised[slot])
+    pareto.bound_s[slot] = bound_s
     _link(pareto.links, slot, parent, device, choice)
     return float(over_s)
 
@@ -174,7 +180,8 @@ def with_place(labels: Labels, pareto: ParetoSet, devices_used: int, position: i
     labels.begin[devices_used, position] = count
     for slot in range(pareto.size[0]):
         if pareto.bound_s[slot] < limit_s:
-            labels.numbers[count], labels.links[count] = pareto.numbers[slot], pareto.links[slot]
+            copy_row(pareto.numbers[slot], labels.numbers[count])
+            copy_row(pareto.links[slot], labels.links[count])
             labels.links[count, POSITION] = position
             count += 1
     labels.end[devices_used, position] = labels.size[0] = count
@@ -185,6 +192,8 @@ def with_place(labels: Labels, pareto: ParetoSet, devices_used: int, position: i
 @compiled
 def _with_room(labels: Labels) -> Labels:
     """The same labels with room for as many more."""
-    numbers = np.concatenate((labels.numbers, np.zeros_like(labels.numbers)))
-    links = np.concatenate((labels.links, np.zeros_like(labels.links)))
+    room, columns = labels.numbers.shape
+    numbers, links = np.zeros((2 * room, columns)), np.zeros((2 * room, LINKS), dtype=np.int64)
+    copy_rows(labels.numbers, numbers)
+    copy_rows(labels.links, links)
     return Labels(labels.size, numbers, links, labels.begin, labels.end)

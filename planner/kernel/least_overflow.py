@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.kernel.candidate_stages import used_numbers
 from planner.kernel.compiled import compiled
+from planner.kernel.devices_used import used_numbers
 from planner.kernel.segments import INSIDE, START, StageCosts, pattern_costs
 from planner.kernel.tables import ALWAYS, AUTO, NEVER, Needs, Tables, segment_costs, stage_needs
 
-MOST_LAYERS = 300
+LAYERS_TO_TRY = 300
 """A model of more layers is not tried with several segments for a stage [chosen]."""
 MOST_PARTS = 16
 """Segments that a stage is tried with [chosen]."""
@@ -153,7 +153,7 @@ def _lacking(
         over_bytes = needs.over_kept[first]
     if tables.recompute != NEVER and needs.over_as_one[first] < over_bytes:
         over_bytes, parts = needs.over_as_one[first], 1
-    many_layers = len(tables.allowed) - 1 > MOST_LAYERS
+    many_layers = len(tables.allowed) - 1 > LAYERS_TO_TRY
     if tables.recompute != AUTO or many_layers or needs.moment[first] - room_bytes >= enough_bytes:
         return over_bytes, parts
     tried = 2

@@ -13,7 +13,7 @@ back, and e and x those of recompute, a plan takes
                          rounds * S(k) + rest )                        it waits whenever all in flight are ahead
 
 so a rear needs S and both bottlenecks, or S and V, or the four numbers of `planner.kernel.two_sizes` for each phase;
-and the slowest optimizer. `planner.kernel.candidate_stages.before_bounds` says the like of the stages in front.
+and the slowest optimizer. `planner.kernel.front` says the like of the stages in front.
 """
 
 from __future__ import annotations
@@ -25,20 +25,35 @@ from planner.kernel.candidate_stages import (
     BACKWARD,
     FLOW_SHOPS,
     FORWARD,
-    FRONT_OPTIMIZER,
     OPTIMIZER,
     RECOMPUTES,
     REST,
     ROUNDS,
-    STAYS_LEAST,
     THROUGH,
     Arcs,
-    front_four,
-    link_machines,
-    stage_machines,
 )
 from planner.kernel.compiled import compiled
-from planner.kernel.two_sizes import Four, Machine, longest, rear_with
+from planner.kernel.front import (
+    FRONT_BACKWARD_S,
+    FRONT_BOTH_S,
+    FRONT_FORWARD_S,
+    FRONT_OPTIMIZER_S,
+    FRONT_PASSES_S,
+    LEAST_STAY_S,
+    SIZED_FRONT_OPTIMIZER_S,
+)
+from planner.kernel.two_sizes import (
+    BACKWARD_PHASE,
+    BOTH_PHASES,
+    FORWARD_PHASE,
+    Machine,
+    four_of,
+    link_machines,
+    longest,
+    put_four,
+    rear_with,
+    stage_machines,
+)
 
 PASSES_S, FORWARD_STAY_S, BACKWARD_STAY_S, OPTIMIZER_S, COLUMNS = range(5)
 """Columns of a rear: S, both bottlenecks of flow shops and the slowest optimizer; and how many there are."""
@@ -46,10 +61,6 @@ ALONE_S, UNUSED = FORWARD_STAY_S, BACKWARD_STAY_S
 """Without flow shops: V, and nothing."""
 SIZED_OPTIMIZER_S, SIZED_COLUMNS = 8, 9
 """With two sizes of micro-batches, after four numbers for each phase: the slowest optimizer; how many columns."""
-FRONT_PASSES_S, FRONT_FORWARD_S, FRONT_BACKWARD_S, FRONT_BOTH_S, FRONT_OPTIMIZER_S = range(5)
-"""Columns of `before_bounds` for micro-batches of one size."""
-FORWARD_PHASE, BACKWARD_PHASE, BOTH_PHASES = range(3)
-"""Which four numbers, see `front_four`."""
 NO_MACHINE = Machine(0.0, 0.0, 0.0, 0.0)
 """That of a stage where micro-batches have one size."""
 
@@ -130,8 +141,8 @@ def stage_in_front(arcs: Arcs, from_end: int, device: int, first: int, stop: int
     terms = arcs.terms[arc]
     there, back, link_there, link_back = NO_MACHINE, NO_MACHINE, NO_MACHINE, NO_MACHINE
     if arcs.two_sizes:
-        there, back = stage_machines(arcs, device, first, stop, arcs.need[arc] == RECOMPUTES)
-        link_there, link_back = link_machines(arcs, first)
+        there, back = stage_machines(arcs.sized, device, first, stop, arcs.need[arc] == RECOMPUTES)
+        link_there, link_back = link_machines(arcs.sized_links, first)
     return FrontStage(
         from_end,
         terms[THROUGH],
@@ -204,11 +215,11 @@ def _grow_two_sizes(
     n, m = objective.more_large, objective.more_small
     there, link_there, back, link_back = stage.machines
     old = rears[rear]
-    forward = rear_with(rear_with(front_four(old, FORWARD_PHASE), there, n, m), link_there, n, m)
-    backward = rear_with(rear_with(front_four(old, BACKWARD_PHASE), back, n, m), link_back, n, m)
+    forward = rear_with(rear_with(four_of(old, FORWARD_PHASE), there, n, m), link_there, n, m)
+    backward = rear_with(rear_with(four_of(old, BACKWARD_PHASE), back, n, m), link_back, n, m)
     optimizer_s = max(old[SIZED_OPTIMIZER_S], stage.optimizer_s)
-    _put_four(new, FORWARD_PHASE, forward)
-    _put_four(new, BACKWARD_PHASE, backward)
+    put_four(new, FORWARD_PHASE, forward)
+    put_four(new, BACKWARD_PHASE, backward)
     new[SIZED_OPTIMIZER_S] = optimizer_s
     both = (
         forward[0] + backward[0],
@@ -216,17 +227,10 @@ def _grow_two_sizes(
         forward[2] + backward[2],
         forward[3] + backward[3],
     )
-    forward_s = longest(front_four(front, FORWARD_PHASE), forward)
-    backward_s = longest(front_four(front, BACKWARD_PHASE), backward)
-    both_s = longest(front_four(front, BOTH_PHASES), both)
-    return float(max(forward_s + backward_s, both_s) + max(optimizer_s, front[FRONT_OPTIMIZER]))
-
-
-@compiled
-def _put_four(numbers: Floats, phase: int, four: Four) -> None:
-    """The reverse of `front_four`."""
-    at = 4 * phase
-    numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3] = four
+    forward_s = longest(four_of(front, FORWARD_PHASE), forward)
+    backward_s = longest(four_of(front, BACKWARD_PHASE), backward)
+    both_s = longest(four_of(front, BOTH_PHASES), both)
+    return float(max(forward_s + backward_s, both_s) + max(optimizer_s, front[SIZED_FRONT_OPTIMIZER_S]))
 
 
 @compiled
@@ -239,12 +243,12 @@ def raise_to_front(objective: SearchObjective, new: Floats, front: Floats, raise
     """
     if objective.two_sizes:
         for phase in range(2):
-            small, stays, changes, whole = front_four(new, phase)
+            small, stays, changes, whole = four_of(new, phase)
             stays = max(stays, changes - objective.largest_change[phase])
             small = max(small, stays - objective.more_small * objective.largest_stay[phase])
-            whole = max(whole, changes + objective.more_large * front[STAYS_LEAST + phase])
-            _put_four(raised, phase, (small, stays, changes, whole))
-        raised[SIZED_OPTIMIZER_S] = max(new[SIZED_OPTIMIZER_S], front[FRONT_OPTIMIZER])
+            whole = max(whole, changes + objective.more_large * front[LEAST_STAY_S + phase])
+            put_four(raised, phase, (small, stays, changes, whole))
+        raised[SIZED_OPTIMIZER_S] = max(new[SIZED_OPTIMIZER_S], front[SIZED_FRONT_OPTIMIZER_S])
         return
     raised[PASSES_S] = new[PASSES_S]
     raised[OPTIMIZER_S] = max(new[OPTIMIZER_S], front[FRONT_OPTIMIZER_S])

@@ -28,8 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.kernel.candidate_stages import IMPOSSIBLE, RECOMPUTES, Arcs, step_bound_s, used_numbers
+from planner.kernel.candidate_stages import IMPOSSIBLE, RECOMPUTES, Arcs
 from planner.kernel.compiled import compiled, inlined
+from planner.kernel.devices_used import used_numbers
+from planner.kernel.front import FRONT_PASSES_S, step_bound_s
 from planner.kernel.labels import (
     CHOICE,
     DEVICE,
@@ -48,7 +50,6 @@ from planner.kernel.labels import (
 )
 from planner.kernel.rear import (
     COLUMNS,
-    FRONT_PASSES_S,
     SIZED_COLUMNS,
     SearchObjective,
     grow,

@@ -26,7 +26,7 @@ Small stages are solved exactly (`exact_segments`), by labels (held, e, x, peak)
 5. At position i take the labels that are worth having, and walk back through their parents for the segments.
 
 Larger stages get the best of some choices (`usual_segments`); what any choice costs at least is
-`planner.kernel.candidate_stages`'s business.
+`planner.kernel.recompute_bounds`'s business.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
+from planner.kernel.rows import copy_row
 
 Pattern: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """For each layer of a stage KEPT, INSIDE or START."""
@@ -45,7 +46,7 @@ KEPT, INSIDE, START = 0, 1, 2
 """What a pattern says of a layer: kept, in a segment, or first of a segment."""
 HELD_BYTES, RECOMPUTE_S, TURNAROUND_S, PEAK_BYTES = range(4)
 """Columns of a label: held, e, x and peak."""
-MOST_LABELS = 4000
+MOST_CHOICES = 4000
 """Labels at one position; a stage that has more counts as not solved exactly."""
 
 
@@ -201,7 +202,7 @@ def exact_segments(costs: StageCosts, stage: StageRoom, most_work: int) -> Found
 @compiled
 def _empty_label(length: int) -> _Labels:
     """Step 1: room for all labels, and the empty one."""
-    room = (length + 1) * MOST_LABELS
+    room = (length + 1) * MOST_CHOICES
     labels = _Labels(
         np.empty((room, 4)),
         np.empty(room, dtype=np.int64),
@@ -237,7 +238,7 @@ def _fill_position(
             if work > most_work:
                 return -1, work
             has_segment = labels.has_segment[label]
-            new[:] = labels.numbers[label]
+            copy_row(labels.numbers[label], new)
             if first_mark == KEPT:
                 new[HELD_BYTES] += costs.held_bytes[position + 1] - costs.held_bytes[position]
             else:
@@ -249,9 +250,10 @@ def _fill_position(
                 continue
             if _is_dominated(labels, begin, write, new, first_mark, has_segment):
                 continue
-            if write - begin >= MOST_LABELS:
+            if write - begin >= MOST_CHOICES:
                 return -1, work
-            labels.numbers[write], labels.parent[write] = new, label
+            copy_row(new, labels.numbers[write])
+            labels.parent[write] = label
             labels.first_mark[write], labels.has_segment[write] = first_mark, has_segment
             write += 1
     return write, work
@@ -319,7 +321,8 @@ def _compacted(labels: _Labels, begin: int, write: int) -> int:
     kept = begin
     for label in range(begin, write):
         if labels.alive[label]:
-            labels.numbers[kept], labels.parent[kept] = labels.numbers[label], labels.parent[label]
+            copy_row(labels.numbers[label], labels.numbers[kept])
+            labels.parent[kept] = labels.parent[label]
             labels.first_mark[kept], labels.has_segment[kept] = labels.first_mark[label], labels.has_segment[label]
             kept += 1
     labels.alive[begin:write] = True
@@ -329,7 +332,7 @@ def _compacted(labels: _Labels, begin: int, write: int) -> int:
 @compiled
 def _worth_having(numbers: Floats, begin: int, end: int) -> Indices:
     """Step 5: labels at [begin, end) by ascending e, without those that another is no worse than in both e and x."""
-    order = begin + np.argsort(numbers[begin:end, RECOMPUTE_S])
+    order = begin + np.argsort(numbers[begin:end, RECOMPUTE_S].copy())
     chosen = np.empty(len(order), dtype=np.int64)
     count = 0
     for label in order:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.cost.stage_sums import AS_ONE, KEPT, StageSums
+from planner.cost.stage_sums import AS_ONE_PLACE, KEPT_PLACE, StageSums
 from planner.kernel.compiled import compiled
 from planner.kernel.segments import StageCosts
 from profiler import between_sizes
@@ -59,7 +59,7 @@ class Tables(NamedTuple):
         trainable_bytes: the trainable part of parameters, shape (N, N).
         limit: bytes that a stage may fill beside what any stage needs, shape (C, V).
         optimizer_rate: seconds of optimizer and all-reduce for each trainable byte, shape (C,).
-        optimizer_fixed: seconds of an all-reduce of no bytes.
+        optimizer_fixed: the same for a stage with trainable parameters, shape (C,).
         allowed: whether a cut is allowed at a position, shape (N,).
         demanded: number of positions before or at each one where a cut must be, shape (N,).
         pinned: class that must run a layer, or -1, shape (L,).
@@ -99,7 +99,7 @@ class Tables(NamedTuple):
     trainable_bytes: Floats
     limit: Floats
     optimizer_rate: Floats
-    optimizer_fixed: float
+    optimizer_fixed: Floats
     allowed: NDArray[np.bool_]
     demanded: Indices
     pinned: Indices
@@ -133,7 +133,7 @@ def stage_needs(tables: Tables, device: int, variant: int, begin: int, stop: int
     ranges, limit = memory.ranges[memory.range_of[device]], tables.limit[device, variant]
     first_boundary, last_boundary = memory.first_boundary[device, variant], memory.last_boundary[device, variant]
     own_kept, own_recomputed = memory.own_kept[device, variant], memory.own_recomputed[device, variant]
-    beside_kept, beside_as_one = memory.beside_whole[KEPT, device], memory.beside_whole[AS_ONE, device]
+    beside_kept, beside_as_one = memory.beside_whole[KEPT_PLACE, device], memory.beside_whole[AS_ONE_PLACE, device]
     beside, (many, few) = memory.beside[device], (memory.in_flight[variant, 0], memory.in_flight[variant, 1])
     kept_large = _bytes_at(tables.stage_kept, at[0], share[0], begin, stop)
     kept_small = _bytes_at(tables.stage_kept, at[1], share[1], begin, stop)

@@ -29,11 +29,16 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+from planner.cost.layer_costs import Floats
 from planner.kernel.compiled import compiled
 
 Four: TypeAlias = tuple[float, float, float, float]
 NOTHING: Four = (0.0, 0.0, 0.0, 0.0)
 """Of no machine; it stands for the impossible change in no machine, too, since that is never the longest."""
+
+
+FORWARD_PHASE, BACKWARD_PHASE, BOTH_PHASES, PHASES = range(4)
+"""Which four of some numbers: `four_of`; and how many phases have four."""
 
 
 class Machine(NamedTuple):
@@ -97,3 +102,45 @@ def both_phases(machine: Machine, other: Machine) -> Machine:
         machine.small + other.small,
         machine.small_stay + other.small_stay,
     )
+
+
+@compiled
+def four_of(numbers: Floats, phase: int) -> Four:
+    """The four numbers of one phase, or of both, among those of a rear or a front."""
+    at = 4 * phase
+    return numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3]
+
+
+@compiled
+def put_four(numbers: Floats, phase: int, four: Four) -> None:
+    """The reverse of `four_of`."""
+    at = 4 * phase
+    numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3] = four
+
+
+@compiled
+def stage_machines(sums: Floats, device: int, first: int, stop: int, recomputes: bool) -> tuple[Machine, Machine]:
+    """A stage of layers [first, stop) in the forward and in the backward phase.
+
+    Args:
+        sums: `Tables.sized`.
+        device: its class.
+        first: of its layers.
+        stop: of its layers.
+        recomputes: whether it recomputes all of them.
+    """
+    large, small = sums[0, device, stop] - sums[0, device, first], sums[1, device, stop] - sums[1, device, first]
+    back, back_small = sums[2, device, stop] - sums[2, device, first], sums[3, device, stop] - sums[3, device, first]
+    again_large, again_small = 0.0, 0.0
+    if recomputes:
+        again_large = sums[4, device, stop] - sums[4, device, first]
+        again_small = sums[5, device, stop] - sums[5, device, first]
+    return Machine(large, large, small, small), Machine(back, back + again_large, back_small, back_small + again_small)
+
+
+@compiled
+def link_machines(seconds: Floats, position: int) -> tuple[Machine, Machine]:
+    """The link at a position in both phases; `seconds` are `Tables.sized_links`."""
+    there, there_small = seconds[0, position], seconds[1, position]
+    back, back_small = seconds[2, position], seconds[3, position]
+    return Machine(there, there, there_small, there_small), Machine(back, back, back_small, back_small)

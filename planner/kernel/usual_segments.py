@@ -16,6 +16,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
+from planner.kernel.rows import copy_row
 from planner.kernel.segments import (
     INSIDE,
     KEPT,
@@ -52,7 +53,7 @@ def usual_segments(costs: StageCosts, stage: StageRoom) -> FoundSegments:
         needed_bytes, own_s, own_turnaround_s = pattern_costs(costs, first, stop, stage.last_free, pattern)
         if needed_bytes <= stage.available_bytes and own_s <= stage.most_recompute_s:
             recompute_s[kind], turnaround_s[kind] = own_s, own_turnaround_s
-            patterns[kind] = pattern
+            copy_row(pattern, patterns[kind])
     recompute_s[SINGLE], turnaround_s[SINGLE] = _cheapest_single(costs, stage, patterns[SINGLE])
     chosen = _worth_having(recompute_s, turnaround_s)
     return FoundSegments(recompute_s[chosen], turnaround_s[chosen], patterns[chosen], False, length)
@@ -122,12 +123,12 @@ def _keep_more(costs: StageCosts, stage: StageRoom, longest_first: Indices, patt
     for index in longest_first:
         if pattern[index] == KEPT:
             continue
-        trial[:] = pattern
+        copy_row(pattern, trial)
         trial[index] = KEPT
         if index + 1 < len(pattern) and trial[index + 1] == INSIDE:
             trial[index + 1] = START
         if _needed_bytes(costs, stage, trial) <= stage.available_bytes:
-            pattern[:] = trial
+            copy_row(trial, pattern)
 
 
 @compiled
@@ -152,7 +153,7 @@ def _cheapest_single(costs: StageCosts, stage: StageRoom, best: Pattern) -> tupl
             needed_bytes, own_s, own_turnaround_s = pattern_costs(costs, first, stage.stop, stage.last_free, pattern)
             if needed_bytes <= stage.available_bytes:
                 best_s, best_turnaround_s = own_s, own_turnaround_s
-                best[:] = pattern
+                copy_row(pattern, best)
                 break
     return best_s, best_turnaround_s
 

@@ -25,7 +25,7 @@ Order: TypeAlias = tuple[int, ...]
 
 
 class Objective(IntEnum):
-    """What the balancer's search minimizes for a schedule, see `planner.kernel.search`.
+    """What the balancer's search minimizes for a schedule, see `planner.kernel.rear`.
 
     `FLOW_SHOPS` is exact where all forward passes come first and backward passes in reverse order; `ROUNDS` is a lower
     bound for 1F1B; `WORK` is one for any order, from what stages do and how a micro-batch comes to them and back.

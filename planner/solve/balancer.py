@@ -21,8 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats
-from planner.cost.transfers import all_reduce_s, boundary_s
-from planner.kernel.candidate_stages import Arcs, before_bounds, make_arcs, step_bound_s
+from planner.cost.time_ledger import end_s, layer_seconds
+from planner.cost.transfers import boundary_s
+from planner.kernel.candidate_stages import Arcs, make_arcs
+from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.makespan import makespan_s
 from planner.kernel.search import FoundPlans, search
 from planner.kernel.tables import Tables
@@ -32,7 +34,7 @@ from planner.solve.deadline import Deadline
 from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
-from planner.solve.work_bound import work_bound_s
+from planner.solve.work_bound import WorkBound, pooled_recompute_s, work_bound, work_bound_s
 
 TIE = 1e-12
 """Relative difference of two step times that counts as none: rounding of sums in another order."""
@@ -126,6 +128,10 @@ def balance(problem: Problem) -> Balance | None:
         entry = heapq.heappop(queue)
         if best is not None and entry.bound_s > best.step_s * (1 + TIE):
             break
+        if entry.work is not None:
+            bound_s = entry.work.step_s(pooled_recompute_s(problem, entry.candidate))
+            heapq.heappush(queue, entry._replace(bound_s=bound_s, work=None))
+            continue
         if best is not None and (deadline.over or in_vain >= PATIENCE):
             lower_bound_s = min(lower_bound_s, entry.bound_s)
             break
@@ -327,6 +333,7 @@ class _Waiting(NamedTuple):
         position: of the candidate.
         bounded: whether the bound is as good as it gets without a search.
         candidate: schedule, R and M.
+        work: the parts of the bound as long as recompute is not in it: that is found only for those whose turn comes.
     """
 
     bound_s: float
@@ -334,21 +341,17 @@ class _Waiting(NamedTuple):
     position: int
     bounded: bool
     candidate: Candidate
+    work: WorkBound | None
 
 
 def _by_bound(problem: Problem) -> list[_Waiting]:
     """Every candidate with a cheap lower bound of its step time, as a heap: the most promising first."""
-    queue = [
-        _Waiting(
-            work_bound_s(problem, candidate),
-            candidate.split.count,
-            position,
-            # where each number from the end has stages of its own, to list them all takes long
-            not SCHEDULES[candidate.schedule].keeps_all,
-            candidate,
-        )
-        for position, candidate in enumerate(problem.candidates())
-    ]
+    queue = []
+    for position, candidate in enumerate(problem.candidates()):
+        work = work_bound(problem, candidate)
+        # where each number from the end has stages of its own, to list them all takes long
+        bounded = not SCHEDULES[candidate.schedule].keeps_all
+        queue.append(_Waiting(work.step_s(), candidate.split.count, position, bounded, candidate, work))
     heapq.heapify(queue)
     return queue
 
@@ -369,11 +372,11 @@ def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> t
     """Seconds of a stage's all-reduce and of its optimizer step."""
     device = problem.classes[stage.device_class].device
     trainable = float(problem.parameters.trainable[stage.first, stage.stop])
-    fixed_s, byte_s = all_reduce_s(problem.link, candidate.replicas)
-    return (
-        fixed_s + byte_s * trainable if trainable else 0.0,
-        problem.costs.optimizer(device.kind, problem.optimizer).seconds_per_byte * trainable,
-    )
+    if not trainable:
+        return 0.0, 0.0
+    terms = end_s(problem.end_figures(device.kind, candidate.replicas))
+    (reduce_s, reduce_byte_s), (optimizer_s, optimizer_byte_s) = terms["all_reduce_s"], terms["optimizer_s"]
+    return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * trainable
 
 
 def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) -> Floats:
@@ -381,7 +384,7 @@ def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) 
     outputs, gradients = boundary_s(problem.link, problem.at_boundaries(size))
     rows = []
     for stage in stages:
-        costs = problem.costs.layers(problem.classes[stage.device_class].device.kind, size)
+        costs = layer_seconds(problem.costs, problem.classes[stage.device_class].device.kind, size)
         recompute_s = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
         rows.append(
             (

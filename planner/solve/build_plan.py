@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
 from planner.cost.stage_memory import stage_memory
+from planner.cost.time_ledger import end_s, layer_seconds
 from planner.plan.plan import Plan, Prediction, Stage, StageTimes
 from planner.plan.simulator import simulate_plan
 from planner.solve.balancer import Balance, StageChoice, end_seconds, stage_seconds
@@ -151,9 +152,9 @@ def _one_device_s(problem: Problem, found: Balance) -> float:
     """Seconds of the same batch on the first device alone, memory disregarded."""
     kind = problem.devices[0].kind
     sizes = found.candidate.split.sizes
-    seconds = {size: problem.costs.layers(kind, size) for size in {*sizes}}
+    seconds = {size: layer_seconds(problem.costs, kind, size) for size in {*sizes}}
     work = {size: float(costs.forward_s.sum() + costs.backward_s.sum()) for size, costs in seconds.items()}
-    optimizer_s = (
-        problem.costs.optimizer(kind, problem.optimizer).seconds_per_byte * problem.parameters.trainable[0, -1]
-    )
-    return found.candidate.replicas * sum(work[size] for size in sizes) + float(optimizer_s)
+    fixed_s, byte_s = end_s(problem.end_figures(kind, 1))["optimizer_s"]
+    trainable = float(problem.parameters.trainable[0, -1])
+    optimizer_s = fixed_s + byte_s * trainable if trainable else 0.0
+    return found.candidate.replicas * sum(work[size] for size in sizes) + optimizer_s

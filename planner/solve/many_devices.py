@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from planner.cost.stage_memory import stage_memory
+from planner.cost.time_ledger import layer_seconds
 from planner.solve.balancer import Balance, StageChoice, balance, evaluate_s
 from planner.solve.problem import DeviceClass, Problem
 from planner.solve.work_bound import work_bound_s
@@ -92,7 +93,7 @@ def _distance(problem: Problem, first: Sequence[DeviceClass], second: Sequence[D
 
 def _seconds(problem: Problem, kind: str) -> float:
     """What the smallest measured micro-batch takes."""
-    costs = problem.costs.layers(kind, problem.costs.measured_sizes(kind)[0])
+    costs = layer_seconds(problem.costs, kind, problem.costs.measured_sizes(kind)[0])
     return float((costs.forward_s + costs.backward_s).sum()) or 1.0
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from planner.cost.layer_costs import CostModel, LayerArrays, ParameterRanges
 from planner.cost.ledger import Basis
+from planner.cost.time_ledger import EndFigures
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ScheduleName
@@ -97,6 +98,10 @@ class Problem:
             candidate.split,
             AHEAD_BYTES if self.short_messages else 0,
         )
+
+    def end_figures(self, device_kind: str, replicas: int) -> EndFigures:
+        """What the end of a step on that kind of device follows from."""
+        return EndFigures(self.costs.optimizer(device_kind, self.optimizer), self.link, replicas)
 
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""

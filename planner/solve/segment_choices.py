@@ -20,7 +20,7 @@ STAGE_WORK = 50_000_000
 """Comparisons that solving the segments of one stage exactly may take [fitted: 0.1 s]."""
 ALL_WORK = 1_000_000_000
 """The same for all stages and M of a balance [fitted: 2 s]."""
-MOST_LAYERS, FEW_LAYERS = 64, 12
+LONGEST_SOLVED, ALWAYS_SOLVED = 64, 12
 """Layers of the longest stage that is tried, and of one that always is, as long as there is work left [chosen]."""
 
 
@@ -34,13 +34,13 @@ class WorkBudget:
     """
 
     work: int = ALL_WORK
-    layers: int = MOST_LAYERS
+    layers: int = LONGEST_SOLVED
 
     def spend(self, work: int, layers: int, solved: bool) -> None:
         """Note what a stage of that many layers took; when that was in vain, only shorter ones are worth it."""
         self.work -= work
         if not solved:
-            self.layers = min(self.layers, max(FEW_LAYERS, layers * 7 // 8))
+            self.layers = min(self.layers, max(ALWAYS_SOLVED, layers * 7 // 8))
 
 
 class SegmentChoices:

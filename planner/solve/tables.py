@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from planner.cost.layer_costs import Floats, LayerArrays, prefix_sums
+from planner.cost.layer_costs import Floats, LayerSeconds, prefix_sums
 from planner.cost.stage_sums import stage_sums
-from planner.cost.transfers import all_reduce_s, boundary_s
+from planner.cost.time_ledger import end_s, layer_seconds
+from planner.cost.transfers import boundary_s
 from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Objective
@@ -21,88 +23,136 @@ _SECONDS = ("forward_s", "backward_s", "recompute_s")
 _MODES = {"auto": AUTO, "always": ALWAYS, "never": NEVER}
 
 
+class _Sizes:
+    """Sums over the layers of a large and of a small micro-batch, for each class of devices."""
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        self.split, self.kinds = candidate.split, [group.device.kind for group in problem.classes]
+        sizes = self.split.largest, self.split.smallest
+        self.of_kind = {
+            kind: [layer_seconds(problem.costs, kind, size) for size in sizes] for kind in dict.fromkeys(self.kinds)
+        }
+
+    def sums(self, combine: Callable[[LayerSeconds, LayerSeconds], Floats]) -> Floats:
+        """Prefix sums of what is made of the two, shape (C, N)."""
+        return np.stack([prefix_sums(combine(*self.of_kind[kind])) for kind in self.kinds])
+
+    def steady(self, kind: str, name: str) -> Floats:
+        """Mean of a field over the first M - 1 micro-batches, shape (L,)."""
+        large, small = self.of_kind[kind]
+        return steady_mean(self.split, getattr(large, name), getattr(small, name))
+
+    def steady_sums(self, name: str) -> Floats:
+        """Prefix sums of that, shape (C, N)."""
+        return np.stack([prefix_sums(self.steady(kind, name)) for kind in self.kinds])
+
+    def each(self, name: str) -> list[Floats]:
+        """Prefix sums of a field for the large and for the small micro-batch, each of shape (C, N)."""
+        return [self.sums(lambda more, _: getattr(more, name)), self.sums(lambda _, less: getattr(less, name))]
+
+
 def make_tables(problem: Problem, candidate: Candidate) -> Tables:
     """The arrays for one schedule, R and M."""
-    split, settings = candidate.split, problem.settings
-    record, classes = SCHEDULES[candidate.schedule], problem.classes
-    kinds = [group.device.kind for group in classes]
-    large = {kind: problem.costs.layers(kind, split.largest) for kind in kinds}
-    small = {kind: problem.costs.layers(kind, split.smallest) for kind in kinds}
+    split, record = candidate.split, SCHEDULES[candidate.schedule]
     most = problem.most_stages(candidate.replicas, split.count)
+    sizes, kinds = _Sizes(problem, candidate), [group.device.kind for group in problem.classes]
     numbers = range(1, 2 if record.keeps_all else most + 1)
-
-    def sums(combine: Callable[[LayerArrays, LayerArrays], Floats]) -> Floats:
-        return np.stack([prefix_sums(combine(large[kind], small[kind])) for kind in kinds])
-
-    def steady(name: str) -> Floats:
-        return sums(lambda more, less: steady_mean(split, getattr(more, name), getattr(less, name)))
-
     memory = stage_sums([problem.basis(kind, candidate) for kind in kinds], numbers)
-    stack = problem.costs.stage_stack
-    recompute = {kind: steady_mean(split, large[kind].recompute_s, small[kind].recompute_s) for kind in kinds}
-    optimizers = [problem.costs.optimizer(kind, problem.optimizer) for kind in kinds]
-    reduce_fixed_s, reduce_byte_s = all_reduce_s(problem.link, candidate.replicas)
-    out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
-    out_small, back_small = boundary_s(problem.link, problem.at_boundaries(split.smallest))
-    forward_head, backward_head = _heads(problem, candidate, large, small)
-    device_bytes = np.array([float(group.device.memory_bytes) for group in classes])
-    class_of = {member: number for number, group in enumerate(classes) for member in group.members}
+    device_bytes = np.array([float(group.device.memory_bytes) for group in problem.classes])
     return Tables(
         objective=int(record.objective),
         by_number=not record.keeps_all,
         last_turns_around=record.last_turns_around,
         two_sizes=record.objective is Objective.FLOW_SHOPS and not split.equal,
         steady=split.count - 1,
-        recompute=_MODES[settings.recompute],
-        least_stages=settings.stages or 1,
+        recompute=_MODES[problem.settings.recompute],
+        least_stages=problem.settings.stages or 1,
         most_stages=most,
-        passing=sums(
-            lambda more, less: np.minimum(more.forward_s, less.forward_s) + np.minimum(more.backward_s, less.backward_s)
-        ),
-        forward=steady("forward_s"),
-        backward=steady("backward_s"),
-        again=np.stack([prefix_sums(recompute[kind]) for kind in kinds]),
-        again_passing=sums(lambda more, less: np.minimum(more.recompute_s, less.recompute_s)),
-        forward_most=sums(lambda more, less: np.maximum(more.forward_s, less.forward_s)),
-        forward_least=sums(lambda more, less: np.minimum(more.forward_s, less.forward_s)),
-        crossing=np.minimum(out_large, out_small) + np.minimum(back_large, back_small),
-        forward_link=steady_mean(split, out_large, out_small),
-        backward_link=steady_mean(split, back_large, back_small),
-        forward_head=forward_head,
-        backward_head=backward_head,
         more_large=float(split.number_largest - 1),
         more_small=float(split.count - split.number_largest - 1),
-        sized=np.stack([_of_size(sized, kinds, name) for name in _SECONDS for sized in (large, small)]),
-        sized_links=np.stack([out_large, out_small, back_large, back_small]),
         memory=memory,
-        stage_kept=stack.kept,
-        stage_most=stack.most,
-        stage_at=np.array(
-            [[stack.around(kind, size)[:2] for size in (split.largest, split.smallest)] for kind in kinds]
-        ),
-        stage_share=np.array(
-            [[stack.around(kind, size)[2] for size in (split.largest, split.smallest)] for kind in kinds]
-        ),
-        prices=np.stack(
-            [
-                np.stack([prices(row, recompute[kind]) for row in np.diff(held)])
-                for kind, held in zip(kinds, memory.kept_layers, strict=True)
-            ]
-        ),
+        prices=_prices(sizes, memory.kept_layers),
         trainable_bytes=problem.parameters.trainable,
         limit=device_bytes[:, None] - memory.always,
-        optimizer_rate=np.array([cost.seconds_per_byte + reduce_byte_s for cost in optimizers]),
-        optimizer_fixed=reduce_fixed_s,
-        allowed=problem.rules.allowed,
-        demanded=np.cumsum(problem.rules.demanded),
-        pinned=np.array([FREE if device == FREE else class_of[int(device)] for device in problem.rules.pinned]),
-        capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in classes]),
+        capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in problem.classes]),
+        **_pass_seconds(problem, candidate, sizes),
+        **_message_seconds(problem, candidate),
+        **_end_seconds(problem, candidate, kinds),
+        **_whole_stages(problem, candidate, kinds),
+        **_rules(problem),
     )
 
 
-def _of_size(costs: dict[str, LayerArrays], kinds: Sequence[str], name: str) -> Floats:
-    """Prefix sums of one field, shape (C, N)."""
-    return np.stack([prefix_sums(getattr(costs[kind], name)) for kind in kinds])
+def _pass_seconds(problem: Problem, candidate: Candidate, sizes: _Sizes) -> dict[str, Any]:
+    """The fields of `Tables` with prefix sums of what layers take."""
+    forward_head, backward_head = _heads(problem, candidate, sizes)
+    return {
+        "passing": sizes.sums(
+            lambda more, less: np.minimum(more.forward_s, less.forward_s) + np.minimum(more.backward_s, less.backward_s)
+        ),
+        "forward": sizes.steady_sums("forward_s"),
+        "backward": sizes.steady_sums("backward_s"),
+        "again": sizes.steady_sums("recompute_s"),
+        "again_passing": sizes.sums(lambda more, less: np.minimum(more.recompute_s, less.recompute_s)),
+        "forward_most": sizes.sums(lambda more, less: np.maximum(more.forward_s, less.forward_s)),
+        "forward_least": sizes.sums(lambda more, less: np.minimum(more.forward_s, less.forward_s)),
+        "forward_head": forward_head,
+        "backward_head": backward_head,
+        "sized": np.stack([sums for name in _SECONDS for sums in sizes.each(name)]),
+    }
+
+
+def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
+    """Those of what crosses boundaries."""
+    split = candidate.split
+    out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
+    out_small, back_small = boundary_s(problem.link, problem.at_boundaries(split.smallest))
+    return {
+        "crossing": np.minimum(out_large, out_small) + np.minimum(back_large, back_small),
+        "forward_link": steady_mean(split, out_large, out_small),
+        "backward_link": steady_mean(split, back_large, back_small),
+        "sized_links": np.stack([out_large, out_small, back_large, back_small]),
+    }
+
+
+def _end_seconds(problem: Problem, candidate: Candidate, kinds: Sequence[str]) -> dict[str, Any]:
+    """Those of the end of a step."""
+    ends = [end_s(problem.end_figures(kind, candidate.replicas)).values() for kind in kinds]
+    fixed_s, byte_s = np.array([[sum(seconds) for seconds in zip(*terms, strict=True)] for terms in ends]).T
+    return {"optimizer_fixed": fixed_s.copy(), "optimizer_rate": byte_s.copy()}
+
+
+def _whole_stages(problem: Problem, candidate: Candidate, kinds: Sequence[str]) -> dict[str, Any]:
+    """Those of stages that are measured as a whole."""
+    stack, sizes = problem.costs.stage_stack, (candidate.split.largest, candidate.split.smallest)
+    around = [[stack.around(kind, size) for size in sizes] for kind in kinds]
+    return {
+        "stage_kept": stack.kept,
+        "stage_most": stack.most,
+        "stage_at": np.array([[place[:2] for place in places] for places in around]),
+        "stage_share": np.array([[place[2] for place in places] for places in around]),
+    }
+
+
+def _rules(problem: Problem) -> dict[str, Any]:
+    """Those of where cuts may be and what runs where."""
+    class_of = {member: number for number, group in enumerate(problem.classes) for member in group.members}
+    pinned = [FREE if device == FREE else class_of[int(device)] for device in problem.rules.pinned]
+    return {
+        "allowed": problem.rules.allowed,
+        "demanded": np.cumsum(problem.rules.demanded),
+        "pinned": np.array(pinned),
+    }
+
+
+def _prices(sizes: _Sizes, kept_layers: Floats) -> Floats:
+    """Seconds of recompute per byte held, for each class and number from the end."""
+    return np.stack(
+        [
+            np.stack([prices(row, sizes.steady(kind, "recompute_s")) for row in np.diff(held)])
+            for kind, held in zip(sizes.kinds, kept_layers, strict=True)
+        ]
+    )
 
 
 def steady_mean(split: MicroBatches, large: Floats, small: Floats) -> Floats:
@@ -121,9 +171,7 @@ def prices(held_bytes: Floats, seconds: Floats) -> Floats:
     return some * np.linspace(0.9, 1.1, PRICES)
 
 
-def _heads(
-    problem: Problem, candidate: Candidate, large: dict[str, LayerArrays], small: dict[str, LayerArrays]
-) -> tuple[Floats, Floats]:
+def _heads(problem: Problem, candidate: Candidate, sizes: _Sizes) -> tuple[Floats, Floats]:
     """What layers 0 to i - 1 take longer with a large micro-batch than with a small one, at least, two (L + 1,) arrays.
 
     Zero for equal micro-batches.
@@ -132,9 +180,8 @@ def _heads(
         return np.zeros(problem.layers + 1), np.zeros(problem.layers + 1)
 
     def least(name: str) -> Floats:
-        smallest: Floats = np.min(
-            [np.maximum(getattr(large[kind], name) - getattr(small[kind], name), 0.0) for kind in large], axis=0
-        )
+        more = [np.maximum(getattr(large, name) - getattr(small, name), 0.0) for large, small in sizes.of_kind.values()]
+        smallest: Floats = np.min(more, axis=0)
         return smallest
 
     return prefix_sums(least("forward_s")), prefix_sums(least("backward_s"))

@@ -3,34 +3,62 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost.layer_costs import Floats, prefix_sums
 from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
 from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, range_bytes
-from planner.kernel.candidate_stages import least_recompute_s
-from planner.kernel.compiled import compiled
+from planner.cost.time_ledger import layer_seconds
+from planner.kernel.bottleneck import ROUNDING, least_bottleneck
+from planner.kernel.recompute_bounds import least_recompute_s
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.problem import Candidate, Problem
 from planner.solve.tables import prices, steady_mean
 
-HALVINGS = 36
-"""Steps of the bisection for the smallest bottleneck."""
 SMALLEST_GAIN = 1e-9
 """Share of a layer's work below which nothing is saved: rounding is as large."""
-ROUNDING = 1e-11
-"""Relative error of sums that a bound leaves room for."""
+
+
+class WorkBound(NamedTuple):
+    """A step time that no plan of a candidate is below, in parts: what recompute adds takes longer to find.
+
+    Attributes:
+        passes_s: of a micro-batch through all stages.
+        work_s: that stays at the stages, of all of them together.
+        share: of that, what the slowest stage has at least.
+        slowest_s: the same by the places where cuts may be.
+        certainty: factor that leaves room for rounding.
+    """
+
+    passes_s: float
+    work_s: float
+    share: float
+    slowest_s: float
+    certainty: float
+
+    def step_s(self, recompute_s: float = 0.0) -> float:
+        """The step time if the stages recompute at least so long, all of them together."""
+        return (self.passes_s + max((self.work_s + recompute_s) * self.share, self.slowest_s)) * self.certainty
 
 
 def work_bound_s(problem: Problem, candidate: Candidate) -> float:
-    """A step time that no plan is below.
+    """A step time that no plan of a candidate is below."""
+    return work_bound(problem, candidate).step_s(pooled_recompute_s(problem, candidate))
+
+
+def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:
+    """Of the layers' work, without recompute.
 
     On unlike devices a micro-batch passes all layers with GPipe, and the others stay at the slowest stage, which has an
-    even share of the work at least. On equal devices see `_cut_bound_s`.
+    even share of the work at least. On equal devices see `_cut_bound`.
     """
     split, classes = candidate.split, problem.classes
-    pairs = [[problem.costs.layers(g.device.kind, size) for g in classes] for size in (split.largest, split.smallest)]
+    pairs = [
+        [layer_seconds(problem.costs, group.device.kind, size) for group in classes]
+        for size in (split.largest, split.smallest)
+    ]
     large, small = ([costs.forward_s + costs.backward_s for costs in sized] for sized in pairs)
     mean = [steady_mean(split, *pair) for pair in zip(large, small, strict=True)]
     least = [
@@ -41,17 +69,19 @@ def work_bound_s(problem: Problem, candidate: Candidate) -> float:
     flow_shops = SCHEDULES[candidate.schedule].objective is Objective.FLOW_SHOPS
     if len(classes) > 1:
         passes_s, stays_s = float(np.min(least, axis=0).sum()), steady * _bottleneck_s(problem, candidate, mean)
-        return passes_s + stays_s if flow_shops else max(passes_s, stays_s)
+        if not flow_shops:
+            passes_s, stays_s = 0.0, max(passes_s, stays_s)
+        return WorkBound(passes_s, 0.0, 0.0, stays_s, 1.0)
     if not flow_shops:
-        return _cut_bound_s(problem, candidate, least[0], least[0], steady * mean[0])
+        return _cut_bound(problem, candidate, least[0], least[0], steady * mean[0])
     if split.equal:
-        return _cut_bound_s(problem, candidate, large[0], 0 * large[0], steady * large[0])
+        return _cut_bound(problem, candidate, large[0], 0 * large[0], steady * large[0])
     work = (split.number_largest - 1) * large[0] + (split.count - split.number_largest) * small[0]
-    return _cut_bound_s(problem, candidate, large[0], large[0] - small[0], work)
+    return _cut_bound(problem, candidate, large[0], large[0] - small[0], work)
 
 
-def _cut_bound_s(problem: Problem, candidate: Candidate, passes: Floats, saved: Floats, work: Floats) -> float:
-    """A step time that no plan on equal devices is below, whatever its cuts.
+def _cut_bound(problem: Problem, candidate: Candidate, passes: Floats, saved: Floats, work: Floats) -> WorkBound:
+    """On equal devices, whatever the cuts.
 
     A path passes each stage up to stage k with some micro-batch and stays there for work w and recompute; after it
     saves something:
@@ -73,36 +103,9 @@ def _cut_bound_s(problem: Problem, candidate: Candidate, passes: Floats, saved: 
     counted = work > 0
     gain = float(np.max(saved[counted] / work[counted], initial=0.0))
     most = problem.most_stages(candidate.replicas, candidate.split.count)
-    recompute_s = (candidate.split.count - 1) * _pooled_recompute_s(problem, candidate, most)
     share = 1 / most if gain < SMALLEST_GAIN else gain / math.expm1(most * math.log1p(gain))
-    even = (float(work.sum()) + recompute_s) * share
-    cut = least_bottleneck(prefix_sums(work)[problem.rules.allowed], most, gain)
-    return (float(passes.sum()) + max(even, cut)) * (1 - ROUNDING)
-
-
-@compiled
-def least_bottleneck(sums: Floats, stages: int, gain: float) -> float:
-    """The smallest g such that so many stages can hold all work, each at most g + gain * the work after it.
-
-    Args:
-        sums: of the work before each place where a cut may be, both ends included, ascending.
-        stages: how many.
-        gain: at least 0.
-    """
-    total = sums[-1]
-    low, high = 0.0, total
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        first = len(sums) - 1
-        for _ in range(stages):
-            after = total - sums[first]
-            reach = sums[first] - (middle + gain * after) - ROUNDING * total
-            first = min(first, np.searchsorted(sums, reach))
-        if first == 0:
-            high = middle
-        else:
-            low = middle
-    return low
+    slowest_s = least_bottleneck(prefix_sums(work)[problem.rules.allowed], most, gain)
+    return WorkBound(float(passes.sum()), float(work.sum()), share, slowest_s, 1 - ROUNDING)
 
 
 def _bottleneck_s(problem: Problem, candidate: Candidate, work: list[Floats]) -> float:
@@ -121,15 +124,16 @@ def _bottleneck_s(problem: Problem, candidate: Candidate, work: list[Floats]) ->
     return max(largest, float(work[0].sum() / sum(sorted(shares, reverse=True)[:most])))
 
 
-def _pooled_recompute_s(problem: Problem, candidate: Candidate, stages: int) -> float:
-    """Recompute of a steady micro-batch on all stages, at least: what it would be if the stages shared their memory.
+def pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
+    """Recompute of the steady micro-batches on all stages, at least: what it were if the stages shared their memory.
 
     Each has what any stage has and the temporaries of some layer, and all but the first what lies at some boundary,
-    messages under way left out.
+    messages under way left out. Nothing on unlike devices.
     """
     record = SCHEDULES[candidate.schedule]
-    if record.objective is not Objective.FLOW_SHOPS or problem.settings.recompute != "auto":
+    if record.objective is not Objective.FLOW_SHOPS or problem.settings.recompute != "auto" or len(problem.classes) > 1:
         return 0.0
+    stages = problem.most_stages(candidate.replicas, candidate.split.count)
     split, group = candidate.split, problem.classes[0]
     basis = problem.basis(group.device.kind, candidate)
     ledger = Ledger(basis)
@@ -145,7 +149,7 @@ def _pooled_recompute_s(problem: Problem, candidate: Candidate, stages: int) -> 
     held = own_bytes(ledger, Of.KEPT_LAYERS, form=Form.IN_PARTS)[0]
     if held.sum() <= room:
         return 0.0
-    large, small = (problem.costs.layers(group.device.kind, size) for size in (split.largest, split.smallest))
+    large, small = (layer_seconds(problem.costs, group.device.kind, size) for size in (split.largest, split.smallest))
     recompute = steady_mean(split, large.recompute_s, small.recompute_s)
     edges = after_layers(own_bytes(ledger, Of.SEGMENT_EDGES, form=Form.IN_PARTS)[0])
-    return least_recompute_s(held, edges, recompute, prices(held, recompute), room)
+    return (split.count - 1) * least_recompute_s(held, edges, recompute, prices(held, recompute), room)

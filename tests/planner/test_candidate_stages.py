@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.from_profile import make_problem
-from planner.kernel.candidate_stages import IMPOSSIBLE, KEEPS, before_bounds, make_arcs, step_bound_s
+from planner.kernel.candidate_stages import IMPOSSIBLE, KEEPS, make_arcs
+from planner.kernel.front import before_bounds, step_bound_s
 from planner.plan.schedules import SCHEDULES
 from planner.solve.tables import make_tables
 

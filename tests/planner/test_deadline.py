@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from planner.from_profile import make_problem
-from planner.kernel.candidate_stages import before_bounds, make_arcs, step_bound_s
+from planner.kernel.candidate_stages import make_arcs
+from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.search import search
 from planner.settings import SettingKeywords
 from planner.solve.deadline import UNLIMITED, Deadline

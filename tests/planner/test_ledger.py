@@ -167,6 +167,20 @@ def test_a_row_that_the_search_would_leave_out_is_refused(of, counts, forms):
         Row("new", memory_class, of, counts, lambda at: at.layers.kept_bytes, forms)
 
 
+def test_a_fourth_row_of_the_whole_stage_is_refused(profiles, device, monkeypatch):
+    """The search has the three written out: it left a fourth out, which the report counted."""
+    row = Row("new", "activations", Of.WHOLE, Counts.IN_FLIGHT, lambda at: at.whole[1], Form.KEPT)
+    monkeypatch.setattr("planner.cost.ledger.ROWS", (*ROWS, row))
+
+    @given(st.data())
+    @settings(max_examples=1, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    def check(data):
+        with pytest.raises(ValueError, match=r"has the 3 rows of a whole stage written out, and not \['new'\]"):
+            check_that_all_count_alike(profiles, device, data)
+
+    check()
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.kernel.bottleneck import least_bottleneck
 from planner.kernel.two_sizes import NOTHING, Machine, both_phases, front_with, longest, rear_with
 from planner.plan.actions import make_schedule
 from planner.plan.simulator import Durations, simulate
-from planner.solve.work_bound import least_bottleneck
 
 SECONDS = st.floats(0, 10).map(lambda value: round(value, 3))
 ROWS = st.lists(st.tuples(*[SECONDS] * 5), min_size=1, max_size=5)

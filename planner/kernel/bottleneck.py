@@ -1,0 +1,38 @@
+"""The slowest stage of equal devices at least, whatever the cuts: by bisection, for all M of a search."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats
+from planner.kernel.compiled import compiled
+
+HALVINGS = 36
+"""Steps of the bisection for the smallest bottleneck."""
+ROUNDING = 1e-11
+"""Relative error of sums that a bound leaves room for."""
+
+
+@compiled
+def least_bottleneck(sums: Floats, stages: int, gain: float) -> float:
+    """The smallest g such that so many stages can hold all work, each at most g + gain * the work behind it.
+
+    Args:
+        sums: of the work before each place where a cut may be, both ends included, ascending.
+        stages: how many.
+        gain: at least 0.
+    """
+    total = sums[-1]
+    low, high = 0.0, total
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        first = len(sums) - 1
+        for _ in range(stages):
+            behind = total - sums[first]
+            reach = sums[first] - (middle + gain * behind) - ROUNDING * total
+            first = min(first, np.searchsorted(sums, reach))
+        if first == 0:
+            high = middle
+        else:
+            low = middle
+    return low

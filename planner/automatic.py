@@ -17,7 +17,7 @@ from profiler.observe.untouched import untouched
 from profiler.quantities import check_seconds
 from profiler.run.loss import LossFunction
 from profiler.timing.optimizers import OptimizerChoice
-from profiler.tracing.sample import BatchDims
+from profiler.tracing.sample import BatchDims, describe_sample
 from profiler.tracing.tracing import trace
 
 if TYPE_CHECKING:
@@ -73,14 +73,17 @@ def autoplan(
     """
     check_seconds("time_budget_s", time_budget_s, positive=False)
     cluster = local_devices(devices, threads=threads)
-    if batch_size is not None:
-        Settings.of(cluster.devices, batch_size, settings)
+    samples = describe_sample(sample, batch_dims).batch_size if batch_size is None else batch_size
+    asked = Settings.of(cluster.devices, samples, settings)
     with untouched(model):
         sequence = trace(
-            model, sample, batch_dims=batch_dims, autocast=autocast, keep_together=settings.get("keep_together") or ()
+            model,
+            sample,
+            batch_dims=batch_dims,
+            autocast=autocast,
+            keep_together=asked.keep_together,
+            stages=asked.most_stages,
         )
-        samples = sequence.sample.batch_size if batch_size is None else batch_size
-        Settings.of(cluster.devices, samples, settings)
         measured = profile(
             sequence,
             cluster,

@@ -154,6 +154,13 @@ class Settings:
         settings._check_numbers(len(devices), keywords.get("max_stages"))
         return settings
 
+    @property
+    def most_stages(self) -> int:
+        """The largest K that devices, replicas, batch and settings allow, whatever the model."""
+        replicas = self.replicas or 1
+        able = min(self.max_stages, len(self.memory_limits) // replicas)
+        return self.stages or max(1, min(able, self.batch_size // replicas // self.micro_batches_per_stage))
+
     def _check_numbers(self, devices: int, max_stages: int | None) -> None:
         """K, M, R and the batch do not contradict each other."""
         stages, count, replicas = self.stages, self.micro_batches, self.replicas or 1

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from profiler import sample_tree
-from profiler.quantities import Extent, Samples, shown
+from profiler.quantities import MOST_LAYERS, Extent, Samples, shown
 from profiler.value import Value
 
 
@@ -34,6 +34,9 @@ FRONT_ENDS: Mapping[str, FrontEnd] = {
 }
 """By name, in the order in which they are tried."""
 MOST_DIMS = 64  # of a tensor, as torch has it
+LEAST_STAGES = 4
+"""Layers are always fine enough for that many stages: with fewer, what is recomputed is chosen by layers too, and plans
+for 1 to 4 devices share layers, measurements and random numbers [chosen]."""
 
 
 class TensorLeaf(Value):
@@ -77,6 +80,8 @@ class SampleSpec(Value):
         leaves: in flattening order.
         autocast: dtype in which autocast lets the model compute, such as `"bfloat16"`; None for none.
         keep_together: paths of modules that no cut may part.
+        stages: K that layers are fine enough for, see `profiler.tracing.cuts`; files leave the least one out, as those
+            from before there was a choice.
         front_end: what traced the model, a key of `FRONT_ENDS`; None before it is traced.
         called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.
     """
@@ -86,6 +91,7 @@ class SampleSpec(Value):
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
     autocast: Literal["bfloat16", "float16"] | None = None
     keep_together: tuple[str, ...] = ()
+    stages: int = Field(default=LEAST_STAGES, ge=LEAST_STAGES, le=MOST_LAYERS)
     front_end: str | None = None
     called_as_is: tuple[str, ...] = ()
 
@@ -115,6 +121,11 @@ class SampleSpec(Value):
             raise ValueError(
                 f"tree has {sample_tree.leaf_count(structure)} leaves, and {len(self.leaves)} are given; plan again"
             )
+
+    @model_serializer(mode="wrap")
+    def _without_least_stages(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if name != "stages" or value != LEAST_STAGES}
 
     @property
     def only_micro_batch_size(self) -> int | None:

@@ -130,28 +130,57 @@ class StageBytes:
             np.concatenate((np.zeros((layers, 1)), np.cumsum(by_reader, axis=1)), axis=1)
             for by_reader in (self.prelude_bytes, self.returning_bytes, self.made_bytes, self.passing_bytes)
         )
+        shares_before = (self.prelude_bytes, self.made_bytes + self.passing_bytes)
+        newly_forward, newly_backward = (_changed(by_reader) for by_reader in shares_before)
         there = np.triu(np.ones((layers + 1, layers), dtype=bool))
         kept_then = np.where(there, kept[:, 1:] - held[1:] + self.workspace_bytes, -np.inf)
         while_forward, while_backward = kept_then + self.forward_bytes + waiting, kept_then + copied
         most = np.zeros((layers + 1, layers + 1))
+        # Of the layers before a stop only those are looked at that need more than with the stop before; see `_changed`.
+        forward, backward_alone = np.full((2, layers + 1), -np.inf)
         for stop in range(1, layers + 1):
             received = passing[:stop, -1] - passing[:stop, stop]
             inner = self.backward_bytes[:stop] - received
             beside = np.minimum(inner, self.last_backward_bytes[:stop] + made[:stop, stop])
-            backward = (while_backward[:stop, :stop] + beside + self._at_leaves(stop)).max(axis=1)
+            own = newly_backward[stop]
+            np.maximum(backward_alone, (while_backward[:, own] + beside[own]).max(axis=1), out=backward_alone)
+            at_leaves, copies = self._at_leaves(stop)
+            with_copies = while_backward[:stop, at_leaves] + beside[at_leaves] + copies
+            backward = np.maximum(backward_alone[:stop], with_copies.max(axis=1, initial=-np.inf))
             backward[1:] += returning[: stop - 1, -1] - returning[: stop - 1, stop]  # of what passes the stage by
-            forward = (while_forward[:stop, :stop] + prelude[:stop, stop]).max(axis=1)
+            own = newly_forward[stop]
+            np.maximum(forward, (while_forward[:, own] + prelude[own, stop]).max(axis=1), out=forward)
             computed = np.maximum.accumulate(self.prelude_peak_bytes[:stop][::-1])[::-1]
-            most[:stop, stop] = np.maximum(np.maximum(forward, backward) + held[stop], computed)
+            most[:stop, stop] = np.maximum(np.maximum(forward[:stop], backward) + held[stop], computed)
         return most
 
-    def _at_leaves(self, stop: int) -> NDArray[np.float64]:
-        """Copies of received gradients at leaves in layer l's backward pass, at [i, l] of stages [i, stop)."""
-        copies = np.zeros((stop, stop))
+    def _at_leaves(self, stop: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """Layers that copy received gradients at leaves in their backward pass, and the bytes.
+
+        Returns:
+            Layers, shape (n,), and at [i, place of the layer] the bytes in stages [i, stop), shape (stop, n).
+        """
         layer, earlier, later, maker = self.leaves.T
-        for entry in np.flatnonzero((layer < stop) & (later < stop) & (maker >= stop)):
-            copies[int(earlier[entry]) + 1 :, int(layer[entry])] += self.leaf_bytes[entry]
-        return copies
+        entries = np.flatnonzero((layer < stop) & (later < stop) & (maker >= stop))
+        layers, places = np.unique(layer[entries].astype(np.intp), return_inverse=True)
+        copies = np.zeros((stop, len(layers)))
+        for entry, place in zip(entries, places, strict=True):
+            copies[int(earlier[entry]) + 1 :, place] += self.leaf_bytes[entry]
+        return layers, copies
+
+
+def _changed(by_reader: NDArray[np.float64]) -> list[NDArray[np.intp]]:
+    """For each stop of a stage the layers before it that need more there than with the stop before, shape (L + 1,).
+
+    What a layer needs beside what is kept grows with the stop: at the layer after it, and at each later one that reads
+    what the layer holds for it. Most hold something for a few neighbours, so that all stages take L^2 and not L^3.
+
+    Args:
+        by_reader: bytes of layer u that are there for layer v, at [u, v].
+    """
+    layers = len(by_reader)
+    at_once = [np.flatnonzero(by_reader[: stop - 1, stop - 1]) for stop in range(1, layers + 1)]
+    return [np.array([], dtype=np.intp), *(np.append(rows, stop) for stop, rows in enumerate(at_once))]
 
 
 def _alone(transient_bytes: int) -> InStage:

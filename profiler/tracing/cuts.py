@@ -2,7 +2,8 @@
 
 The body of a graph is its operations without the prelude, in order. Position p lies before body node p; what crosses
 it are the values computed before and read at or after p. Positions that no rule forbids are candidates. The cheapest
-delimit layers; dearer ones join only inside runs of nodes that would otherwise hold too much of the work.
+delimit layers; dearer ones join only inside runs of nodes that would otherwise hold too much of the work. How much that
+is follows from the number of stages: to balance 64 of them takes layers of a sixteenth of what serves 4.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from torch import fx
 
 from profiler.errors import NotTraceableError
 from profiler.observe.source_place import place_of_node
+from profiler.sample_spec import LEAST_STAGES
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
 
-# No layer holds more than the first share of the work while a position inside it is left: 8 stages then balance to
-# within an eighth. A run of nodes that holds less than the second share is not worth a layer where bytes are fewest
-# (between blocks, of which there may be hundreds), nor one with less than the third inside a run that is split further.
-LARGEST_SHARE = 1 / 32
-SMALLEST_SHARE = 1 / 1024
-SMALLEST_INNER_SHARE = 1 / 128
+# No layer holds more than the first part of an even stage's work while a position inside it is left: stages then
+# balance to within an eighth. A run of nodes that holds less than the second part is not worth a layer where bytes are
+# fewest (between blocks, of which there may be hundreds), nor one with less than the third inside a run that is split
+# further.
+LARGEST_PART = 1 / 8
+SMALLEST_PART = 1 / 256
+SMALLEST_INNER_PART = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,17 @@ def _inside(body: Body, paths: Sequence[str]) -> set[int]:
     return positions
 
 
-def layer_starts(body: Body, keep_together: Sequence[str] = ()) -> list[int]:
+def layer_starts(body: Body, keep_together: Sequence[str] = (), *, stages: int = LEAST_STAGES) -> list[int]:
     """Body positions at which layers start; the first is 0.
 
-    A run of nodes that holds more than `LARGEST_SHARE` of the work is cut at all positions inside it that the fewest
-    bytes cross, and so on in each part. Which positions are chosen inside a run depends on that run alone, so equal
-    blocks are cut alike.
+    A run of nodes that holds more than `LARGEST_PART` of a stage's work is cut at all positions inside it that the
+    fewest bytes cross, and so on in each part. Which positions are chosen inside a run depends on that run alone, so
+    equal blocks are cut alike.
+
+    Args:
+        body: what to cut.
+        keep_together: paths of modules that no cut may part.
+        stages: K, of which an even one holds 1 / K of the work.
     """
     work = _Work(body)
     crossing = [sum(body.facts[value].value_bytes for value in alive) for alive in body.alive]
@@ -131,10 +139,10 @@ def layer_starts(body: Body, keep_together: Sequence[str] = ()) -> list[int]:
     pending = [(0, len(body.nodes), allowed_positions(body, keep_together))]
     while pending:
         first, stop, inside = pending.pop()
-        if work.largest_share(first, stop) <= LARGEST_SHARE:
+        if stages * work.largest_share(first, stop) <= LARGEST_PART:
             continue
         whole = stop - first == len(body.nodes)
-        least = SMALLEST_SHARE if whole else SMALLEST_INNER_SHARE
+        least = (SMALLEST_PART if whole else SMALLEST_INNER_PART) / stages
         for level in sorted({crossing[position] for position in inside}):
             chosen = _worthwhile(work, first, stop, [p for p in inside if crossing[p] == level], least)
             if chosen:

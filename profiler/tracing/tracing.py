@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.observe.ambient import as_in_training
-from profiler.sample_spec import SampleSpec
+from profiler.quantities import MOST_LAYERS, check_count
+from profiler.sample_spec import LEAST_STAGES, SampleSpec
 from profiler.tracing.batch_norm import take_out_counters
 from profiler.tracing.build_layer import (
     Compiler,
@@ -67,6 +68,7 @@ def trace(
     batch_dims: BatchDims | None = None,
     autocast: torch.dtype | None = None,
     keep_together: Sequence[str] = (),
+    stages: int = LEAST_STAGES,
 ) -> LayerSequence:
     """Turn a model into a sequence of layers.
 
@@ -87,6 +89,8 @@ def trace(
             called as it is, as one operation: its forward pass may branch on data, have a backward pass of its own or
             hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers of
             torch's and buffers that it writes are kept, and what no layer may do is an error when it happens.
+        stages: K that the layers shall be fine enough for: none holds more than an eighth of an even stage's work where
+            there is a position to cut it. Up to 4 they are the same.
 
     Raises:
         NotTraceableError: the forward pass depends on data, or does what no layer may do.
@@ -94,22 +98,28 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
-    spec = sample if isinstance(sample, SampleSpec) else _spec(sample, batch_dims, autocast, keep_together)
+    spec = sample if isinstance(sample, SampleSpec) else _spec(sample, batch_dims, autocast, keep_together, stages)
     _check_paths(model, spec.keep_together)
     served = graph_of(model, spec)
     counters = take_out_counters(served.graph.module.graph)
     body = _body(served)
-    return _assemble(model, served, body, layer_starts(body, spec.keep_together), counters)
+    return _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
 
 
 def _spec(
-    sample: Any, batch_dims: BatchDims | None, autocast: torch.dtype | None, keep_together: Sequence[str]
+    sample: Any,
+    batch_dims: BatchDims | None,
+    autocast: torch.dtype | None,
+    keep_together: Sequence[str],
+    stages: int,
 ) -> SampleSpec:
+    check_count("stages", stages, most=MOST_LAYERS)
     if isinstance(keep_together, str):
         raise ArgumentError(f"keep_together is the string {keep_together!r}; pass a list of module paths")
     settings = {
         "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
         "keep_together": tuple(keep_together),
+        "stages": max(LEAST_STAGES, stages),
     }
     return describe_sample(sample, batch_dims).model_copy(update=settings)
 

@@ -47,6 +47,34 @@ class ConstantLeaf(Value):
     value: bool | int | float | str | None
 
 
+def code_of(line: str) -> str:
+    """The code in `file:line "code"`."""
+    return line.partition('"')[2].removesuffix('"')
+
+
+class Decision(Value):
+    """What the forward pass made of a tensor's value while it was traced, and what every micro-batch must make of it.
+
+    Attributes:
+        module: path of the module whose code it is; "" for the model itself.
+        line: `file:line "code"`, the file without its folder.
+        answer: a bool of a condition, else the number that the value had.
+    """
+
+    module: str
+    line: str
+    answer: bool | int | float
+
+    @property
+    def code(self) -> str:
+        """Of the line, without its number, which a change further up moves."""
+        return code_of(self.line)
+
+    def __str__(self) -> str:
+        """Where it was made."""
+        return f"module {self.module!r}, {self.line}" if self.module else f"the model, {self.line}"
+
+
 class SampleSpec(Value):
     """The sample's structure and leaves, and the settings that the traced graph depends on.
 
@@ -58,6 +86,7 @@ class SampleSpec(Value):
         keep_together: paths of modules that no cut may part.
         front_end: what traced the model; None before it is traced.
         called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.
+        decisions: on values of tensors, in the order in which the forward pass makes them.
     """
 
     batch_size: Samples
@@ -67,6 +96,7 @@ class SampleSpec(Value):
     keep_together: tuple[str, ...] = ()
     front_end: FrontEnd | None = None
     called_as_is: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from profiler.conditions.answers import FromDecisions, FromRuns
+from profiler.conditions.asking import Questions
 from profiler.errors import NotTraceableError
 from profiler.observe.untouched import untouched
 from profiler.sample_spec import FRONT_ENDS, FrontEnd, SampleSpec
-from profiler.tracing.export import OneBatchSizeError, TracedGraph, export_graph, mode_of
+from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
+from profiler.tracing.sample_run import sample_runs
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
 
 
@@ -41,37 +45,93 @@ class Served:
     refusals: Mapping[FrontEnd, str]
 
 
-def graph_of(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> Served:
+def graph_of(
+    model: nn.Module, spec: SampleSpec, *, training: bool = True, sample: Sequence[Tensor] | None = None
+) -> Served:
     """Trace a model with the first front end that serves, or with the one that `spec` names.
 
     Args:
         model: any module.
-        spec: what it is called with.
+        spec: what it is called with; of an earlier trace, with what was decided in that.
         training: trace it as it trains, else as `model.eval()` leaves it.
+        sample: the sample's tensor leaves, whose values decide where the model branches on them.
 
     Raises:
         NotTraceableError: none serves; the message is that of the first that is not about the batch size alone.
     """
     refusals: dict[FrontEnd, str] = {}
     first: NotTraceableError | None = None
+    askings = _Askings(model, spec, sample, training)
     for front_end in FRONT_ENDS if spec.front_end is None else (spec.front_end,):
         try:
-            with untouched(model):
-                graph, facts, called = _traced(front_end, model, spec, training)
+            graph, facts, called = _answered(front_end, model, spec, training, askings)
         except NotTraceableError as problem:
             refusals[front_end] = str(problem).removeprefix("cannot trace the model: ")
             first = problem if first is None or isinstance(first, OneBatchSizeError) else first
         else:
-            served = spec.model_copy(update={"front_end": front_end, "called_as_is": called})
+            found = {"front_end": front_end, "called_as_is": called, "decisions": graph.decisions}
+            served = spec.model_copy(update=found)
             return Served(graph, facts, served, refusals)
     assert first is not None, "there are front ends"
     raise first
 
 
+class _Askings:
+    """What may answer questions about values, in the order in which it is tried.
+
+    Args:
+        model: to be traced.
+        spec: of the sample.
+        sample: its tensor leaves, or None.
+        training: trace it as it trains.
+    """
+
+    def __init__(self, model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor] | None, training: bool) -> None:
+        self._model = model
+        self._spec = spec
+        self._sample = sample
+        self._training = training
+
+    def first(self) -> Asking:
+        """An earlier trace's decisions; nothing, if there are none: few models ask."""
+        decisions = self._spec.decisions
+        return (lambda model: Questions(model, FromDecisions(decisions))) if decisions else no_answers
+
+    @cached_property
+    def further(self) -> tuple[Asking, ...]:
+        """The sample's own values, if the model reads any."""
+        if self._sample is None or self._spec.decisions:
+            return ()
+        runs = sample_runs(self._model, self._spec, self._sample, self._training)
+        if not runs or not any(run.read for run in runs):
+            return ()
+        return (
+            lambda model: Questions(model, FromRuns(runs)),
+            lambda model: Questions(model, FromRuns(runs), fix_numbers=True),
+        )
+
+
 _Traced = tuple[TracedGraph, Mapping[fx.Node, NodeFacts], tuple[str, ...]]
 
 
-def _traced(front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training: bool) -> _Traced:
+def _answered(front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training: bool, askings: _Askings) -> _Traced:
+    """Trace without answers to questions about values, and if that fails with those that there are."""
+    last: NotTraceableError | None = None
+    try:
+        with untouched(model):
+            return _traced(front_end, model, spec, training, askings.first())
+    except NotTraceableError as problem:
+        last = problem
+    for ask in askings.further if front_end in ("export", "static export") else ():
+        try:
+            with untouched(model):
+                return _traced(front_end, model, spec, training, ask)
+        except NotTraceableError as problem:
+            last = problem
+    raise last
+
+
+def _traced(front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> _Traced:
     if front_end == "symbolic_trace":
         with mode_of(model, training):
             module = symbolic_module(model, spec)
@@ -82,17 +142,23 @@ def _traced(front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training: b
         if not isinstance(model, nn.Sequential) or not _is_plain(model):
             raise NotTraceableError("the model is no nn.Sequential")
         return _exported(model, spec, training, _children(model))
-    return _exported(model, spec, training, spec.keep_together, dynamic=front_end == "export")
+    return _exported(model, spec, training, spec.keep_together, dynamic=front_end == "export", ask=ask)
 
 
 def _exported(
-    model: nn.Module, spec: SampleSpec, training: bool, optional: Sequence[str], *, dynamic: bool = True
+    model: nn.Module,
+    spec: SampleSpec,
+    training: bool,
+    optional: Sequence[str],
+    *,
+    dynamic: bool = True,
+    ask: Asking = no_answers,
 ) -> _Traced:
     """Export a model; those of the `optional` modules that stand in the way are called as they are."""
     called = list(spec.called_as_is)
     while True:
         try:
-            graph = export_graph(model, spec, training=training, dynamic=dynamic, called_as_is=called)
+            graph = export_graph(model, spec, training=training, dynamic=dynamic, called_as_is=called, ask=ask)
             return graph, analyse(graph, spec), tuple(called)
         except NotTraceableError as problem:
             more = _in_the_way(model, problem.modules, optional, called)

@@ -86,6 +86,7 @@ class SampleSpec(Value):
         keep_together: paths of modules that no cut may part.
         front_end: what traced the model; None before it is traced.
         called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.
+        called_share: of the model's FLOPs, in those modules.
         decisions: on values of tensors, in the order in which the forward pass makes them.
     """
 
@@ -96,6 +97,7 @@ class SampleSpec(Value):
     keep_together: tuple[str, ...] = ()
     front_end: FrontEnd | None = None
     called_as_is: tuple[str, ...] = ()
+    called_share: float = Field(default=0.0, ge=0, le=1)
     decisions: tuple[Decision, ...] = ()
 
     @model_validator(mode="after")

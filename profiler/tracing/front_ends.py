@@ -7,11 +7,14 @@
 4. The children of an `nn.Sequential`: those that cannot be exported are called as they are.
 
 Modules of `keep_together` that cannot be exported are called as they are in each of these.
+
+Where the model branches on values, 1 and 2 are tried once more with the branches that the sample takes, see
+`profiler.conditions`. And when nothing serves, 1 and 2 call those modules as they are that stand in the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,11 +24,19 @@ from profiler.conditions.answers import FromDecisions, FromRuns
 from profiler.conditions.asking import Questions
 from profiler.errors import NotTraceableError
 from profiler.observe.untouched import untouched
+from profiler.opaque.module_tracing import opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, FrontEnd, SampleSpec
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
 from profiler.tracing.sample_run import sample_runs
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
+
+
+EXPORTS: tuple[FrontEnd, ...] = ("export", "static export")
+LARGEST_SHARE_CALLED = 3 / 4
+"""Of the work, in modules that are called as they are without being asked for: no cut goes through them. [chosen]"""
+MOST_MODULES_IN_THE_WAY = 8
+"""Exports of one model in search of modules to call as they are; each takes seconds. [chosen]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +73,30 @@ def graph_of(
     refusals: dict[FrontEnd, str] = {}
     first: NotTraceableError | None = None
     askings = _Askings(model, spec, sample, training)
-    for front_end in FRONT_ENDS if spec.front_end is None else (spec.front_end,):
+    ways: list[tuple[FrontEnd, Way]] = [(front_end, _answered) for front_end in FRONT_ENDS]
+    ways += [(front_end, _by_themselves) for front_end in EXPORTS]
+    for front_end, way in ways if spec.front_end is None else [(spec.front_end, _answered)]:
         try:
-            graph, facts, called = _answered(front_end, model, spec, training, askings)
+            graph, facts, called = way(front_end, model, spec, training, askings)
         except NotTraceableError as problem:
-            refusals[front_end] = str(problem).removeprefix("cannot trace the model: ")
+            refusals.setdefault(front_end, str(problem).removeprefix("cannot trace the model: "))
             first = problem if first is None or isinstance(first, OneBatchSizeError) else first
         else:
-            found = {"front_end": front_end, "called_as_is": called, "decisions": graph.decisions}
-            served = spec.model_copy(update=found)
-            return Served(graph, facts, served, refusals)
+            found = {
+                "front_end": front_end,
+                "called_as_is": called,
+                "called_share": _share_called(facts),
+                "decisions": graph.decisions,
+            }
+            return Served(graph, facts, spec.model_copy(update=found), refusals)
     assert first is not None, "there are front ends"
     raise first
+
+
+def _share_called(facts: Mapping[fx.Node, NodeFacts]) -> float:
+    """The share of the FLOPs that modules have which are called as they are."""
+    called = sum(fact.flops for node, fact in facts.items() if opaque_calls_of(node))
+    return called / max(1, sum(fact.flops for fact in facts.values()))
 
 
 class _Askings:
@@ -114,6 +137,9 @@ class _Askings:
 _Traced = tuple[TracedGraph, Mapping[fx.Node, NodeFacts], tuple[str, ...]]
 
 
+Way = Callable[[FrontEnd, nn.Module, SampleSpec, bool, _Askings], _Traced]
+
+
 def _answered(front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training: bool, askings: _Askings) -> _Traced:
     """Trace without answers to questions about values, and if that fails with those that there are."""
     last: NotTraceableError | None = None
@@ -122,13 +148,35 @@ def _answered(front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training:
             return _traced(front_end, model, spec, training, askings.first())
     except NotTraceableError as problem:
         last = problem
-    for ask in askings.further if front_end in ("export", "static export") else ():
+    for ask in askings.further if front_end in EXPORTS else ():
         try:
             with untouched(model):
                 return _traced(front_end, model, spec, training, ask)
         except NotTraceableError as problem:
             last = problem
     raise last
+
+
+def _by_themselves(
+    front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training: bool, askings: _Askings
+) -> _Traced:
+    """Export a model with those modules called as they are that stand in the way, the smallest that do.
+
+    Raises:
+        NotTraceableError: something in no submodule stands in the way, or too much of the work would be in them.
+    """
+    ask = askings.further[0] if askings.further else askings.first()
+    every = [path for path, _ in model.named_modules() if path]
+    with untouched(model):
+        traced = _exported(model, spec, training, every, dynamic=front_end == "export", ask=ask)
+    _, facts, called = traced
+    share = _share_called(facts)
+    if share > LARGEST_SHARE_CALLED:
+        raise NotTraceableError(
+            f"cannot trace the model: {', '.join(called)} would have to be called as they are, with {share:.0%} of "
+            f"the work, and at most {LARGEST_SHARE_CALLED:.0%} may be; name them in keep_together to allow it"
+        )
+    return traced
 
 
 def _traced(front_end: FrontEnd, model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> _Traced:
@@ -156,15 +204,23 @@ def _exported(
 ) -> _Traced:
     """Export a model; those of the `optional` modules that stand in the way are called as they are."""
     called = list(spec.called_as_is)
-    while True:
+    for left in reversed(range(MOST_MODULES_IN_THE_WAY)):
         try:
             graph = export_graph(model, spec, training=training, dynamic=dynamic, called_as_is=called, ask=ask)
-            return graph, analyse(graph, spec), tuple(called)
+            return graph, analyse(graph, spec), _really_called(model, graph, called)
         except NotTraceableError as problem:
             more = _in_the_way(model, problem.modules, optional, called)
-            if not more:
+            if not more or not left:
                 raise
             called += more
+    raise AssertionError("the last export is told")
+
+
+def _really_called(model: nn.Module, graph: TracedGraph, paths: Sequence[str]) -> tuple[str, ...]:
+    """Those of the modules that the graph calls: not one inside another."""
+    calls = [call for node in graph.module.graph.nodes for call in opaque_calls_of(node)]
+    made = {id(model.get_submodule(call.path)) for call in calls}
+    return tuple(path for path in paths if id(model.get_submodule(path)) in made)
 
 
 def _in_the_way(
@@ -175,7 +231,9 @@ def _in_the_way(
     left = {id(known[path]): path for path in optional if path not in called and path in known}
     for path in reversed(modules):
         if id(known.get(path)) in left:
-            return [other for other in left.values() if type(known[other]) is type(known[path])]
+            kind = type(known[path])
+            general = kind.__module__.startswith("torch.nn.")  # says nothing of what else fails
+            return [path] if general else [other for other in left.values() if type(known[other]) is kind]
     return []
 
 

@@ -1,5 +1,6 @@
 """What a model is traced with, as data: enough to trace the same graph again without the sample. Torch-free."""
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -45,6 +46,14 @@ class ConstantLeaf(Value):
 
     kind: Literal["constant"] = "constant"
     value: bool | int | float | str | None
+
+
+MOST_TOLD = 2  # of a list in one line
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return ", ".join(names[:MOST_TOLD]) + more
 
 
 def code_of(line: str) -> str:
@@ -119,6 +128,22 @@ class SampleSpec(Value):
             raise ValueError(
                 f"tree has {sample_tree.leaf_count(structure)} leaves, and {len(self.leaves)} are given; plan again"
             )
+
+    @property
+    def means(self) -> str:
+        """What traced the model, which branches are checked, and what is called as it is, in one line."""
+        size = self.only_micro_batch_size
+        told = [f"by {self.front_end}" + (f" for micro-batches of {size}" if size else "")]
+        if self.decisions:
+            lines = list(dict.fromkeys(decision.line.partition(' "')[0] for decision in self.decisions))
+            count = len(self.decisions)
+            told.append(
+                f"{count} {'condition' if count == 1 else 'conditions'} on values checked in each micro-batch "
+                f"({_first_of(lines)})"
+            )
+        if self.called_as_is:
+            told.append(f"called as it is: {_first_of(self.called_as_is)} ({self.called_share:.0%} of the FLOPs)")
+        return "; ".join(told)
 
     @property
     def only_micro_batch_size(self) -> int | None:

@@ -28,9 +28,8 @@ from profiler.opaque.module_tracing import opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, FrontEnd, SampleSpec
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
-from profiler.tracing.sample_run import sample_runs
+from profiler.tracing.sample_run import has_no_values, sample_runs
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
-
 
 EXPORTS: tuple[FrontEnd, ...] = ("export", "static export")
 LARGEST_SHARE_CALLED = 3 / 4
@@ -90,6 +89,9 @@ def graph_of(
             }
             return Served(graph, facts, spec.model_copy(update=found), refusals)
     assert first is not None, "there are front ends"
+    if askings.without_values and "on the values of a tensor" in str(first):
+        more = "; of a real model and sample, the branch that these take is traced and checked in each micro-batch"
+        raise NotTraceableError(str(first) + more, modules=first.modules) from first
     raise first
 
 
@@ -120,10 +122,16 @@ class _Askings:
         decisions = self._spec.decisions
         return (lambda model: Questions(model, FromDecisions(decisions))) if decisions else no_answers
 
+    @property
+    def without_values(self) -> bool:
+        """Whether nobody knows what the sample's tensors hold, or the model's."""
+        held = (*self._model.parameters(), *self._model.buffers(), *(self._sample or ()))
+        return self._sample is None or any(map(has_no_values, held))
+
     @cached_property
     def further(self) -> tuple[Asking, ...]:
         """The sample's own values, if the model reads any."""
-        if self._sample is None or self._spec.decisions:
+        if self._sample is None or self.without_values or self._spec.decisions:
             return ()
         runs = sample_runs(self._model, self._spec, self._sample, self._training)
         if not runs or not any(run.read for run in runs):

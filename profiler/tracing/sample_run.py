@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -45,6 +46,11 @@ class _Recording(TorchFunctionMode):
         return result
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether it has a shape only."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def sample_runs(model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor], training: bool) -> tuple[SampleRun, ...]:
     """The runs on the whole sample, which comes first, and on its halves, as far as the model can do them.
 
@@ -55,11 +61,8 @@ def sample_runs(model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor], tr
         training: run it as it trains.
 
     Returns:
-        Nothing if tensors have no values, or the model does not run on the whole sample.
+        Nothing if the model does not run on the whole sample.
     """
-    held = (*model.parameters(), *model.buffers())
-    if any(tensor.is_meta or type(tensor).__name__ == "FakeTensor" for tensor in (*held, *sample)):
-        return ()
     parts = [(0, spec.batch_size)]
     if spec.batch_size > 1:
         parts += [(0, spec.batch_size // 2), (spec.batch_size // 2, spec.batch_size)]

@@ -36,9 +36,7 @@ HEAVY = (
 
 def by_one(front_end: FrontEnd, sample: Any, keep_together: Sequence[str] = ()) -> SampleSpec:
     """Has a model traced by one front end, without the sample's values, so that it tells what it refuses."""
-    return describe_sample(sample).model_copy(
-        update={"front_end": front_end, "keep_together": tuple(keep_together)}
-    )
+    return describe_sample(sample).model_copy(update={"front_end": front_end, "keep_together": tuple(keep_together)})
 
 
 @dataclass(frozen=True)

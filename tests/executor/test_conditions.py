@@ -13,7 +13,6 @@ from profiler import trace
 from tests.executor.conftest import PlanFor
 from tests.models.branching import BODIES, branching, gradients
 
-
 M = 4
 
 

@@ -91,7 +91,7 @@ def test_it_is_one_layer_that_computes_what_the_model_does() -> None:
     of = case()
     sequence = traced(of)
     assert sequence.sample.called_as_is == ("gate",)
-    assert "gate called as is" in repr(sequence)
+    assert "called as it is: gate (" in repr(sequence)
     own = [layer for layer in sequence.layers if any("called_as_is" in name for name in layer.operations)]
     assert len(own) == 1
     assert own[0].written_buffers == (("gate.calls", "gate.calls.new"),)

@@ -12,6 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from profiler.cache import Cache, CacheSetting
+from profiler.conditions.check import values_made_up
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST
@@ -108,7 +109,7 @@ def profile(
         most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
         bar = tqdm(total=most, desc="profile", unit="measurement", disable=hides_progress(progress))
     drawn_on = [HOST, *([] if listed else map(torch_device, kinds.values()))]
-    with bar, preserved(drawn_on):
+    with bar, preserved(drawn_on), values_made_up():
         has_loss = loss_fn is not None or _returns_loss(sequence, place)
         workload = Workload(
             sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar

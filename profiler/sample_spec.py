@@ -1,6 +1,6 @@
 """What a model is traced with, as data: enough to trace the same graph again without the sample. Torch-free."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -19,16 +19,18 @@ class FrontEnd:
         module: where its function is; imported on first use, so that reading a plan never waits for torch.
         function: a `profiler.tracing.front_ends.GraphMaker`.
         any_size: whether its graphs serve micro-batches of every size, not only the sample's.
+        asks: whether it can be given answers to questions about the values of tensors, see `profiler.conditions`.
     """
 
     module: str
     function: str
     any_size: bool = True
+    asks: bool = False
 
 
 FRONT_ENDS: Mapping[str, FrontEnd] = {
-    "export": FrontEnd("profiler.tracing.front_ends", "export"),
-    "static export": FrontEnd("profiler.tracing.front_ends", "static_export", any_size=False),
+    "export": FrontEnd("profiler.tracing.front_ends", "export", asks=True),
+    "static export": FrontEnd("profiler.tracing.front_ends", "static_export", any_size=False, asks=True),
     "symbolic_trace": FrontEnd("profiler.tracing.front_ends", "symbolic_trace"),
     "children": FrontEnd("profiler.tracing.front_ends", "children"),
 }
@@ -71,6 +73,42 @@ class ConstantLeaf(Value):
     value: bool | int | float | str | None
 
 
+MOST_TOLD = 2  # of a list in one line
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return ", ".join(names[:MOST_TOLD]) + more
+
+
+def code_of(line: str) -> str:
+    """The code in `file:line "code"`."""
+    return line.partition('"')[2].removesuffix('"')
+
+
+class Decision(Value):
+    """What the forward pass made of a tensor's value while it was traced, and what every micro-batch must make of it.
+
+    Attributes:
+        module: path of the module whose code it is; "" for the model itself.
+        line: `file:line "code"`, the file without its folder.
+        answer: a bool of a condition, else the number that the value had.
+    """
+
+    module: str
+    line: str
+    answer: bool | int | float
+
+    @property
+    def code(self) -> str:
+        """Of the line, without its number, which a change further up moves."""
+        return code_of(self.line)
+
+    def __str__(self) -> str:
+        """Where it was made."""
+        return f"module {self.module!r}, {self.line}" if self.module else f"the model, {self.line}"
+
+
 class SampleSpec(Value):
     """The sample's structure and leaves, and the settings that the traced graph depends on.
 
@@ -84,6 +122,8 @@ class SampleSpec(Value):
             from before there was a choice.
         front_end: what traced the model, a key of `FRONT_ENDS`; None before it is traced.
         called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.
+        called_share: of the model's FLOPs, in those modules.
+        decisions: on values of tensors, in the order in which the forward pass makes them.
     """
 
     batch_size: Samples
@@ -94,6 +134,8 @@ class SampleSpec(Value):
     stages: int = Field(default=LEAST_STAGES, ge=LEAST_STAGES, le=MOST_LAYERS)
     front_end: str | None = None
     called_as_is: tuple[str, ...] = ()
+    called_share: float = Field(default=0.0, ge=0, le=1)
+    decisions: tuple[Decision, ...] = ()
 
     @field_validator("front_end")
     @classmethod
@@ -126,6 +168,22 @@ class SampleSpec(Value):
     def _without_least_stages(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
         return {name: value for name, value in fields.items() if name != "stages" or value != LEAST_STAGES}
+
+    @property
+    def means(self) -> str:
+        """What traced the model, which branches are checked, and what is called as it is, in one line."""
+        size = self.only_micro_batch_size
+        told = [f"by {self.front_end}" + (f" for micro-batches of {size}" if size else "")]
+        if self.decisions:
+            lines = list(dict.fromkeys(decision.line.partition(' "')[0] for decision in self.decisions))
+            count = len(self.decisions)
+            told.append(
+                f"{count} {'condition' if count == 1 else 'conditions'} on values checked in each micro-batch "
+                f"({_first_of(lines)})"
+            )
+        if self.called_as_is:
+            told.append(f"called as it is: {_first_of(self.called_as_is)} ({self.called_share:.0%} of the FLOPs)")
+        return "; ".join(told)
 
     @property
     def only_micro_batch_size(self) -> int | None:

@@ -154,7 +154,21 @@ def depends_on_data(symbol: Any) -> bool:
     """Whether a symbol of a graph stands for an extent that depends on data, as that of a selection by a mask."""
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-    return symbol_is_type(symbol, SymT.UNBACKED_INT)
+    return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
+
+
+def unknown_value_errors() -> tuple[type[Exception], ...]:
+    """What is raised where a symbol that depends on data is asked for its value."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (GuardOnDataDependentSymNode,)
+
+
+def has_side_effect(operator: Any) -> None:
+    """Keep calls of an operator in graphs though nothing reads what it returns."""
+    from torch.fx.node import has_side_effect as register
+
+    register(operator)
 
 
 def parsed_move(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

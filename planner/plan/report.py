@@ -66,6 +66,8 @@ def _headline(plan: Plan) -> list[str]:
         f"{prediction.samples_per_s:.4g} samples/s, bubble {prediction.bubble:.1%}",
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}), {optimal}",
     ]
+    if plan.sample.decisions or plan.sample.called_as_is:
+        lines.append(_shortened(one_line(f"traced {plan.sample.means}"), WIDTH))
     if plan.skips:
         times = [skip.times_at(max(plan.micro_batch_sizes)) for skip in plan.skips]
         ways = ", ".join(

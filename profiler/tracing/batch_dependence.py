@@ -27,7 +27,7 @@ from profiler.observe.both_branches import sees_both_branches
 from profiler.observe.source_place import Place, place_now
 from profiler.observe.standing_in import standing_in
 from profiler.observe.without_data import without_data
-from profiler.torch_private import COMPILING_FLAG, EXPORTING_FLAG, EXTENT_FIXED, schema_of, storage_of
+from profiler.torch_private import COMPILING_FLAG, EXPORTING_FLAG, EXTENT_FIXED, depends_on_data, schema_of, storage_of
 
 
 class BatchQuestions:
@@ -93,6 +93,8 @@ def _at_one_sample(question: torch.SymBool) -> bool | None:
     """The answer for a batch of one; None if it depends on data too."""
     expression = question.node.expr
     symbols = getattr(expression, "free_symbols", ())
+    if any(map(depends_on_data, symbols)):
+        return None
     answer = expression.subs(dict.fromkeys(symbols, 1)) if symbols else expression
     if answer in (sympy.true, sympy.false):
         return bool(answer)

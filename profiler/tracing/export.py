@@ -12,7 +12,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest import mock
@@ -22,13 +22,14 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from profiler.conditions.asking import Questions
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.python_state import attributes_after_call, attributes_of, changed_names, put_back
 from profiler.observe.source_place import explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
 from profiler.opaque.module_tracing import OpaqueCalls
-from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
 from profiler.torch_private import CAUSAL_MASK_TEST, depends_on_data, lazy_graph_modules, parsed_move
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
@@ -49,11 +50,21 @@ class TracedGraph:
         module: `get_attr` targets resolve here; parameters are the model's own.
         inputs: placeholders of the sample's tensor leaves, in order.
         out_spec: structure of the model's output.
+        decisions: on values of tensors; the graph checks each.
     """
 
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     out_spec: pytree.TreeSpec
+    decisions: tuple[Decision, ...]
+
+
+Asking = Callable[[nn.Module], Questions]
+
+
+def no_answers(model: nn.Module) -> Questions:
+    """Questions about values stay the errors that they are."""
+    return Questions(model, None)
 
 
 class OneBatchSizeError(NotTraceableError):
@@ -67,6 +78,7 @@ def export_graph(
     training: bool = True,
     dynamic: bool = True,
     called_as_is: Sequence[str] = (),
+    ask: Asking = no_answers,
 ) -> TracedGraph:
     """Trace the model with `torch.export`.
 
@@ -76,18 +88,19 @@ def export_graph(
         training: trace it as it trains, else as `model.eval()` leaves it.
         dynamic: with a dynamic batch, else for micro-batches of `spec.batch_size` samples only.
         called_as_is: paths of modules that become one operation each, see `OpaqueCall`.
+        ask: makes what answers questions about values, for each call of the model anew.
 
     Raises:
         NotTraceableError: the forward pass cannot be exported; the message names module path, source line and cause.
     """
     before = attributes_of(model)
     with attributes_after_call(model) as calls:
-        module, program, questions = _exported(model, spec, training, dynamic, called_as_is)
+        module, program, questions, decisions = _exported(model, spec, training, dynamic, called_as_is, ask)
         between = calls[0] if calls else before  # of a graph, export runs the nodes without calling it
         changed = changed_names(before, between)
         if changed:  # harmless if a second call computes the same and leaves the same behind: a cache
             put_back(between, changed)  # export itself takes some of them back
-            second, *_ = _exported(model, spec, training, dynamic, called_as_is)
+            second, *_ = _exported(model, spec, training, dynamic, called_as_is, ask)
     if changed:
         after = calls[-1]
         lasting = [name for name in after if name in between and after[name].plain != between[name].plain]
@@ -99,12 +112,12 @@ def export_graph(
         _refuse_limited_batches(program, questions)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)
-    return _tidy(module, program, spec)
+    return _tidy(module, program, spec, decisions)
 
 
 def _exported(
-    model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called_as_is: Sequence[str]
-) -> tuple[Any, ExportedProgram, BatchQuestions]:
+    model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called_as_is: Sequence[str], ask: Asking
+) -> tuple[Any, ExportedProgram, BatchQuestions, Sequence[Decision]]:
     """The graph of one call of the model, as a module with the model's own parameters, and what it asked meanwhile."""
     device = device_of_first(model.parameters())
     size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST) if dynamic else spec.batch_size
@@ -114,6 +127,7 @@ def _exported(
         calls = OpaqueCalls(model, called_as_is, REHEARSED_SIZES if dynamic else (size,))
         functions = FunctionCalls(model)
         questions = BatchQuestions(model)
+        values = ask(model)
         try:
             with (
                 _quiet(),
@@ -121,6 +135,7 @@ def _exported(
                 refused(model),
                 calls.in_place(),
                 functions.in_place(),
+                values.answered(),
                 questions.watched(),
                 CAUSAL_MASK_TEST.replaced_by(_is_causal),
                 mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
@@ -136,9 +151,11 @@ def _exported(
                 raise OneBatchSizeError(_fixed_text(model, problem, questions)) from problem
             place = place_of(model, problem)
             raise NotTraceableError(explanation(model, problem, place), modules=place.modules) from problem
+        values.put_into(module)
         if dynamic and questions.places:
             one = example_arguments(spec, 1, device)
-            with _quiet(), autocasting(spec, device), calls.in_place(), functions.in_place():
+            again = values.same_again().answered()
+            with _quiet(), autocasting(spec, device), calls.in_place(), functions.in_place(), again:
                 same = same_for_one_sample(model, module, one.args, one.kwargs)
             if not same:
                 raise OneBatchSizeError(
@@ -147,7 +164,7 @@ def _exported(
                 )
     calls.put_into(module)
     functions.put_into(module)
-    return module, program, questions
+    return module, program, questions, values.decisions
 
 
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -304,7 +321,7 @@ def _refuse_limited_batches(program: ExportedProgram, questions: BatchQuestions)
             )
 
 
-def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec) -> TracedGraph:
+def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec, decisions: Sequence[Decision]) -> TracedGraph:
     """Drop guards and dead nodes, read batch extents from inputs, and find the placeholders of tensor leaves."""
     graph: fx.Graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -322,7 +339,7 @@ def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec) -> TracedGrap
             continue
         if node.op != "call_function" or not may_write(node):
             graph.erase_node(node)
-    return TracedGraph(module, tuple(inputs), program.call_spec.out_spec)
+    return TracedGraph(module, tuple(inputs), program.call_spec.out_spec, tuple(decisions))
 
 
 def _refuse_moving_instance_norms(graph: fx.Graph) -> None:

@@ -9,29 +9,43 @@ A further one is one more file with a `GraphMaker`, and its entry in `profiler.s
 4. The children of an `nn.Sequential`: those that cannot be exported are called as they are.
 
 Modules of `keep_together` that cannot be exported are called as they are in each of these.
+
+Where the model branches on values, 1 and 2 are tried once more with the branches that the sample takes, see
+`profiler.conditions`. And when nothing serves, 1 and 2 call those modules as they are that stand in the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import TypeAlias
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from profiler.conditions.answers import FromDecisions, FromRuns
+from profiler.conditions.asking import Questions
 from profiler.errors import NotTraceableError
 from profiler.observe.untouched import untouched
-from profiler.sample_spec import FRONT_ENDS, FrontEnd, SampleSpec
-from profiler.tracing.export import OneBatchSizeError, TracedGraph, export_graph, mode_of
+from profiler.opaque.module_tracing import opaque_calls_of
+from profiler.sample_spec import FRONT_ENDS, SampleSpec
+from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
+from profiler.tracing.sample_run import has_no_values, sample_runs
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
 
 Traced: TypeAlias = tuple[TracedGraph, Mapping[fx.Node, NodeFacts], tuple[str, ...]]
 """A graph, what is known of its nodes, and the paths of modules that are called as they are."""
 
-GraphMaker: TypeAlias = Callable[[nn.Module, SampleSpec, bool], Traced]
-"""The function of a front end: of a model, what it is called with, and whether it trains; may not be able to."""
+GraphMaker: TypeAlias = Callable[[nn.Module, SampleSpec, bool, Asking], Traced]
+"""The function of a front end: of a model, what it is called with, whether it trains, and what answers questions about
+values; may not be able to."""
+
+LARGEST_SHARE_CALLED = 3 / 4
+"""Of the work, in modules that are called as they are without being asked for: no cut goes through them. [chosen]"""
+MOST_MODULES_IN_THE_WAY = 8
+"""Exports of one model in search of modules to call as they are; each takes seconds. [chosen]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,50 +65,151 @@ class Served:
     refusals: Mapping[str, str]
 
 
-def graph_of(model: nn.Module, spec: SampleSpec, *, training: bool = True) -> Served:
+def graph_of(
+    model: nn.Module, spec: SampleSpec, *, training: bool = True, sample: Sequence[Tensor] | None = None
+) -> Served:
     """Trace a model with the first front end that serves, or with the one that `spec` names.
 
     Args:
         model: any module.
-        spec: what it is called with.
+        spec: what it is called with; of an earlier trace, with what was decided in that.
         training: trace it as it trains, else as `model.eval()` leaves it.
+        sample: the sample's tensor leaves, whose values decide where the model branches on them.
 
     Raises:
         NotTraceableError: none serves; the message is that of the first that is not about the batch size alone.
     """
     refusals: dict[str, str] = {}
     first: NotTraceableError | None = None
-    for front_end in FRONT_ENDS if spec.front_end is None else (spec.front_end,):
+    askings = _Askings(model, spec, sample, training)
+    ways: list[tuple[str, Way]] = [(front_end, _answered) for front_end in FRONT_ENDS]
+    ways += [(name, _by_themselves) for name, front_end in FRONT_ENDS.items() if front_end.asks]
+    for front_end, way in ways if spec.front_end is None else [(spec.front_end, _answered)]:
         try:
-            with untouched(model):
-                graph, facts, called = _made_by(FRONT_ENDS[front_end])(model, spec, training)
+            graph, facts, called = way(front_end, model, spec, training, askings)
         except NotTraceableError as problem:
-            refusals[front_end] = str(problem).removeprefix("cannot trace the model: ")
+            refusals.setdefault(front_end, str(problem).removeprefix("cannot trace the model: "))
             first = problem if first is None or isinstance(first, OneBatchSizeError) else first
         else:
-            served = spec.model_copy(update={"front_end": front_end, "called_as_is": called})
-            return Served(graph, facts, served, refusals)
+            found = {
+                "front_end": front_end,
+                "called_as_is": called,
+                "called_share": _share_called(facts),
+                "decisions": graph.decisions,
+            }
+            return Served(graph, facts, spec.model_copy(update=found), refusals)
     assert first is not None, "there are front ends"
+    if askings.without_values and "on the values of a tensor" in str(first):
+        more = "; of a real model and sample, the branch that these take is traced and checked in each micro-batch"
+        raise NotTraceableError(str(first) + more, modules=first.modules) from first
     raise first
 
 
-def _made_by(front_end: FrontEnd) -> GraphMaker:
-    function: GraphMaker = getattr(import_module(front_end.module), front_end.function)
+def _share_called(facts: Mapping[fx.Node, NodeFacts]) -> float:
+    """The share of the FLOPs that modules have which are called as they are."""
+    called = sum(fact.flops for node, fact in facts.items() if opaque_calls_of(node))
+    return called / max(1, sum(fact.flops for fact in facts.values()))
+
+
+class _Askings:
+    """What may answer questions about values, in the order in which it is tried.
+
+    Args:
+        model: to be traced.
+        spec: of the sample.
+        sample: its tensor leaves, or None.
+        training: trace it as it trains.
+    """
+
+    def __init__(self, model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor] | None, training: bool) -> None:
+        self._model = model
+        self._spec = spec
+        self._sample = sample
+        self._training = training
+
+    def first(self) -> Asking:
+        """An earlier trace's decisions; nothing, if there are none: few models ask."""
+        decisions = self._spec.decisions
+        return (lambda model: Questions(model, FromDecisions(decisions))) if decisions else no_answers
+
+    @property
+    def without_values(self) -> bool:
+        """Whether nobody knows what the sample's tensors hold, or the model's."""
+        held = (*self._model.parameters(), *self._model.buffers(), *(self._sample or ()))
+        return self._sample is None or any(map(has_no_values, held))
+
+    @cached_property
+    def further(self) -> tuple[Asking, ...]:
+        """The sample's own values, if the model reads any."""
+        if self._sample is None or self.without_values or self._spec.decisions:
+            return ()
+        runs = sample_runs(self._model, self._spec, self._sample, self._training)
+        if not runs or not any(run.read for run in runs):
+            return ()
+        return (
+            lambda model: Questions(model, FromRuns(runs)),
+            lambda model: Questions(model, FromRuns(runs), fix_numbers=True),
+        )
+
+
+Way: TypeAlias = Callable[[str, nn.Module, SampleSpec, bool, _Askings], Traced]
+
+
+def _answered(front_end: str, model: nn.Module, spec: SampleSpec, training: bool, askings: _Askings) -> Traced:
+    """Trace without answers to questions about values, and if that fails with those that there are."""
+    last: NotTraceableError | None = None
+    try:
+        with untouched(model):
+            return _made_by(front_end)(model, spec, training, askings.first())
+    except NotTraceableError as problem:
+        last = problem
+    for ask in askings.further if FRONT_ENDS[front_end].asks else ():
+        try:
+            with untouched(model):
+                return _made_by(front_end)(model, spec, training, ask)
+        except NotTraceableError as problem:
+            last = problem
+    raise last
+
+
+def _by_themselves(front_end: str, model: nn.Module, spec: SampleSpec, training: bool, askings: _Askings) -> Traced:
+    """Export a model with those modules called as they are that stand in the way, the smallest that do.
+
+    Raises:
+        NotTraceableError: something in no submodule stands in the way, or too much of the work would be in them.
+    """
+    ask = askings.further[0] if askings.further else askings.first()
+    every = [path for path, _ in model.named_modules() if path]
+    with untouched(model):
+        traced = exported(model, spec, training, every, dynamic=FRONT_ENDS[front_end].any_size, ask=ask)
+    _, facts, called = traced
+    share = _share_called(facts)
+    if share > LARGEST_SHARE_CALLED:
+        raise NotTraceableError(
+            f"cannot trace the model: {', '.join(called)} would have to be called as they are, with {share:.0%} of "
+            f"the work, and at most {LARGEST_SHARE_CALLED:.0%} may be; name them in keep_together to allow it"
+        )
+    return traced
+
+
+def _made_by(front_end: str) -> GraphMaker:
+    found = FRONT_ENDS[front_end]
+    function: GraphMaker = getattr(import_module(found.module), found.function)
     return function
 
 
-def export(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
+def export(model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> Traced:
     """Front end 1."""
-    return exported(model, spec, training, spec.keep_together)
+    return exported(model, spec, training, spec.keep_together, ask=ask)
 
 
-def static_export(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
+def static_export(model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> Traced:
     """Front end 2."""
-    return exported(model, spec, training, spec.keep_together, dynamic=False)
+    return exported(model, spec, training, spec.keep_together, dynamic=False, ask=ask)
 
 
-def symbolic_trace(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
-    """Front end 3."""
+def symbolic_trace(model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> Traced:
+    """Front end 3; it takes no answers."""
     with mode_of(model, training):
         module = symbolic_module(model, spec)
         traced = exported(module, spec, training, leaf_modules(module))
@@ -102,27 +217,41 @@ def symbolic_trace(model: nn.Module, spec: SampleSpec, training: bool) -> Traced
     return traced
 
 
-def children(model: nn.Module, spec: SampleSpec, training: bool) -> Traced:
-    """Front end 4."""
+def children(model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> Traced:
+    """Front end 4; it takes no answers."""
     if not isinstance(model, nn.Sequential) or not _is_plain(model):
         raise NotTraceableError("the model is no nn.Sequential")
     return exported(model, spec, training, _children(model))
 
 
 def exported(
-    model: nn.Module, spec: SampleSpec, training: bool, optional: Sequence[str], *, dynamic: bool = True
+    model: nn.Module,
+    spec: SampleSpec,
+    training: bool,
+    optional: Sequence[str],
+    *,
+    dynamic: bool = True,
+    ask: Asking = no_answers,
 ) -> Traced:
     """Export a model; those of the `optional` modules that stand in the way are called as they are."""
     called = list(spec.called_as_is)
-    while True:
+    for left in reversed(range(MOST_MODULES_IN_THE_WAY)):
         try:
-            graph = export_graph(model, spec, training=training, dynamic=dynamic, called_as_is=called)
-            return graph, analyse(graph, spec), tuple(called)
+            graph = export_graph(model, spec, training=training, dynamic=dynamic, called_as_is=called, ask=ask)
+            return graph, analyse(graph, spec), _really_called(model, graph, called)
         except NotTraceableError as problem:
             more = _in_the_way(model, problem.modules, optional, called)
-            if not more:
+            if not more or not left:
                 raise
             called += more
+    raise AssertionError("the last export is told")
+
+
+def _really_called(model: nn.Module, graph: TracedGraph, paths: Sequence[str]) -> tuple[str, ...]:
+    """Those of the modules that the graph calls: not one inside another."""
+    calls = [call for node in graph.module.graph.nodes for call in opaque_calls_of(node)]
+    made = {id(model.get_submodule(call.path)) for call in calls}
+    return tuple(path for path in paths if id(model.get_submodule(path)) in made)
 
 
 def _in_the_way(
@@ -133,7 +262,9 @@ def _in_the_way(
     left = {id(known[path]): path for path in optional if path not in called and path in known}
     for path in reversed(modules):
         if id(known.get(path)) in left:
-            return [other for other in left.values() if type(known[other]) is type(known[path])]
+            kind = type(known[path])
+            general = kind.__module__.startswith("torch.nn.")  # says nothing of what else fails
+            return [path] if general else [other for other in left.values() if type(known[other]) is kind]
     return []
 
 

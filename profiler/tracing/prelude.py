@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 from torch import fx, nn
 
+from profiler.conditions.check import Check
 from profiler.torch_private import HigherOrderOperator
 from profiler.tracing.build_layer import attribute
 from profiler.tracing.node_facts import NodeFacts
@@ -38,7 +39,7 @@ def prelude_nodes(
         if node.op != "call_function":
             continue
         fact = facts[node]
-        plain = not isinstance(node.target, HigherOrderOperator)
+        plain = not isinstance(node.target, HigherOrderOperator | Check)
         cheap = fact.flops <= FLOPS_PER_BYTE_AT_MOST * max(fact.value_bytes, 1)
         own = not fact.writes and fact.storage not in written and not fact.draws_random and not fact.requires_grad
         if (

@@ -210,13 +210,9 @@ class LayerSequence:
         """One line: how many layers, parameters and distinct layers, and what traced them."""
         elements = sum(parameter.numel() for parameter in self.parameters.values())
         distinct = len({layer.signature for layer in self.layers})
-        size = self.sample.only_micro_batch_size
-        means = f"{self.sample.front_end}" + (f" for micro-batches of {size}" if size else "")
-        if self.sample.called_as_is:
-            means += f", {', '.join(self.sample.called_as_is)} called as is"
         return (
             f"LayerSequence({len(self)} layers, {distinct} distinct, {elements:,} parameters, {self.fingerprint}, "
-            f"by {means})"
+            f"{self.sample.means})"
         )
 
     def to_frame(self) -> pandas.DataFrame:

@@ -40,7 +40,7 @@ from profiler.tracing.evaluation_cuts import stage_starts
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.front_ends import Served, graph_of
 from profiler.tracing.prelude import prelude_nodes
-from profiler.tracing.sample import BatchDims, describe_sample
+from profiler.tracing.sample import BatchDims, describe_sample, tensor_leaves
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelude
 
 
@@ -100,7 +100,8 @@ def trace(
         raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
     spec = sample if isinstance(sample, SampleSpec) else _spec(sample, batch_dims, autocast, keep_together, stages)
     _check_paths(model, spec.keep_together)
-    served = graph_of(model, spec)
+    values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
+    served = graph_of(model, spec, sample=values)
     counters = take_out_counters(served.graph.module.graph)
     body = _body(served)
     return _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
@@ -183,7 +184,8 @@ def _names(model: nn.Module) -> set[str]:
 
 def _as_traced(sample: SampleSpec, sequence: LayerSequence) -> SampleSpec:
     """What the model is called with, to be traced by the same means as before."""
-    means = {"front_end": sequence.sample.front_end, "called_as_is": sequence.sample.called_as_is}
+    traced = sequence.sample
+    means = {"front_end": traced.front_end, "called_as_is": traced.called_as_is, "decisions": traced.decisions}
     return sample.model_copy(update=means)
 
 

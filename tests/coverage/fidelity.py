@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from profiler import LayerSequence, trace
 from profiler.run.loss import loss_of, model_output
 from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
-from profiler.tracing.sample import call_arguments, tensor_leaves
+from profiler.sample_spec import SampleSpec
+from profiler.tracing.sample import call_arguments, describe_sample, tensor_leaves
 from profiler.tracing.sequence import Layer
 from tests.coverage.model_list import Case
 from tests.snapshot import differences, snapshot
@@ -31,6 +32,11 @@ HEAVY = (
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "lstm", "gru",
     "grouped_mm", "_grouped_mm",
 )  # fmt: skip
+
+
+def by_one(front_end: str, sample: Any, keep_together: Sequence[str] = ()) -> SampleSpec:
+    """Has a model traced by one front end, without the sample's values, so that it tells what it refuses."""
+    return describe_sample(sample).model_copy(update={"front_end": front_end, "keep_together": tuple(keep_together)})
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler import NotTraceableError, trace
+from tests.coverage.fidelity import by_one
 from tests.coverage.model_list import VOCABULARY, hugging_face, translated
 
 
@@ -30,7 +31,7 @@ class Wrapper(nn.Module):
 def test_a_branch_on_data() -> None:
     model = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Gate())))
     with pytest.raises(NotTraceableError) as caught:
-        trace(model, torch.randn(2, 4))
+        trace(model, by_one("export", torch.randn(2, 4)))
     message = str(caught.value)
     line = Gate.forward.__code__.co_firstlineno + 1
     assert "module 'inner.1.1'" in message
@@ -55,7 +56,7 @@ class Shared(nn.Module):
 
 def test_a_branch_beside_shared_modules() -> None:
     with pytest.raises(NotTraceableError, match=r"module 'gate', .*test_refusals\.py:\d+ \"if x\.sum\(\) > 0"):
-        trace(Shared(), torch.randn(2, 4))
+        trace(Shared(), by_one("export", torch.randn(2, 4)))
 
 
 class Mapped(nn.Module):
@@ -127,7 +128,7 @@ def layer_drop() -> NotTraceableError:
         decoder_layerdrop=0.0,
     )
     with pytest.raises(NotTraceableError) as caught:
-        trace(case.model.train(), case.sample)
+        trace(case.model.train(), by_one("export", case.sample))
     return caught.value
 
 

@@ -15,7 +15,7 @@ from profiler import NotTraceableError, trace
 from profiler.memory.in_stage import layer_memory
 from profiler.run.inputs import fake_runner, micro_batch, real_runner
 from profiler.run.parameter_pool import ParameterPool
-from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
+from tests.coverage.fidelity import by_one, difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 
 
@@ -368,7 +368,7 @@ def test_what_no_operation_may_do_is_refused_and_kept_in_its_module(name: str) -
     model = Around(Inner(way))
     of = Case(model, torch.randn(4, 8), functional.cross_entropy, LABELS[:4])
     with pytest.raises(NotTraceableError, match=rf"(?s)in module 'inner', .*{message}.*keep_together=\['inner'\]"):
-        trace(model, of.sample)
-    sequence = trace(model, of.sample, keep_together=["inner"])
+        trace(model, by_one("export", of.sample))
+    sequence = trace(model, of.sample)
     assert sequence.sample.called_as_is == ("inner",)
     assert difference(run(sequence, of), eager(sequence, of)) == 0

@@ -18,7 +18,7 @@ from profiler.memory.in_stage import layer_memory
 from profiler.opaque.call import Affine
 from profiler.run.inputs import fake_runner, micro_batch, real_runner
 from profiler.run.parameter_pool import ParameterPool
-from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
+from tests.coverage.fidelity import by_one, difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 
 CLOSE = 1e-5
@@ -79,7 +79,7 @@ def traced(of: Case) -> LayerSequence:
 
 def test_the_error_says_what_to_do() -> None:
     with pytest.raises(NotTraceableError) as caught:
-        trace(case().model, case().sample)
+        trace(case().model, by_one("export", case().sample))
     line = Gate.forward.__code__.co_firstlineno + 2
     assert str(caught.value).startswith(
         f"cannot trace the model: in module 'gate', {__file__}:{line} \"if x[0, 0] > 0:"
@@ -91,7 +91,7 @@ def test_it_is_one_layer_that_computes_what_the_model_does() -> None:
     of = case()
     sequence = traced(of)
     assert sequence.sample.called_as_is == ("gate",)
-    assert "gate called as is" in repr(sequence)
+    assert "called as it is: gate (" in repr(sequence)
     own = [layer for layer in sequence.layers if any("called_as_is" in name for name in layer.operations)]
     assert len(own) == 1
     assert own[0].written_buffers == (("gate.calls", "gate.calls.new"),)
@@ -213,7 +213,7 @@ def test_what_a_graph_would_lose_is_kept(kind: type[nn.Module]) -> None:
     model, x = Around(kind()), torch.randn(5, 8)
     of = Case(model, x, functional.mse_loss, torch.randn(5, 2))
     with pytest.raises(NotTraceableError, match=r"keep_together=\['inner'\]"):
-        trace(model, x)
+        trace(model, by_one("export", x))
     sequence = trace(model, x, keep_together=["inner"])
     found = run(sequence, of)
     assert difference(found, eager(sequence, of)) <= CLOSE
@@ -280,7 +280,7 @@ def test_what_no_layer_may_do_is_refused(kind: type[nn.Module], message: str) ->
     torch.manual_seed(0)
     model = Around(kind())
     with pytest.raises(NotTraceableError, match=message):
-        trace(model, torch.randn(4, 8), keep_together=["inner"])
+        trace(model, by_one("export", torch.randn(4, 8), keep_together=["inner"]))
 
 
 def test_the_meta_device_has_nothing_to_run() -> None:

@@ -16,6 +16,7 @@ from profiler.errors import ArgumentError
 from profiler.run.loss import model_output
 from profiler.run.stage_function import Pass, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
 from profiler.tracing.sample import call_arguments, tensor_leaves
+from tests.coverage.fidelity import by_one
 
 Case = tuple[nn.Module, Any]
 Traced = tuple[nn.Module, Any, LayerSequence]
@@ -238,7 +239,7 @@ class _Outer(nn.Module):
 def test_a_branch_on_data_names_module_and_line() -> None:
     model = _Outer()
     with pytest.raises(NotTraceableError) as caught:
-        trace(model, torch.randn(2, 4))
+        trace(model, by_one("export", torch.randn(2, 4)))
     message = str(caught.value)
     line = _Inner.forward.__code__.co_firstlineno + 1
     assert "module 'last.1'" in message

@@ -1,0 +1,275 @@
+"""How a question about a tensor's value becomes an answer and a check, while the model is traced.
+
+    if x.sum() > 0:          True  <---  answer: what the sample's run had here
+                               |
+                               +-->  a node of the graph: check[model.py:31 is True](gt)
+
+A tensor's own truth is asked of the tensor. A number (`x.max().item()`) stays a symbol, and what is checked is each
+condition on it, so that other micro-batches may have other numbers; only where that does not do, as for a size, the
+number itself is fixed and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from profiler.conditions.answers import Answers, FromDecisions, Undecided
+from profiler.conditions.check import Check
+from profiler.conditions.numbers import numbers_function
+from profiler.conditions.reading import COMPARISONS, CONDITIONS, NUMBERS, Spot, spot_of
+from profiler.errors import NotTraceableError
+from profiler.observe.source_place import Place, keep_together_advice, place_now, setting_advice
+from profiler.opaque.operators import LIBRARY
+from profiler.sample_spec import Decision
+from profiler.torch_private import has_side_effect, unknown_value_errors
+
+LIBRARY.define("condition(Tensor value, int site) -> ()")
+LIBRARY.define("condition_on_number(SymInt value, int site) -> ()")
+LIBRARY.impl("condition", lambda value, site: None, "CompositeExplicitAutograd")
+LIBRARY.impl("condition", lambda value, site: None, "Meta")
+LIBRARY.impl("condition_on_number", lambda value, site: None, "CompositeExplicitAutograd")
+has_side_effect(torch.ops.gpipe_autoplan.condition.default)
+has_side_effect(torch.ops.gpipe_autoplan.condition_on_number.default)
+
+LARGEST_LIST = 64  # elements of a tensor that is made a list; each becomes a check [chosen]
+
+
+class Questions:
+    """The questions of one trace that only values answer, and what was decided.
+
+    Args:
+        model: that is traced.
+        answers: to take; None for none, so that a question stays the error that it is.
+        fix_numbers: fix every number that all of the sample's runs agree on, in place of the conditions on it.
+    """
+
+    def __init__(self, model: nn.Module, answers: Answers | None, *, fix_numbers: bool = False) -> None:
+        self.decisions: list[Decision] = []
+        self._model = model
+        self._answers = answers
+        self._fix_numbers = fix_numbers
+        self._places: list[Place] = []
+        self._values: dict[Any, tuple[Any, ...]] = {}  # symbol of a number -> what it is in each of the runs
+
+    def same_again(self) -> Questions:
+        """For one more call of the model: it answers as these questions were."""
+        return Questions(self._model, FromDecisions(self.decisions) if self._answers else None)
+
+    @contextlib.contextmanager
+    def answered(self) -> Iterator[None]:
+        """Within, questions of the model's are answered and checks put into the graph that is being traced."""
+        if self._answers is None:
+            yield
+            return
+        with contextlib.ExitStack() as patches:
+            for kind, name, ask in (
+                (torch.SymBool, "__bool__", self._asked),
+                (torch.SymInt, "__int__", self._made_number),
+                (torch.SymInt, "__index__", self._made_number),
+            ):
+                patches.enter_context(mock.patch.object(kind, name, ask(getattr(kind, name))))
+            patches.enter_context(_Mode(self))
+            yield
+
+    def condition(self, tensor: Tensor, ask: Callable[[], Any]) -> bool:
+        """Whether a tensor of one element is true."""
+        place = place_now(self._model)
+        values = self._read(spot_of(place))
+        try:
+            return bool(ask())
+        except NotTraceableError:
+            raise
+        except Exception as problem:
+            answer = self._decide(place, tuple(map(bool, values)), problem, condition=True)
+        torch.ops.gpipe_autoplan.condition(tensor, len(self.decisions) - 1)
+        return bool(answer)
+
+    def number(self, tensor: Tensor, ask: Callable[[], Any]) -> Any:
+        """The element of a tensor: as a symbol, if it may be one, or fixed."""
+        place = place_now(self._model)
+        values = self._read(spot_of(place))
+        problem: Exception | None = None
+        try:
+            found = ask()
+        except NotTraceableError:
+            raise
+        except Exception as unknown:
+            problem, found = unknown, None
+        if isinstance(found, bool | int | float | complex):
+            return found
+        if problem is None and not self._fixes(place, values, tensor):
+            for symbol in found.node.expr.free_symbols:
+                self._values[symbol] = tuple(map(int, values)) if tensor.dtype == torch.bool else values
+            return found
+        answer = self._decide(place, values, problem, condition=tensor.dtype == torch.bool)
+        torch.ops.gpipe_autoplan.condition(tensor, len(self.decisions) - 1)
+        return answer
+
+    def _fixes(self, place: Place, values: tuple[Any, ...], tensor: Tensor) -> bool:
+        """Whether a number that could stay a symbol is fixed all the same."""
+        assert self._answers is not None, "somebody asks"
+        if isinstance(self._answers, FromDecisions):
+            return self._answers.has_number(spot_of(place))
+        changes = tensor.is_floating_point() and tensor.requires_grad  # with the parameters, in every step
+        return self._fix_numbers and not changes and bool(values) and all(value == values[0] for value in values)
+
+    def _read(self, spot: Spot) -> tuple[Any, ...]:
+        assert self._answers is not None, "somebody asks"
+        return self._answers.read(spot)
+
+    def _decide(
+        self, place: Place, values: tuple[Any, ...], problem: BaseException | None, *, condition: bool
+    ) -> bool | int | float:
+        assert self._answers is not None, "somebody asks"
+        spot = spot_of(place)
+        try:
+            answer = self._answers.decide(spot, values, condition=condition)
+        except Undecided as reason:
+            cure = setting_advice(self._model, place) or keep_together_advice(place.modules)
+            raise NotTraceableError(
+                f"cannot trace the model: in {place}: the forward pass branches on the values of a tensor, and no way "
+                f"can be taken for all micro-batches: {reason}; {cure}, or make the branch independent of data "
+                "(torch.where)",
+                modules=place.modules,
+            ) from problem
+        self.decisions.append(Decision(module=spot.module, line=spot.line, answer=answer))
+        self._places.append(place)
+        return answer
+
+    def _asked(self, ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        """What takes the place of a symbolic condition's `__bool__`."""
+
+        def asked(question: Any) -> bool:
+            try:
+                return ask(question)
+            except unknown_value_errors() as problem:
+                place = place_now(self._model)
+                answer = self._decide(place, self._in_each_run(question), problem, condition=True)
+            as_number = torch.sym_ite(question, 1, 0)
+            torch.ops.gpipe_autoplan.condition_on_number(as_number, len(self.decisions) - 1)
+            return bool(answer)
+
+        return asked
+
+    def _made_number(self, convert: Callable[[Any], int]) -> Callable[[Any], int]:
+        """What takes the place of a symbolic number's `__int__`."""
+
+        def made(number: Any) -> int:
+            try:
+                return convert(number)
+            except unknown_value_errors() as problem:
+                place = place_now(self._model)
+                answer = self._decide(place, self._in_each_run(number), problem, condition=False)
+            torch.ops.gpipe_autoplan.condition_on_number(number, len(self.decisions) - 1)
+            return int(answer)
+
+        return made
+
+    def _in_each_run(self, symbolic: Any) -> tuple[Any, ...]:
+        """What a symbolic condition or number is for each of the sample's runs; nothing if that is not known."""
+        expression = symbolic.node.expr
+        symbols = expression.free_symbols
+        known = [self._values.get(symbol, ()) for symbol in symbols if symbol in self._values]
+        sizes: Sequence[int] = getattr(self._answers, "sizes", ())
+        if not all(len(values) == len(sizes) for values in known):
+            return ()
+        found = []
+        for run, size in enumerate(sizes):
+            value = expression.subs({s: self._values[s][run] if s in self._values else size for s in symbols})
+            if not (value.is_Boolean or value.is_Integer) or value.free_symbols:
+                return ()
+            found.append(bool(value) if value.is_Boolean else int(value))
+        return tuple(found)
+
+    def put_into(self, root: fx.GraphModule) -> None:
+        """Let checks take the places of the questions, in the graph and in its regions.
+
+        Raises:
+            NotTraceableError: a condition is drawn by lot, so that a check of it would fail in some step.
+        """
+        for part in root.modules() if self._answers is not None else ():
+            if isinstance(part, fx.GraphModule):
+                self._put_into(part.graph)
+                part.recompile()
+
+    def _put_into(self, graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.gpipe_autoplan.condition.default):
+            value, site = node.args
+            self._refuse_chance(value, site)
+            node.target, node.args = Check(self.decisions[site]), (value,)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.gpipe_autoplan.condition_on_number.default):
+            value, site = node.args
+            self._refuse_chance(value, site)
+            taken, function = numbers_function(value)
+            node.target, node.args = Check(self.decisions[site], function), tuple(taken)
+        for node in reversed(graph.nodes):
+            value = node.meta.get("val")
+            number = value is not None and not isinstance(value, Tensor | tuple | list)
+            told = node.target is torch.ops.aten._assert_scalar.default  # a check of export's own
+            if node.op == "call_function" and not node.users and (number or told):
+                graph.erase_node(node)
+
+    def _refuse_chance(self, value: fx.Node, site: int) -> None:
+        """Refuse a condition that random numbers alone decide, such as layer drop."""
+        seen: set[fx.Node] = set()
+        pending = [value]
+        while pending:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                pending.extend(node.all_input_nodes)
+        drawn = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in seen)
+        if drawn and all(node.op == "call_function" for node in seen):
+            place = self._places[site]
+            cure = setting_advice(self._model, place) or keep_together_advice(place.modules)
+            raise NotTraceableError(
+                f"cannot trace the model: in {place}: the forward pass branches on the values of a tensor, which are "
+                f"random numbers; {cure}",
+                modules=place.modules,
+            )
+
+
+class _Mode(TorchFunctionMode):
+    """Sees each call that reads a tensor's value."""
+
+    def __init__(self, questions: Questions) -> None:
+        super().__init__()
+        self._questions = questions
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def ask() -> Any:
+            return func(*args, **(kwargs or {}))
+
+        if func in CONDITIONS:
+            return self._questions.condition(args[0], ask)
+        if func in COMPARISONS:
+            each = COMPARISONS[func]
+            if args[0].shape != args[1].shape and each is torch.eq:
+                return False
+            alike = each(*args, **(kwargs or {})).all()
+            return self._questions.condition(alike, lambda: bool(alike))
+        if func is Tensor.tolist:
+            return self._listed(args[0])
+        if func in NUMBERS:
+            return self._questions.number(args[0], ask)
+        return ask()
+
+    def _listed(self, tensor: Tensor) -> Any:
+        if tensor.dim() == 0:
+            return self._questions.number(tensor, tensor.item)
+        extents = [len(tensor)] if tensor.dim() == 1 else []
+        if extents and extents[0] > LARGEST_LIST:
+            raise NotTraceableError(
+                f"cannot trace the model: in {place_now(self._questions._model)}: it makes a list of a tensor of "
+                f"{extents[0]} elements, and {LARGEST_LIST} can be checked"
+            )
+        return [self._listed(part) for part in tensor.unbind(0)]

@@ -1,0 +1,114 @@
+"""What the model's own run on the sample reads of tensors: the answers to what a trace will ask.
+
+It runs on the whole sample and on both of its halves. Where these disagree, so will micro-batches, and it is no use to
+trace one of the ways.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from profiler.conditions.answers import SampleRun
+from profiler.conditions.reading import READS, Spot, spot_of
+from profiler.machine.backend import device_of_first
+from profiler.observe.source_place import place_now
+from profiler.observe.standing_in import standing_in
+from profiler.observe.untouched import untouched
+from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.torch_private import COMPILING_FLAG, EXPORTING_FLAG
+from profiler.tracing.export import autocasting, mode_of
+from profiler.tracing.sample import arguments_of
+
+
+class _Recording(TorchFunctionMode):
+    """Notes each value that leaves a tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self.read: dict[Spot, list[Any]] = defaultdict(list)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in READS:
+            found = pytree.tree_leaves(result) if isinstance(result, list) else [result]
+            self.read[spot_of(place_now(self._model))].extend(found)
+        return result
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether it has a shape only."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def sample_runs(model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor], training: bool) -> tuple[SampleRun, ...]:
+    """The runs on the whole sample, which comes first, and on its halves, as far as the model can do them.
+
+    Args:
+        model: with real parameters; it is left as it was.
+        spec: of the sample.
+        sample: its tensor leaves, in order.
+        training: run it as it trains.
+
+    Returns:
+        Nothing if the model does not run on the whole sample.
+    """
+    parts = [(0, spec.batch_size)]
+    if spec.batch_size > 1:
+        parts += [(0, spec.batch_size // 2), (spec.batch_size // 2, spec.batch_size)]
+    runs: list[SampleRun] = []
+    for start, stop in parts:
+        run = _run(model, spec, sample, start, stop, training)
+        if run is None and not runs:
+            return ()
+        runs.extend([run] if run is not None else [])
+    return tuple(runs)
+
+
+def _run(
+    model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor], start: int, stop: int, training: bool
+) -> SampleRun | None:
+    device = device_of_first((*model.parameters(), *sample))
+    tensors = iter(sample)
+    leaves: list[Any] = []
+    for leaf in spec.leaves:
+        if not isinstance(leaf, TensorLeaf):
+            leaves.append(leaf.value)
+            continue
+        whole = next(tensors).detach()
+        part = whole if leaf.batch_dim is None else whole.narrow(leaf.batch_dim, start, stop - start)
+        leaves.append(part.to(device).clone())
+    call = arguments_of(spec, leaves)
+    recording = _Recording(model)
+    copies = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in _members(model)}
+    try:
+        with (
+            untouched(model),
+            mode_of(model, training),
+            standing_in(model, copies),
+            torch.enable_grad(),
+            autocasting(spec, device),
+            EXPORTING_FLAG.replaced_by(True),
+            COMPILING_FLAG.replaced_by(True),
+            recording,
+        ):
+            model(*call.args, **call.kwargs)
+    except Exception:  # it is only asked for answers; what is wrong with it is told by who asks
+        return None
+    return SampleRun(stop - start, dict(recording.read))
+
+
+def _members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers: the run may write either, and must not change the model's own."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -1,0 +1,80 @@
+"""A model that branches on values trains along the sample's branch, and a batch that takes another is an error."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from executor import Pipeline, launch
+from planner import ExecutionError, Plan
+from profiler import trace
+from tests.executor.conftest import PlanFor
+from tests.models.branching import BODIES, branching, gradients
+
+M = 4
+
+
+def whole(name: str) -> dict[str, Tensor | None]:
+    """Gradients of the eager model, micro-batch by micro-batch."""
+    model, x, target, _ = branching(name)
+    for part, aims in zip(x.chunk(M), target.chunk(M), strict=True):
+        (functional.cross_entropy(model(part), aims) / M).backward()
+    return gradients(model)
+
+
+def assert_close(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    for name, gradient in found.items():
+        other = expected[name]
+        same = gradient is other if gradient is None or other is None else torch.allclose(gradient, other, atol=1e-6)
+        assert same, name
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_other_branch_is_an_error(plan_for: PlanFor, name: str) -> None:
+    model, x, target, other = branching(name)
+    sequence = trace(model, x)
+    assert sequence.sample.front_end == "export"
+    assert sequence.sample.decisions
+    pipe = Pipeline(
+        model,
+        plan_for(sequence, batch_size=8, micro_batches=M, recompute=True),
+        loss_fn=functional.cross_entropy,
+    )
+    pipe.step(x, target=target)
+    if name != "after_random_numbers":
+        assert_close(gradients(model), whole(name))
+    model.zero_grad()
+    place = r"branching\.py:\d+ .*in this micro-batch and was .* for the sample"
+    with pytest.raises(ExecutionError, match=place):
+        pipe.step(other, target=target)
+    with pytest.raises(ExecutionError, match=place):
+        pipe.evaluate(other, target=target)
+
+
+def a_good_and_a_bad_step(name: str, plan: Plan) -> tuple[dict[str, Tensor | None], str]:
+    """Gradients of the first, and what the second says."""
+    model, x, target, other = branching(name)
+    pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
+    pipe.step(x, target=target)
+    found = gradients(model)
+    try:
+        pipe.step(other, target=target)
+    except ExecutionError as problem:
+        return found, str(problem)
+    return found, ""
+
+
+@pytest.mark.parametrize("name", ["item", "assertion"])
+def test_all_ranks_end_with_it(plan_for: PlanFor, name: str) -> None:
+    model, x, _, _ = branching(name)
+    sequence = trace(model, x)
+    plan = plan_for(sequence, [len(sequence) // 2], batch_size=8, micro_batches=M)
+    parts = launch(partial(a_good_and_a_bad_step, name), plan)
+    merged = {k: next((g[k] for g, _ in parts if g[k] is not None), None) for k in parts[0][0]}
+    assert_close(merged, whole(name))
+    for _, said in parts:
+        assert said.startswith("rank ")
+        assert "branching.py" in said
+        assert "in this micro-batch and was" in said

@@ -1,0 +1,161 @@
+"""Branches on values: which answers a trace takes, which it cannot, and that it is the same without values."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from profiler import NotTraceableError, trace
+from profiler.conditions.check import Check, values_made_up
+from profiler.errors import ExecutionError
+from profiler.sample_spec import Decision, SampleSpec
+from tests.models.branching import BODIES, Branching, branching
+
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
+
+
+class Holding(nn.Module):
+    """Another module between two layers, of which it is a small share."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 64)
+        nn.init.eye_(self.first.weight)
+        nn.init.zeros_(self.first.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+def test_a_trace_without_values_repeats_the_decisions() -> None:
+    model, x, *_ = branching("loop")
+    sequence = trace(model, (x * 1e3,))
+    assert [decision.answer for decision in sequence.sample.decisions] == [True, False]
+    written = SampleSpec.model_validate_json(sequence.sample.to_json())
+    assert written == sequence.sample
+    again = trace(model, written)
+    assert again.fingerprint == sequence.fingerprint
+    assert again.sample == sequence.sample
+
+
+def test_a_change_further_up_in_the_file_does_not_matter() -> None:
+    model, x, *_ = branching("truth")
+    sequence = trace(model, x)
+    moved = [d.model_copy(update={"line": d.line.replace(":", ":9", 1)}) for d in sequence.sample.decisions]
+    again = trace(model, sequence.sample.model_copy(update={"decisions": tuple(moved)}))
+    assert again.fingerprint == sequence.fingerprint
+
+
+def test_conditions_on_numbers_leave_the_numbers_open() -> None:
+    """A number that differs between the sample's halves may be compared all the same."""
+    model, x, *_ = branching("several_items")
+    (decision,) = trace(model, x).sample.decisions
+    assert decision.answer is False
+    model, x, *_ = branching("number_as_an_extent")
+    assert [d.answer for d in trace(model, x).sample.decisions] == [0]
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x[0, 0] > 0 else x
+
+
+class LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) > 0.1:
+                x = layer(x)
+        return x
+
+
+class Chosen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        index = (x[:, 0] > 0).nonzero()[:, 0]
+        return out.index_add(0, index, x[index])
+
+
+@pytest.mark.parametrize("kind", [Halves, LayerDrop, Chosen])
+def test_what_no_check_can_keep_is_called_as_it_is(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    sequence = trace(Holding(kind()), X)
+    assert sequence.sample.called_as_is == ("inner",)
+    assert not sequence.sample.decisions
+    assert 0 <= sequence.sample.called_share < 0.5
+    assert "called as it is: inner (" in repr(sequence)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Halves, "it is False for the sample's 8 samples and True for 4 of them; "),
+        (LayerDrop, "which are random numbers; "),
+    ],
+)
+def test_the_models_own_forward_pass_is_refused(kind: type[nn.Module], message: str) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    model.weight = nn.Parameter(torch.ones(4))
+    with pytest.raises(NotTraceableError, match=message):
+        trace(model, X)
+
+
+class MostOfIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = LayerDrop()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x)
+
+
+def test_not_more_than_a_share_of_the_work_is_called_unasked() -> None:
+    with pytest.raises(NotTraceableError, match="random numbers"):
+        trace(MostOfIt(), X)
+    assert trace(MostOfIt(), X, keep_together=["drop"]).sample.called_as_is == ("drop",)
+
+
+def test_without_values_the_error_says_that_they_would_do() -> None:
+    model = Branching(BODIES["truth"])
+    with pytest.raises(NotTraceableError, match="of a real model and sample, the branch that these take"):
+        trace(model, X.to("meta"))
+
+
+class Writing(nn.Module):
+    """Its run on the sample must leave it as it was."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.linear(x) if x.abs().max() < 100 else x
+
+
+def test_the_samples_run_changes_nothing() -> None:
+    model = Writing()
+    state = torch.random.get_rng_state()
+    assert trace(model, X).sample.decisions
+    assert model.count == 0
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_check_says_what_was_found() -> None:
+    decision = Decision(module="a.b", line='model.py:7 "if x.item() > 3:"', answer=True)
+    check = Check(decision, lambda x: (x.item() > 3, x.item()))
+    check(torch.tensor(4))
+    with pytest.raises(
+        ExecutionError, match=r"module 'a\.b', model\.py:7 .*is False \(of 2\) in .* was True"
+    ) as caught:
+        check(torch.tensor(2))
+    assert "keep_together=['a.b']" in str(caught.value)
+    check(torch.tensor(2, device="meta"))
+    with values_made_up():
+        check(torch.tensor(2))

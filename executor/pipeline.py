@@ -34,7 +34,7 @@ from executor.measure.clocks import clock_offset_s
 from executor.measure.measured import Recorded, measured_frame, real_timelines
 from executor.plan_check import check_model, device_of, traced_as_planned
 from executor.run.outputs import check_joinable, whole_output
-from executor.run.randomness import generator_of, preserved
+from executor.run.randomness import generators_of, preserved
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
 from executor.run.transport import Distributed, InProcess
@@ -136,6 +136,7 @@ class Pipeline:
         self._runners = {
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
+        self._generators = [*dict.fromkeys(each for device in devices.values() for each in generators_of(device))]
         self._seed = seed
         self._unread = of_no_layer(self._model, self._sequence, materialize) if 0 in self._runners else {}
 
@@ -225,7 +226,7 @@ class Pipeline:
             self._begin(scaler)
             forget_gradients(self._placement.tied)
             with self._gradients.of_a_step():
-                with as_in_training(), preserved([generator_of(device) for device in set(self._devices.values())]):
+                with as_in_training(), preserved(self._generators):
                     for batches in call.own:
                         self._runtime.run(self._calls.program(call, batches), batches)
                         sum_gradients(self._placement.tied, self._layout.process)

@@ -1,7 +1,8 @@
 """Random numbers that depend on what is computed, not on where or how often.
 
 Before a layer draws random numbers the generator is seeded with a key of (seed, step, micro-batch, layer), as lingvo's
-GPipe does by operation. So dropout masks are the same for every number of stages, and when a layer is recomputed.
+GPipe does by operation. So dropout masks are the same for every number of stages, and when a layer is recomputed. A
+module that is called as it is draws its seeds of Python's and numpy's generators from torch's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,9 +23,15 @@ def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that operations on the device draw from."""
-    return backend_of(device).generator(device)
+def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The generators that layers on the device draw from: its own, and the host's (`torch.rand(()) < 0.1`)."""
+    return tuple(dict.fromkeys((backend_of(device).generator(device), torch.default_generator)))
+
+
+def seed_all(generators: Iterable[torch.Generator], number: int) -> None:
+    """Let the generators draw what follows from a number."""
+    for generator in generators:
+        generator.manual_seed(number)
 
 
 @contextlib.contextmanager

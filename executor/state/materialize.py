@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.run.randomness import generator_of, key, preserved
+from executor.run.randomness import generators_of, key, preserved, seed_all
 from profiler.errors import ArgumentError
 from profiler.torch_private import not_persistent_buffers
 
@@ -52,8 +52,8 @@ def materialized(
             twin = _twin(module, device)
             empty = {own: getattr(twin, own) for own in names}
             versions = {own: tensor._version for own, tensor in empty.items()}
-            with preserved([generator_of(device)]), torch.no_grad():
-                generator_of(device).manual_seed(key(seed, 0, 0, _number(path)))
+            with preserved(generators_of(device)), torch.no_grad():
+                seed_all(generators_of(device), key(seed, 0, 0, _number(path)))
                 if initialize is not None:
                     initialize(twin)
                 else:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
+
+from profiler.observe.random_states import Generator, is_generator, key_of
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
 _OF_EVERY_RNN = frozenset({"_flat_weights", "_flat_weight_refs"})  # its parameters again: the list follows them
 _CONTAINERS = (list, tuple, set, dict)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_COMPARED = (bool, int, float, str, bytes, *_GENERATORS)
+_COMPARED = bool | int | float | str | bytes | Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +72,8 @@ def _plain(value: Any) -> Any:
 
 
 def _key(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().tolist())
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator | np.random.RandomState):
-        return repr(value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state())
+    if is_generator(value):
+        return key_of(value)
     plain = value is None or isinstance(value, bool | int | float | str | bytes)
     return (type(value), repr(value)) if plain else id(value)  # of NaN, which differs from itself, the text
 

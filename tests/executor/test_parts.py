@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from executor.run.message import SMALL_BYTES, MessageForm, TensorSpec
 from executor.run.micro_batch import sizes_for, split_target
-from executor.run.randomness import generator_of, key, preserved
+from executor.run.randomness import generators_of, key, preserved
 from executor.run.transport import InProcess, Transfer
 from executor.state.tied import TiedParameter, accumulator_of, sum_gradients
 from executor.watch.agreement import Agreement
@@ -50,7 +50,7 @@ def test_keys_differ_in_every_argument() -> None:
 
 
 def test_preserved_restores_the_generator_after_an_error() -> None:
-    generator = generator_of(torch.device("cpu"))
+    (generator,) = generators_of(torch.device("cpu"))
     before = generator.get_state()
     with pytest.raises(ValueError, match="x"), preserved([generator]):
         torch.rand(2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +45,6 @@ def attributes_of(module: nn.Module) -> dict[str, Attribute]:
     }
 
 
-@contextlib.contextmanager
-def attributes_after_call(module: nn.Module) -> Iterator[list[dict[str, Attribute]]]:
-    """Within, the attributes at the end of each call of the module are noted."""
-    noted: list[dict[str, Attribute]] = []
-    handle = module.register_forward_hook(lambda *_: noted.append(attributes_of(module)))
-    try:
-        yield noted
-    finally:
-        handle.remove()
-
-
 def _described(owner: nn.Module, value: Any) -> Attribute:
     if type(value) not in _CONTAINERS:
         return Attribute(owner, value, None, _key(value), _plain(value))
@@ -97,3 +85,12 @@ def put_back(before: Mapping[str, Attribute], names: Iterable[str]) -> None:
             value.clear()
             value.update(attribute.items)
         attribute.owner.__dict__[name.rpartition(".")[2]] = value
+
+
+def put_all_back(before: Mapping[str, Attribute], now: Mapping[str, Attribute]) -> None:
+    """Make all attributes what they were before; what has been added since is taken away."""
+    changed = [name for name in now if name not in before or before[name].key != now[name].key]
+    put_back(before, [*changed, *(name for name in before if name not in now)])
+    for name in changed:
+        if name not in before:
+            now[name].owner.__dict__.pop(name.rpartition(".")[2], None)

@@ -1,17 +1,17 @@
 """Random numbers that depend on what is computed, not on where or how often.
 
 Before a layer draws random numbers the generator is seeded with a key of (seed, step, micro-batch, layer), as lingvo's
-GPipe does by operation. So dropout masks are the same for every number of stages, and when a layer is recomputed.
+GPipe does by operation. So dropout masks are the same for every number of stages, and when a layer is recomputed. A
+module that is called as it is draws its seeds of Python's and numpy's generators from torch's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 
 import torch
-
-from profiler.machine.backend import backend_of
 
 
 def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
@@ -20,6 +20,7 @@ def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that operations on the device draw from."""
-    return backend_of(device).generator(device)
+def seed_all(generators: Iterable[torch.Generator], number: int) -> None:
+    """Let the generators draw what follows from a number."""
+    for generator in generators:
+        generator.manual_seed(number)

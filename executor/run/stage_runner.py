@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from executor.run.accumulators import Accumulators
 from executor.run.micro_batch import mean_over_samples
-from executor.run.randomness import generator_of, key
+from executor.run.randomness import key, seed_all
 from planner.plan.plan import Segment
 from profiler.errors import ArgumentError
+from profiler.observe.random_states import generators_of
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.stage_function import (
     Moved,
@@ -144,7 +145,7 @@ class StageRunner:
         self.buffers = buffers
         self._loss_fn = loss_fn
         self.seed = seed
-        self._generator = generator_of(device)
+        self._generators = generators_of(device)
         self._state = _StepState(0)
 
     def begin(self, step: int, loss_scale: Tensor | None = None, *, keep_outputs: bool = False) -> None:
@@ -314,4 +315,4 @@ class StageRunner:
         return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
     def _seed_layer(self, micro_batch: int, layer: int) -> None:
-        self._generator.manual_seed(key(self.seed, self._state.number, micro_batch, layer))
+        seed_all(self._generators, key(self.seed, self._state.number, micro_batch, layer))

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.run.randomness import generator_of, key
+from executor.run.randomness import key, seed_all
 from profiler.errors import ArgumentError
-from profiler.observe.random_states import preserved
+from profiler.observe.random_states import generators_of, preserved
 from profiler.torch_private import not_persistent_buffers
 
 Initializer = Callable[[nn.Module], None]
@@ -54,7 +54,7 @@ def materialized(
             empty = {own: getattr(twin, own) for own in names}
             versions = {own: tensor._version for own, tensor in empty.items()}
             with preserved([device]), torch.no_grad():
-                generator_of(device).manual_seed(key(seed, 0, 0, _number(path)))
+                seed_all(generators_of(device), key(seed, 0, 0, _number(path)))
                 if initialize is not None:
                     initialize(twin)
                 else:

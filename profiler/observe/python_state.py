@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
+
+from profiler.observe.random_states import Generator, is_generator, key_of
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
 _OF_EVERY_RNN = frozenset({"_flat_weights", "_flat_weight_refs"})  # its parameters again: the list follows them
 _CONTAINERS = (list, tuple, set, dict)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_COMPARED = (bool, int, float, str, bytes, *_GENERATORS)
+_COMPARED = bool | int | float | str | bytes | Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +45,6 @@ def attributes_of(module: nn.Module) -> dict[str, Attribute]:
     }
 
 
-@contextlib.contextmanager
-def attributes_after_call(module: nn.Module) -> Iterator[list[dict[str, Attribute]]]:
-    """Within, the attributes at the end of each call of the module are noted."""
-    noted: list[dict[str, Attribute]] = []
-    handle = module.register_forward_hook(lambda *_: noted.append(attributes_of(module)))
-    try:
-        yield noted
-    finally:
-        handle.remove()
-
-
 def _described(owner: nn.Module, value: Any) -> Attribute:
     if type(value) not in _CONTAINERS:
         return Attribute(owner, value, None, _key(value), _plain(value))
@@ -74,12 +60,8 @@ def _plain(value: Any) -> Any:
 
 
 def _key(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().tolist())
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator | np.random.RandomState):
-        return repr(value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state())
+    if is_generator(value):
+        return key_of(value)
     plain = value is None or isinstance(value, bool | int | float | str | bytes)
     return (type(value), repr(value)) if plain else id(value)  # of NaN, which differs from itself, the text
 
@@ -103,3 +85,12 @@ def put_back(before: Mapping[str, Attribute], names: Iterable[str]) -> None:
             value.clear()
             value.update(attribute.items)
         attribute.owner.__dict__[name.rpartition(".")[2]] = value
+
+
+def put_all_back(before: Mapping[str, Attribute], now: Mapping[str, Attribute]) -> None:
+    """Make all attributes what they were before; what has been added since is taken away."""
+    changed = [name for name in now if name not in before or before[name].key != now[name].key]
+    put_back(before, [*changed, *(name for name in before if name not in now)])
+    for name in changed:
+        if name not in before:
+            now[name].owner.__dict__.pop(name.rpartition(".")[2], None)

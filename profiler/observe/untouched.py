@@ -8,16 +8,16 @@ object, also when an exception passes. So are the random generators.
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, state_of
 
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)  # plain ones: what others do when they are filled is unknown
 _OTHERS = frozenset({"torch", "numpy", *sys.stdlib_module_names})  # packages whose objects are not looked into
@@ -33,8 +33,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     torch, numpy and Python. Values of tensors are not looked at: nothing of ours writes them.
     """
     undo: dict[int, Callable[[], object]] = {}  # by identity of what it is about, which it keeps alive
-    generators = torch.default_generator, random._inst, np.random.mtrand._rand
-    pending: list[tuple[Any, int]] = [(generator, 0) for generator in generators]
+    pending: list[tuple[Any, int]] = [(generator, 0) for generator in (torch.default_generator, *OF_PYTHON_AND_NUMPY)]
     pending.extend((module.__dict__, _DEPTH) for module in model.modules())
     while pending:
         found, depth = pending.pop()
@@ -45,7 +44,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         elif type(found) in _CONTAINERS:
             undo[id(found)] = partial(_put_back, found, found.copy())
             pending.extend((item, depth) for item in (found.values() if isinstance(found, dict) else found))
-        elif (restore := _state_of(found)) is not None:
+        elif (restore := state_of(found)) is not None:
             undo[id(found)] = restore
         elif depth and _is_looked_into(found):
             pending.append((found.__dict__, depth - 1))
@@ -61,19 +60,6 @@ def _is_looked_into(found: Any) -> bool:
     if isinstance(found, nn.Module | Tensor | type) or not isinstance(getattr(found, "__dict__", None), dict):
         return False
     return type(found).__module__.partition(".")[0] not in _OTHERS
-
-
-def _state_of(generator: Any) -> Callable[[], object] | None:
-    """What gives a random generator its present state again; None of anything else."""
-    if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
-    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return partial(generator.setstate, generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state(legacy=False))
-    if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    return None
 
 
 def _put_back(container: Any, copy: Any) -> None:

@@ -23,7 +23,13 @@ from torch.utils import _pytree as pytree
 from profiler.errors import ExecutionError
 from profiler.machine.backend import device_of_first
 from profiler.observe.python_state import attributes_of, changed_names, put_back
-from profiler.observe.random_states import python_and_numpy_states
+from profiler.observe.random_states import (
+    OF_PYTHON_AND_NUMPY,
+    generators_in,
+    next_seed,
+    python_and_numpy_states,
+    seeded,
+)
 from profiler.observe.standing_in import standing_in
 from profiler.observe.storage_watch import is_strided
 from profiler.torch_private import storage_of
@@ -128,6 +134,7 @@ class Signature:
         result_tree: structure of the result.
         outputs: the tensors.
         written: names of the buffers that it writes.
+        draws: whether it draws random numbers of other generators than torch's own.
     """
 
     leaves: tuple[Any, ...]
@@ -137,6 +144,22 @@ class Signature:
     result_tree: pytree.TreeSpec
     outputs: tuple[TensorKind, ...]
     written: frozenset[str]
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a module has done in a call.
+
+    Attributes:
+        result: what it returned.
+        written: names of the buffers that it wrote.
+        draws: whether it drew random numbers of other generators than torch's own.
+    """
+
+    result: Any
+    written: set[str]
+    draws: bool
 
 
 class Refused(Exception):  # noqa: N818 - caught and turned into an error of our tree
@@ -171,8 +194,10 @@ class Held:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         made: dict[str, Any],
-    ) -> tuple[Any, set[str]]:
-        """The module's result with other parameters and buffers, and the names of the buffers that it wrote.
+        *,
+        seed: int | None,
+    ) -> Done:
+        """Call the module with other parameters and buffers.
 
         A buffer that it replaces is written in the given one.
 
@@ -182,17 +207,20 @@ class Held:
             kwargs: of the call.
             made: attributes that earlier calls have changed, and what these were before. It may make a cache: change
                 an attribute once, and again where somebody has put that back.
+            seed: of random generators other than torch's own, Python's and numpy's and those that it holds, which are
+                afterwards as they were; None if it must not draw from them.
 
         Raises:
-            Refused: it changed an attribute, drew random numbers of Python or numpy, or wrote an argument.
+            Refused: it changed an attribute, drew random numbers that it must not, or wrote an argument.
         """
         given = {**tensors}
         versions = {name: tensor._version for name, tensor in tensors.items()}
         entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entered = [tensor._version for tensor in entering]
         attributes, states = attributes_of(self.module), python_and_numpy_states()
-        with self._modes(), standing_in(self.module, given):
+        with self._seeded(seed) as drawn, self._modes(), standing_in(self.module, given):
             result = self.forward(*args, **kwargs)
+            drew = drawn()
         changed = changed_names(attributes, attributes_of(self.module))
         found = {name: attributes[name].key if name in attributes else None for name in changed}
         repeated = [name for name in changed if made.setdefault(name, found[name]) != found[name]]
@@ -200,7 +228,7 @@ class Held:
             put_back(attributes, repeated)
             raise Refused(f"it changes its attribute {repeated[0]!r}; make it a buffer (register_buffer)")
         if states != python_and_numpy_states():
-            raise Refused("it draws from Python's or numpy's random generator; draw with torch")
+            raise Refused("it draws from Python's or numpy's random generator, and did not when traced")
         if entered != [tensor._version for tensor in entering]:
             raise Refused("it writes one of its arguments in place; let it work on a copy")
         written = {name for name in self.buffers if given[name] is not tensors[name]}
@@ -210,7 +238,14 @@ class Held:
         written |= {name for name, tensor in tensors.items() if tensor._version != versions[name]}
         if written & self.parameters.keys():
             raise Refused(f"it writes its parameter {min(written & self.parameters.keys())!r}; use a buffer for that")
-        return result, written
+        return Done(result, written, drew)
+
+    def _seeded(self, seed: int | None) -> contextlib.AbstractContextManager[Callable[[], bool]]:
+        """Within, random generators other than torch's own draw what the seed says."""
+        if seed is None:
+            return contextlib.nullcontext(lambda: False)
+        held = (value for part in self.module.modules() for value in part.__dict__.values())
+        return seeded((*OF_PYTHON_AND_NUMPY, *generators_in(held)), seed)
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
@@ -274,9 +309,11 @@ class OpaqueCall:
         leaves = [inputs[leaf.position] if isinstance(leaf, Slot) else leaf for leaf in self.signature.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.signature.tree)
         try:
-            result, written = self._held.call(tensors, args, kwargs, self._made)
+            seed = next_seed() if self.signature.draws else None
+            done = self._held.call(tensors, args, kwargs, self._made, seed=seed)
         except Refused as problem:
             self._refuse(str(problem))
+        result, written = done.result, done.written
         if written - self.signature.written:
             self._refuse(f"it writes its buffer {min(written - self.signature.written)!r}, and did not when traced")
         found, tree = pytree.tree_flatten(result)

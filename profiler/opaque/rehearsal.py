@@ -2,6 +2,9 @@
 
 It runs at a few micro-batch sizes; extents and bytes lie on a line. A fresh thread keeps the tracer's
 modes, which live in thread-local state, out of it; so the rehearsal can take place in the middle of a trace.
+
+Of a module that draws random numbers, which may decide what it does (layer drop), a few draws are tried first, and the
+dearest is planned for.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from profiler.machine.backend import HOST, backend_of, device_of_first
 from profiler.observe.flops import FlopCounter
 from profiler.observe.random_states import preserved
 from profiler.observe.storage_watch import StorageWatch
-from profiler.opaque.call import Affine, Cost, Held, Refused, Signature, Slot, TensorKind, with_slots
+from profiler.opaque.call import Affine, Cost, Done, Held, Refused, Signature, Slot, TensorKind, with_slots
 from profiler.torch_private import NormBase, storage_of
 
 
@@ -57,11 +60,16 @@ class Circumstances:
         return cls(torch.is_grad_enabled(), autocast, kind)
 
 
+DRAWS_TRIED = (
+    4  # [chosen] a layer that is dropped with a chance of 1/10 is not in one of them, but for 1 case in 10,000
+)
+
+
 @dataclass(slots=True)
 class _Run:
     size: int
-    result: Any
-    written: set[str]
+    done: Done
+    draws: bool
     flops: int
     kept_bytes: int
     forward_bytes: int
@@ -93,24 +101,43 @@ def rehearse(
     """
     _refuse_held(held)
     around = Circumstances.now(device_of_first((*held.parameters.values(), *held.buffers.values(), *tensors)))
-    runs = []
     made: dict[str, Any] = {}
     with ThreadPoolExecutor(1) as thread:
-        for size in (sizes[0], *sizes):  # in the first run it may make a cache
-            call = (held, leaves, tree, tensors, numbers, size, around, made)
-            try:
-                runs.append(thread.submit(_run, *call).result())
-            except NotTraceableError:
-                raise
-            except Refused as problem:
-                raise NotTraceableError(_text(held, str(problem))) from problem
-            except Exception as problem:
-                first = (str(problem).splitlines() or [""])[0]
-                raise NotTraceableError(
-                    _text(held, f"it fails on made-up tensors ({type(problem).__name__}: {first}); ")
-                    + "keep a larger module together that can be run on random numbers, integers of 0 and true flags"
-                ) from problem
-    return _signature(held, leaves, tree, tensors, runs[1:]), _cost(runs[1:])
+
+        def run(size: int, seed: int) -> _Run:
+            return thread.submit(_run, held, leaves, tree, tensors, numbers, size, around, made, seed).result()
+
+        try:
+            first = run(sizes[0], 0)  # in the first run it may make a cache
+            seed = _dearest_draw([run(sizes[0], other) for other in range(DRAWS_TRIED)]) if first.draws else 0
+            runs = [run(size, seed) for size in sizes]
+        except NotTraceableError:
+            raise
+        except Refused as problem:
+            raise NotTraceableError(_text(held, str(problem))) from problem
+        except Exception as problem:
+            words = (str(problem).splitlines() or [""])[0]
+            raise NotTraceableError(
+                _text(held, f"it fails on made-up tensors ({type(problem).__name__}: {words}); ")
+                + "keep a larger module together that can be run on random numbers, integers of 0 and true flags"
+            ) from problem
+    return _signature(held, leaves, tree, tensors, runs), _cost(runs)
+
+
+def _dearest_draw(runs: Sequence[_Run]) -> int:
+    """Which of several draws costs most, and is to be planned for.
+
+    Raises:
+        Refused: what the module returns depends on the draw in more than its values.
+    """
+    shapes = []
+    for run in runs:
+        leaves, structure = pytree.tree_flatten(run.done.result)
+        shapes.append((structure, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+    if any(shape != shapes[0] for shape in shapes):
+        raise Refused("the shapes of what it returns depend on the random numbers that it draws")
+    costs = [(run.kept_bytes, run.flops, run.forward_bytes) for run in runs]
+    return costs.index(max(costs))
 
 
 def _text(held: Held, reason: str) -> str:
@@ -161,6 +188,7 @@ def _run(
     size: int,
     around: Circumstances,
     made: dict[str, Any],
+    seed: int,
 ) -> _Run:
     generator = torch.Generator().manual_seed(0)
     entering: list[Any] = [_made_up(tensor, size, around, generator) for tensor in tensors]
@@ -180,11 +208,11 @@ def _run(
         torch.autocast(around.device_type, around.autocast, enabled=around.autocast is not None, cache_enabled=False),
         StorageWatch() as watch,
     ):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounter() as counter:
-            result, written = held.call(own, args, kwargs, made)
+            done = held.call(own, args, kwargs, made, seed=seed)
         forward_bytes = watch.peak_bytes_with_workspace
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(done.result) if isinstance(leaf, Tensor)]
         entered = {storage_of(tensor): position for position, tensor in enumerate(entering)}
         left = {storage_of(tensor): position for position, tensor in enumerate(outputs)}
         inside = [t for storage, t in saved.items() if storage not in entered and storage not in left]
@@ -194,8 +222,8 @@ def _run(
         _backward(outputs)
         return _Run(
             size,
-            result,
-            written,
+            done,
+            done.draws or counter.draws_random,
             counter.flops,
             kept_bytes,
             forward_bytes,
@@ -214,7 +242,7 @@ def _backward(outputs: Sequence[Tensor]) -> None:
 def _signature(
     held: Held, leaves: Sequence[Any], tree: pytree.TreeSpec, tensors: Sequence[TakenTensor], runs: Sequence[_Run]
 ) -> Signature:
-    flat = [pytree.tree_flatten(run.result) for run in runs]
+    flat = [pytree.tree_flatten(run.done.result) for run in runs]
     result_leaves, result_tree = flat[0]
     for found, structure in flat:
         for leaf in found:
@@ -262,7 +290,8 @@ def _signature(
         tuple(with_slots(result_leaves)),
         result_tree,
         tuple(outputs),
-        frozenset().union(*(run.written for run in runs)),
+        frozenset().union(*(run.done.written for run in runs)),
+        any(run.done.draws for run in runs),
     )
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from profiler.errors import UnfaithfulTraceError
-from profiler.machine.backend import backend_of
 from profiler.observe.ambient import as_in_training
+from profiler.observe.random_states import drawing_on, generators_of, preserved
 from profiler.observe.untouched import untouched
 from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.parting import Seen, first_unseen
@@ -162,7 +162,8 @@ class Trial:
         sequence, copies = self.sequence, self._copies()
         with self._afresh():
             whole = StageFunction(sequence, 0, len(sequence), copies, device=sequence.device)
-            values = whole.forward({}, self.inputs, sequence.buffers).values
+            with drawing_on():
+                values = whole.forward({}, self.inputs, sequence.buffers).values
             with whole.autocasting():
                 loss = loss_of(model_output(sequence, values), self.target, self.loss_fn)
             if loss.requires_grad:
@@ -187,17 +188,13 @@ class Trial:
     def _undisturbed(self) -> Iterator[None]:
         """Within, the model is in the modes that it was traced in; afterwards all of Python's is as it was."""
         device = self.sequence.device
-        generator = backend_of(device).generator(device)
-        state = generator.get_state()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved([device]))
             for module in self._modules:
                 stack.enter_context(untouched(module))
             for module, mode in zip(self.model.modules(), self.modes, strict=True):
                 module.training = mode
-            try:
-                yield
-            finally:
-                generator.set_state(state)
+            yield
 
     @contextlib.contextmanager
     def _afresh(self) -> Iterator[None]:
@@ -208,7 +205,8 @@ class Trial:
         buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
         for parameter in parameters:
             parameter.grad = None
-        backend_of(device).generator(device).manual_seed(_SEED)
+        for generator in generators_of(device):
+            generator.manual_seed(_SEED)
         random.seed(_SEED)
         np.random.seed(_SEED)
         try:
@@ -252,7 +250,7 @@ class Trial:
         seen = Seen()
         with self._undisturbed():
             self._eager(watch=seen)
-        with self._undisturbed(), self._afresh(), torch.no_grad():
+        with self._undisturbed(), self._afresh(), drawing_on(), torch.no_grad():
             layer = first_unseen(self.sequence, self._copies(), self.inputs, seen)
         if layer is None:
             return "their forward passes agree, the backward passes do not"

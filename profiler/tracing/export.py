@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
@@ -25,20 +25,26 @@ from torch.utils import _pytree as pytree
 from profiler.conditions.asking import Questions
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.machine.backend import backend_of, device_of_first
-from profiler.observe.python_state import attributes_after_call, attributes_of, changed_names, put_back
+from profiler.observe.python_state import attributes_of, changed_names
 from profiler.observe.source_place import explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
 from profiler.opaque.module_tracing import OpaqueCalls
 from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
 from profiler.torch_private import CAUSAL_MASK_TEST, depends_on_data, lazy_graph_modules, parsed_move
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
+from profiler.tracing.harmless_changes import each_call_alike, same_calls, same_graphs
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
-from profiler.tracing.sample import TRACED_BATCH_SIZE_AT_LEAST, arguments_of, example_arguments, torch_dtype
+from profiler.tracing.sample import (
+    TRACED_BATCH_SIZE_AT_LEAST,
+    arguments_of,
+    example_arguments,
+    made_up_arguments,
+    torch_dtype,
+)
 from profiler.tracing.writes import may_write
 
 _ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
 REHEARSED_SIZES = (2, 3, 5)  # two make a line, the third must lie on it
-LARGEST_COMPARED_CONSTANT = 4096  # elements
 LARGEST_BATCH_SIZE = 2**31  # export gives an extent without upper limit a larger one
 
 
@@ -94,25 +100,39 @@ def export_graph(
         NotTraceableError: the forward pass cannot be exported; the message names module path, source line and cause.
     """
     before = attributes_of(model)
-    with attributes_after_call(model) as calls:
+    with each_call_alike(model) as calls:
         module, program, questions, decisions = _exported(model, spec, training, dynamic, called_as_is, ask)
         between = calls[0] if calls else before  # of a graph, export runs the nodes without calling it
         changed = changed_names(before, between)
-        if changed:  # harmless if a second call computes the same and leaves the same behind: a cache
-            put_back(between, changed)  # export itself takes some of them back
-            second, *_ = _exported(model, spec, training, dynamic, called_as_is, ask)
-    if changed:
-        after = calls[-1]
-        lasting = [name for name in after if name in between and after[name].plain != between[name].plain]
-        same = graph_text(module) == graph_text(second)
-        if lasting or not same:
-            put_back(before, lasting or changed)
-            _refuse_changes((lasting or changed)[0])
+
+        def traced_again() -> fx.GraphModule:
+            return cast("fx.GraphModule", _exported(model, spec, training, dynamic, called_as_is, ask)[0])
+
+        harmless = not changed or _same_graphs(model, module, traced_again, between, changed, calls)
+    if not harmless and not _same_calls(model, spec, training):
+        _refuse_changes(changed[0])
     if dynamic:
         _refuse_limited_batches(program, questions)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)
     return _tidy(module, program, spec, decisions)
+
+
+def _same_graphs(model: nn.Module, *of_the_calls: Any) -> bool:
+    """The proof by graphs; without one where what the first call has left is none of a second trace's."""
+    try:
+        return same_graphs(model, *of_the_calls)
+    except NotTraceableError:
+        return False
+
+
+def _same_calls(model: nn.Module, spec: SampleSpec, training: bool) -> bool:
+    """The proof by calls."""
+    device = device_of_first(model.parameters())
+    size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST)
+    made_up = [made_up_arguments(spec, size, device, seed) for seed in (0, 1)]
+    with mode_of(model, training), _quiet():
+        return same_calls(model, made_up, lambda: autocasting(spec, device))
 
 
 def _exported(
@@ -203,22 +223,6 @@ def _refuse_changes(name: str) -> NoReturn:
         f"(self.register_buffer({own_name!r}, torch.tensor(...))), or change it outside the forward pass",
         modules=(path,),
     )
-
-
-def graph_text(root: fx.GraphModule) -> str:
-    """A graph with its regions and constants as text: equal for graphs that compute the same."""
-    regions = [module.code for module in root.modules() if isinstance(module, fx.GraphModule)]
-    held = {id(tensor) for tensor in root.parameters()}
-    constants = [
-        f"{node.target} {value.tolist()}"
-        for node in root.graph.nodes
-        if node.op == "get_attr"
-        and isinstance(value := getattr(root, str(node.target), None), torch.Tensor)
-        and id(value) not in held
-        and not value.is_meta
-        and value.numel() <= LARGEST_COMPARED_CONSTANT
-    ]
-    return "\n".join((*regions, *constants))
 
 
 def autocasting(spec: SampleSpec, device: torch.device) -> contextlib.AbstractContextManager[object]:

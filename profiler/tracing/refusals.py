@@ -64,9 +64,11 @@ def refused(model: nn.Module) -> Iterator[None]:
         _TRACING.reset(token)
     if before != python_and_numpy_states():
         place = draws[0] if draws else place_of_call(model)
+        advice = setting_advice(model, place) or keep_together_advice(place.modules)
         raise NotTraceableError(
             f"cannot trace the model: in {place}: the forward pass draws from Python's or numpy's random generator, "
-            f"whose numbers a graph would freeze; {setting_advice(model, place) or 'draw with torch, or turn it off'}"
+            f"whose numbers a graph would freeze; {advice}",
+            modules=place.modules,
         )
 
 

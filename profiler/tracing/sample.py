@@ -133,6 +133,24 @@ def example_arguments(spec: SampleSpec, batch_size: int, device: torch.device) -
     return arguments_of(spec, leaves)
 
 
+def made_up_arguments(spec: SampleSpec, batch_size: int, device: torch.device, seed: int) -> Arguments:
+    """Arguments like `example_arguments`, of random numbers, of the integers 0 and 1, and of true flags."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def made_up(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_floating_point() or leaf.is_complex():
+            return torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator).to(device)
+        if leaf.dtype == torch.bool:
+            return torch.ones_like(leaf)
+        return torch.randint(2, leaf.shape, dtype=leaf.dtype, generator=generator).to(device)
+
+    call = example_arguments(spec, batch_size, device)
+    args, kwargs = pytree.tree_map(made_up, (call.args, call.kwargs))
+    return Arguments(args, kwargs)
+
+
 def arguments_of(spec: SampleSpec, leaves: Iterable[Any]) -> Arguments:
     """Arguments of the described structure with other leaves."""
     args, kwargs = pytree.tree_unflatten(leaves, _structure(spec.tree))

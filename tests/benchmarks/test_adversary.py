@@ -4,9 +4,9 @@
     python -m tests.benchmarks.test_adversary --first 2500 --models 2500      # a further chunk, in a script
 
 A case is one plan for one model: cuts, K = 1 to 4, M, micro-batches of one and uneven ones, schedule, recompute, skips,
-replicas. Four plans for each of 2,510 models make 10,000 cases, though some models may be refused. Each prints its text
-if it is wrong, and the figures of adversary.md come at the end. In processes, ranks sleep for random moments before and
-after their passes.
+replicas; one of each model's four is the planner's own. 2,510 models make 10,000 cases, though some models may be
+refused. Each prints its text if it is wrong, and the figures of adversary.md come at the end. In processes, ranks sleep
+for random moments before and after their passes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from executor import launch
 from executor.run.stage_runner import StageRunner
 from planner import NotTraceableError, PlanError
 from planner.plan.plan import Plan
-from tests.executor.adversary import Case, Subject, Trained, differing, random_case, wrong
+from tests.executor.adversary import Case, Subject, Trained, differing, planned_case, random_case, wrong
 from tests.models.random_models import random_recipe
 
 MODELS = 2510
@@ -51,15 +51,17 @@ def adversary(first: int, models: int) -> tuple[int, list[str]]:
             print(f"seed {seed} refused: {problem}: {recipe}", flush=True)
             continue
         seen.update(operation.name for operation in recipe.operations)
-        for _ in range(PLANS):
-            case = random_case(recipe, len(subject.sequence), chance)
+        for number in range(PLANS):
+            case = None
             ran += 1
             try:
+                planned = number == 0
+                case = planned_case(subject, chance) if planned else random_case(recipe, len(subject.sequence), chance)
                 faults: Any = wrong(case, subject)
             except PlanError as problem:
                 faults = str(problem)
             if faults:
-                found.append(f"seed {seed}: {faults}: {case!r}")
+                found.append(f"seed {seed}: {faults}: {case or recipe!r}")
                 print(found[-1], flush=True)
         if (seed - first) % 50 == 49:
             print(f"{ran} cases, {len(found)} wrong, {time.monotonic() - begin_s:.0f} s", flush=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import executor.pipeline
 from executor import Pipeline
-from planner import Plan
+from planner import Plan, plan_from_profile
 from planner.plan.schedules import ScheduleName
-from profiler import LayerSequence, trace
+from profiler import Cluster, LayerSequence, profile, trace
 from tests.executor.conftest import _plan as plan_for
 from tests.executor.same_result import random_segments
 from tests.models.random_models import Recipe, RecipeModel, loss_of, sample
@@ -74,6 +74,42 @@ def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int 
         recompute=tuple(map(tuple, segments)) if chance.random() < 0.5 else ((),) * stages,
         skips=chance.random() < 0.5,
         replicas=replicas,
+    )
+
+
+def planned_case(subject: Subject, chance: random.Random) -> Case:
+    """The plan that the planner makes for a model, a number of stages and a batch, from costs that it counts."""
+    recipe, size, micro_batches = subject.recipe, 6, chance.choice((2, 3, 6))
+    cluster = Cluster.of("4xT4", link="pcie3")
+    counted = profile(
+        subject.sequence,
+        cluster,
+        sample=sample(size),
+        loss_fn=loss_of(recipe),
+        target=target_of(size),
+        micro_batch_sizes=sorted({size // micro_batches, 1}),
+        progress=False,
+        cache=False,
+    )
+    plan = plan_from_profile(
+        counted,
+        cluster,
+        batch_size=size,
+        stages=chance.randint(1, min(4, micro_batches, len(subject.sequence))),
+        micro_batches=micro_batches,
+        micro_batches_per_stage=1,
+        recompute=chance.choice(("auto", "always", "never")),
+        schedule=chance.choice(("gpipe", "1f1b")),
+        skips=chance.choice(("relayed", "direct")),
+    )
+    return Case(
+        recipe=str(recipe),
+        batch_size=size,
+        micro_batches=len(plan.micro_batch_sizes),
+        cuts=tuple(stage.first_layer for stage in plan.stages[1:]),
+        schedule=plan.schedule,
+        recompute=tuple(tuple((part.first, part.stop) for part in stage.recompute) for stage in plan.stages),
+        skips=bool(plan.skips),
     )
 
 

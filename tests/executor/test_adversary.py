@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.executor.adversary import Case, Subject, random_case, wrong
+from tests.executor.adversary import Case, Subject, planned_case, random_case, wrong
 from tests.models.random_models import Recipe, random_recipe
 
 
@@ -23,9 +23,11 @@ def test_random_models_train_as_they_would_alone(seed: int) -> None:
     chance = random.Random(seed)
     recipe = random_recipe(chance, chance.randint(5, 14))
     subject = Subject(str(recipe))
-    for _ in range(3):
+    for _ in range(2):
         case = random_case(recipe, len(subject.sequence), chance)
         assert wrong(case, subject) == {}, case
+    case = planned_case(subject, chance)
+    assert wrong(case, subject) == {}, case
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,17 @@ def test_random_models_train_as_they_would_alone(seed: int) -> None:
             micro_batches=3,
             cuts=(1,),
             recompute=((), ()),
+        ),
+        # What is made early, and an input, come to the loss past all stages, in a record.
+        Case(
+            "linear 0 p0; linear 2 p1; tanh 3; linear 4 p2; embed 1 p3; linear 5 p4 | returns 2,0,7,1,2 | loss 2,0,7,1"
+            " | as record",
+            batch_size=5,
+            micro_batches=2,
+            cuts=(1, 2, 3),
+            schedule="1f1b",
+            recompute=((), ((1, 2),), (), ()),
+            skips=True,
         ),
         # Hyper-connections and a position: gradients shared memory with the next stage's.
         Case(

@@ -11,13 +11,13 @@ from executor.run.distributed import Distributed
 from executor.run.in_process import InProcess
 from executor.run.message import SMALL_BYTES, MessageForm, TensorSpec
 from executor.run.micro_batch import sizes_for, split_target
-from executor.run.randomness import generator_of, key
+from executor.run.randomness import key
 from executor.run.transport import MakeTransport, Transfer
 from executor.state.tied import TiedParameter, accumulator_of, sum_gradients
 from executor.watch.agreement import Agreement
 from planner.plan.actions import AHEAD_BYTES, Action
 from profiler import ArgumentError
-from profiler.observe.random_states import preserved
+from profiler.observe.random_states import generators_of, preserved
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_keys_differ_in_every_argument() -> None:
 
 
 def test_preserved_restores_the_generator_after_an_error() -> None:
-    generator = generator_of(torch.device("cpu"))
+    (generator,) = generators_of(torch.device("cpu"))
     before = generator.get_state()
     with pytest.raises(ValueError, match="x"), preserved([CPU]):
         torch.rand(2)

@@ -2,7 +2,8 @@
 
     linear 0 p0; view 2 2,6; position 3 p1; unbind 4 1; add_ 5 6 | returns 7,4 | loss 4 | frozen p1
 
-A recipe is a list of operations. Values are numbered: 0 is the input `x` of shape (n, 12), 1 is `ids` (n, 3) of whole
+A recipe is a list of operations. Its values may be returned in a dict, a list, a record or nested (`| as record`), and
+the inputs may be among them. Values are numbered: 0 is the input `x` of shape (n, 12), 1 is `ids` (n, 3) of whole
 numbers from 0 to 3, each operation appends its results. An operation is written as its name, the numbers of the values
 that it reads, and then parameters (`p0`), buffers (`b0`) and extents (`2,6`). Parameters that are named twice are
 tied. Everything is float64, so that a comparison with the plain model needs no tolerance for kinks and ties.
@@ -14,10 +15,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 FEATURES = 12
 DRAFTED = 11  # samples while a model is made up: no other extent, so that samples never mix
@@ -66,17 +69,20 @@ class Recipe:
         returns: numbers of the values that it returns.
         loss: those of them that the loss uses.
         frozen: names of parameters that are not trained.
+        form: key of `FORMS`: in what they are returned.
     """
 
     operations: tuple[Operation, ...]
     returns: tuple[int, ...]
     loss: tuple[int, ...]
     frozen: tuple[str, ...] = ()
+    form: str = "tuple"
 
     def __str__(self) -> str:
         numbers = [",".join(map(str, listed)) for listed in (self.returns, self.loss)]
         text = "; ".join(map(str, self.operations)) + f" | returns {numbers[0]} | loss {numbers[1]}"
-        return f"{text} | frozen {','.join(self.frozen)}" if self.frozen else text
+        text += f" | frozen {','.join(self.frozen)}" if self.frozen else ""
+        return text if self.form == "tuple" else f"{text} | as {self.form}"
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -88,7 +94,30 @@ class Recipe:
             tuple(map(int, said["returns"].split(","))),
             tuple(map(int, said["loss"].split(","))),
             tuple(said["frozen"].split(",")) if "frozen" in said else (),
+            said.get("as", "tuple"),
         )
+
+
+@dataclass
+class Record:
+    """What a model returns, with a name for each part."""
+
+    first: Tensor
+    size: int
+    rest: list[Tensor]
+    missing: Tensor | None = None
+
+
+pytree.register_dataclass(Record)
+
+FORMS: dict[str, Callable[[tuple[Tensor, ...]], Any]] = {
+    "tuple": lambda values: values,
+    "list": list,
+    "alone": lambda values: values[0],
+    "dict": lambda values: {f"value {position}": value for position, value in enumerate(values)},
+    "nested": lambda values: (None, {"first": values[0], "rest": [values[1:], 2.5]}),
+    "record": lambda values: Record(values[0], 3, [*values[1:]]),
+}
 
 
 class RecipeModel(nn.Module):
@@ -117,11 +146,11 @@ class RecipeModel(nn.Module):
         assert isinstance(found, Tensor)
         return found
 
-    def forward(self, x: Tensor, ids: Tensor, make: bool = False) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, ids: Tensor, make: bool = False) -> Any:
         values = [x, ids]
         for operation in self.recipe.operations:
             self.apply_to(values, operation, make)
-        return tuple(values[number] for number in self.recipe.returns)
+        return FORMS[self.recipe.form](tuple(values[number] for number in self.recipe.returns))
 
     def apply_to(self, values: list[Tensor], operation: Operation, make: bool) -> None:
         """Carry out one operation; appends what it returns."""
@@ -133,10 +162,11 @@ class RecipeModel(nn.Module):
         values.extend(OPERATIONS[operation.name](read, held, operation.extents))
 
 
-def loss_of(recipe: Recipe) -> Callable[[tuple[Tensor, ...], Tensor], Tensor]:
+def loss_of(recipe: Recipe) -> Callable[[Any, Tensor], Tensor]:
     """The loss of a recipe's model: the mean over samples of something without symmetries."""
 
-    def loss_fn(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    def loss_fn(returned: Any, target: Tensor) -> Tensor:
+        output = tensors_in(returned)
         total = torch.zeros((), dtype=torch.float64)
         for position, number in enumerate(recipe.returns):
             if number in recipe.loss:
@@ -146,6 +176,11 @@ def loss_of(recipe: Recipe) -> Callable[[tuple[Tensor, ...], Tensor], Tensor]:
         return total
 
     return loss_fn
+
+
+def tensors_in(returned: Any) -> list[Tensor]:
+    """The values of `Recipe.returns`, in their order, from what a model returns."""
+    return [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
 
 
 def sample(size: int) -> tuple[Tensor, Tensor]:
@@ -385,13 +420,16 @@ class _Draft:
             return None
         returns = [
             floats[-1],
-            *(chance.choice(range(2, len(self._values))) for _ in range(chance.choice((0, 0, 1, 2)))),
+            *(chance.choice(range(len(self._values))) for _ in range(chance.choice((0, 0, 1, 2, 3)))),
         ]
-        returns = list(dict.fromkeys(returns))
-        loss = [number for number in returns if number == floats[-1] or (number in floats and chance.random() < 0.6)]
+        if chance.random() < 0.8:
+            returns = list(dict.fromkeys(returns))
+        chance.shuffle(returns)
+        loss = [number for number in dict.fromkeys(returns) if number == floats[-1] or chance.random() < 0.6]
         held = sorted({name for operation in self._operations for name in operation.names if name[0] == "p"})
         frozen = tuple(name for name in held if chance.random() < 0.15)
-        return Recipe(tuple(self._operations), tuple(returns), tuple(loss), frozen)
+        form = chance.choice([form for form in FORMS if form != "alone" or len(returns) == 1])
+        return Recipe(tuple(self._operations), tuple(returns), tuple(loss), frozen, form)
 
 
 def _overlaps(value: Tensor) -> bool:
@@ -407,7 +445,9 @@ def _trains(recipe: Recipe) -> bool:
         x, ids = sample(size)
         try:
             outputs = model(x, ids)
-            _ = [output.clone() for output in outputs]  # one of several views whose base is written nobody may use
+            _ = [
+                output.clone() for output in tensors_in(outputs)
+            ]  # one of several views whose base is written nobody may use
             loss = loss_of(recipe)(outputs, torch.zeros(size, dtype=torch.float64))
             loss.backward()
         except (RuntimeError, ValueError, IndexError):  # the last two: what there is depends on the batch size

@@ -4,6 +4,7 @@ import random
 import re
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,13 @@ from planner import plan_from_profile
 from profiler import Cluster, ExecutionError, LayerSequence, Link, NotTraceableError, profile, trace
 from profiler.machine.local import local_devices
 from profiler.memory.in_stage import layer_memory
+from profiler.observe.random_states import python_and_numpy_states
 from profiler.opaque.call import Affine
 from profiler.run.inputs import fake_runner, micro_batch, real_runner
 from profiler.run.parameter_pool import ParameterPool
 from tests.coverage.fidelity import by_one, difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
+from tests.executor.conftest import _plan as plan_for
 
 CLOSE = 1e-5
 
@@ -228,11 +231,6 @@ class PythonCounter(Inner):
         return x * self.count if x.sum() > 0 else x
 
 
-class PythonRandom(Inner):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * random.random() if x.sum() else x
-
-
 class WritesItsInput(Inner):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2) if x.sum() else x
@@ -268,7 +266,6 @@ class NeedsWords(Inner):
     ("kind", "message"),
     [
         (PythonCounter, "changes its attribute 'count'"),
-        (PythonRandom, "Python's or numpy's random generator"),
         (WritesItsInput, "writes one of its arguments in place"),
         (Reentrant, "use_reentrant=False"),
         (Normalized, "its norm normalization moves running statistics"),
@@ -288,6 +285,71 @@ def test_the_meta_device_has_nothing_to_run() -> None:
         model = Around(DataDependentShape())
     with pytest.raises(NotTraceableError, match="materialize the model first"):
         trace(model, torch.randn(4, 8), keep_together=["inner"])
+
+
+class LayerDrop(Inner):
+    """Its own layer, or none, as one of these generators says."""
+
+    def __init__(self, generator: str) -> None:
+        super().__init__()
+        self.own: Any = {"own": random.Random(3), "own of numpy": np.random.default_rng(3)}.get(generator)
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own is not None:
+            chance = self.own.random()
+        else:
+            chance = random.random() if self.generator == "python" else np.random.random()
+        return x if chance < 0.3 else x + chance * self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("generator", ["python", "numpy", "own", "own of numpy"])
+def test_random_numbers_of_python_and_numpy_are_those_of_the_layer(
+    generator: str,
+) -> None:
+    """They were refused: a recomputed pass would have drawn others, and so would another number of stages."""
+    torch.manual_seed(0)
+    model, x, target = Around(LayerDrop(generator)), torch.randn(12, 8), torch.randn(12, 2)
+    sequence = trace(model, x, keep_together=["inner"])
+    opaque = next(layer.index for layer in sequence.layers if any("called" in name for name in layer.operations))
+    assert sequence.layers[opaque].flops == 2 * 12 * 8 * 8  # not those of a draw that drops it
+    before = python_and_numpy_states()
+    found = []
+    for cuts, again in (((), False), ((opaque,), False), ((opaque,), True), ((opaque, opaque + 1), True)):
+        model.zero_grad()
+        plan = plan_for(sequence, cuts, batch_size=12, micro_batches=6, recompute=again)
+        pipe = Pipeline(model, plan, loss_fn=functional.mse_loss, seed=1)
+        losses = [pipe.step(x, target=target).item() for _ in range(2)]
+        found.append((losses, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
+    assert len(found[0][1]) == 6
+    assert found[0][0][0] != found[0][0][1]
+    for losses, gradients in found[1:]:
+        assert losses == found[0][0]
+        assert all(map(torch.equal, gradients, found[0][1]))
+    assert python_and_numpy_states() == before
+
+
+class ShapeOfDraw(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : random.randint(1, 8)] if x.sum() else x
+
+
+def test_shapes_do_not_depend_on_draws() -> None:
+    with pytest.raises(NotTraceableError, match="depend on the random numbers that it draws"):
+        trace(Around(ShapeOfDraw()), torch.randn(4, 8), keep_together=["inner"])
+
+
+class DrawsOfLargeNumbers(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random() if x.abs().max() > 100 else self.linear(x)
+
+
+def test_a_draw_that_was_not_seen_is_an_error() -> None:
+    model = Around(DrawsOfLargeNumbers())
+    sequence = trace(model, torch.randn(4, 8), keep_together=["inner"])
+    of = Case(model, 1e4 * torch.ones(4, 8), functional.mse_loss, torch.randn(4, 2))
+    with pytest.raises(ExecutionError, match="random generator, and did not when traced"):
+        run(sequence, of)
 
 
 class Surprise(Inner):

@@ -1,0 +1,141 @@
+"""Python attributes that a forward pass changes: refused where results depend on them, and only there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from profiler import NotTraceableError, trace
+from profiler.observe.python_state import attributes_of
+from tests.coverage.fidelity import difference, eager, run, same_bits, some_cuts
+from tests.coverage.model_list import Case
+
+
+class Base(nn.Module):
+    """Multiplies by what `table` makes or remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.kept: Any = None
+        self.calls = 0
+        self.frequency = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def table(self, x: Tensor) -> Any:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(x * self.table(x))
+
+
+def angles(length: int) -> Tensor:
+    return torch.arange(length).float().cos()
+
+
+class InAnAttribute(Base):
+    def table(self, x: Tensor) -> Any:
+        if self.kept is None or len(self.kept) < x.shape[1]:
+            self.kept = angles(x.shape[1])
+        return self.kept[: x.shape[1]]
+
+
+class InADict(Base):
+    """It was refused: an export runs the model twice, and the second run found the tensors of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {}
+
+    def table(self, x: Tensor) -> Any:
+        if x.shape[1] not in self.kept:
+            self.kept[x.shape[1]] = angles(x.shape[1])
+        return self.kept[x.shape[1]]
+
+
+class InANewBuffer(Base):
+    def table(self, x: Tensor) -> Any:
+        if not hasattr(self, "angles"):
+            self.register_buffer("angles", angles(x.shape[1]), persistent=False)
+        return self.angles
+
+
+class CountsOnly(Base):
+    def table(self, x: Tensor) -> Any:
+        self.calls += 1
+        return 1.5
+
+
+class CountsInADict(InADict):
+    def table(self, x: Tensor) -> Any:
+        self.kept["calls"] = self.kept.get("calls", 0) + 1
+        return super().table(x)
+
+
+@pytest.mark.parametrize("kind", [InAnAttribute, InADict, InANewBuffer, CountsOnly, CountsInADict])
+def test_what_no_result_depends_on_is_harmless(kind: Callable[[], Base]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    before, names = attributes_of(model), set(model.state_dict())
+    of = Case(model, torch.randn(4, 8), functional.cross_entropy, torch.randint(3, (4,)))
+    sequence = trace(model, of.sample)
+    assert sequence.sample.front_end == "export"
+    assert {name: value.key for name, value in attributes_of(model).items()} == {n: v.key for n, v in before.items()}
+    assert set(model.state_dict()) == names
+    found = run(sequence, of)
+    assert difference(found, eager(sequence, of)) == 0
+    assert all(same_bits(run(sequence, of, cuts), found) for cuts in some_cuts(sequence))
+
+
+class WarmsUp(Base):
+    """The same in the first calls, which a second trace shows, and another thing in a later one."""
+
+    def table(self, x: Tensor) -> Any:
+        self.calls += 1
+        return 1.0 if self.calls < 50 else 2.0
+
+
+class OfThePreviousBatch(Base):
+    def table(self, x: Tensor) -> Any:
+        kept, self.kept = self.kept, x.detach()
+        return 1.0 if kept is None else kept.mean()
+
+
+class OfTheFirstBatch(InADict):
+    def table(self, x: Tensor) -> Any:
+        if x.shape[1] not in self.kept:
+            self.kept[x.shape[1]] = x.detach().mean(0)
+        return self.kept[x.shape[1]]
+
+
+class OfAParameter(InADict):
+    """Out of date after the first step."""
+
+    def table(self, x: Tensor) -> Any:
+        if x.shape[1] not in self.kept:
+            self.kept[x.shape[1]] = self.frequency.detach().cos()
+        return self.kept[x.shape[1]] * self.frequency
+
+
+class LossesInAList(Base):
+    """What is done with them, no graph knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = []
+
+    def table(self, x: Tensor) -> Any:
+        self.kept.append(x.square().mean())
+        return 1.0
+
+
+@pytest.mark.parametrize("kind", [WarmsUp, OfThePreviousBatch, OfTheFirstBatch, OfAParameter, LossesInAList])
+def test_what_a_result_depends_on_is_refused(kind: Callable[[], Base]) -> None:
+    model = kind()
+    with pytest.raises(NotTraceableError, match=r"changes its Python attribute '(calls|kept)'"):
+        trace(model, torch.randn(4, 8))
+    assert model.calls == 0
+    assert not model.kept

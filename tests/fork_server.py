@@ -1,6 +1,6 @@
 """Workers of tests are forks of a process that has loaded what they load first, which takes a fresh one three seconds.
 
-    test                              server (a fresh interpreter without threads, in which no operation has run)
+    test                              server (a fresh interpreter without threads, which has traced a model)
     start(module, ...)  -- request, descriptors -->  fork --> main() of the module
                         <-- number of the process --
     wait()              <-- how it has ended, over a channel of its own --
@@ -240,12 +240,23 @@ def _become(request: Request, descriptors: Sequence[int]) -> None:
             sys.modules[library].seed()
 
 
+def _load_what_tracing_loads() -> None:
+    """Trace a model: torch and sympy load 26 modules only when they trace, 0.1 s in each fork [measured]."""
+    import torch
+
+    from profiler.tracing.tracing import trace
+
+    trace(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Tanh()), torch.ones(2, 1))
+
+
 def main() -> None:
     """What a server runs, and then each of its forks."""
     gc.disable()  # as `profiler.machine.start` loads them
     descriptor, *preloaded = sys.argv[1:]
     for module in preloaded:
         importlib.import_module(module)
+    if preloaded:
+        _load_what_tracing_loads()
     gc.freeze()
     gc.enable()
     request = serve(socket.socket(fileno=int(descriptor)))

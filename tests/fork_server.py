@@ -13,6 +13,7 @@ it differs, a fresh process is started.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -24,6 +25,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -263,6 +265,20 @@ def main() -> None:
     if request is None:
         os._exit(0)
     importlib.import_module(request.module).main()
+    _end()
+
+
+def _end() -> None:
+    """End a fork as Python ends a process, but for taking apart all that the server has loaded.
+
+    That writes to each page that the fork shares with its server, which copies it: 0.4 s [measured].
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads; nothing public does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it takes nothing
+            stream.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,6 @@ from profiler.machine.channel import finish, start_receive, start_send
 from profiler.machine.links import measure_link
 from profiler.machine.workers import cores_of_workers, run_workers, usable_cores
 
-pytestmark = pytest.mark.fresh_processes
-
 
 def _shift(offset: int) -> tuple[int, int, int]:
     """Send the rank to the next worker; returns what came, the threads and the offset."""
@@ -100,6 +98,7 @@ def folder_of_intruders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+@pytest.mark.fresh_processes
 def test_helpers_of_planning_run_nothing_of_the_current_folder(folder_of_intruders: Path) -> None:
     """The program of the busy neighbours looked into the current folder first: a `typing_extensions.py` there ran as a
     part of torch, and a `profiler.py` ended planning with 'No module named profiler'. The link's processes had it in
@@ -113,6 +112,7 @@ def test_helpers_of_planning_run_nothing_of_the_current_folder(folder_of_intrude
     assert not (folder_of_intruders / "ran").exists()
 
 
+@pytest.mark.fresh_processes
 def test_workers_find_the_users_modules_and_start_without_them(folder_of_intruders: Path) -> None:
     """What a worker itself is made of comes before the user's folder does; then it finds what its parent finds."""
     users_own = importlib.import_module("users_own")
@@ -161,8 +161,7 @@ print("after")
 """
 
 
-@pytest.mark.parametrize("to", ["pipe", "file"])
-@pytest.mark.parametrize("how", ["return", "large", "raise"])
+@pytest.mark.parametrize(("how", "to"), [("return", "file"), ("large", "pipe"), ("raise", "pipe")])
 def test_workers_end_as_python_ends(tmp_path: Path, how: str, to: str) -> None:
     """They were killed as soon as they had reported: where Python buffers, 0 of 6 printed lines arrived.
 

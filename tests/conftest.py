@@ -1,5 +1,6 @@
 """What holds for every test: no windows, no deadlines, and no GPU test where there is no GPU."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -68,6 +69,18 @@ def workers_are_forks(
     if hasattr(os, "pidfd_open") and not any(map(request.node.get_closest_marker, FRESH)):
         for module in ("workers", "background_load"):
             monkeypatch.setattr(f"profiler.machine.{module}.start_process", start_fork)
+
+
+@pytest.fixture
+def nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are measured without busy neighbours, and a link is made up: most of what measuring a small model takes.
+
+    For tests of neither; processes, loads and links have tests of their own.
+    """
+    from profiler import Link
+
+    monkeypatch.setattr("profiler.measure.measure_link", lambda *_, **__: Link(latency_s=1e-5, bytes_per_s=1e9))
+    monkeypatch.setattr("profiler.measured_kind.neighbours", lambda *_, **__: contextlib.nullcontext(lambda: None))
 
 
 @pytest.fixture

@@ -32,9 +32,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pipelines of a test share a trace where they have a model in common: it takes longer than all else they do.
+def shared_traces() -> Callable[[nn.Module, Plan], LayerSequence]:
+    """Stands in for `traced_as_planned`: a model is traced once, which takes longer than all else that pipelines do.
 
     For tests that build many pipelines for a model that they leave as it is.
     """
@@ -46,7 +45,13 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
             traced[key] = model, traced_as_planned(model, plan)  # with the model, so that its number stays taken
         return traced[key][1]
 
-    monkeypatch.setattr(pipeline, "traced_as_planned", look_up)
+    return look_up
+
+
+@pytest.fixture
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipelines of a test share a trace where they have a model in common."""
+    monkeypatch.setattr(pipeline, "traced_as_planned", shared_traces())
 
 
 @pytest.fixture

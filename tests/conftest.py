@@ -1,5 +1,6 @@
 """What holds for every test: no windows, no deadlines, and no GPU test where there is no GPU."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,10 +11,13 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.fork_server import forks
+from tests.fork_server import READ_LATE, forks
 
 os.environ["MPLBACKEND"] = "Agg"  # draw into memory; subprocesses inherit it
 os.environ["GPIPE_AUTOPLAN_CACHE"] = "off"  # tests measure, and leave the user's cache alone
+# As tests.coverage.model_list sets them. Here, so that no test changes the environment: see `environment_stays`.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 # A shared machine pauses at any moment: a deadline would only measure that.
 hypothesis.settings.register_profile("project", deadline=None)
@@ -43,13 +47,40 @@ def start_fork() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """A test that leaves a variable behind makes the workers of all later tests fresh interpreters.
+
+    The first test that imported transformers did: each worker of a later test took 3 s of processor time, not 0.4 s.
+    """
+    before = dict(os.environ)
+    yield
+    changed = {name for name in {*before, *os.environ} - READ_LATE if before.get(name) != os.environ.get(name)}
+    assert changed == set()
+
+
+@pytest.fixture(autouse=True)
 def workers_are_forks(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, start_fork: Callable[..., Any]
+    request: pytest.FixtureRequest,
+    environment_stays: None,  # `monkeypatch` ends first, with what the test has set by it
+    monkeypatch: pytest.MonkeyPatch,
+    start_fork: Callable[..., Any],
 ) -> None:
     """Workers of tests start in no time; those of tests that are about processes are fresh interpreters."""
     if hasattr(os, "pidfd_open") and not any(map(request.node.get_closest_marker, FRESH)):
         for module in ("workers", "background_load"):
             monkeypatch.setattr(f"profiler.machine.{module}.start_process", start_fork)
+
+
+@pytest.fixture
+def nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are measured without busy neighbours, and a link is made up: most of what measuring a small model takes.
+
+    For tests of neither; processes, loads and links have tests of their own.
+    """
+    from profiler import Link
+
+    monkeypatch.setattr("profiler.measure.measure_link", lambda *_, **__: Link(latency_s=1e-5, bytes_per_s=1e9))
+    monkeypatch.setattr("profiler.measured_kind.neighbours", lambda *_, **__: contextlib.nullcontext(lambda: None))
 
 
 @pytest.fixture

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from executor import pipeline
+from executor.plan_check import traced_as_planned
 from planner.cost.skips import plan_skips, routes_of
 from planner.plan.plan import Plan, Prediction, Segment, Stage, StageMemory, StageTimes
 from planner.plan.schedules import ScheduleName
 from profiler.device import Device
+from profiler.sample_spec import SampleSpec
 from profiler.tracing.dataflow import skip_values
 from profiler.tracing.sequence import LayerSequence
 
@@ -26,6 +30,28 @@ NO_MEMORY = StageMemory(
 def one_thread() -> None:
     """As many threads as a worker has: the order of additions depends on their number."""
     torch.set_num_threads(1)
+
+
+def shared_traces() -> Callable[[nn.Module, Plan], LayerSequence]:
+    """Stands in for `traced_as_planned`: a model is traced once, which takes longer than all else that pipelines do.
+
+    For tests that build many pipelines for a model that they leave as it is.
+    """
+    traced: dict[tuple[int, SampleSpec], tuple[nn.Module, LayerSequence]] = {}
+
+    def look_up(model: nn.Module, plan: Plan) -> LayerSequence:
+        key = id(model), plan.sample
+        if key not in traced:
+            traced[key] = model, traced_as_planned(model, plan)  # with the model, so that its number stays taken
+        return traced[key][1]
+
+    return look_up
+
+
+@pytest.fixture
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipelines of a test share a trace where they have a model in common."""
+    monkeypatch.setattr(pipeline, "traced_as_planned", shared_traces())
 
 
 @pytest.fixture

@@ -134,6 +134,7 @@ def memory(tensor: Tensor) -> int:
     return (tensor._values() if tensor.is_sparse else tensor).untyped_storage().data_ptr()
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("settings", [{}, {"schedule": "1f1b"}, {"recompute": True}, {"replicas": 2}])
 @pytest.mark.parametrize("kind", [Position, TwoViews, Halves, Tied, SparsePair])
 def test_gradients_that_share_memory(

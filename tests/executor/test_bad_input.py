@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Callable
+from functools import cache
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor import Pipeline, launch
+from executor import Pipeline, launch, pipeline
 from planner import Plan, PlanError
 from profiler import trace
+from tests.executor.conftest import shared_traces
 
 RANKS = 3
 STEPS = 100_000  # more than are made until a beat
@@ -25,6 +28,9 @@ class Three(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)))
+
+
+three = cache(Three)  # the model that all pipelines of a rank share, and its trace
 
 
 WRONG = {
@@ -52,7 +58,8 @@ EMPTY = ("no data on rank 0", "no inputs", "data on two of three", "no data late
 
 def outcome(plan: Plan, wrong: str, odd: bool) -> tuple[str, int, bool]:
     """What this rank's pipeline says, of how many micro-batches it has the loss, and whether a gradient came to be."""
-    model: nn.Module = nn.Linear(4, 2) if odd and wrong == "model" else Three()
+    model: nn.Module = nn.Linear(4, 2) if odd and wrong == "model" else three()
+    model.zero_grad()
     if odd and wrong == "plan":
         plan = plan.model_copy(update={"optimizer": "SGD"})
     given = {
@@ -100,6 +107,7 @@ def outcomes(plan: Plan, port: int) -> dict[tuple[str, int], tuple[str, int, boo
     """Each kind with another rank as the odd one; the ranks meet anew for each."""
     found = {}
     rank = dist.get_rank()
+    pytest.MonkeyPatch().setattr(pipeline, "traced_as_planned", shared_traces())
     os.environ["MASTER_PORT"] = str(port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
     for number, wrong in enumerate(WRONG):

@@ -171,6 +171,7 @@ class ResidualBlocks(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_evaluation_follows_the_layers_of_training(plan_for: Callable[..., Plan]) -> None:
     """Other values than counters of batches have other names there, and what draws nothing there went into the prelude.
 
@@ -566,6 +567,7 @@ class CopyOrView(nn.Module):
         return self.last(turned.transpose(0, 1) * gate + hidden).sum(1)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_what_is_a_copy_for_some_samples_is_one_for_a_single_sample(plan_for: Callable[..., Plan]) -> None:
     """With micro-batches of one, `mul_` changed `hidden` too, or not, as the model was cut: wrong gradients."""
     model = CopyOrView()
@@ -596,6 +598,7 @@ class ViewWrittenLater(nn.Module):
         return self.last(middle + before).sum(1) + hidden.sum(1)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_view_written_by_a_later_layer_gives_the_bits_of_one_stage(plan_for: Callable[..., Plan]) -> None:
     """A stage writes a copy; uncut, the write went into the history of the view's base: sums in another order."""
     model = ViewWrittenLater().double()
@@ -628,6 +631,7 @@ class ContiguousSlice(nn.Module):
         return self.last(own * gate + part)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_copy_of_a_slice_stays_a_copy_behind_a_boundary(plan_for: Callable[..., Plan]) -> None:
     """The slice left its layer without gaps, so `contiguous` gave the slice itself, and `mul_` changed both."""
     model = ContiguousSlice()

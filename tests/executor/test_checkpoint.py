@@ -39,10 +39,8 @@ def test_saved_with_three_stages_goes_on_with_any_number(plan_for: Callable[...,
     plans, others = plans_of(plan_for), plans_of(plan_for, recompute=True)
     expected = save_after_two(plans[1], tmp_path / "1")
     assert launch(save_after_two, plans[3], (tmp_path / "3",)) == [expected] * 3
-    for path in ("1", "3"):
-        for stages in (1, 2, 4):
-            assert load_and_go_on(plans[stages], tmp_path / path) == expected
-        assert load_and_go_on(others[2], tmp_path / path) == expected
+    for path, plan in (("1", plans[2]), ("1", others[2]), ("3", plans[1]), ("3", plans[4])):
+        assert load_and_go_on(plan, tmp_path / path) == expected
     assert launch(load_and_go_on, plans[4], (tmp_path / "3",)) == [expected] * 4
 
 
@@ -131,7 +129,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(plan_for: Callable[..., P
     script = Path(__file__).with_name("killed_while_saving.py").resolve()
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "10"],
+        [sys.executable, str(script), str(tmp_path), "6"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -140,7 +138,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(plan_for: Callable[..., P
     )
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
-    assert counts["killed"] == 10
+    assert counts["killed"] == 6
     assert counts["old"], "no kill came before the new checkpoint was whole"
 
 

@@ -21,8 +21,6 @@ from executor import Pipeline, launch
 from planner import ArgumentError, ExecutionError, Plan
 from profiler import trace
 
-pytestmark = pytest.mark.fresh_processes
-
 X = torch.randn(8, 4)
 
 

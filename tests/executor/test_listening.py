@@ -3,18 +3,21 @@
 import contextlib
 import os
 import re
+import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from executor import launch
 from executor.connect.listening import listener_at
 from planner import Plan
+from profiler.machine.start import start_process
+from profiler.machine.workers import KEEP_FREED_MEMORY
 from tests.executor.fault_trials import free_port, plan_of
 from tests.executor.test_door import KINDS, Stranger
 
@@ -111,39 +114,30 @@ def train_by_launch(plan_for: Callable[..., Plan], folder: Path, *, strangers: b
     return seen
 
 
-SCRIPT = """
-import sys
-from planner import Plan
-from tests.executor.test_listening import _train
-
-_train(Plan.load("plan.json"), ".")
-"""
+def main() -> None:
+    """What each rank runs that is started by hand."""
+    _train(Plan.load("plan.json"), ".")
 
 
-def train_by_hand(plan_for: Callable[..., Plan], folder: Path, *, strangers: bool) -> set[tuple[str, int]]:
+def train_by_hand(
+    plan_for: Callable[..., Plan], folder: Path, *, strangers: bool, start: Callable[..., Any] = start_process
+) -> set[tuple[str, int]]:
     """Train in processes that are started by hand; the addresses at which strangers were."""
     plan_of(plan_for, 2).save(folder / "plan.json")
     variables = {
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        **KEEP_FREED_MEMORY,
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    with contextlib.ExitStack() as running, _visits(folder, strangers=strangers) as seen:
+    with contextlib.chdir(folder), contextlib.ExitStack() as running, _visits(folder, strangers=strangers) as seen:
         ranks = []
         for rank in range(2):
-            process = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT],
-                env={**os.environ, **variables, "RANK": str(rank)},
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            ranks.append(running.enter_context(process))
-            running.callback(process.kill)
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+            ranks.append(start("tests.executor.test_listening", environment={**variables, "RANK": str(rank)}))
+            running.callback(ranks[-1].send_signal, signal.SIGKILL)
+        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     return seen
 
 
@@ -154,9 +148,11 @@ def test_strangers_at_launch(plan_for: Callable[..., Plan], tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' tables of sockets")
-def test_strangers_where_ranks_are_started_by_hand(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+def test_strangers_where_ranks_are_started_by_hand(
+    plan_for: Callable[..., Plan], tmp_path: Path, start_fork: Callable[..., Any]
+) -> None:
     """With MASTER_ADDR=127.0.0.1 the store listened on all interfaces, and gloo at that of the machine's name.
 
     A stranger that connected and said nothing was waited for until the time-out, and the error blamed MASTER_ADDR.
     """
-    assert {host for host, _ in train_by_hand(plan_for, tmp_path, strangers=True)} == {"127.0.0.1"}
+    assert {host for host, _ in train_by_hand(plan_for, tmp_path, strangers=True, start=start_fork)} == {"127.0.0.1"}

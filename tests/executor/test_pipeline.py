@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,26 @@ class Trained:
     losses: list[float]
     gradients: dict[str, Tensor]
     state: dict[str, Tensor]
-    evaluated: float
+    evaluated: float | None
 
 
-def train(plan: Plan, case: Case, steps: int = 3) -> Trained:
+@cache
+def made(make: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
-    pipe = Pipeline(case.make(), plan, loss_fn=case.loss_fn)
+    model = make()
+    return model, copy.deepcopy(model.state_dict())
+
+
+def model_of(case: Case) -> nn.Module:
+    """The model as it was made; the same object each time, so that pipelines can share its trace."""
+    model, state = made(case.make)
+    model.load_state_dict(state)
+    model.zero_grad()
+    return model
+
+
+def train(plan: Plan, case: Case, steps: int = 3, *, evaluates: bool = True) -> Trained:
+    pipe = Pipeline(model_of(case), plan, loss_fn=case.loss_fn)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     losses = []
     for _ in range(steps):
@@ -140,7 +155,7 @@ def train(plan: Plan, case: Case, steps: int = 3) -> Trained:
         losses.append(pipe.step(*case.inputs, target=case.target).item())
         gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
         optimizer.step()
-    evaluated = pipe.evaluate(*case.inputs, target=case.target).item()
+    evaluated = pipe.evaluate(*case.inputs, target=case.target).item() if evaluates else None
     return Trained(losses, gradients, {name: value.clone() for name, value in pipe.state_dict().items()}, evaluated)
 
 
@@ -157,17 +172,21 @@ def assert_same(part: Trained, whole: Trained) -> None:
 STAGES = {"gpipe": ((1, True), (2, False), (4, True)), "1f1b": ((3, True), (4, False))}
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("schedule", STAGES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_cut_trains_the_same_in_one_process(name: str, schedule: str, plan_for: Callable[..., Plan]) -> None:
     current = case(name)
-    sequence = trace(current.make(), current.inputs)
-    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
+    sequence = trace(model_of(current), current.inputs)
+    evaluates = schedule == "gpipe"  # evaluation has forward passes alone, which a schedule does not order
+    whole = train(
+        plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current, evaluates=evaluates
+    )
     chance = random.Random(0)
     for stages, recompute in STAGES[schedule]:
         cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
         plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute, schedule=schedule)
-        again = train(plan, current)
+        again = train(plan, current, evaluates=evaluates)
         assert_same(again, whole)
         assert again.state.keys() == whole.state.keys()
 
@@ -195,24 +214,20 @@ def test_processes_train_as_one(name: str, stages: int, schedule: str, plan_for:
     assert set().union(*(part.gradients for part in parts)) == set(whole.gradients)
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(("name", "schedule"), list(zip(CASES, cycle(("gpipe", "1f1b")), strict=False)))
 def test_recompute_by_segments_changes_nothing(name: str, schedule: str, plan_for: Callable[..., Plan]) -> None:
     """Segments at the start, in the middle and at the end of a stage, with kept layers between them."""
     current = case(name)
-    sequence = trace(current.make(), current.inputs)
-    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
+    sequence = trace(model_of(current), current.inputs)
+    settings: dict[str, Any] = {"batch_size": BATCH_SIZE, "micro_batches": M, "schedule": schedule}
+    whole = train(plan_for(sequence, **settings), current, evaluates=False)
     chance = random.Random(1)
     for stages in (1, 2, 3):
         cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
-        plan = plan_for(
-            sequence,
-            cuts,
-            batch_size=BATCH_SIZE,
-            micro_batches=M,
-            schedule=schedule,
-            recompute=[random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])],
-        )
-        assert_same(train(plan, current), whole)
+        segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])]
+        plan = plan_for(sequence, cuts, **settings, recompute=segments)
+        assert_same(train(plan, current, evaluates=False), whole)
 
 
 def random_segments(chance: random.Random, first: int, stop: int) -> list[tuple[int, int]]:

@@ -45,6 +45,7 @@ class Shared(nn.Module):
 IDS, NEXT = torch.arange(8) % 16, (torch.arange(8) + 1) % 16
 
 
+@pytest.mark.usefixtures("nothing_beside")
 def test_a_module_under_two_names_stays_one(plan_for: Callable[..., Plan]) -> None:
     """The question about the batch made us call the model on stand-ins, which torch puts back by name.
 

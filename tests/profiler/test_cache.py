@@ -28,6 +28,7 @@ def _profile(model: nn.Module, x: Any, folder: Path | bool, **settings: Any) -> 
     return profile(trace(model, x), 1, sample=x, cache=folder, **given)
 
 
+@pytest.mark.usefixtures("nothing_beside")
 def test_a_second_plan_measures_nothing(
     make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,18 +14,24 @@ from profiler.memory.one_layer import observe_forward
 from profiler.run.inputs import fake_runner, micro_batch
 from tests.models.transformer import Translator
 from tests.models.unet import UNet
+from tests.profiler.conftest import Gpt
 
 
 def _translator() -> tuple[nn.Module, Any]:
     tokens = torch.randint(3, 32, (3, 10))
-    return Translator(32, width=16, heads=2, layers=2, dropout=0.1, longest=16), (tokens, tokens)
+    return Translator(32, width=16, heads=2, layers=1, dropout=0.1, longest=16), (tokens, tokens)
+
+
+def _decoder() -> tuple[nn.Module, Any]:
+    """Of three equal blocks."""
+    return Gpt(), torch.randint(0, 40, (3, 12))
 
 
 def _net() -> tuple[nn.Module, Any]:
     return UNet(depth=2, channels=4), torch.randn(3, 3, 16, 16)
 
 
-@pytest.mark.parametrize("make", [_translator, _net])
+@pytest.mark.parametrize("make", [_translator, _decoder, _net])
 def test_sharing_changes_nothing(make: Callable[[], tuple[nn.Module, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     model, sample = make()
     sequence = trace(model, sample)

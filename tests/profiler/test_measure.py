@@ -235,6 +235,7 @@ def test_a_size_that_an_index_of_a_later_sample_spoils_is_left_out() -> None:
         profile(sequence, 1, micro_batch_sizes=[4], **about)
 
 
+@pytest.mark.usefixtures("nothing_beside")
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_devices_of_one_kind_the_smallest_counts(traced_case: Callable[[str], Traced], order: int) -> None:
     _, ids, sequence = traced_case("gpt")

@@ -40,11 +40,12 @@ $(SURVEYED): $(INSTALLED)
 	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target .survey timm torchvision
 	@touch $@
 
-# Wheels that bring a package named tests would hide our folder of that name.
+# Wheels that bring a package named tests would hide our folder of that name. The compiled part of torchaudio needs
+# CUDA's libraries; its models do without.
 $(LIBRARIES): $(INSTALLED) tests/coverage/libraries.txt
 	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/coverage/libraries.txt \
 		--target .survey/libraries
-	@rm -rf .survey/libraries/tests .survey/libraries/test
+	@rm -rf .survey/libraries/tests .survey/libraries/test .survey/libraries/torchaudio/lib
 	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt

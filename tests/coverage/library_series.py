@@ -19,6 +19,20 @@ def series() -> Iterator[Candidate]:
 def sounds() -> Iterator[Candidate]:
     yield entry("conformer", "conformer:Conformer", floats(16, 32), dim=32, depth=2, dim_head=16, heads=2,
                 conv_kernel_size=7, attn_dropout=0.1, ff_dropout=0.1, conv_dropout=0.1)  # fmt: skip
+    lengths = torch.full((MINI_BATCH,), 16)
+    yield entry("torchaudio", "torchaudio.models:Conformer", lambda: (torch.randn(MINI_BATCH, 16, 32), lengths),
+                input_dim=32, num_heads=2, ffn_dim=64, num_layers=2, depthwise_conv_kernel_size=7)  # fmt: skip
+    yield entry("torchaudio", "torchaudio.models:ConvTasNet", floats(1, 400), enc_num_feats=16, msk_num_feats=16,
+                msk_num_hidden_feats=16, msk_num_layers=2, msk_num_stacks=2)  # fmt: skip
+    yield entry("torchaudio", "torchaudio.models:wav2vec2_model", floats(800), extractor_mode="group_norm",
+                extractor_conv_layer_config=[(16, 10, 5), (16, 3, 2)], extractor_conv_bias=False, encoder_embed_dim=32,
+                encoder_projection_dropout=0.1, encoder_pos_conv_kernel=8, encoder_pos_conv_groups=4,
+                encoder_num_layers=2, encoder_num_heads=2, encoder_attention_dropout=0.1, encoder_ff_interm_features=64,
+                encoder_ff_interm_dropout=0.1, encoder_dropout=0.1, encoder_layer_norm_first=False,
+                encoder_layer_drop=0.1, aux_num_out=8)  # fmt: skip
+    yield entry("torchaudio", "torchaudio.models:WaveRNN", lambda: (
+        torch.randn(MINI_BATCH, 1, 8 * 12), torch.randn(MINI_BATCH, 1, 16, 16)), upsample_scales=[2, 2, 2], n_classes=8,
+        hop_length=8, n_res_block=1, n_rnn=16, n_fc=16, n_freq=16, n_hidden=16, n_output=16)  # fmt: skip
     lobes = "speechbrain.lobes.models."
     yield entry("speechbrain", lobes + "ECAPA_TDNN:ECAPA_TDNN", floats(30, 20), 20, lin_neurons=16,
                 channels=[16, 16, 16, 16, 48], attention_channels=8, se_channels=8)  # fmt: skip
@@ -40,9 +54,17 @@ def sounds() -> Iterator[Candidate]:
     yield entry(
         "asteroid", "asteroid.models:DPTNet", floats(400), **small, ff_hid=16, chunk_size=10, n_repeats=1, n_heads=2
     )
+    yield entry("encodec", "encodec.modules:SEANetEncoder", floats(1, 320), build=_codec, name="EncodecModel")
     yield entry("vocos", "vocos.models:VocosBackbone", floats(20, 16), build=_vocoder)
     yield entry("openunmix", "openunmix.model:OpenUnmix", floats(2, 33, 10), nb_bins=33, nb_channels=2, hidden_size=16,
                 nb_layers=1)  # fmt: skip
+
+
+def _codec(encoder: Any) -> nn.Module:
+    small = {"n_filters": 4, "dimension": 16, "ratios": [4, 2], "lstm": 1}
+    decoder = found("encodec.modules:SEANetDecoder")(**small)
+    quantizer = found("encodec.quantization:ResidualVectorQuantizer")(dimension=16, n_q=2, bins=16)
+    return found("encodec.model:EncodecModel")(encoder(**small), decoder, quantizer, [12.0, 24.0], 24000, 1)
 
 
 def _vocoder(kind: Any) -> nn.Module:

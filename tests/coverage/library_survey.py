@@ -47,6 +47,7 @@ from tests.coverage.survey_models import Candidate, mean_square
 from tests.coverage.table import machine
 
 CPU_SECONDS = 120
+SLOW = f"more than {CPU_SECONDS} s of processor time"
 WALL_SECONDS = 900  # of a process that waits, on a busy machine
 
 
@@ -93,7 +94,7 @@ def tried(candidate: Candidate) -> Row:
     """Whether it trains by itself, and what came of planning and training it."""
     try:
         trains(built(candidate, double=False))
-    except Exception as problem:
+    except (Exception, _TooSlowError) as problem:
         return Row(candidate.library, candidate.name, Outcome.UNTRAINABLE, without_folders(first_line(problem)))
     start = time.process_time()
     outcome, detail = _outcome(candidate)
@@ -107,7 +108,7 @@ def _outcome(candidate: Candidate) -> tuple[Outcome, str]:
             return Outcome.RIGHT, _text(apart)
         apart = differences(candidate, double=True)
     except _TooSlowError:
-        return Outcome.SLOW, f"more than {CPU_SECONDS} s of processor time"
+        return Outcome.SLOW, SLOW
     except NotTraceableError as problem:
         outcome = Outcome.REFUSED if says_where_and_what_to_do(str(problem)) else Outcome.CRASHED
         return outcome, without_folders(first_line(problem))
@@ -137,7 +138,7 @@ def _in_child(candidate: Candidate, answers: Connection) -> None:
         raise _TooSlowError
 
     signal.signal(signal.SIGPROF, end)
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS, 5)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     resource.setrlimit(resource.RLIMIT_CPU, (2 * CPU_SECONDS, 2 * CPU_SECONDS))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -156,6 +157,8 @@ def in_process(candidate: Candidate) -> Row:
         return Row(candidate.library, candidate.name, Outcome.SLOW, f"more than {WALL_SECONDS} s")
     except EOFError:
         child.join()
+        if child.exitcode == -signal.SIGXCPU:  # what was tried has caught the end of its time
+            return Row(candidate.library, candidate.name, Outcome.SLOW, SLOW)
         return Row(candidate.library, candidate.name, Outcome.CRASHED, f"the process ended with {child.exitcode}")
     finally:
         child.kill()

@@ -184,9 +184,6 @@ def diffusion() -> Iterator[Candidate]:
         dim=16, cond_dim=16, dim_mults=(1, 2), text_embed_dim=32, layer_attns=(False, True),
         layer_cross_attns=(False, True), attn_heads=2, attn_dim_head=8, max_text_len=8,
     )  # fmt: skip
-    yield entry("dalle-pytorch", "dalle_pytorch:DiscreteVAE", image(), own_loss=True, build=_reconstructing,
-                image_size=32, num_layers=2, num_tokens=32, codebook_dim=32, hidden_dim=16,
-                num_resnet_blocks=1)  # fmt: skip
 
 
 def _noisy(channels: int, extent: int, context: tuple[int, ...] = ()):
@@ -199,19 +196,6 @@ def _noisy(channels: int, extent: int, context: tuple[int, ...] = ()):
 
 def _denoised(kind: type[nn.Module], **settings: int) -> nn.Module:
     return kind(found("denoising_diffusion_pytorch:Unet")(dim=16, dim_mults=(1, 2)), **settings)
-
-
-class _Reconstructing(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x, return_loss=True)
-
-
-def _reconstructing(kind: type[nn.Module], **settings: int) -> nn.Module:
-    return _Reconstructing(kind(**settings))
 
 
 def medical() -> Iterator[Candidate]:

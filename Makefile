@@ -3,8 +3,9 @@ PYTHON ?= python3
 INSTALLED := .venv/.installed
 RUN := .venv/bin/python
 SURVEYED := .survey/.installed
+LIBRARIES := .survey/libraries/.installed
 
-.PHONY: demo test lint bench coverage survey
+.PHONY: demo test lint bench coverage survey libraries
 
 demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py
@@ -30,9 +31,21 @@ coverage: $(INSTALLED)
 survey: $(SURVEYED)
 	@OMP_NUM_THREADS=1 PYTHONPATH=.survey:notebooks/demo $(RUN) -m tests.coverage.survey .survey/rows.jsonl $(ONLY)
 
+libraries: $(LIBRARIES)
+	@OMP_NUM_THREADS=1 GPIPE_AUTOPLAN_CACHE=off PYTHONPATH=.survey/libraries:notebooks/demo:. \
+		$(RUN) -m tests.coverage.library_survey .survey/libraries.jsonl $(ONLY)
+
 # In a folder of its own: transformers would use torchvision in the tests as well, whose wheel needs CUDA's libraries.
 $(SURVEYED): $(INSTALLED)
 	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target .survey timm torchvision
+	@touch $@
+
+# Wheels that bring a package named tests would hide our folder of that name. The compiled part of torchaudio needs
+# CUDA's libraries; its models do without.
+$(LIBRARIES): $(INSTALLED) tests/coverage/libraries.txt
+	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/coverage/libraries.txt \
+		--target .survey/libraries
+	@rm -rf .survey/libraries/tests .survey/libraries/test .survey/libraries/torchaudio/lib
 	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt

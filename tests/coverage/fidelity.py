@@ -213,7 +213,11 @@ def _tensors(output: Any) -> tuple[Tensor, ...]:
 
 def eager(sequence: LayerSequence, case: Case) -> Run:
     """The same by calling the model itself; it is left as it was."""
-    before = {name: value.clone() for name, value in case.model.named_buffers()}
+    before = [
+        (module, name, value, value.clone())
+        for module in case.model.modules()
+        for name, value in module.named_buffers(recurse=False)
+    ]
     args, kwargs = call_arguments(case.sample)
     output = case.model(*args, **kwargs)
     loss = loss_of(output, case.target, case.loss_fn)
@@ -222,8 +226,9 @@ def eager(sequence: LayerSequence, case: Case) -> Run:
     gradients = {names[id(p)]: p.grad for p in case.model.parameters() if p.grad is not None}
     case.model.zero_grad()
     with torch.no_grad():
-        for name, value in case.model.named_buffers():
-            value.copy_(before[name])
+        for module, name, value, copy in before:
+            value.copy_(copy)
+            setattr(module, name, value)  # some models put another tensor in its place
     return Run(_tensors(output), loss.detach(), gradients, {})
 
 

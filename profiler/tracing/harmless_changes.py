@@ -23,9 +23,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from profiler.machine.backend import backend_of, device_of_first
+from profiler.machine.backend import device_of_first
 from profiler.observe.python_state import Attribute, attributes_of, put_all_back, put_back
-from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, seeded
+from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_of, preserved, seeded
 from profiler.observe.standing_in import standing_in
 from profiler.observe.untouched import untouched
 from profiler.tracing.sample import Arguments
@@ -146,9 +146,9 @@ def _computed(model: nn.Module, call: Arguments, around: Callable[[], Any]) -> l
     """What a call returns, and the gradients of its sum for all parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = device_of_first(parameters)
-    devices: list[int] | None = [] if backend_of(device).is_host else None
-    with torch.random.fork_rng(devices=devices), seeded(OF_PYTHON_AND_NUMPY, 0), around():
-        torch.manual_seed(0)
+    with preserved([device]), seeded(OF_PYTHON_AND_NUMPY, 0), around():
+        for generator in generators_of(device):
+            generator.manual_seed(0)
         returned = pytree.tree_leaves(model(*call.args, **call.kwargs))
         roots = [leaf for leaf in returned if isinstance(leaf, Tensor) and leaf.requires_grad]
         ones = [torch.ones_like(root) for root in roots]

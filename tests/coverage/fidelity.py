@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from profiler import LayerSequence, trace
+from profiler.observe.random_states import drawing_on
 from profiler.run.loss import loss_of, model_output
 from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.sample_spec import SampleSpec
@@ -136,10 +138,17 @@ def measure(traced: Traced) -> Fidelity:
 
 def eager_difference(sequence: LayerSequence, case: Case) -> float:
     """How far the layers are from the eager model where both draw from the same stream of random numbers."""
-    torch.manual_seed(1)
+    _begin_stream()
     expected = eager(sequence, case)
+    _begin_stream()
+    with drawing_on():
+        return difference(run(sequence, case, seeded=False), expected)
+
+
+def _begin_stream() -> None:
     torch.manual_seed(1)
-    return difference(run(sequence, case, seeded=False), expected)
+    random.seed(1)
+    np.random.seed(1)
 
 
 def some_cuts(sequence: LayerSequence) -> list[list[int]]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.kernel.compiled import compiled, inlined
+from planner.kernel.compiled import compiled
 from planner.kernel.recompute_bounds import least_at, price_layer
 from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables, segment_costs, stage_needs
 from planner.kernel.two_sizes import link_machines, stage_machines
@@ -144,7 +144,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
     return arcs
 
 
-@inlined
+@compiled
 def steady_again(tables: Tables) -> int:
     """How many of the M - 1 steady micro-batches run a stage's segments again, whatever its place.
 
@@ -153,7 +153,7 @@ def steady_again(tables: Tables) -> int:
     return 0 if tables.objective == WORK else tables.steady
 
 
-@inlined
+@compiled
 def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
     """For each variant, class and position the first arc to there, and how many there are."""
     memory = tables.memory
@@ -187,7 +187,7 @@ def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
     return offset, length
 
 
-@inlined
+@compiled
 def _least_pass_s(passing: Floats) -> float:
     """Seconds that a micro-batch takes through all layers at least, each on the class that is fastest for it."""
     classes, positions = passing.shape
@@ -200,7 +200,7 @@ def _least_pass_s(passing: Floats) -> float:
     return least_s
 
 
-@inlined
+@compiled
 def _fill(
     tables: Tables, variant: int, device: int, stop: int, places: tuple[int, int], below_s: float, facts: _Facts
 ) -> None:
@@ -255,7 +255,7 @@ def _fill(
             need[place] = IMPOSSIBLE
 
 
-@inlined
+@compiled
 def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: int, terms: Floats) -> None:
     """The columns of `Arcs.terms` that are seconds, of one stage."""
     forward = tables.forward[device, stop] - tables.forward[device, first]
@@ -278,7 +278,7 @@ def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: i
         terms[OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed[device]
 
 
-@inlined
+@compiled
 def _drop_small(work: Floats, most_stages: int, offset: Indices, length: Indices, need: NDArray[np.uint8]) -> None:
     """On equal devices drop stages so small that the others, as large as they can be, do not hold the rest.
 
@@ -299,7 +299,7 @@ def _drop_small(work: Floats, most_stages: int, offset: Indices, length: Indices
                         need[place] = IMPOSSIBLE
 
 
-@inlined
+@compiled
 def _fill_largest(arcs: Arcs) -> None:
     """`Arcs.largest_change` and `Arcs.largest_stay` over all stages and links.
 

@@ -12,7 +12,7 @@ number itself is fixed and checked.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,6 +24,7 @@ from profiler.conditions.answers import Answers, FromDecisions, Undecided
 from profiler.conditions.check import Check
 from profiler.conditions.numbers import numbers_function
 from profiler.conditions.reading import COMPARISONS, CONDITIONS, NUMBERS, Spot, spot_of
+from profiler.conditions.spelled_out import spelled_out
 from profiler.errors import NotTraceableError
 from profiler.observe.source_place import Place, keep_together_advice, place_now, setting_advice
 from profiler.opaque.operators import LIBRARY
@@ -246,22 +247,28 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def ask() -> Any:
-            return func(*args, **(kwargs or {}))
-
+        number = self._questions.number
+        args, named = spelled_out(func, args, kwargs or {}, lambda tensor: number(tensor, tensor.item))
         if func in CONDITIONS:
-            return self._questions.condition(args[0], ask)
-        if func in COMPARISONS:
-            each = COMPARISONS[func]
-            if args[0].shape != args[1].shape and each is torch.eq:
-                return False
-            alike = each(*args, **(kwargs or {})).all()
-            return self._questions.condition(alike, lambda: bool(alike))
-        if func is Tensor.tolist:
-            return self._listed(args[0])
+            return self._questions.condition(args[0], lambda: func(*args, **named))
         if func in NUMBERS:
-            return self._questions.number(args[0], ask)
-        return ask()
+            listed = func is Tensor.tolist
+            return self._listed(args[0]) if listed else number(args[0], lambda: func(*args, **named))
+        tensor = self._condition_in(func, args, named)
+        if tensor is None:
+            return func(*args, **named)
+        answer = self._questions.condition(tensor, lambda: bool(tensor))
+        return torch._assert(answer, args[1]) if func is torch._assert else answer
+
+    def _condition_in(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | None:
+        """The tensor of whose truth a function makes a bool, if it does."""
+        if func in COMPARISONS and (args[0].shape == args[1].shape or COMPARISONS[func] is not torch.eq):
+            each: Tensor = COMPARISONS[func](*args, **named)
+            return each.all()
+        if func is Tensor.__contains__ and isinstance(args[1], Tensor | int | float):
+            found: Tensor = args[0] == args[1]
+            return found.any()
+        return args[0] if func is torch._assert and isinstance(args[0], Tensor) else None
 
     def _listed(self, tensor: Tensor) -> Any:
         if tensor.dim() == 0:

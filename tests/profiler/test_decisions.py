@@ -129,6 +129,28 @@ def test_without_values_the_error_says_that_they_would_do() -> None:
         trace(model, X.to("meta"))
 
 
+class Checked(nn.Module):
+    """What follows from `torch._check` needs no decision, so the check itself must stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = (x > 100).sum().item()
+        torch._check(large < 3)
+        return self.linear(x) if large < 3 else x
+
+
+def test_what_the_model_asserts_is_checked() -> None:
+    """`torch._check` was dropped from the graph, and with it the error for data that break it."""
+    sequence = trace(Checked(), X)
+    assert not sequence.sample.decisions
+    run(sequence, Case(Checked(), X, functional.mse_loss, X))
+    with pytest.raises(ExecutionError, match=r'test_decisions\.py:\d+ "large = .* is False \(of 32\) in'):
+        run(sequence, Case(Checked(), X + 1000, functional.mse_loss, X))
+
+
 class Writing(nn.Module):
     """Its run on the sample must leave it as it was."""
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler import NotTraceableError, trace
+from profiler import NotTraceableError, profile, trace
 from profiler.conditions.check import Check, values_made_up
 from profiler.errors import ExecutionError
 from profiler.sample_spec import Decision, SampleSpec
@@ -222,3 +222,23 @@ def test_what_reads_values_on_the_way_is_traced(name: str) -> None:
     error, message = (RuntimeError, "Class values") if name == "one_hot" else (ExecutionError, r"decisions\.py:\d+ ")
     with pytest.raises(error, match=message):
         run(sequence, other)
+
+
+def test_measuring_looks_at_values_and_lets_them_pass() -> None:
+    """They are made up, so the sample's branch is not theirs."""
+    model, x, *_ = branching("truth")
+    sequence = trace(model, x * 1e4)
+    assert [decision.answer for decision in sequence.sample.decisions] == [True]
+    measured = profile(
+        sequence,
+        1,
+        loss_fn=functional.cross_entropy,
+        target=torch.zeros(8, dtype=torch.int64),
+        batch_size=8,
+        micro_batch_sizes=[2],
+        time_budget_s=0.01,
+        cache=False,
+        links=False,
+        progress=False,
+    )
+    assert measured.sample == sequence.sample

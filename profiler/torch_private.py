@@ -157,6 +157,10 @@ def depends_on_data(symbol: Any) -> bool:
     return symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT))
 
 
+asserted: Callable[[Any, str], Any] = torch._assert
+"""What models that are made for tracing write in the place of an assert statement."""
+
+
 def unknown_value_errors() -> tuple[type[Exception], ...]:
     """What is raised where a symbol that depends on data is asked for its value."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode

@@ -12,7 +12,7 @@ number itself is fixed and checked.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,13 +22,14 @@ from torch.overrides import TorchFunctionMode
 
 from profiler.conditions.answers import Answers, FromDecisions, Undecided
 from profiler.conditions.check import Check
-from profiler.conditions.numbers import numbers_function
+from profiler.conditions.numbers import numbers_function, reads_values
 from profiler.conditions.reading import COMPARISONS, CONDITIONS, NUMBERS, Spot, spot_of
+from profiler.conditions.spelled_out import spelled_out
 from profiler.errors import NotTraceableError
-from profiler.observe.source_place import Place, keep_together_advice, place_now, setting_advice
+from profiler.observe.source_place import Place, keep_together_advice, place_now, place_of_node, setting_advice
 from profiler.opaque.operators import LIBRARY
 from profiler.sample_spec import Decision
-from profiler.torch_private import has_side_effect, unknown_value_errors
+from profiler.torch_private import asserted, has_side_effect, unknown_value_errors
 
 LIBRARY.define("condition(Tensor value, int site) -> ()")
 LIBRARY.define("condition_on_number(SymInt value, int site) -> ()")
@@ -194,9 +195,11 @@ class Questions:
         Raises:
             NotTraceableError: a condition is drawn by lot, so that a check of it would fail in some step.
         """
-        for part in root.modules() if self._answers is not None else ():
+        for part in root.modules():
             if isinstance(part, fx.GraphModule):
-                self._put_into(part.graph)
+                _keep_assertions(part.graph)
+                if self._answers is not None:
+                    self._put_into(part.graph)
                 part.recompile()
 
     def _put_into(self, graph: fx.Graph) -> None:
@@ -212,7 +215,7 @@ class Questions:
         for node in reversed(graph.nodes):
             value = node.meta.get("val")
             number = value is not None and not isinstance(value, Tensor | tuple | list)
-            told = node.target is torch.ops.aten._assert_scalar.default  # a check of export's own
+            told = node.target is torch.ops.aten._assert_scalar.default  # of extents, which follow from the inputs
             if node.op == "call_function" and not node.users and (number or told):
                 graph.erase_node(node)
 
@@ -236,6 +239,16 @@ class Questions:
             )
 
 
+def _keep_assertions(graph: fx.Graph) -> None:
+    """Let a check take the place of each `torch._check` on a value: the trace may have drawn conclusions from it."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        taken, function = numbers_function(node.args[0]) if isinstance(node.args[0], fx.Node) else ([], None)
+        if function is not None and reads_values(function):
+            spot = spot_of(place_of_node(node))
+            decision = Decision(module=spot.module, line=spot.line, answer=True)
+            node.target, node.args = Check(decision, function), tuple(taken)
+
+
 class _Mode(TorchFunctionMode):
     """Sees each call that reads a tensor's value."""
 
@@ -246,22 +259,28 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def ask() -> Any:
-            return func(*args, **(kwargs or {}))
-
+        number = self._questions.number
+        args, named = spelled_out(func, args, kwargs or {}, lambda tensor: number(tensor, tensor.item))
         if func in CONDITIONS:
-            return self._questions.condition(args[0], ask)
-        if func in COMPARISONS:
-            each = COMPARISONS[func]
-            if args[0].shape != args[1].shape and each is torch.eq:
-                return False
-            alike = each(*args, **(kwargs or {})).all()
-            return self._questions.condition(alike, lambda: bool(alike))
-        if func is Tensor.tolist:
-            return self._listed(args[0])
+            return self._questions.condition(args[0], lambda: func(*args, **named))
         if func in NUMBERS:
-            return self._questions.number(args[0], ask)
-        return ask()
+            listed = func is Tensor.tolist
+            return self._listed(args[0]) if listed else number(args[0], lambda: func(*args, **named))
+        tensor = self._condition_in(func, args, named)
+        if tensor is None:
+            return func(*args, **named)
+        answer = self._questions.condition(tensor, lambda: bool(tensor))
+        return asserted(answer, args[1]) if func is asserted else answer
+
+    def _condition_in(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | None:
+        """The tensor of whose truth a function makes a bool, if it does."""
+        if func in COMPARISONS and (args[0].shape == args[1].shape or COMPARISONS[func] is not torch.eq):
+            each: Tensor = COMPARISONS[func](*args, **named)
+            return each.all()
+        if func is Tensor.__contains__ and isinstance(args[1], Tensor | int | float):
+            found: Tensor = args[0] == args[1]
+            return found.any()
+        return args[0] if func is asserted and isinstance(args[0], Tensor) else None
 
     def _listed(self, tensor: Tensor) -> Any:
         if tensor.dim() == 0:

@@ -6,14 +6,12 @@ item = aten.item(x); ge = item >= 3; check(ge)    ->    check(x), which computes
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 
-def numbers_function(result: fx.Node) -> tuple[list[fx.Node], Callable[..., tuple[Any, ...]]]:
+def numbers_function(result: fx.Node) -> tuple[list[fx.Node], fx.GraphModule]:
     """The tensors that a number follows from, and a function from them to it and to the elements that it reads.
 
     Args:
@@ -35,12 +33,17 @@ def numbers_function(result: fx.Node) -> tuple[list[fx.Node], Callable[..., tupl
         copies[node] = graph.placeholder(node.name)
     for node in (node for node in ordered if not _is_outside(node)):
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
-    read = [copies[node] for node in ordered if node.target in (torch.ops.aten.item.default, _ELEMENT)]
+    read = [copies[node] for node in ordered if node.target in _READING]
     graph.output((copies[result], *read))
     return taken, fx.GraphModule({}, graph)
 
 
-_ELEMENT = torch.ops.aten._local_scalar_dense.default
+_READING = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+
+
+def reads_values(function: fx.GraphModule) -> bool:
+    """Whether it reads elements of tensors, and not extents alone."""
+    return any(node.target in _READING for node in function.graph.nodes)
 
 
 def _is_outside(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ COMPARISONS: Mapping[Any, Callable[..., Tensor]] = {
 """Ask whether all elements of two tensors are alike -> what asks that of each."""
 NUMBERS = frozenset({Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist})
 """Make numbers of elements."""
-READS = CONDITIONS | COMPARISONS.keys() | NUMBERS
+READS = CONDITIONS | COMPARISONS.keys() | NUMBERS | {Tensor.__contains__}
 
 
 class Spot(NamedTuple):

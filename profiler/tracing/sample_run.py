@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.conditions.answers import SampleRun
 from profiler.conditions.reading import READS, Spot, spot_of
+from profiler.conditions.spelled_out import spelled_out
 from profiler.machine.backend import device_of_first
 from profiler.observe.source_place import place_now
 from profiler.observe.standing_in import standing_in
@@ -39,11 +40,16 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        args, named = spelled_out(func, args, kwargs or {}, self._number)
+        result = func(*args, **named)
         if func in READS:
             found = pytree.tree_leaves(result) if isinstance(result, list) else [result]
             self.read[spot_of(place_now(self._model))].extend(found)
         return result
+
+    def _number(self, tensor: Tensor) -> Any:
+        self.read[spot_of(place_now(self._model))].append(tensor.item())
+        return tensor.item()
 
 
 def has_no_values(tensor: Tensor) -> bool:

@@ -81,7 +81,8 @@ def trace(
     Args:
         model: any module.
         sample: what it is called with: a tensor, a tuple of positional or a dict of keyword arguments; a
-            `SampleSpec` serves as well, with its own settings. Values in the tensors do not matter.
+            `SampleSpec` serves as well, with its own settings. Values in the tensors matter only where the model
+            branches on them: it is traced along the sample's branch, and every micro-batch is checked to take it too.
         batch_dims: where the batch dimension is not the first: argument position or keyword -> dimension, or None for
             tensors that every micro-batch gets whole.
         autocast: dtype of an autocast region around the whole model, such as `torch.bfloat16`.

@@ -1,13 +1,18 @@
 """Branches on values: which answers a trace takes, which it cannot, and that it is the same without values."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from profiler import NotTraceableError, trace
+from profiler import NotTraceableError, profile, trace
 from profiler.conditions.check import Check, values_made_up
 from profiler.errors import ExecutionError
 from profiler.sample_spec import Decision, SampleSpec
+from tests.coverage.fidelity import difference, eager, run
+from tests.coverage.model_list import Case
 from tests.models.branching import BODIES, Branching, branching
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -124,6 +129,28 @@ def test_without_values_the_error_says_that_they_would_do() -> None:
         trace(model, X.to("meta"))
 
 
+class Checked(nn.Module):
+    """What follows from `torch._check` needs no decision, so the check itself must stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = (x > 100).sum().item()
+        torch._check(large < 3)
+        return self.linear(x) if large < 3 else x
+
+
+def test_what_the_model_asserts_is_checked() -> None:
+    """`torch._check` was dropped from the graph, and with it the error for data that break it."""
+    sequence = trace(Checked(), X)
+    assert not sequence.sample.decisions
+    run(sequence, Case(Checked(), X, functional.mse_loss, X))
+    with pytest.raises(ExecutionError, match=r'test_decisions\.py:\d+ "large = .* is False \(of 32\) in'):
+        run(sequence, Case(Checked(), X + 1000, functional.mse_loss, X))
+
+
 class Writing(nn.Module):
     """Its run on the sample must leave it as it was."""
 
@@ -159,3 +186,59 @@ def test_a_check_says_what_was_found() -> None:
     check(torch.tensor(2, device="meta"))
     with values_made_up():
         check(torch.tensor(2))
+
+
+READINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one_hot": lambda y: functional.one_hot(y).sum(1),
+    "arange": lambda y: torch.arange(int(y.max()) + 1)[: y.max()].expand(len(y), -1),
+    "slice": lambda y: y[:, : y.max()],
+    "contains": lambda y: y * 2 if 3 in y else y,
+    "assert": lambda y: (torch._assert((y < 10).all(), "classes"), y)[1],
+    "list": lambda y: y * (y >= 0).sum(1).tolist()[0],
+    "extent": lambda y: y * 2 if (y >= 0).sum().item() == y.shape[0] * y.shape[1] else y,
+}
+
+
+class Reading(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(1, 2), READINGS[name]
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.linear(self.read(y).float().sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_what_reads_values_on_the_way_is_traced(name: str) -> None:
+    y = torch.tensor([[0, 3, 1], [3, 2, 2], [1, 3, 0], [3, 1, 1]])
+    model = Reading(name)
+    sequence = trace(model, y)
+    assert sequence.sample.decisions
+    assert not sequence.sample.called_as_is
+    of = Case(model, y, functional.cross_entropy, torch.tensor([0, 1, 1, 0]))
+    assert difference(run(sequence, of), eager(sequence, of)) <= 1e-5
+    other = Case(model, torch.tensor([[-1, 12, 1]] * 4), of.loss_fn, of.target)
+    # What depends on inputs alone is computed before the layers: there one_hot itself says that a class is unknown.
+    error, message = (RuntimeError, "Class values") if name == "one_hot" else (ExecutionError, r"decisions\.py:\d+ ")
+    with pytest.raises(error, match=message):
+        run(sequence, other)
+
+
+def test_measuring_looks_at_values_and_lets_them_pass() -> None:
+    """They are made up, so the sample's branch is not theirs."""
+    model, x, *_ = branching("truth")
+    sequence = trace(model, x * 1e4)
+    assert [decision.answer for decision in sequence.sample.decisions] == [True]
+    measured = profile(
+        sequence,
+        1,
+        loss_fn=functional.cross_entropy,
+        target=torch.zeros(8, dtype=torch.int64),
+        batch_size=8,
+        micro_batch_sizes=[2],
+        time_budget_s=0.01,
+        cache=False,
+        links=False,
+        progress=False,
+    )
+    assert measured.sample == sequence.sample

@@ -217,7 +217,7 @@ def eager(sequence: LayerSequence, case: Case) -> Run:
     case.model.zero_grad()
     with torch.no_grad():
         for name, value in case.model.named_buffers():
-            value.copy_(before[name])
+            value.copy_(before.get(name, value))  # the call may have made one
     return Run(_tensors(output), loss.detach(), gradients, {})
 
 

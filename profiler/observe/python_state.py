@@ -94,3 +94,20 @@ def put_all_back(before: Mapping[str, Attribute], now: Mapping[str, Attribute]) 
     for name in changed:
         if name not in before:
             now[name].owner.__dict__.pop(name.rpartition(".")[2], None)
+
+
+def tensors_held(module: nn.Module) -> dict[str, int]:
+    """Dotted name -> identity of each parameter, and 0 of each buffer: another tensor in its place is written to it."""
+    return {
+        f"{path}.{name}" if path else name: 0 if held is part._buffers else id(tensor)
+        for path, part in module.named_modules()
+        for held in (part._parameters, part._buffers)
+        for name, tensor in held.items()
+        if tensor is not None
+    }
+
+
+def replaced(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """Names of parameters that are new, or gone or replaced, and of buffers that are gone."""
+    gone = [name for name, tensor in before.items() if after.get(name) != tensor]
+    return gone + [name for name, tensor in after.items() if name not in before and tensor]

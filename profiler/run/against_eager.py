@@ -202,7 +202,12 @@ class Trial:
         device = self.sequence.device
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
         gradients = [parameter.grad for parameter in parameters]
-        buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in module.buffers()]
+        buffers = [
+            (part, name, buffer, buffer.clone())
+            for module in self._modules
+            for part in module.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+        ]
         for parameter in parameters:
             parameter.grad = None
         for generator in generators_of(device):
@@ -215,8 +220,8 @@ class Trial:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             with torch.no_grad():
-                for buffer, kept in buffers:
-                    buffer.copy_(kept)
+                for part, name, buffer, kept in buffers:
+                    setattr(part, name, buffer.copy_(kept))  # some models put another tensor in its place
 
     @property
     def _modules(self) -> list[nn.Module]:

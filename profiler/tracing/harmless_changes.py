@@ -23,8 +23,16 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from profiler.errors import NotTraceableError
 from profiler.machine.backend import device_of_first
-from profiler.observe.python_state import Attribute, attributes_of, put_all_back, put_back
+from profiler.observe.python_state import (
+    Attribute,
+    attributes_of,
+    put_all_back,
+    put_back,
+    replaced,
+    tensors_held,
+)
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_of, preserved, seeded
 from profiler.observe.standing_in import standing_in
 from profiler.observe.untouched import untouched
@@ -185,6 +193,23 @@ def _digest(value: Tensor) -> str:
     return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
+def refuse_replaced(before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Refuse a forward pass that makes or replaces a parameter, or takes one or a buffer away.
+
+    Raises:
+        NotTraceableError: naming it.
+    """
+    names = replaced(before, after)
+    if names:
+        path, _, own_name = names[0].rpartition(".")
+        raise NotTraceableError(
+            f"cannot trace the model: the forward pass of {f'module {path!r}' if path else 'the model'} makes, "
+            f"replaces or takes away its parameter or buffer {own_name!r}, which a graph cannot hold; make parameters "
+            "in the constructor, or call the model once before planning",
+            modules=(path,),
+        )
+
+
 @contextlib.contextmanager
 def each_call_alike(model: nn.Module) -> Iterator[list[dict[str, Attribute]]]:
     """Within, each call of the model begins with the same attributes; noted are those at the end of each call.
@@ -194,12 +219,15 @@ def each_call_alike(model: nn.Module) -> Iterator[list[dict[str, Attribute]]]:
     """
     noted: list[dict[str, Attribute]] = []
     begin: list[dict[str, Attribute]] = []
+    held: list[dict[str, int]] = []
     register = nn.Module.register_buffer
 
     def note_begin(*_: Any) -> None:
         begin.append(attributes_of(model))
+        held.append(tensors_held(model))
 
     def note_end(*_: Any) -> None:
+        refuse_replaced(held.pop(), tensors_held(model))
         after = attributes_of(model)
         noted.append(after)
         put_all_back(begin.pop(), after)

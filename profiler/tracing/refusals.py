@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -54,7 +55,7 @@ def refused(model: nn.Module) -> Iterator[None]:
     Raises:
         NotTraceableError: naming what it is and what to use in its place.
     """
-    _refuse_hooks(model)
+    handles = _refuse_hooks(model)
     before = python_and_numpy_states()
     token = _TRACING.set(True)
     try:
@@ -62,6 +63,8 @@ def refused(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         _TRACING.reset(token)
+        for handle in handles:
+            handle.remove()
     if before != python_and_numpy_states():
         place = draws[0] if draws else place_of_call(model)
         advice = setting_advice(model, place) or keep_together_advice(place.modules)
@@ -149,19 +152,32 @@ def _noted_draws(model: nn.Module) -> Iterator[list[Place]]:
         yield places
 
 
-def _refuse_hooks(model: nn.Module) -> None:
+def _refuse_hooks(model: nn.Module) -> list[RemovableHandle]:
+    """Refuse backward hooks of parameters, and those of modules when these are called; returns what refuses them."""
     if has_backward_hooks_of_all_modules():
         raise NotTraceableError(
             "cannot trace the model: there is a backward hook of all modules (register_module_full_backward_hook), "
             "which a graph would lose; remove it before planning"
         )
-    owners = [name or "the model" for name, module in model.named_modules() if has_backward_hooks(module)]
-    owners += [name for name, parameter in model.named_parameters() if has_backward_hooks(parameter)]
-    if owners:
-        raise NotTraceableError(
-            f"cannot trace the model: {owners[0]!r} has a backward hook, which a graph would lose; remove it before "
-            "planning"
-        )
+    for name, parameter in model.named_parameters():
+        if has_backward_hooks(parameter):
+            raise _has_backward_hook(name)
+
+    def refuse(name: str, *_: Any) -> None:
+        if _TRACING.get():
+            raise _has_backward_hook(name)
+
+    return [
+        module.register_forward_pre_hook(partial(refuse, name or "the model"))
+        for name, module in model.named_modules()
+        if has_backward_hooks(module)
+    ]
+
+
+def _has_backward_hook(name: str) -> NotTraceableError:
+    return NotTraceableError(
+        f"cannot trace the model: {name!r} has a backward hook, which a graph would lose; remove it before planning"
+    )
 
 
 def refuse_hidden_writes(graph: fx.Graph, root: fx.GraphModule) -> None:

@@ -15,12 +15,13 @@ from torch import fx, nn
 
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import BACKENDS
-from profiler.observe.python_state import attributes_of, changed_names, put_back
+from profiler.observe.python_state import attributes_of, changed_names, put_back, tensors_held
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import place_now, place_of
 from profiler.opaque.custom_function_tracing import functions_noticed
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.torch_private import PH
+from profiler.tracing.harmless_changes import refuse_replaced
 from profiler.tracing.refusals import refused
 from profiler.tracing.sample import arguments_of
 
@@ -92,7 +93,9 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
     changed: list[str] = []
     try:
         with torch.random.fork_rng(devices=[]), refused(model), functions_noticed(tracer.call_of):
+            held = tensors_held(model)
             graph = tracer.trace(model, concrete_args=_concrete_arguments(model, spec))
+            refuse_replaced(held, tensors_held(model))
             drawn = not torch.equal(states[1], torch.get_rng_state())
         module = fx.GraphModule(model, graph)
         changed = [n for n in changed_names(before, attributes_of(model)) if not n.startswith(CONSTANT)]

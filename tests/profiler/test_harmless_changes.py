@@ -139,3 +139,62 @@ def test_what_a_result_depends_on_is_refused(kind: Callable[[], Base]) -> None:
         trace(model, torch.randn(4, 8))
     assert model.calls == 0
     assert not model.kept
+
+
+class MakesAParameter(Base):
+    """It was traced, with the parameter as a constant that is never trained."""
+
+    def table(self, x: Tensor) -> Any:
+        if not hasattr(self, "gain"):
+            self.gain = nn.Parameter(torch.ones(8))
+        return self.gain
+
+
+class ReplacesAParameter(Base):
+    def table(self, x: Tensor) -> Any:
+        self.frequency = nn.Parameter(self.frequency.clamp(0, 1))
+        return self.frequency
+
+
+class TakesABufferAway(Base):
+    """symbolic_trace went on with the buffer, which the model has in its first call alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def table(self, x: Tensor) -> Any:
+        scale = self.scale if self.scale is not None else 1.0
+        self.scale = None
+        return scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(MakesAParameter, "gain"), (ReplacesAParameter, "frequency"), (TakesABufferAway, "scale")]
+)
+def test_parameters_and_buffers_stay(kind: Callable[[], Base], name: str) -> None:
+    model = kind()
+    names = set(model.state_dict())
+    with pytest.raises(NotTraceableError, match=rf"takes away its parameter or buffer '{name}'|self\.{name} = None"):
+        trace(model, torch.randn(4, 8))
+    assert set(model.state_dict()) == names
+
+
+class WithAnotherHead(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 3)
+
+    def table(self, x: Tensor) -> Any:
+        return 1.0
+
+
+def test_a_backward_hook_of_a_module_that_is_not_called_is_harmless() -> None:
+    model = WithAnotherHead()
+    model.other.register_full_backward_hook(lambda *_: None)
+    assert trace(model, torch.randn(4, 8)).sample.front_end == "export"
+    model.last.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(NotTraceableError, match="'last' has a backward hook"):
+        trace(model, torch.randn(4, 8))
+    assert not model.last._forward_pre_hooks

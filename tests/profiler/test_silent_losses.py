@@ -147,7 +147,8 @@ def test_refused(model: type[nn.Module], message: str) -> None:
 
 
 def test_a_backward_hook_is_refused() -> None:
-    model = Base()
+    model = nn.Sequential()
+    model.linear = nn.Linear(16, 16)
     model.linear.register_full_backward_hook(lambda *_: None)
     with pytest.raises(NotTraceableError, match="'linear' has a backward hook"):
         trace(model, X)

@@ -1,8 +1,10 @@
 """Only rank 0 needs to have the data: they come to where they are read, and training is that of one process."""
 
+import copy
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from executor import Pipeline, launch
+from executor import Pipeline, launch, pipeline
 from executor.batch import feed
 from executor.batch.calls import inputs_read
 from executor.batch.stand_in import StandIn
@@ -19,6 +21,7 @@ from executor.run.stage_runner import StageLayers
 from planner import ArgumentError, ExecutionError, Plan
 from profiler import LayerSequence, trace
 from profiler.machine import channel
+from tests.executor.conftest import shared_traces
 
 TOKENS, WIDTH = 6, 9
 
@@ -66,17 +69,26 @@ def sequence_of(model: nn.Module) -> LayerSequence:
     return trace(model, batch_of(8)[0], batch_dims={"ids": 1})
 
 
-SHAPES = [(8, TOKENS), (8, TOKENS), (5, TOKENS), (8, 4), (3, 4), (8, TOKENS)]  # uneven, others than planned, and back
+# Uneven ones, others than planned, and back; each number of tokens is traced for training and for evaluation.
+SHAPES = {"nothing": [(8, TOKENS), (5, TOKENS), (3, 4), (8, TOKENS)], "loader": [(8, TOKENS), (5, TOKENS)]}
+
+
+@cache
+def made() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model of all pipelines of a process, which share its trace, and how it begins."""
+    torch.manual_seed(0)
+    model = Masked()
+    return model, copy.deepcopy(model.state_dict())
 
 
 def trained(plan: Plan, way: str) -> dict[str, Any]:
     """What comes of some steps, evaluations and predictions."""
-    torch.manual_seed(0)
-    model = Masked()
+    model, start = made()
+    model.load_state_dict(start)
     pipe = Pipeline(model, plan, loss_fn=loss_of)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     found: dict[str, Any] = {"losses": [], "predicted": []}
-    batches: Any = [batch_of(*shape) for shape in SHAPES]
+    batches: Any = [batch_of(*shape) for shape in SHAPES[way]]
     if way == "loader":
         batches = pipe.batches(batches if pipe.rank == 0 else None)
     for inputs, target in batches:
@@ -86,12 +98,14 @@ def trained(plan: Plan, way: str) -> dict[str, Any]:
         found["predicted"].append(pipe.predict(**given))
         optimizer.step()
         optimizer.zero_grad()
-    found["weights"] = pipe.state_dict()
+    found["weights"] = {name: value.clone() for name, value in pipe.state_dict().items()}
     return found
 
 
 def trained_both_ways(plan: Plan) -> list[dict[str, Any]]:
-    return [trained(plan, "nothing"), trained(plan, "loader")]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "traced_as_planned", shared_traces())
+        return [trained(plan, way) for way in SHAPES]
 
 
 @pytest.mark.parametrize(
@@ -104,9 +118,9 @@ def test_rank_0_alone_has_the_data(
     """Keywords, nests, integers, masks, other dimensions, uneven and other batches than planned; in every bit."""
     replicas = settings.get("replicas", 1)
     plan = plan_for(sequence_of(Masked()), cuts, batch_size=8, micro_batches=4 // replicas, **settings)
-    alone = trained(plan, "every rank")
+    by_one = trained_both_ways(plan)
     for rank, parts in enumerate(launch(trained_both_ways, plan)):
-        for part in parts:
+        for part, alone in zip(parts, by_one, strict=True):
             assert part["losses"] == alone["losses"]
             assert all(torch.equal(value, alone["weights"][name]) for name, value in part["weights"].items())
             for found, whole in zip(part["predicted"], alone["predicted"], strict=True):

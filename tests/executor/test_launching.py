@@ -136,7 +136,7 @@ from executor import launch
 from planner import Plan
 
 def wait(plan):
-    atexit.register(print, "exit function")
+    atexit.register(sys.stdout.write, "exit function\\n")  # in one piece, also where Python does not buffer
     print("begun", flush=True)
     time.sleep(600)
 

@@ -11,11 +11,10 @@ from tests.executor.conftest import _plan as plan_for
 from tests.executor.same_result import DROPOUT, M, differing, random_plan, train
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("gpt2", "1f1b"), ("bert", "gpipe")])
-def test_every_cut_trains_the_same(name: str, schedule: ScheduleName) -> None:
+@pytest.mark.parametrize(("name", "schedule", "stages"), [("gpt2", "1f1b", 3), ("bert", "gpipe", 4)])
+def test_random_cuts_train_the_same(name: str, schedule: ScheduleName, stages: int) -> None:
     case = BY_NAME[name].build(dropout=DROPOUT)
     sequence = trace(case.model, case.sample)
     chance = random.Random(name)
     whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), name, 2)
-    for stages in (3, 4):
-        assert differing(train(random_plan(sequence, chance, stages, schedule=schedule), name, 2), whole) == []
+    assert differing(train(random_plan(sequence, chance, stages, schedule=schedule), name, 2), whole) == []

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
-from profiler.machine.backend import device_of_first
+from profiler.machine.backend import HOST, device_of_first
 from profiler.observe.python_state import (
     Attribute,
     attributes_of,
@@ -189,7 +189,7 @@ def graph_text(root: fx.GraphModule) -> str:
 def _digest(value: Tensor) -> str:
     if isinstance(value, FakeTensor):
         return f"of a trace {id(value)}"  # that an attribute has kept: equal to nothing
-    held = value.detach().cpu().contiguous()
+    held = value.detach().to(HOST).contiguous()
     return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

@@ -59,7 +59,7 @@ class SampleSpec(Value):
         leaves: in flattening order.
         autocast: dtype in which autocast lets the model compute, such as `"bfloat16"`; None for none.
         keep_together: paths of modules that no cut may part.
-        stages: K that layers are fine enough for, see `profiler.tracing.cuts`; files leave the least one out, as those
+        stages: K that layers are fine enough for, see `profiler.tracing.cuts`. Files leave `LEAST_STAGES` out, as those
             from before there was a choice.
         front_end: what traced the model; None before it is traced.
         called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.

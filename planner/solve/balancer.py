@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats
+from planner.cost.stage_memory import stage_memory
 from planner.cost.transfers import all_reduce_s, boundary_s
 from planner.kernel.candidate_stages import Arcs, before_bounds, make_arcs, step_bound_s
 from planner.kernel.makespan import makespan_s
@@ -29,6 +30,7 @@ from planner.kernel.tables import Tables
 from planner.plan.plan import Segment
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.deadline import Deadline
+from planner.solve.other_counts import promising
 from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
@@ -49,6 +51,10 @@ MOST_ROUNDS = 5
 """Searches that may ask for more stages to be looked at."""
 PATIENCE = 12
 """Problems too large to be solved to the end that are tried in vain before the search ends."""
+WORK_IN_VAIN = 10_000_000
+"""Labels that such problems may take in vain: of the largest ones fewer are tried [chosen: 5 s]."""
+ARCS_IN_VAIN = 40_000_000
+"""Stages listed to bound problems in vain, before the search ends with a wider gap [chosen: 10 s]."""
 LITTLE_WORK = 50_000
 """Labels up to which a list of plans that is cut off is made longer [fitted: 5 ms]."""
 MUCH_WORK = 1_000_000
@@ -120,27 +126,69 @@ def balance(problem: Problem) -> Balance | None:
     """
     deadline = Deadline(problem.settings.time_limit_s)
     best: Balance | None = None
-    lower_bound_s, budget, in_vain = np.inf, WorkBudget(), 0
+    lower_bound_s, budget = np.inf, WorkBudget()
+    in_vain = np.zeros(3, dtype=np.int64)  # problems, labels, arcs
     queue = _by_bound(problem)
-    while queue:
-        entry = heapq.heappop(queue)
-        if best is not None and entry.bound_s > best.step_s * (1 + TIE):
+    ahead: _Waiting | None = None
+    while queue or ahead is not None:
+        entry = heapq.heappop(queue) if ahead is None else ahead
+        least_s = min([entry.bound_s, *(waiting.bound_s for waiting in queue[:1])])
+        if best is not None and least_s > best.step_s * (1 + TIE):
             break
-        if best is not None and (deadline.over or in_vain >= PATIENCE):
-            lower_bound_s = min(lower_bound_s, entry.bound_s)
+        if best is not None and (deadline.over or (in_vain >= (PATIENCE, WORK_IN_VAIN, ARCS_IN_VAIN)).any()):
+            lower_bound_s = min(lower_bound_s, least_s)
             break
         search = _Search(problem, entry.candidate, budget, deadline)
-        if best is not None and not entry.bounded:
+        if best is not None and not entry.bounded and ahead is None:
             heapq.heappush(queue, entry._replace(bound_s=max(entry.bound_s, search.bound_s(best)), bounded=True))
+            in_vain += (0, 0, search.arcs)
             continue
         result = search.run(best, entry.bound_s)
         lower_bound_s = min(lower_bound_s, result.lower_bound_s)
-        in_vain += result.large
+        in_vain += (result.large, result.work, search.arcs)
+        ahead = None
         if result.best is not None and result.best.better_than(best):
-            best, in_vain = result.best, 0
+            best, in_vain[:] = result.best, 0
+            ahead = _promising(problem, queue, best) if result.large else None
     if best is None:
         return None
     return replace(best, lower_bound_s=min(lower_bound_s, best.step_s))
+
+
+def _promising(problem: Problem, queue: list[_Waiting], best: Balance) -> _Waiting | None:
+    """Take out of the queue what the best plan would be fastest with, if it would be faster."""
+    own, count = best.candidate, len(best.stages)
+    waiting = {
+        entry.candidate: entry
+        for entry in sorted(queue, key=lambda entry: entry.micro_batches)
+        if (entry.candidate.schedule, entry.candidate.replicas) == (own.schedule, own.replicas)
+        and problem.most_stages(own.replicas, entry.micro_batches) >= count
+    }
+
+    def fits(candidate: Candidate) -> bool:
+        return all(
+            stage_memory(
+                problem.costs,
+                problem.parameters,
+                device := problem.classes[stage.device_class].device,
+                candidate.schedule,
+                candidate.split,
+                problem.costs.optimizer(device.kind, problem.optimizer),
+                number=count - position,
+                first=stage.first,
+                stop=stage.stop,
+                segments=stage.segments,
+            ).total
+            <= device.memory_bytes
+            for position, stage in enumerate(best.stages)
+        )
+
+    found = promising(list(waiting), lambda one: evaluate_s(problem, one, best.stages), fits, best.step_s)
+    if found is None:
+        return None
+    queue.remove(waiting[found])
+    heapq.heapify(queue)
+    return waiting[found]
 
 
 def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
@@ -151,12 +199,14 @@ def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
 class _Result(NamedTuple):
     """The best plan so far, what no plan of this candidate is below, and whether that took too much work.
 
-    `large` says that not all stages or plans were looked at that could make a plan better.
+    `large` says that not all stages or plans were looked at that could make a plan better, `work` how many labels that
+    took.
     """
 
     best: Balance | None
     lower_bound_s: float
     large: bool = False
+    work: int = 0
 
 
 class _Search:
@@ -168,6 +218,7 @@ class _Search:
         self.budget = budget
         self.deadline = deadline
         self.tables: Tables = make_tables(problem, candidate)
+        self.arcs = 0  # listed so far
 
     def bound_s(self, incumbent: Balance) -> float:
         """No plan that is faster than the incumbent takes less."""
@@ -201,7 +252,8 @@ class _Search:
             return _Result(best, lower_s)
         best, least_s, work = self._listed(arcs, before, choices, best)
         lower_s = max(lower_s, least_s)
-        return _Result(best, lower_s, lower_s < best.step_s and work >= MUCH_WORK)
+        large = lower_s < best.step_s and work >= MUCH_WORK
+        return _Result(best, lower_s, large, work if large else 0)
 
     def _by_plans(
         self, arcs: Arcs, before: Floats, choices: SegmentChoices, best: Balance | None, limit_s: float
@@ -211,10 +263,11 @@ class _Search:
         Stages that were not looked at count with what they need at least, so the objective is a lower bound until the
         best plan has none of them.
         """
-        lower_s = np.inf
+        lower_s, work = np.inf, 0
         for attempt in range(MOST_PLANS):
             width = WIDER_LABELS if attempt == 0 else BEAM_LABELS
             found = search(arcs, before, choices.known(), limit_s, width, 1, True, self.deadline.labels)
+            work += found.work
             if attempt == 0:
                 lower_s = min([limit_s, found.dropped_s, *found.objective_s])
             if not len(found.objective_s):
@@ -226,7 +279,7 @@ class _Search:
                 limit_s = min(limit_s, best.step_s * (1 + 2 * TIE))
             if not news or (best is not None and best.step_s <= lower_s * (1 + CLOSE_ENOUGH)):
                 break
-        return _Result(best, lower_s, True)
+        return _Result(best, lower_s, True, work)
 
     def _listed(self, arcs: Arcs, before: Floats, choices: SegmentChoices, best: Balance) -> tuple[Balance, float, int]:
         """The best of all plans whose objective lies below the best step time, each evaluated.
@@ -271,6 +324,7 @@ class _Search:
     def _bounded(self, limit_s: float) -> tuple[Arcs, Floats, float]:
         """Stages worth looking at, bounds of what comes before them, and what no plan is below."""
         arcs = make_arcs(self.tables, limit_s)
+        self.arcs += len(arcs.need)
         before = before_bounds(arcs)
         return arcs, before, step_bound_s(arcs, before[0, -1])
 

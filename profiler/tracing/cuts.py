@@ -8,6 +8,7 @@ is follows from the number of stages: to balance 64 of them takes layers of a si
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def layer_starts(body: Body, keep_together: Sequence[str] = (), *, stages: int =
 
     A run of nodes that holds more than `LARGEST_PART` of a stage's work is cut at all positions inside it that the
     fewest bytes cross, and so on in each part. Which positions are chosen inside a run depends on that run alone, so
-    equal blocks are cut alike.
+    equal blocks are cut alike. Layers for twice as many stages are parts of these: each plan stays possible.
 
     Args:
         body: what to cut.
@@ -135,22 +136,41 @@ def layer_starts(body: Body, keep_together: Sequence[str] = (), *, stages: int =
     """
     work = _Work(body)
     crossing = [sum(body.facts[value].value_bytes for value in alive) for alive in body.alive]
-    starts = [0]
-    pending = [(0, len(body.nodes), allowed_positions(body, keep_together))]
+    allowed = allowed_positions(body, keep_together)
+    starts, fine_for = [0], LEAST_STAGES
+    while True:
+        starts = _parted(work, crossing, allowed, starts, min(fine_for, stages))
+        if fine_for >= stages:
+            return starts
+        fine_for *= 2
+
+
+def _parted(
+    work: _Work, crossing: Sequence[int], allowed: Sequence[int], starts: Sequence[int], stages: int
+) -> list[int]:
+    """The starts of layers, and those inside layers that are too large for so many stages."""
+    bounds = list(pairwise((*starts, len(crossing) - 1)))
+    pending = [(low, high, _inner(allowed, low, high)) for low, high in bounds]
+    starts = list(starts)
     while pending:
         first, stop, inside = pending.pop()
         if stages * work.largest_share(first, stop) <= LARGEST_PART:
             continue
-        whole = stop - first == len(body.nodes)
+        whole = stop - first == len(crossing) - 1
         least = (SMALLEST_PART if whole else SMALLEST_INNER_PART) / stages
         for level in sorted({crossing[position] for position in inside}):
             chosen = _worthwhile(work, first, stop, [p for p in inside if crossing[p] == level], least)
             if chosen:
                 starts.extend(chosen)
                 for low, high in pairwise([first, *chosen, stop]):
-                    pending.append((low, high, [p for p in inside if low < p < high]))
+                    pending.append((low, high, _inner(inside, low, high)))
                 break
     return sorted(starts)
+
+
+def _inner(positions: Sequence[int], low: int, high: int) -> Sequence[int]:
+    """Those of ascending positions that lie between two."""
+    return positions[bisect_right(positions, low) : bisect_left(positions, high)]
 
 
 def _worthwhile(work: _Work, first: int, stop: int, positions: Sequence[int], least: float) -> list[int]:

@@ -90,7 +90,7 @@ def trace(
             hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers of
             torch's and buffers that it writes are kept, and what no layer may do is an error when it happens.
         stages: K that the layers shall be fine enough for: none holds more than an eighth of an even stage's work where
-            there is a position to cut it. Up to 4 they are the same.
+            there is a position to cut it. The same for up to 4, for 5 to 8, for 9 to 16, and so on.
 
     Raises:
         NotTraceableError: the forward pass depends on data, or does what no layer may do.
@@ -119,7 +119,7 @@ def _spec(
     settings = {
         "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
         "keep_together": tuple(keep_together),
-        "stages": max(LEAST_STAGES, stages),
+        "stages": LEAST_STAGES << max(0, -(-stages // LEAST_STAGES) - 1).bit_length(),
     }
     return describe_sample(sample, batch_dims).model_copy(update=settings)
 

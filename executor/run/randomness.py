@@ -1,7 +1,8 @@
 """Random numbers that depend on what is computed, not on where or how often.
 
 Before a layer draws random numbers the generator is seeded with a key of (seed, step, micro-batch, layer), as lingvo's
-GPipe does by operation. So dropout masks are the same for every number of stages, and when a layer is recomputed.
+GPipe does by operation. So dropout masks are the same for every number of stages that the same layers are cut into, and
+when a layer is recomputed.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class SampleSpec(Value):
             lines = list(dict.fromkeys(decision.line.partition(' "')[0] for decision in self.decisions))
             count = len(self.decisions)
             told.append(
-                f"{count} {'condition' if count == 1 else 'conditions'} on values checked in each micro-batch "
+                f"{count} {'condition' if count == 1 else 'conditions'} checked in each micro-batch "
                 f"({_first_of(lines)})"
             )
         if self.called_as_is:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ def _headline(plan: Plan) -> list[str]:
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}), {optimal}",
     ]
     if plan.sample.decisions or plan.sample.called_as_is:
-        lines.append(_shortened(one_line(f"traced {plan.sample.means}"), WIDTH))
+        lines.extend(textwrap.wrap(one_line(f"traced {plan.sample.means}"), WIDTH, subsequent_indent="  "))
     if plan.skips:
         times = [skip.times_at(max(plan.micro_batch_sizes)) for skip in plan.skips]
         ways = ", ".join(

@@ -53,8 +53,10 @@ def test_a_change_further_up_in_the_file_does_not_matter() -> None:
 def test_conditions_on_numbers_leave_the_numbers_open() -> None:
     """A number that differs between the sample's halves may be compared all the same."""
     model, x, *_ = branching("several_items")
-    (decision,) = trace(model, x).sample.decisions
+    sequence = trace(model, x)
+    (decision,) = sequence.sample.decisions
     assert decision.answer is False
+    assert "1 condition checked in each micro-batch (branching.py:" in repr(sequence)
     model, x, *_ = branching("number_as_an_extent")
     assert [d.answer for d in trace(model, x).sample.decisions] == [0]
 

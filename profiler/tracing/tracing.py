@@ -88,8 +88,9 @@ def trace(
         autocast: dtype of an autocast region around the whole model, such as `torch.bfloat16`.
         keep_together: paths of modules whose operations shall stay in one layer. One of them that cannot be traced is
             called as it is, as one operation: its forward pass may branch on data, have a backward pass of its own or
-            hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers of
-            torch's and buffers that it writes are kept, and what no layer may do is an error when it happens.
+            hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers (torch's,
+            Python's and numpy's) and buffers that it writes are kept, and what no layer may do is an error when it
+            happens.
         stages: K that the layers shall be fine enough for: none holds more than an eighth of an even stage's work where
             there is a position to cut it. The same for up to 4, for 5 to 8, for 9 to 16, and so on.
 

@@ -75,9 +75,6 @@ def _vocoder(kind: Any) -> nn.Module:
 def time_series() -> Iterator[Candidate]:
     yield entry("iTransformer", "iTransformer:iTransformer", floats(16, 7), num_variates=7, lookback_len=16, dim=32,
                 depth=2, heads=2, pred_length=(4, 8), use_reversible_instance_norm=True)  # fmt: skip
-    yield entry("tsai", "tsai.models.InceptionTime:InceptionTime", floats(3, 32), 3, 5, nf=8)
-    yield entry("tsai", "tsai.models.TST:TST", floats(3, 32), 3, 5, seq_len=32, d_model=16, n_heads=2, d_ff=32)
-    yield entry("tsai", "tsai.models.XceptionTime:XceptionTime", floats(3, 32), 3, 5, nf=8)
     forecast = {"context_length": 12, "prediction_length": 4}
     models = "pytorch_forecasting.models."
     yield entry("pytorch-forecasting", models + "nbeats:NBeats", _forecasting, **forecast, widths=[16, 32],

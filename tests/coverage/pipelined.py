@@ -55,9 +55,9 @@ def differences(candidate: Candidate, *, double: bool = False) -> dict[str, floa
     else:
         apart = {"3 stages and eager": difference(parted, accumulated(built(candidate, double)))}
     seed_all()
-    expected = eager(sequence, first)
+    expected = eager(sequence, part(case, 0))  # some models write into the lists that they are given
     seed_all()
-    apart["layers and eager"] = difference(run(sequence, first, seeded=False), expected)
+    apart["layers and eager"] = difference(run(sequence, part(case, 0), seeded=False), expected)
     return apart
 
 

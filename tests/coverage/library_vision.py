@@ -247,7 +247,7 @@ def classic() -> Iterator[Candidate]:
     yield entry("efficientnet-pytorch", "efficientnet_pytorch:EfficientNet.from_name", image(32), "efficientnet-b0",
                 num_classes=5, name="EfficientNet-B0")  # fmt: skip
     for name in ("se_resnet50", "xception"):
-        yield entry("pretrainedmodels", f"pretrainedmodels:{name}", image(96), num_classes=5, pretrained=None)
+        yield entry("pretrainedmodels", f"pretrainedmodels:{name}", image(224), num_classes=5, pretrained=None)
     yield entry("resnest", "resnest.torch:resnest50", image(32), pretrained=False, num_classes=5)
     yield entry("facenet-pytorch", "facenet_pytorch:InceptionResnetV1", image(96))
     yield entry("lpips", "lpips:LPIPS", _two_pictures, pretrained=False, pnet_rand=True, pnet_tune=True, verbose=False,
@@ -271,7 +271,7 @@ def classic() -> Iterator[Candidate]:
         slowfast_channel_reduction_ratio=(8,), head_pool_kernel_sizes=((4, 1, 1), (16, 1, 1)),
     )  # fmt: skip
     yield entry(
-        "pytorchvideo", "pytorchvideo.models:create_x3d", floats(3, 4, 64, 64), input_clip_length=4, input_crop_size=64,
+        "pytorchvideo", "pytorchvideo.models.x3d:create_x3d", floats(3, 4, 64, 64), input_clip_length=4, input_crop_size=64,
         model_num_class=5,
     )  # fmt: skip
     yield entry("snntorch", "snntorch:Leaky", image(16, 1), build=_spiking, beta=0.9)

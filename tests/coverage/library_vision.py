@@ -271,8 +271,8 @@ def classic() -> Iterator[Candidate]:
         slowfast_channel_reduction_ratio=(8,), head_pool_kernel_sizes=((4, 1, 1), (16, 1, 1)),
     )  # fmt: skip
     yield entry(
-        "pytorchvideo", "pytorchvideo.models.x3d:create_x3d", floats(3, 4, 64, 64), input_clip_length=4, input_crop_size=64,
-        model_num_class=5,
+        "pytorchvideo", "pytorchvideo.models.x3d:create_x3d", floats(3, 4, 64, 64), input_clip_length=4,
+        input_crop_size=64, model_num_class=5,
     )  # fmt: skip
     yield entry("snntorch", "snntorch:Leaky", image(16, 1), build=_spiking, beta=0.9)
     yield entry("kymatio", "kymatio.torch:Scattering2D", image(16, 1), build=_scattered, J=2, shape=(16, 16))

@@ -18,7 +18,7 @@ def others() -> Iterator[Candidate]:
 
 
 def tables() -> Iterator[Candidate]:
-    mixed = {"categories": (10, 5, 6), "num_continuous": 4, "dim": 16, "depth": 2, "heads": 2}
+    mixed: dict[str, Any] = {"categories": (10, 5, 6), "num_continuous": 4, "dim": 16, "depth": 2, "heads": 2}
 
     def row() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randint(5, (MINI_BATCH, 3)), torch.randn(MINI_BATCH, 4)
@@ -212,7 +212,7 @@ class _Process(nn.Module):
         super().__init__()
         import gpytorch  # type: ignore[import-not-found]
 
-        class Process(kind):  # type: ignore[misc, valid-type]
+        class Process(kind):  # type: ignore[misc]
             def __init__(self, points: torch.Tensor) -> None:
                 spread = gpytorch.variational.CholeskyVariationalDistribution(len(points))
                 super().__init__(gpytorch.variational.VariationalStrategy(self, points, spread))

@@ -45,7 +45,7 @@ def sounds() -> Iterator[Candidate]:
                 nhead=2, num_encoder_layers=2, num_decoder_layers=1, d_ffn=64, kernel_size=7,
                 encoder_module="conformer", attention_type="RelPosMHAXL", normalize_before=True,
                 causal=False)  # fmt: skip
-    small = {"n_src": 2, "n_filters": 16, "bn_chan": 16}
+    small: dict[str, Any] = {"n_src": 2, "n_filters": 16, "bn_chan": 16}
     yield entry("asteroid", "asteroid.models:ConvTasNet", floats(400), **small, n_blocks=2, n_repeats=1, hid_chan=16,
                 skip_chan=16)  # fmt: skip
     yield entry(
@@ -61,7 +61,7 @@ def sounds() -> Iterator[Candidate]:
 
 
 def _codec(encoder: Any) -> nn.Module:
-    small = {"n_filters": 4, "dimension": 16, "ratios": [4, 2], "lstm": 1}
+    small: dict[str, Any] = {"n_filters": 4, "dimension": 16, "ratios": [4, 2], "lstm": 1}
     decoder = found("encodec.modules:SEANetDecoder")(**small)
     quantizer = found("encodec.quantization:ResidualVectorQuantizer")(dimension=16, n_q=2, bins=16)
     return found("encodec.model:EncodecModel")(encoder(**small), decoder, quantizer, [12.0, 24.0], 24000, 1)
@@ -75,11 +75,15 @@ def _vocoder(kind: Any) -> nn.Module:
 def time_series() -> Iterator[Candidate]:
     yield entry("iTransformer", "iTransformer:iTransformer", floats(16, 7), num_variates=7, lookback_len=16, dim=32,
                 depth=2, heads=2, pred_length=(4, 8), use_reversible_instance_norm=True)  # fmt: skip
-    forecast = {"context_length": 12, "prediction_length": 4}
+    forecast: dict[str, Any] = {"context_length": 12, "prediction_length": 4}
     models = "pytorch_forecasting.models."
     yield entry("pytorch-forecasting", models + "nbeats:NBeats", _forecasting, **forecast, widths=[16, 32],
                 num_blocks=[1, 1], num_block_layers=[2, 2], expansion_coefficient_lengths=[3, 3])  # fmt: skip
-    reals = {"x_reals": ["value"], "time_varying_reals_encoder": ["value"], "time_varying_reals_decoder": []}
+    reals: dict[str, Any] = {
+        "x_reals": ["value"],
+        "time_varying_reals_encoder": ["value"],
+        "time_varying_reals_decoder": [],
+    }
     yield entry("pytorch-forecasting", models + "nhits:NHiTS", _forecasting, **forecast, **reals, hidden_size=16,
                 n_blocks=[1, 1], pooling_sizes=[2, 1], downsample_frequencies=[2, 1])  # fmt: skip
     yield entry("pytorch-forecasting", models + "temporal_fusion_transformer:TemporalFusionTransformer", _forecasting,

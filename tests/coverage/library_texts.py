@@ -18,7 +18,7 @@ def texts() -> Iterator[Candidate]:
 
 def transformers_of_texts() -> Iterator[Candidate]:
     lib = "x-transformers"
-    core = {"dim": 32, "depth": 2, "heads": 2}
+    core: dict[str, Any] = {"dim": 32, "depth": 2, "heads": 2}
     yield entry(lib, "x_transformers:Decoder", tokens(), build=_x_text, name="Decoder: rotary, swish GLU", **core,
                 rotary_pos_emb=True, ff_glu=True, ff_swish=True, attn_dropout=0.1, ff_dropout=0.1)  # fmt: skip
     yield entry(lib, "x_transformers:Encoder", tokens(), build=_x_text, name="Encoder: ALiBi, residual attention",
@@ -29,7 +29,7 @@ def transformers_of_texts() -> Iterator[Candidate]:
         dec_depth=2, dec_heads=2, dec_max_seq_len=16,
     )  # fmt: skip
     yield entry(lib, "x_transformers:ContinuousTransformerWrapper", floats(16, 8), build=_x_values)
-    lm = {"num_tokens": VOCABULARY, "dim": 32, "depth": 2}
+    lm: dict[str, Any] = {"num_tokens": VOCABULARY, "dim": 32, "depth": 2}
     yield entry("performer-pytorch", "performer_pytorch:PerformerLM", tokens(), **lm, heads=2, dim_head=16,
                 max_seq_len=16, causal=False)  # fmt: skip
     yield entry("reformer-pytorch", "reformer_pytorch:ReformerLM", tokens(32), **lm, heads=2, max_seq_len=32,
@@ -118,23 +118,26 @@ def language_models() -> Iterator[Candidate]:
                 d_model=32, n_layers=2, mlp_size=64, d_state=8, num_experts=4,
                 num_experts_per_tok=2, expert_layer_offset=1, attn_layer_offset=1, expert_layer_period=2,
                 attn_layer_period=2, num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
-    for name, settings in {
+    sizes: dict[str, dict[str, Any]] = {
         "pythia-14m": {},
         "Llama-3.2-1B": {"n_query_groups": 2, "intermediate_size": 64},
         "Mixtral-8x7B-v0.1": {"n_query_groups": 2, "intermediate_size": 64, "n_expert": 4},
-    }.items():
+    }
+    for name, settings in sizes.items():
         yield entry("litgpt", "litgpt.config:Config.from_name", tokens(), name, build=_litgpt, name=name,
                     **{"n_layer": 2, "n_embd": 32, "n_head": 4, "padded_vocab_size": 64, "block_size": 32,
                        **settings})  # fmt: skip
-    for name, settings in {
+    adapters: dict[str, dict[str, Any]] = {
         "LoraConfig": {"r": 4, "lora_dropout": 0.1},
         "IA3Config": {},
         "PrefixTuningConfig": {"num_virtual_tokens": 4},
         "AdaLoraConfig": {"init_r": 4, "total_step": 100},
-    }.items():
+    }
+    for name, settings in adapters.items():
         yield entry("peft", f"peft:{name}", _texts_with_labels, build=_adapted, own_loss=True, **settings)
     yield entry("xlstm", "xlstm:xLSTMLMModelConfig", tokens(), build=_xlstm)
-    retnet = {"vocab_size": 64, "decoder_layers": 2, "decoder_embed_dim": 32, "decoder_value_embed_dim": 32,
+    retnet: dict[str, Any] = {"vocab_size": 64, "decoder_layers": 2, "decoder_embed_dim": 32,
+              "decoder_value_embed_dim": 32,
               "decoder_retention_heads": 2, "decoder_ffn_embed_dim": 64, "no_output_layer": False}  # fmt: skip
     yield entry("torchscale", "torchscale.architecture.config:RetNetConfig", tokens(), build=_retnet, name="RetNet",
                 **retnet)  # fmt: skip

@@ -1,6 +1,7 @@
 """The second survey's models of pictures and volumes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ def vision() -> Iterator[Candidate]:
 
 
 def vit_pytorch() -> Iterator[Candidate]:
-    small = {"image_size": 32, "num_classes": 5}
+    small: dict[str, Any] = {"image_size": 32, "num_classes": 5}
     lib = "vit-pytorch"
     yield entry(
         lib, "vit_pytorch.cait:CaiT", image(), **small, patch_size=8, dim=32, depth=2, cls_depth=1, heads=2, mlp_dim=64,
@@ -122,8 +123,13 @@ def _pictures_and_texts() -> tuple[torch.Tensor, torch.Tensor]:
 
 def diffusion() -> Iterator[Candidate]:
     lib = "diffusers"
-    blocks = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8, "sample_size": 16}
-    up_down = {
+    blocks: dict[str, Any] = {
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "sample_size": 16,
+    }
+    up_down: dict[str, Any] = {
         "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
         "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
     }
@@ -133,7 +139,7 @@ def diffusion() -> Iterator[Candidate]:
         attention_head_dim=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )  # fmt: skip
-    coder = {
+    coder: dict[str, Any] = {
         "down_block_types": ("DownEncoderBlock2D",) * 2,
         "up_block_types": ("UpDecoderBlock2D",) * 2,
         "block_out_channels": (8, 16),
@@ -141,7 +147,7 @@ def diffusion() -> Iterator[Candidate]:
     }
     yield entry(lib, "diffusers:AutoencoderKL", image(16), **coder, latent_channels=4)
     yield entry(lib, "diffusers:VQModel", image(16), **coder, latent_channels=3, num_vq_embeddings=32)
-    small = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+    small: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
     yield entry(
         lib, "diffusers:DiTTransformer2DModel",
         lambda: {"hidden_states": torch.randn(MINI_BATCH, 4, 8, 8), "timestep": torch.randint(1000, (MINI_BATCH,)),
@@ -200,7 +206,7 @@ def _denoised(kind: type[nn.Module], **settings: int) -> nn.Module:
 
 def medical() -> Iterator[Candidate]:
     lib, nets = "monai", "monai.networks.nets:"
-    flat = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
+    flat: dict[str, Any] = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
     yield entry(lib, nets + "UNet", image(32, 1), **flat, channels=(8, 16, 32), strides=(2, 2), num_res_units=1)
     yield entry(
         lib, nets + "SegResNet", floats(1, 16, 16, 16), in_channels=1, out_channels=2, init_filters=8, dropout_prob=0.1,
@@ -226,7 +232,7 @@ def medical() -> Iterator[Candidate]:
 
 def segmentation() -> Iterator[Candidate]:
     lib = "segmentation-models-pytorch"
-    small = {"encoder_weights": None, "classes": 2}
+    small: dict[str, Any] = {"encoder_weights": None, "classes": 2}
     for name in ("Unet", "MAnet", "FPN", "DeepLabV3Plus", "Segformer"):
         yield entry(lib, f"segmentation_models_pytorch:{name}", image(64), encoder_name="resnet18", **small)
     for name, task in (("yolov8n", "Detection"), ("yolo11n-seg", "Segmentation"), ("yolov8n-cls", "Classification")):
@@ -241,7 +247,7 @@ def classic() -> Iterator[Candidate]:
     yield entry("efficientnet-pytorch", "efficientnet_pytorch:EfficientNet.from_name", image(32), "efficientnet-b0",
                 num_classes=5, name="EfficientNet-B0")  # fmt: skip
     for name in ("se_resnet50", "xception"):
-        yield entry("pretrainedmodels", f"pretrainedmodels:{name}", image(96), num_classes=5, pretrained=None)
+        yield entry("pretrainedmodels", f"pretrainedmodels:{name}", image(224), num_classes=5, pretrained=None)
     yield entry("resnest", "resnest.torch:resnest50", image(32), pretrained=False, num_classes=5)
     yield entry("facenet-pytorch", "facenet_pytorch:InceptionResnetV1", image(96))
     yield entry("lpips", "lpips:LPIPS", _two_pictures, pretrained=False, pnet_rand=True, pnet_tune=True, verbose=False,
@@ -252,11 +258,12 @@ def classic() -> Iterator[Candidate]:
                 input_dim=512, hidden_dim=64, output_dim=64)  # fmt: skip
     yield entry("compressai", "compressai.models:FactorizedPrior", image(64), N=16, M=24)
     yield entry("compressai", "compressai.models:MeanScaleHyperprior", image(64), N=16, M=24)
-    for family, settings in {
+    families: dict[str, dict[str, Any]] = {
         "SwinIR": {"img_size": 16, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2), "window_size": 8},
         "NAFNet": {"width": 8, "middle_blk_num": 1, "enc_blk_nums": [1, 1], "dec_blk_nums": [1, 1]},
         "ESRGAN": {"num_filters": 16, "num_blocks": 2},
-    }.items():
+    }
+    for family, settings in families.items():
         name = {"ESRGAN": "RRDBNet"}.get(family, family)
         yield entry("spandrel", f"spandrel.architectures.{family}:{name}", image(16), **settings)
     yield entry(
@@ -264,8 +271,8 @@ def classic() -> Iterator[Candidate]:
         slowfast_channel_reduction_ratio=(8,), head_pool_kernel_sizes=((4, 1, 1), (16, 1, 1)),
     )  # fmt: skip
     yield entry(
-        "pytorchvideo", "pytorchvideo.models:create_x3d", floats(3, 4, 64, 64), input_clip_length=4, input_crop_size=64,
-        model_num_class=5,
+        "pytorchvideo", "pytorchvideo.models.x3d:create_x3d", floats(3, 4, 64, 64), input_clip_length=4,
+        input_crop_size=64, model_num_class=5,
     )  # fmt: skip
     yield entry("snntorch", "snntorch:Leaky", image(16, 1), build=_spiking, beta=0.9)
     yield entry("kymatio", "kymatio.torch:Scattering2D", image(16, 1), build=_scattered, J=2, shape=(16, 16))
@@ -293,10 +300,11 @@ def _projecting(kind: type[nn.Module], **settings: int) -> nn.Module:
 class _Spiking(nn.Module):
     """Two layers of spiking neurons over a few steps of time, as the library's tutorial has them."""
 
-    def __init__(self, kind: type[nn.Module], beta: float) -> None:
+    def __init__(self, kind: Any, beta: float) -> None:
         super().__init__()
-        self.first, self.one = nn.Linear(256, 32), kind(beta=beta)
-        self.second, self.two = nn.Linear(32, 5), kind(beta=beta)
+        self.first, self.second = nn.Linear(256, 32), nn.Linear(32, 5)
+        self.one: Any = kind(beta=beta)
+        self.two: Any = kind(beta=beta)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         one, two = self.one.init_leaky(), self.two.init_leaky()

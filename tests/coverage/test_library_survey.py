@@ -42,8 +42,8 @@ def chain(*kinds: type[nn.Module]) -> Candidate:
     """A candidate of these layers in a row."""
 
     def make() -> Case:
-        model = nn.Sequential(*(kind(4, 4) for kind in kinds))
-        model = model if len(kinds) > 1 else model[0]
+        parts = [kind(4, 4) for kind in kinds]
+        model = nn.Sequential(*parts) if len(parts) > 1 else parts[0]
         return Case(model, torch.randn(MINI_BATCH, 4), mean_square, torch.zeros(MINI_BATCH))
 
     return Candidate("own", "model", make)

@@ -77,8 +77,9 @@ def _frames_of(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
-    # By their attributes: of models that share modules, export runs stand-ins with the same attributes.
-    paths = {id(vars(module)): name for name, module in model.named_modules()}
+    # By their attributes: of models that share modules, export runs stand-ins with the same ones. A list of modules
+    # that is handed to a function has no forward pass that could be under way.
+    paths = {id(vars(module)): name for name, module in model.named_modules() if _has_forward(module)}
     modules: dict[str, None] = {}
     line, nearby = _definition(model), ""
     for frame, number in frames:
@@ -94,6 +95,10 @@ def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
             line = f'{file}:{number} "{linecache.getline(file, number).strip()}"'
             nearby = " ".join(linecache.getline(file, each) for each in range(number - 4, number + 2))
     return Place(tuple(modules), line, nearby)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _definition(model: nn.Module) -> str:

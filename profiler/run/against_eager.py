@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from profiler.errors import UnfaithfulTraceError
 from profiler.observe.ambient import as_in_training
-from profiler.observe.random_states import drawing_on, generators_of, preserved
+from profiler.observe.random_states import drawing_on, generators_in, generators_of, preserved, state_of
 from profiler.observe.untouched import untouched
 from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.parting import Seen, first_unseen
@@ -202,12 +202,12 @@ class Trial:
         device = self.sequence.device
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
         gradients = [parameter.grad for parameter in parameters]
+        parts = [part for module in self._modules for part in module.modules()]
         buffers = [
-            (part, name, buffer, buffer.clone())
-            for module in self._modules
-            for part in module.modules()
-            for name, buffer in part.named_buffers(recurse=False)
+            (part, name, buffer, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)
         ]
+        own = generators_in(value for part in parts for value in vars(part).values())
+        restore = [state_of(generator) for generator in own]
         for parameter in parameters:
             parameter.grad = None
         for generator in generators_of(device):
@@ -217,6 +217,8 @@ class Trial:
         try:
             yield
         finally:
+            for put_back in filter(None, restore):
+                put_back()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             with torch.no_grad():

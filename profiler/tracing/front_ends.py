@@ -43,7 +43,7 @@ GraphMaker: TypeAlias = Callable[[nn.Module, SampleSpec, bool, Asking], Traced]
 values; may not be able to."""
 
 LARGEST_SHARE_CALLED = 3 / 4
-"""Of the work, in modules that are called as they are without being asked for: no cut goes through them. [chosen]"""
+"""Of the work, in a module that is called as it is without being asked for: no cut goes through it. [chosen]"""
 MOST_MODULES_IN_THE_WAY = 8
 """Exports of one model in search of modules to call as they are; each takes seconds. [chosen]"""
 
@@ -94,7 +94,7 @@ def graph_of(
             found = {
                 "front_end": front_end,
                 "called_as_is": called,
-                "called_share": _share_called(facts),
+                "called_share": min(1.0, sum(_shares_called(facts))),
                 "decisions": graph.decisions,
             }
             return Served(graph, facts, spec.model_copy(update=found), refusals)
@@ -105,10 +105,10 @@ def graph_of(
     raise first
 
 
-def _share_called(facts: Mapping[fx.Node, NodeFacts]) -> float:
-    """The share of the FLOPs that modules have which are called as they are."""
-    called = sum(fact.flops for node, fact in facts.items() if opaque_calls_of(node))
-    return called / max(1, sum(fact.flops for fact in facts.values()))
+def _shares_called(facts: Mapping[fx.Node, NodeFacts]) -> list[float]:
+    """The share of the FLOPs that each call of a module has which is called as it is."""
+    total = max(1, sum(fact.flops for fact in facts.values()))
+    return [fact.flops / total for node, fact in facts.items() if opaque_calls_of(node)]
 
 
 class _Askings:
@@ -183,11 +183,12 @@ def _by_themselves(front_end: str, model: nn.Module, spec: SampleSpec, training:
     with untouched(model):
         traced = exported(model, spec, training, every, dynamic=FRONT_ENDS[front_end].any_size, ask=ask)
     _, facts, called = traced
-    share = _share_called(facts)
+    share = max(_shares_called(facts), default=0.0)
     if share > LARGEST_SHARE_CALLED:
         raise NotTraceableError(
-            f"cannot trace the model: {', '.join(called)} would have to be called as they are, with {share:.0%} of "
-            f"the work, and at most {LARGEST_SHARE_CALLED:.0%} may be; name them in keep_together to allow it"
+            f"cannot trace the model: {', '.join(called)} would have to be called as they are, one of them with "
+            f"{share:.0%} of the work, and at most {LARGEST_SHARE_CALLED:.0%} may be in one; name them in "
+            "keep_together to allow it"
         )
     return traced
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,17 @@ INPUT = "raw input: each stage has it"
 def skip_users(sequence: LayerSequence) -> dict[BoundaryValue, tuple[int, ...]]:
     """The values that some layer between two of their users does not read, each with these users, ascending.
 
-    They are the layer that computes it and those that read it; the last layer stands for the model's output.
+    They are the layer that computes it and those that read it; the last layer stands for the model's output. A value
+    that carries a gradient only after a layer has written it is left out: at some boundaries one comes back, at others
+    not.
     """
     found = {}
-    for value in dict.fromkeys(value for boundary in sequence.boundaries for value in boundary):
+    alike: dict[str, set[BoundaryValue]] = defaultdict(set)
+    for boundary in sequence.boundaries:
+        for value in boundary:
+            alike[value.name].add(value)
+    everywhere = dict.fromkeys(value for boundary in sequence.boundaries for value in boundary)
+    for value in (value for value in everywhere if len(alike[value.name]) == 1):
         users = tuple(sorted({value.producer, *(min(user, len(sequence) - 1) for user in value.consumers)}))
         if any(later - earlier > 1 for earlier, later in pairwise(users)):
             found[value] = users

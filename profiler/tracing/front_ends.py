@@ -43,8 +43,8 @@ GraphMaker: TypeAlias = Callable[[nn.Module, SampleSpec, bool, Asking], Traced]
 values; may not be able to."""
 
 LARGEST_SHARE_CALLED = 9 / 10
-"""Of the work, in a module that is called as it is without being asked for. No cut goes through it, so that stages would
-gain a ninth at most. [chosen]"""
+"""Of the work, in a module that is called as it is without being asked for. No cut goes through it, so that stages
+would gain a ninth at most. [chosen]"""
 MOST_MODULES_IN_THE_WAY = 8
 """Exports of one model in search of modules to call as they are; each takes seconds. [chosen]"""
 

@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 class Branching(Net):
     def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else x
+        return super().forward(x) if torch.rand(()) > 0.5 else x
 
 def build():
     return Net(), torch.randn(8, 8)

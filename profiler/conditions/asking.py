@@ -266,6 +266,8 @@ class _Mode(TorchFunctionMode):
         if func in NUMBERS:
             listed = func is Tensor.tolist
             return self._listed(args[0]) if listed else number(args[0], lambda: func(*args, **named))
+        if COMPARISONS.get(func) is torch.eq and args[0].shape != args[1].shape:
+            return False  # as shapes tell; nothing is read
         tensor = self._condition_in(func, args, named)
         if tensor is None:
             return func(*args, **named)
@@ -274,7 +276,7 @@ class _Mode(TorchFunctionMode):
 
     def _condition_in(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | None:
         """The tensor of whose truth a function makes a bool, if it does."""
-        if func in COMPARISONS and (args[0].shape == args[1].shape or COMPARISONS[func] is not torch.eq):
+        if func in COMPARISONS:
             each: Tensor = COMPARISONS[func](*args, **named)
             return each.all()
         if func is Tensor.__contains__ and isinstance(args[1], Tensor | int | float):

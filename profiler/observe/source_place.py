@@ -41,7 +41,10 @@ class Place:
 
 
 def place_of(model: nn.Module, problem: BaseException) -> Place:
-    """Where an exception came from."""
+    """Where an exception came from; one of the export's end, which tells no line, the module that it names."""
+    named = re.search(r"exported program constant.* model attribute: ([\w.]+)\.\w+\.", str(problem), re.DOTALL)
+    if named and named[1] in dict(model.named_modules()):
+        return place_of_call(model, named[1])
     return _place(model, _frames_of(problem.__traceback__))
 
 
@@ -55,9 +58,9 @@ def place_of_node(node: fx.Node) -> Place:
     return Place(tuple(str(path) for path, _ in stack.values()), line or "its call", "")
 
 
-def place_of_call(model: nn.Module) -> Place:
-    """The beginning of the model's forward pass, for what happens at no line of it that is known."""
-    return Place((), _definition(model), "")
+def place_of_call(model: nn.Module, path: str = "") -> Place:
+    """The beginning of a module's forward pass, for what happens at no line of it that is known."""
+    return Place((path,) if path else (), _definition(model.get_submodule(path)), "")
 
 
 def place_now(model: nn.Module) -> Place:
@@ -127,8 +130,8 @@ def explanation(model: nn.Module, problem: BaseException, place: Place) -> str:
         cause = f"it returns a {kind}, and layers return tensors in tuples, lists, dicts and the like"
         cure = "leave it out (transformers' caches: use_cache=False)"
     elif "fake tensor in the exported program constant" in words:
-        cause = "somewhere in it the .data of a parameter or buffer is read or written, which a graph would freeze"
-        cure = "write parameters outside the forward pass, read them by detach()"
+        cause = "somewhere in it a tensor is made of another by no operation of torch's, which a graph would freeze"
+        cure = f"{keep_together_advice(place.modules)}, or make it by an operation (detach, clone)"
     else:
         lines = (line.strip() for line in words.splitlines())
         cause = next((line for line in lines if line), type(problem).__name__)

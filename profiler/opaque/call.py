@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import ExecutionError
 from profiler.machine.backend import device_of_first
+from profiler.observe.data_writes import DataWrites
 from profiler.observe.python_state import attributes_of, changed_names, put_back
 from profiler.observe.random_states import (
     OF_PYTHON_AND_NUMPY,
@@ -218,7 +219,9 @@ class Held:
         entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entered = [tensor._version for tensor in entering]
         attributes, states = attributes_of(self.module), python_and_numpy_states()
-        with self._seeded(seed) as drawn, self._modes(), standing_in(self.module, given):
+        known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
+        writes = DataWrites(known)
+        with self._seeded(seed) as drawn, self._modes(), standing_in(self.module, given), writes:
             result = self.forward(*args, **kwargs)
             drew = drawn()
         changed = changed_names(attributes, attributes_of(self.module))
@@ -229,13 +232,14 @@ class Held:
             raise Refused(f"it changes its attribute {repeated[0]!r}; make it a buffer (register_buffer)")
         if states != python_and_numpy_states():
             raise Refused("it draws from Python's or numpy's random generator, and did not when traced")
-        if entered != [tensor._version for tensor in entering]:
+        through_data = writes.written()
+        if entered != [tensor._version for tensor in entering] or through_data - tensors.keys():
             raise Refused("it writes one of its arguments in place; let it work on a copy")
         written = {name for name in self.buffers if given[name] is not tensors[name]}
         with torch.no_grad():
             for name in written:
                 tensors[name].copy_(given[name])
-        written |= {name for name, tensor in tensors.items() if tensor._version != versions[name]}
+        written |= {name for name, tensor in tensors.items() if tensor._version != versions[name]} | through_data
         if written & self.parameters.keys():
             raise Refused(f"it writes its parameter {min(written & self.parameters.keys())!r}; use a buffer for that")
         return Done(result, written, drew)

@@ -33,6 +33,7 @@ from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
 from profiler.torch_private import CAUSAL_MASK_TEST, depends_on_data, lazy_graph_modules, parsed_move
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
 from profiler.tracing.harmless_changes import each_call_alike, same_calls, same_graphs
+from profiler.tracing.plain_data import DataAsOperations
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
 from profiler.tracing.sample import (
     TRACED_BATCH_SIZE_AT_LEAST,
@@ -110,7 +111,7 @@ def export_graph(
 
         harmless = not changed or _same_graphs(model, module, traced_again, between, changed, calls)
     if not harmless and not _same_calls(model, spec, training):
-        _refuse_changes(changed[0])
+        _refuse_changes(model, changed[0])
     if dynamic:
         _refuse_limited_batches(program, questions)
     refuse_hidden_writes(module.graph, module)
@@ -157,6 +158,7 @@ def _exported(
                 functions.in_place(),
                 values.answered(),
                 questions.watched(),
+                DataAsOperations(model),
                 CAUSAL_MASK_TEST.replaced_by(_is_causal),
                 mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
                 lazy_graph_modules(),
@@ -214,12 +216,12 @@ def _fixed_text(model: nn.Module, problem: Exception, questions: BatchQuestions)
     )
 
 
-def _refuse_changes(name: str) -> NoReturn:
+def _refuse_changes(model: nn.Module, name: str) -> NoReturn:
     """Refuse a forward pass that computes with an attribute which it changes, or counts in one."""
     path, _, own_name = name.rpartition(".")
     raise NotTraceableError(
-        f"cannot trace the model: the forward pass of {f'module {path!r}' if path else 'the model'} changes its Python "
-        f"attribute {own_name!r}, which a graph would hold as a constant; keep it in a buffer "
+        f"cannot trace the model: in {place_of_call(model, path)}: the forward pass changes its Python attribute "
+        f"{own_name!r}, which a graph would hold as a constant; keep it in a buffer "
         f"(self.register_buffer({own_name!r}, torch.tensor(...))), or change it outside the forward pass",
         modules=(path,),
     )

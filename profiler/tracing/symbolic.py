@@ -52,6 +52,15 @@ class _Applied:
         return self.function.apply(*args, **kwargs)
 
 
+class _Value(fx.Proxy):
+    """A value in the graph. An attribute that is set on it, as `weight.data = ...` does, the graph would lose."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(torch.Tensor, name):
+            raise NotTraceableError(f"symbolic_trace would lose that the forward pass sets the {name!r} of a tensor")
+        super().__setattr__(name, value)
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, model: nn.Module, leaves: Sequence[str]) -> None:
         super().__init__()
@@ -68,6 +77,9 @@ class _Tracer(fx.Tracer):
                 f"in {place_now(self._model)}: symbolic_trace would lose a region without gradient or under autocast"
             )
         return super().create_node(*args, **kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
 
     def call_of(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A node in the place of a call of a custom function, which would be followed without its backward pass."""

@@ -224,7 +224,7 @@ class Pipeline:
 
         Raises:
             ArgumentError: the arguments differ from what the model was traced with, or from those of other ranks, of
-                which later calls compare some elements, at every fourth call, and a beat of 0.25 s says so.
+                which later calls compare some elements, at every sixteenth call, and a beat of 0.25 s says so.
             ExecutionError: an action failed; the message names stage, micro-batch and cause. Gradients are then as they
                 were before. But those that earlier steps had left, of a plan without replicas, may hold a part of this
                 step's.

@@ -23,7 +23,7 @@ def values(dtype: torch.dtype) -> Tensor:
 def contents_of(rank: int, trees: list[object]) -> Contents:
     contents = Contents(rank)
     for number, tree in enumerate(trees):
-        for _ in range(EVERY):  # of every fourth call something is looked at
+        for _ in range(EVERY):  # of every sixteenth call something is looked at
             contents.note(number, tree)
     return contents
 

@@ -34,6 +34,8 @@ def with_room(rows: Rows) -> Rows:
     Args:
         rows: by device kind and micro-batch size, of all layers in their order.
     """
+    if not any(cost.in_stage and cost.in_stage.workspaces for costs in rows.values() for cost in costs):
+        return rows
     kinds = {kind: sorted(size for other, size in rows if other == kind) for kind, _ in rows}
     room = {key: [(0, 0)] * len(costs) for key, costs in rows.items()}
     for kind, sizes in kinds.items():

@@ -42,13 +42,15 @@ class NotTraceableError(PlanError):
 
     Attributes:
         modules: paths of the modules in which it happens, outermost first, as far as known.
+        functions: names of the functions that the innermost of them is in, outermost first, as far as known.
     """
 
     exit_code = 4
 
-    def __init__(self, message: str, *, modules: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, *, modules: tuple[str, ...] = (), functions: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.modules = modules
+        self.functions = functions
 
 
 class UnfaithfulTraceError(NotTraceableError):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from profiler.observe.named_functions import name_in_file, name_of_function
+
 _OURS = __name__.partition(".")[0]
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
@@ -28,11 +30,14 @@ class Place:
         modules: paths of the modules whose code is under way, outermost first; "" for the model itself.
         line: `file:line "code"` of the innermost line of theirs, or of a function that they call.
         nearby: that line and the few before it, for what its code is about.
+        functions: names of the functions that the innermost module is in, outermost first; see
+            `profiler.observe.named_functions`.
     """
 
     modules: tuple[str, ...]
     line: str
     nearby: str
+    functions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """`module 'a.b', file:line "code"`."""
@@ -54,8 +59,10 @@ def place_of_node(node: fx.Node) -> Place:
     frames = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     found = [(i, re.match(r'File "([^"]+)", line (\d+)', line)) for i, line in enumerate(frames)]
     own = [(i, m) for i, m in found if m and not m[1].startswith(_TORCH)]
+    named = [(m[1], frames[i].rpartition(" in ")[2]) for i, m in own]
+    functions = [called for file, name in named if (called := name_in_file(file, name)) is not None]
     line = f'{own[-1][1][1]}:{own[-1][1][2]} "{frames[own[-1][0] + 1]}"' if own and own[-1][0] + 1 < len(frames) else ""
-    return Place(tuple(str(path) for path, _ in stack.values()), line or "its call", "")
+    return Place(tuple(str(path) for path, _ in stack.values()), line or "its call", "", tuple(functions))
 
 
 def place_of_call(model: nn.Module, path: str = "") -> Place:
@@ -84,6 +91,7 @@ def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
     # that is handed to a function has no forward pass that could be under way.
     paths = {id(vars(module)): name for name, module in model.named_modules() if _has_forward(module)}
     modules: dict[str, None] = {}
+    functions: dict[str, None] = {}
     line, nearby = _definition(model), ""
     for frame, number in frames:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
@@ -93,11 +101,16 @@ def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
         if path is not None and under_way and not _is_of(frame, _OURS):
             modules.pop(path, None)
             modules[path] = None
+            functions.clear()
         if modules and not _is_of(frame, "torch") and not _is_of(frame, _OURS):
             file = frame.f_code.co_filename
             line = f'{file}:{number} "{linecache.getline(file, number).strip()}"'
             nearby = " ".join(linecache.getline(file, each) for each in range(number - 4, number + 2))
-    return Place(tuple(modules), line, nearby)
+            code = frame.f_code
+            called = name_of_function(str(frame.f_globals.get("__name__", "")), code.co_name, code)
+            if called is not None:
+                functions[called] = None
+    return Place(tuple(modules), line, nearby, tuple(functions))
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""A module that cannot be traced, called as it is: one operation of the graph, whatever happens inside.
+"""A module or function that cannot be traced, called as it is: one operation of the graph, whatever happens inside.
 
 Its parameters and buffers are arguments of the operation, under their original names, so that a stage can place them,
 and a buffer that it writes is written on a copy that the layer returns. What a graph cannot hold is looked for at
@@ -33,6 +33,7 @@ from profiler.observe.random_states import (
 )
 from profiler.observe.standing_in import standing_in
 from profiler.observe.storage_watch import is_strided
+from profiler.opaque.called_functions import CalledFunction, content_of
 from profiler.torch_private import storage_of
 
 
@@ -105,6 +106,19 @@ class Slot:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class OwnDevice:
+    """Where a device stands among the leaves of a call's arguments: that of the tensors that the call takes."""
+
+
+def filled(leaves: Sequence[Any], values: Sequence[Any], device: torch.device) -> list[Any]:
+    """The leaves of a call's arguments, with values in the places that are kept for them."""
+    return [
+        values[leaf.position] if isinstance(leaf, Slot) else device if isinstance(leaf, OwnDevice) else leaf
+        for leaf in leaves
+    ]
+
+
 def with_slots(leaves: Sequence[Any]) -> list[Any]:
     """The leaves of a result, with a `Slot` in the place of each tensor."""
     slots: list[Any] = []
@@ -128,9 +142,11 @@ class Signature:
     """How a module is called, and what it returns.
 
     Attributes:
-        leaves: of `(args, kwargs)`: a `Slot` for each tensor and, after them, each number; anything else as it is.
+        leaves: of `(args, kwargs)`: a `Slot` for each tensor and, after them, each number; an `OwnDevice` for each
+            device; anything else as it is.
         tree: structure of `(args, kwargs)`.
         inputs: the tensors.
+        numbers: the numbers.
         result_leaves: a `Slot` for each tensor; anything else as it is.
         result_tree: structure of the result.
         outputs: the tensors.
@@ -141,6 +157,7 @@ class Signature:
     leaves: tuple[Any, ...]
     tree: pytree.TreeSpec
     inputs: tuple[TensorKind, ...]
+    numbers: tuple[Affine, ...]
     result_leaves: tuple[Any, ...]
     result_tree: pytree.TreeSpec
     outputs: tuple[TensorKind, ...]
@@ -171,18 +188,23 @@ class Held:
     """A module with what a call of it needs: its parameters and buffers by name, and its modes.
 
     Args:
-        path: of the module in the model.
+        path: of the module in the model; of a `CalledFunction` the function's name.
         module: the module.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
+        self.is_function = isinstance(module, CalledFunction)
         self.module = module
         self.forward: Callable[..., Any] = module.forward
         self.own_forward: Any = module.__dict__.get("forward")  # set on the instance, not the class
         self.parameters: Mapping[str, Tensor] = dict(module.named_parameters())
         self.buffers: Mapping[str, Tensor] = dict(module.named_buffers())
         self._flags = [(part, part.training) for part in module.modules()]
+
+    def __str__(self) -> str:
+        """What an error calls it."""
+        return f"{'function' if self.is_function else 'module'} {self.path!r}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -196,6 +218,7 @@ class Held:
         kwargs: Mapping[str, Any],
         made: dict[str, Any],
         *,
+        may_draw: bool,
         seed: int | None,
     ) -> Done:
         """Call the module with other parameters and buffers.
@@ -208,8 +231,9 @@ class Held:
             kwargs: of the call.
             made: attributes that earlier calls have changed, and what these were before. It may make a cache: change
                 an attribute once, and again where somebody has put that back.
-            seed: of random generators other than torch's own, Python's and numpy's and those that it holds, which are
-                afterwards as they were; None if it must not draw from them.
+            may_draw: whether it may draw from random generators other than torch's own: Python's and numpy's, and
+                those that it holds.
+            seed: of these, which are afterwards as they were; None to let them draw on.
 
         Raises:
             Refused: it changed an attribute, drew random numbers that it must not, or wrote an argument.
@@ -218,6 +242,7 @@ class Held:
         versions = {name: tensor._version for name, tensor in tensors.items()}
         entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entered = [tensor._version for tensor in entering]
+        settings = self._settings(args, kwargs)
         attributes, states = attributes_of(self.module), python_and_numpy_states()
         known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
         writes = DataWrites(known)
@@ -230,11 +255,13 @@ class Held:
         if repeated:
             put_back(attributes, repeated)
             raise Refused(f"it changes its attribute {repeated[0]!r}; make it a buffer (register_buffer)")
-        if states != python_and_numpy_states():
+        if not may_draw and states != python_and_numpy_states():
             raise Refused("it draws from Python's or numpy's random generator, and did not when traced")
         through_data = writes.written()
         if entered != [tensor._version for tensor in entering] or through_data - tensors.keys():
             raise Refused("it writes one of its arguments in place; let it work on a copy")
+        if settings != self._settings(args, kwargs):
+            raise Refused("it changes one of its arguments; let it work on a copy")
         written = {name for name in self.buffers if given[name] is not tensors[name]}
         with torch.no_grad():
             for name in written:
@@ -243,6 +270,12 @@ class Held:
         if written & self.parameters.keys():
             raise Refused(f"it writes its parameter {min(written & self.parameters.keys())!r}; use a buffer for that")
         return Done(result, written, drew)
+
+    def _settings(self, *arguments: Any) -> list[bytes | None]:
+        """What those arguments hold that a function alone may take: configurations and the like."""
+        if not self.is_function:
+            return []
+        return [content_of(leaf) for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
 
     def _seeded(self, seed: int | None) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         """Within, random generators other than torch's own draw what the seed says."""
@@ -292,17 +325,20 @@ class OpaqueCall:
         """Run the module, or imitate it on tensors without data."""
         inputs = values[self.own_arguments :]
         size = self.size_of(inputs)
-        if any(isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta) for value in values):
+        if _without_data(values):
             outputs: tuple[Tensor, ...] = _Imitation.apply(self, size, *values)  # type: ignore[no-untyped-call]
             return outputs
         return self._run(dict(zip(self._held.names, values[: self.own_arguments], strict=True)), inputs, size)
 
     def size_of(self, inputs: Sequence[Any]) -> Any:
-        """The micro-batch size, told by the shapes of the inputs; 1 where none depends on it."""
+        """The micro-batch size, told by the shapes of the inputs, or a number; 1 where none depends on it."""
         for kind, value in zip(self.signature.inputs, inputs, strict=False):
             for dim, extent in enumerate(kind.shape):
                 if extent.per_sample:
                     return extent.size_for(value.shape[dim])
+        for number, value in zip(self.signature.numbers, inputs[len(self.signature.inputs) :], strict=False):
+            if number.per_sample:
+                return number.size_for(value)
         return 1
 
     def written_positions(self) -> tuple[int, ...]:
@@ -310,11 +346,13 @@ class OpaqueCall:
         return tuple(i for i, name in enumerate(self._held.names) if name in self.signature.written)
 
     def _run(self, tensors: Mapping[str, Tensor], inputs: Sequence[Any], size: int) -> tuple[Tensor, ...]:
-        leaves = [inputs[leaf.position] if isinstance(leaf, Slot) else leaf for leaf in self.signature.leaves]
+        device = device_of_first(value for value in (*inputs, *tensors.values()) if isinstance(value, Tensor))
+        leaves = filled(self.signature.leaves, inputs, device)
         args, kwargs = pytree.tree_unflatten(leaves, self.signature.tree)
         try:
-            seed = next_seed() if self.signature.draws else None
-            done = self._held.call(tensors, args, kwargs, self._made, seed=seed)
+            draws = self.signature.draws
+            seed = next_seed() if draws else None
+            done = self._held.call(tensors, args, kwargs, self._made, may_draw=draws, seed=seed)
         except Refused as problem:
             self._refuse(str(problem))
         result, written = done.result, done.written
@@ -350,7 +388,13 @@ class OpaqueCall:
         return output
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise ExecutionError(f"module {self.path!r} is called as it is, for it could not be traced, and {reason}")
+        raise ExecutionError(f"{self._held} is called as it is, for it could not be traced, and {reason}")
+
+
+def _without_data(values: Sequence[Any]) -> bool:
+    """Whether a call is on fake tensors, or on the meta device; one that takes no tensors may be among such."""
+    tensors = [value for value in values if isinstance(value, Tensor)] or [torch.empty(0)]
+    return any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
 
 
 class _Imitation(torch.autograd.Function):

@@ -1,7 +1,8 @@
-"""How a module that cannot be traced becomes one node of the graph.
+"""How a module or function that cannot be traced becomes one node of the graph.
 
-While the model is traced, the module's forward is replaced: it rehearses the call, and calls an operator that stands
-for it in the graph and knows shapes only. In the finished graph `OpaqueCall`s take the place of that operator.
+While the model is traced, the forward of the module, or the code of the function, is replaced: it rehearses the call,
+and calls an operator that stands for it in the graph and knows shapes only. In the finished graph `OpaqueCall`s take
+the place of that operator.
 """
 
 from __future__ import annotations
@@ -18,25 +19,43 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import device_of_first
-from profiler.opaque.call import Held, OpaqueCall, Slot
+from profiler.observe.named_functions import SEPARATOR, function_named
+from profiler.opaque.call import Held, OpaqueCall, OwnDevice, Slot
+from profiler.opaque.called_functions import CalledFunction, content_of, handed_on
 from profiler.opaque.operators import LIBRARY, replace_operator
 from profiler.opaque.rehearsal import TakenTensor, rehearse
+
+
+class NotCallableError(NotTraceableError):
+    """What was to be called as it is cannot be.
+
+    Attributes:
+        path: of the module, or the function's name.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
 
 _CALLS: ContextVar[OpaqueCalls | None] = ContextVar("opaque calls of the trace that is under way", default=None)
 
 
 class OpaqueCalls:
-    """The calls of modules that are called as they are, in one trace.
+    """The calls of modules and functions that are called as they are, in one trace.
 
     Args:
         model: that is traced.
-        paths: of those modules.
+        paths: of those modules, and names of those functions.
         sizes: micro-batch sizes to rehearse at: two, or one where the batch is not dynamic.
+
+    Raises:
+        NotTraceableError: a function is not there.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], sizes: Sequence[int]) -> None:
-        modules = {id(module): (path, module) for path in paths for module in [model.get_submodule(path)]}
-        self._held = [Held(path, module) for path, module in modules.values()]
+        called = {id(module): (path, module) for path in paths for module in [_called(model, path)]}
+        self._held = [Held(path, module) for path, module in called.values()]
         self._sizes = sizes
         self._sites: list[OpaqueCall] = []
         self._made = 0  # calls in the present run of the model; a second run makes the same calls
@@ -47,23 +66,37 @@ class OpaqueCalls:
         token = _CALLS.set(self)
         self._made = 0
         try:
-            for held in self._held:
-                held.module.forward = partial(self._traced, held)
-            yield
+            with contextlib.ExitStack() as replaced:
+                for held in self._held:
+                    replaced.enter_context(self._replaced(held))
+                yield
         finally:
             _CALLS.reset(token)
-            for held in self._held:
-                del held.module.__dict__["forward"]
-                if held.own_forward is not None:
-                    held.module.__dict__["forward"] = held.own_forward
+
+    @contextlib.contextmanager
+    def _replaced(self, held: Held) -> Iterator[None]:
+        if isinstance(held.module, CalledFunction):
+            with handed_on(held.path, held.module.function, lambda args, kwargs: self._traced(held, *args, **kwargs)):
+                yield
+            return
+        held.module.forward = partial(self._traced, held)
+        try:
+            yield
+        finally:
+            del held.module.__dict__["forward"]
+            if held.own_forward is not None:
+                held.module.__dict__["forward"] = held.own_forward
 
     def _traced(self, held: Held, *args: Any, **kwargs: Any) -> Any:
-        """What replaces the module's forward."""
+        """What replaces the module's forward, or the function."""
         if _CALLS.get() is not self:  # inside another module that is called as it is
             return held.forward(*args, **kwargs)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if self._made == len(self._sites):
-            self._sites.append(self._call(held, leaves, tree))
+            try:
+                self._sites.append(self._call(held, leaves, tree))
+            except NotTraceableError as problem:
+                raise NotCallableError(str(problem), path=held.path) from problem
         signature = self._sites[self._made].signature
         values = [v for t, v in sorted((t.position, i) for i, t in enumerate(signature.leaves) if isinstance(t, Slot))]
         taken = [leaves[index] for index in values]
@@ -79,20 +112,10 @@ class OpaqueCalls:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
         order = {id(leaf): position for position, leaf in enumerate((*tensors, *numbers))}
-        template = [self._template(held, leaf, order) for leaf in leaves]
+        template = [_template(held, leaf, order) for leaf in leaves]
         taken = [TakenTensor(tuple(t.shape), t.dtype, t.requires_grad, t.device) for t in tensors]
         signature, cost = rehearse(held, template, tree, taken, numbers, self._sizes)
         return OpaqueCall(held, sum(call.path == held.path for call in self._sites), signature, cost)
-
-    def _template(self, held: Held, leaf: Any, order: Mapping[int, int]) -> Any:
-        if id(leaf) in order:
-            return Slot(order[id(leaf)])
-        if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype):
-            return leaf
-        raise NotTraceableError(
-            f"cannot trace the model: module {held.path!r} is to be called as it is, for it cannot be traced, and it "
-            f"takes a {type(leaf).__name__}; keep a larger module together that takes tensors and plain constants"
-        )
 
     def shapes(self, tensors: Sequence[Tensor], site: int) -> list[Tensor]:
         """What the operator returns for tensors without data."""
@@ -107,6 +130,35 @@ class OpaqueCalls:
         replace_operator(root, torch.ops.gpipe_autoplan.called_as_is.default, self._sites, lambda _: ())
 
 
+def _called(model: nn.Module, path: str) -> nn.Module:
+    """The module with that path, or the function with that name."""
+    if SEPARATOR not in path:
+        return model.get_submodule(path)
+    function = function_named(path)
+    if function is None:
+        raise NotTraceableError(
+            f"cannot trace the model: function {path!r} was called as it is, for it could not be traced, and is not "
+            "there now; import its module before, and let it be a function of that module's top level"
+        )
+    return CalledFunction(function)
+
+
+def _template(held: Held, leaf: Any, order: Mapping[int, int]) -> Any:
+    """What a call's signature says of an argument: its place among tensors and numbers, or the argument itself."""
+    if id(leaf) in order:
+        return Slot(order[id(leaf)])
+    if isinstance(leaf, torch.device) and held.is_function:
+        return OwnDevice()
+    if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype):
+        return leaf
+    if held.is_function and content_of(leaf) is not None:
+        return leaf
+    raise NotTraceableError(
+        f"cannot trace the model: {held} is to be called as it is, for it cannot be traced, and it takes a "
+        f"{type(leaf).__name__}; keep a larger module together that takes tensors and plain constants"
+    )
+
+
 def _member(module: nn.Module, name: str) -> Tensor:
     path, _, own_name = name.rpartition(".")
     member: Tensor = getattr(module.get_submodule(path), own_name)
@@ -119,7 +171,7 @@ def _shapes(tensors: Sequence[Tensor], numbers: Sequence[Any], site: int) -> lis
     return calls.shapes(tensors, site)
 
 
-LIBRARY.impl("called_as_is", _shapes, "Meta")
+torch.library.register_fake("gpipe_autoplan::called_as_is", _shapes, lib=LIBRARY)
 
 
 def opaque_calls_of(node: fx.Node) -> list[OpaqueCall]:

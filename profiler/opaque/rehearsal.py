@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from profiler.machine.backend import HOST, backend_of, device_of_first
 from profiler.observe.flops import FlopCounter
 from profiler.observe.random_states import preserved
 from profiler.observe.storage_watch import StorageWatch
-from profiler.opaque.call import Affine, Cost, Done, Held, Refused, Signature, Slot, TensorKind, with_slots
+from profiler.opaque.call import Affine, Cost, Done, Held, Refused, Signature, TensorKind, filled, with_slots
 from profiler.torch_private import NormBase, storage_of
 
 
@@ -101,27 +101,48 @@ def rehearse(
     """
     _refuse_held(held)
     around = Circumstances.now(device_of_first((*held.parameters.values(), *held.buffers.values(), *tensors)))
+    problem: Exception | None = None
+    for floats in (torch.randn, torch.rand):
+        try:
+            runs = _runs(held, leaves, tree, tensors, numbers, sizes, around, floats)
+            return _signature(held, leaves, tree, tensors, numbers, runs), _cost(runs)
+        except NotTraceableError:
+            raise
+        except Refused as refusal:
+            raise NotTraceableError(_text(held, str(refusal))) from refusal
+        except Exception as failure:
+            problem = problem or failure
+    words = (str(problem).splitlines() or [""])[0]
+    raise NotTraceableError(
+        _text(held, f"it fails on made-up tensors ({type(problem).__name__}: {words}); ")
+        + "keep a larger module together that can be run on random numbers, integers of 0 and true flags"
+    ) from problem
+
+
+Floats: TypeAlias = Callable[..., Tensor]
+"""Makes up numbers: of a normal distribution, or, for what takes probabilities or boxes, between 0 and 1."""
+
+
+def _runs(
+    held: Held,
+    leaves: Sequence[Any],
+    tree: pytree.TreeSpec,
+    tensors: Sequence[TakenTensor],
+    numbers: Sequence[Any],
+    sizes: Sequence[int],
+    around: Circumstances,
+    floats: Floats,
+) -> list[_Run]:
+    """One run at each size, of the dearest of some draws if it draws random numbers."""
     made: dict[str, Any] = {}
     with ThreadPoolExecutor(1) as thread:
 
         def run(size: int, seed: int) -> _Run:
-            return thread.submit(_run, held, leaves, tree, tensors, numbers, size, around, made, seed).result()
+            return thread.submit(_run, held, leaves, tree, tensors, numbers, size, around, made, seed, floats).result()
 
-        try:
-            first = run(sizes[0], 0)  # in the first run it may make a cache
-            seed = _dearest_draw([run(sizes[0], other) for other in range(DRAWS_TRIED)]) if first.draws else 0
-            runs = [run(size, seed) for size in sizes]
-        except NotTraceableError:
-            raise
-        except Refused as problem:
-            raise NotTraceableError(_text(held, str(problem))) from problem
-        except Exception as problem:
-            words = (str(problem).splitlines() or [""])[0]
-            raise NotTraceableError(
-                _text(held, f"it fails on made-up tensors ({type(problem).__name__}: {words}); ")
-                + "keep a larger module together that can be run on random numbers, integers of 0 and true flags"
-            ) from problem
-    return _signature(held, leaves, tree, tensors, runs), _cost(runs)
+        first = run(sizes[0], 0)  # in the first run it may make a cache
+        seed = _dearest_draw([run(sizes[0], other) for other in range(DRAWS_TRIED)]) if first.draws else 0
+        return [run(size, seed) for size in sizes]
 
 
 def _dearest_draw(runs: Sequence[_Run]) -> int:
@@ -141,9 +162,7 @@ def _dearest_draw(runs: Sequence[_Run]) -> int:
 
 
 def _text(held: Held, reason: str) -> str:
-    return (
-        f"cannot trace the model: module {held.path!r} is to be called as it is, for it cannot be traced, and {reason}"
-    )
+    return f"cannot trace the model: {held} is to be called as it is, for it cannot be traced, and {reason}"
 
 
 def _refuse_held(held: Held) -> None:
@@ -163,10 +182,12 @@ def _refuse_held(held: Held) -> None:
             )
 
 
-def _made_up(tensor: TakenTensor, size: int, around: Circumstances, generator: torch.Generator) -> Tensor:
+def _made_up(
+    tensor: TakenTensor, size: int, around: Circumstances, generator: torch.Generator, floats: Floats
+) -> Tensor:
     shape = [extent_at(extent, size) for extent in tensor.shape]
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        made = torch.randn(shape, dtype=tensor.dtype, generator=generator).to(around.device_type)
+        made = floats(shape, dtype=tensor.dtype, generator=generator).to(around.device_type)
         return made.requires_grad_(tensor.requires_grad).clone()
     return torch.full(shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=around.device_type)
 
@@ -189,11 +210,13 @@ def _run(
     around: Circumstances,
     made: dict[str, Any],
     seed: int,
+    floats: Floats,
 ) -> _Run:
     generator = torch.Generator().manual_seed(0)
-    entering: list[Any] = [_made_up(tensor, size, around, generator) for tensor in tensors]
+    entering: list[Any] = [_made_up(tensor, size, around, generator, floats) for tensor in tensors]
     values = [*entering, *(extent_at(number, size) for number in numbers)]
-    args, kwargs = pytree.tree_unflatten([values[s.position] if isinstance(s, Slot) else s for s in leaves], tree)
+    device = torch.device(around.device_type)
+    args, kwargs = pytree.tree_unflatten(filled(leaves, values, device), tree)
     own = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in held.parameters.items()}
     own.update({name: tensor.clone() for name, tensor in held.buffers.items()})
     saved: dict[int, Tensor] = {}
@@ -203,14 +226,14 @@ def _run(
         return tensor
 
     with (
-        preserved([HOST, torch.device(around.device_type)]),
+        preserved([HOST, device]),
         torch.set_grad_enabled(around.with_gradient),
         torch.autocast(around.device_type, around.autocast, enabled=around.autocast is not None, cache_enabled=False),
         StorageWatch() as watch,
     ):
         torch.manual_seed(seed)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounter() as counter:
-            done = held.call(own, args, kwargs, made, seed=seed)
+            done = held.call(own, args, kwargs, made, may_draw=True, seed=seed)
         forward_bytes = watch.peak_bytes_with_workspace
         outputs = [leaf for leaf in pytree.tree_leaves(done.result) if isinstance(leaf, Tensor)]
         entered = {storage_of(tensor): position for position, tensor in enumerate(entering)}
@@ -240,7 +263,12 @@ def _backward(outputs: Sequence[Tensor]) -> None:
 
 
 def _signature(
-    held: Held, leaves: Sequence[Any], tree: pytree.TreeSpec, tensors: Sequence[TakenTensor], runs: Sequence[_Run]
+    held: Held,
+    leaves: Sequence[Any],
+    tree: pytree.TreeSpec,
+    tensors: Sequence[TakenTensor],
+    numbers: Sequence[Any],
+    runs: Sequence[_Run],
 ) -> Signature:
     flat = [pytree.tree_flatten(run.done.result) for run in runs]
     result_leaves, result_tree = flat[0]
@@ -287,6 +315,7 @@ def _signature(
         tuple(leaves),
         tree,
         tuple(inputs),
+        tuple(Affine.through(sizes, [extent_at(number, size) for size in sizes]) for number in numbers),
         tuple(with_slots(result_leaves)),
         result_tree,
         tuple(outputs),

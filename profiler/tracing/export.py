@@ -26,7 +26,7 @@ from profiler.conditions.asking import Questions
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.python_state import attributes_of, changed_names
-from profiler.observe.source_place import explanation, place_of, place_of_call, place_of_node
+from profiler.observe.source_place import Place, explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
 from profiler.opaque.module_tracing import OpaqueCalls
 from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
@@ -94,7 +94,7 @@ def export_graph(
         spec: what it is called with.
         training: trace it as it trains, else as `model.eval()` leaves it.
         dynamic: with a dynamic batch, else for micro-batches of `spec.batch_size` samples only.
-        called_as_is: paths of modules that become one operation each, see `OpaqueCall`.
+        called_as_is: paths of modules, and names of functions, that become one operation each, see `OpaqueCall`.
         ask: makes what answers questions about values, for each call of the model anew.
 
     Raises:
@@ -166,13 +166,18 @@ def _exported(
                 program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
                 module = program.module()
         except NotTraceableError as problem:
-            modules = problem.modules or place_of(model, problem).modules
-            raise NotTraceableError(str(problem), modules=modules) from problem
+            place = place_of(model, problem)
+            problem.modules = problem.modules or place.modules
+            problem.functions = problem.functions or place.functions
+            raise
         except Exception as problem:
             if "Constraints violated" in str(problem):
-                raise OneBatchSizeError(_fixed_text(model, problem, questions)) from problem
+                place = next(iter((*questions.numbers, *questions.places)), place_of_call(model))
+                raise OneBatchSizeError(_fixed_text(place, problem), functions=place.functions) from problem
             place = place_of(model, problem)
-            raise NotTraceableError(explanation(model, problem, place), modules=place.modules) from problem
+            raise NotTraceableError(
+                explanation(model, problem, place), modules=place.modules, functions=place.functions
+            ) from problem
         values.put_into(module)
         if dynamic and questions.places:
             one = example_arguments(spec, 1, device)
@@ -206,10 +211,9 @@ def _moved_if_elsewhere(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Modu
     return module if same_dtype and same_device and memory_format is None else _move(module, *args, **kwargs)
 
 
-def _fixed_text(model: nn.Module, problem: Exception, questions: BatchQuestions) -> str:
+def _fixed_text(place: Place, problem: Exception) -> str:
     """What fixes the batch extent: a Python number made of it, or a branch that only one extent takes."""
     details = [line.strip(" -") for line in str(problem).splitlines() if line.strip().startswith("-")]
-    place = next(iter((*questions.numbers, *questions.places)), place_of_call(model))
     return (
         f"cannot trace the model: in {place}: the forward pass fixes the batch extent "
         f"({details[0] if details else 'as a Python number'}); make it independent of the batch size"

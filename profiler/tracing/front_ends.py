@@ -27,8 +27,9 @@ from torch import Tensor, fx, nn
 from profiler.conditions.answers import FromDecisions, FromRuns
 from profiler.conditions.asking import Questions
 from profiler.errors import NotTraceableError
+from profiler.observe.named_functions import SEPARATOR
 from profiler.observe.untouched import untouched
-from profiler.opaque.module_tracing import opaque_calls_of
+from profiler.opaque.module_tracing import NotCallableError, opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, SampleSpec
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
@@ -174,15 +175,15 @@ def _answered(front_end: str, model: nn.Module, spec: SampleSpec, training: bool
 
 
 def _by_themselves(front_end: str, model: nn.Module, spec: SampleSpec, training: bool, askings: _Askings) -> Traced:
-    """Export a model with those modules called as they are that stand in the way, the smallest that do.
+    """Export a model with those functions and modules called as they are that stand in the way, the smallest that do.
 
     Raises:
-        NotTraceableError: something in no submodule stands in the way, or too much of the work would be in them.
+        NotTraceableError: something in none of them stands in the way, or too much of the work would be in them.
     """
     ask = askings.further[0] if askings.further else askings.first()
     every = [path for path, _ in model.named_modules() if path]
     with untouched(model):
-        traced = exported(model, spec, training, every, dynamic=FRONT_ENDS[front_end].any_size, ask=ask)
+        traced = exported(model, spec, training, every, dynamic=FRONT_ENDS[front_end].any_size, functions=True, ask=ask)
     _, facts, called = traced
     share = max(_shares_called(facts), default=0.0)
     if share > LARGEST_SHARE_CALLED:
@@ -233,16 +234,25 @@ def exported(
     optional: Sequence[str],
     *,
     dynamic: bool = True,
+    functions: bool = False,
     ask: Asking = no_answers,
 ) -> Traced:
-    """Export a model; those of the `optional` modules that stand in the way are called as they are."""
+    """Export a model; those of the `optional` modules, and the functions, that stand in the way are called as they are.
+
+    A function that cannot be called so is traced as before, and the one around it is tried.
+    """
     called = list(spec.called_as_is)
+    in_vain: set[str] = set()
     for left in reversed(range(MOST_MODULES_IN_THE_WAY)):
         try:
             graph = export_graph(model, spec, training=training, dynamic=dynamic, called_as_is=called, ask=ask)
             return graph, analyse(graph, spec), _really_called(model, graph, called)
         except NotTraceableError as problem:
-            more = _in_the_way(model, problem.modules, optional, called)
+            if isinstance(problem, NotCallableError) and SEPARATOR in problem.path and functions:
+                in_vain.add(problem.path)
+                called = [path for path in called if path != problem.path]
+            names = [name for name in reversed(problem.functions) if functions and name not in (*called, *in_vain)]
+            more = names[:1] or _in_the_way(model, problem.modules, optional, called)
             if not more or not left:
                 raise
             called += more
@@ -252,8 +262,13 @@ def exported(
 def _really_called(model: nn.Module, graph: TracedGraph, paths: Sequence[str]) -> tuple[str, ...]:
     """Those of the modules that the graph calls: not one inside another."""
     calls = [call for node in graph.module.graph.nodes for call in opaque_calls_of(node)]
-    made = {id(model.get_submodule(call.path)) for call in calls}
-    return tuple(path for path in paths if id(model.get_submodule(path)) in made)
+    made = {_identity(model, call.path) for call in calls}
+    return tuple(path for path in paths if _identity(model, path) in made)
+
+
+def _identity(model: nn.Module, path: str) -> str | int:
+    """Alike of paths of one module; of a function its name."""
+    return path if SEPARATOR in path else id(model.get_submodule(path))
 
 
 def _in_the_way(

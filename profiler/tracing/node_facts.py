@@ -89,7 +89,10 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
             try:
                 values[node] = _evaluate(node, values, inputs, traced.module, emptied)
             except Exception as problem:
-                raise NotTraceableError(_dynamic_text(node, problem), modules=module_stack(node)) from problem
+                place = place_of_node(node)
+                raise NotTraceableError(
+                    _dynamic_text(node, problem), modules=module_stack(node), functions=place.functions
+                ) from problem
             for opaque in opaque_calls_of(node):
                 counter.flops += opaque.cost.flops.at(spec.batch_size)
                 counter.draws_random = True  # whether it does may depend on data
@@ -154,6 +157,7 @@ def _refuse_wrapped(node: fx.Node, value: Any) -> None:
             f"which a graph of operations cannot hold; {keep_together_advice(place.modules)}, or use operations on "
             "whole tensors",
             modules=place.modules,
+            functions=place.functions,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NoReturn
@@ -58,21 +58,31 @@ def refused(model: nn.Module) -> Iterator[None]:
     handles = _refuse_hooks(model)
     before = python_and_numpy_states()
     token = _TRACING.set(True)
+    draws: list[Place] = []
     try:
-        with _lost_gradients_refused(model), _noted_draws(model) as draws:
+        with _lost_gradients_refused(model), _noted_draws(model, draws):
             yield
+    except Exception as problem:
+        if draws and before != python_and_numpy_states():  # what went wrong later may follow from what was drawn
+            raise _draws(model, draws) from problem
+        raise
     finally:
         _TRACING.reset(token)
         for handle in handles:
             handle.remove()
     if before != python_and_numpy_states():
-        place = draws[0] if draws else place_of_call(model)
-        advice = setting_advice(model, place) or keep_together_advice(place.modules)
-        raise NotTraceableError(
-            f"cannot trace the model: in {place}: the forward pass draws from Python's or numpy's random generator, "
-            f"whose numbers a graph would freeze; {advice}",
-            modules=place.modules,
-        )
+        raise _draws(model, draws)
+
+
+def _draws(model: nn.Module, places: Sequence[Place]) -> NotTraceableError:
+    place = places[0] if places else place_of_call(model)
+    advice = setting_advice(model, place) or keep_together_advice(place.modules)
+    return NotTraceableError(
+        f"cannot trace the model: in {place}: the forward pass draws from Python's or numpy's random generator, whose "
+        f"numbers a graph would freeze; {advice}",
+        modules=place.modules,
+        functions=place.functions,
+    )
 
 
 @contextlib.contextmanager
@@ -89,6 +99,7 @@ def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
             f"cannot trace the model: in {place}: the forward pass {what}, which a graph would lose; express it by "
             f"operations, or {keep_together_advice(place.modules)}",
             modules=place.modules,
+            functions=place.functions,
         )
 
     make_handle = RemovableHandle.__init__
@@ -132,9 +143,8 @@ _HOOKS_OF_THE_FORWARD_PASS = ("forward", "state_dict", "_registration_hook")  # 
 
 
 @contextlib.contextmanager
-def _noted_draws(model: nn.Module) -> Iterator[list[Place]]:
+def _noted_draws(model: nn.Module, places: list[Place]) -> Iterator[None]:
     """Within, places are noted where the forward pass calls `random.random`, `numpy.random.rand` and the like."""
-    places: list[Place] = []
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +159,7 @@ def _noted_draws(model: nn.Module) -> Iterator[list[Place]]:
             for name, function in list(vars(package).items()):
                 if isinstance(getattr(function, "__self__", None), random.Random | np.random.RandomState):
                     patches.enter_context(mock.patch.object(package, name, noted(function)))
-        yield places
+        yield
 
 
 def _refuse_hooks(model: nn.Module) -> list[RemovableHandle]:

@@ -121,8 +121,9 @@ class SampleSpec(Value):
         stages: K that layers are fine enough for, see `profiler.tracing.cuts`. Files leave `LEAST_STAGES` out, as those
             from before there was a choice.
         front_end: what traced the model, a key of `FRONT_ENDS`; None before it is traced.
-        called_as_is: paths of modules that could not be traced, and whose forward pass is called as it is.
-        called_share: of the model's FLOPs, in those modules.
+        called_as_is: paths of modules, and names of functions (`package.module:function`), that could not be traced
+            and are called as they are.
+        called_share: of the model's FLOPs, in those.
         decisions: on values of tensors, in the order in which the forward pass makes them.
     """
 

@@ -11,7 +11,8 @@ A further one is one more file with a `GraphMaker`, and its entry in `profiler.s
 Modules of `keep_together` that cannot be exported are called as they are in each of these.
 
 Where the model branches on values, 1 and 2 are tried once more with the branches that the sample takes, see
-`profiler.conditions`. And when nothing serves, 1 and 2 call those modules as they are that stand in the way.
+`profiler.conditions`. And when nothing serves, 1 and 2 call those functions and modules as they are that stand in the
+way.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from profiler.tracing.sample_run import has_no_values, sample_runs
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
 
 Traced: TypeAlias = tuple[TracedGraph, Mapping[fx.Node, NodeFacts], tuple[str, ...]]
-"""A graph, what is known of its nodes, and the paths of modules that are called as they are."""
+"""A graph, what is known of its nodes, and what is called as it is: paths of modules, and names of functions."""
 
 GraphMaker: TypeAlias = Callable[[nn.Module, SampleSpec, bool, Asking], Traced]
 """The function of a front end: of a model, what it is called with, whether it trains, and what answers questions about

@@ -23,7 +23,7 @@ from profiler.observe.named_functions import SEPARATOR, function_named
 from profiler.opaque.call import Held, OpaqueCall, OwnDevice, Slot
 from profiler.opaque.called_functions import CalledFunction, content_of, handed_on
 from profiler.opaque.operators import LIBRARY, replace_operator
-from profiler.opaque.rehearsal import TakenTensor, rehearse
+from profiler.opaque.rehearsal import RehearsedCall, TakenTensor, rehearse
 
 
 class NotCallableError(NotTraceableError):
@@ -57,6 +57,7 @@ class OpaqueCalls:
         called = {id(module): (path, module) for path in paths for module in [_called(model, path)]}
         self._held = [Held(path, module) for path, module in called.values()]
         self._sizes = sizes
+        self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # export puts fake ones there
         self._sites: list[OpaqueCall] = []
         self._made = 0  # calls in the present run of the model; a second run makes the same calls
 
@@ -114,8 +115,14 @@ class OpaqueCalls:
         order = {id(leaf): position for position, leaf in enumerate((*tensors, *numbers))}
         template = [_template(held, leaf, order) for leaf in leaves]
         taken = [TakenTensor(tuple(t.shape), t.dtype, t.requires_grad, t.device) for t in tensors]
-        signature, cost = rehearse(held, template, tree, taken, numbers, self._sizes)
+        call = RehearsedCall(held, template, tree, taken, numbers, self._others(held))
+        signature, cost = rehearse(call, self._sizes)
         return OpaqueCall(held, sum(call.path == held.path for call in self._sites), signature, cost)
+
+    def _others(self, held: Held) -> dict[str, Tensor]:
+        """The model's parameters and buffers that are none of the module's, by other names either."""
+        own = {id(tensor) for tensor in (*held.parameters.values(), *held.buffers.values())}
+        return {name: tensor for name, tensor in self._tensors.items() if id(tensor) not in own}
 
     def shapes(self, tensors: Sequence[Tensor], site: int) -> list[Tensor]:
         """What the operator returns for tensors without data."""

@@ -9,7 +9,7 @@ dearest is planned for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +23,7 @@ from profiler.errors import NotTraceableError
 from profiler.machine.backend import HOST, backend_of, device_of_first
 from profiler.observe.flops import FlopCounter
 from profiler.observe.random_states import preserved
+from profiler.observe.reads import Reads
 from profiler.observe.storage_watch import StorageWatch
 from profiler.opaque.call import Affine, Cost, Done, Held, Refused, Signature, TensorKind, filled, with_slots
 from profiler.torch_private import NormBase, storage_of
@@ -78,34 +79,49 @@ class _Run:
     kept_outputs: tuple[int, ...]
 
 
-def rehearse(
-    held: Held,
-    leaves: Sequence[Any],
-    tree: pytree.TreeSpec,
-    tensors: Sequence[TakenTensor],
-    numbers: Sequence[Any],
-    sizes: Sequence[int],
-) -> tuple[Signature, Cost]:
-    """Run a module at these micro-batch sizes.
+@dataclass(frozen=True, slots=True)
+class RehearsedCall:
+    """What is rehearsed.
 
-    Args:
+    Attributes:
         held: the module.
         leaves: of its arguments, see `Signature`.
         tree: structure of its arguments.
         tensors: that it takes.
         numbers: that it takes; ints, perhaps symbolic.
+        others: parameters and buffers of the model that are not the module's; a layer has them only as arguments.
+    """
+
+    held: Held
+    leaves: Sequence[Any]
+    tree: pytree.TreeSpec
+    tensors: Sequence[TakenTensor]
+    numbers: Sequence[Any]
+    others: Mapping[str, Tensor]
+
+
+Floats: TypeAlias = Callable[..., Tensor]
+"""Makes up numbers: of a normal distribution, or, for what takes probabilities or boxes, between 0 and 1."""
+
+
+def rehearse(call: RehearsedCall, sizes: Sequence[int]) -> tuple[Signature, Cost]:
+    """Run a module at these micro-batch sizes.
+
+    Args:
+        call: of the module.
         sizes: one, or three where the batch is dynamic: two make a line, and the third must lie on it.
 
     Raises:
         NotTraceableError: it cannot be run on made-up tensors, or does what no layer may do.
     """
+    held = call.held
     _refuse_held(held)
-    around = Circumstances.now(device_of_first((*held.parameters.values(), *held.buffers.values(), *tensors)))
+    around = Circumstances.now(device_of_first((*held.parameters.values(), *held.buffers.values(), *call.tensors)))
     problem: Exception | None = None
     for floats in (torch.randn, torch.rand):
         try:
-            runs = _runs(held, leaves, tree, tensors, numbers, sizes, around, floats)
-            return _signature(held, leaves, tree, tensors, numbers, runs), _cost(runs)
+            runs = _runs(call, sizes, around, floats)
+            return _signature(call, runs), _cost(runs)
         except NotTraceableError:
             raise
         except Refused as refusal:
@@ -119,26 +135,13 @@ def rehearse(
     ) from problem
 
 
-Floats: TypeAlias = Callable[..., Tensor]
-"""Makes up numbers: of a normal distribution, or, for what takes probabilities or boxes, between 0 and 1."""
-
-
-def _runs(
-    held: Held,
-    leaves: Sequence[Any],
-    tree: pytree.TreeSpec,
-    tensors: Sequence[TakenTensor],
-    numbers: Sequence[Any],
-    sizes: Sequence[int],
-    around: Circumstances,
-    floats: Floats,
-) -> list[_Run]:
+def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floats: Floats) -> list[_Run]:
     """One run at each size, of the dearest of some draws if it draws random numbers."""
     made: dict[str, Any] = {}
     with ThreadPoolExecutor(1) as thread:
 
         def run(size: int, seed: int) -> _Run:
-            return thread.submit(_run, held, leaves, tree, tensors, numbers, size, around, made, seed, floats).result()
+            return thread.submit(_run, call, size, around, made, seed, floats).result()
 
         first = run(sizes[0], 0)  # in the first run it may make a cache
         seed = _dearest_draw([run(sizes[0], other) for other in range(DRAWS_TRIED)]) if first.draws else 0
@@ -201,22 +204,14 @@ def extent_at(extent: Any, size: int) -> int:
 
 
 def _run(
-    held: Held,
-    leaves: Sequence[Any],
-    tree: pytree.TreeSpec,
-    tensors: Sequence[TakenTensor],
-    numbers: Sequence[Any],
-    size: int,
-    around: Circumstances,
-    made: dict[str, Any],
-    seed: int,
-    floats: Floats,
+    call: RehearsedCall, size: int, around: Circumstances, made: dict[str, Any], seed: int, floats: Floats
 ) -> _Run:
+    held = call.held
     generator = torch.Generator().manual_seed(0)
-    entering: list[Any] = [_made_up(tensor, size, around, generator, floats) for tensor in tensors]
-    values = [*entering, *(extent_at(number, size) for number in numbers)]
+    entering: list[Any] = [_made_up(tensor, size, around, generator, floats) for tensor in call.tensors]
+    values = [*entering, *(extent_at(number, size) for number in call.numbers)]
     device = torch.device(around.device_type)
-    args, kwargs = pytree.tree_unflatten(filled(leaves, values, device), tree)
+    args, kwargs = pytree.tree_unflatten(filled(call.leaves, values, device), call.tree)
     own = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in held.parameters.items()}
     own.update({name: tensor.clone() for name, tensor in held.buffers.items()})
     saved: dict[int, Tensor] = {}
@@ -232,8 +227,11 @@ def _run(
         StorageWatch() as watch,
     ):
         torch.manual_seed(seed)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounter() as counter:
+        reads = Reads(call.others, own.values())
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounter() as counter, reads:
             done = held.call(own, args, kwargs, made, may_draw=True, seed=seed)
+        if reads.names:
+            raise Refused(f"it reads {min(reads.names)!r}, which is not its own; pass that as an argument")
         forward_bytes = watch.peak_bytes_with_workspace
         outputs = [leaf for leaf in pytree.tree_leaves(done.result) if isinstance(leaf, Tensor)]
         entered = {storage_of(tensor): position for position, tensor in enumerate(entering)}
@@ -262,14 +260,8 @@ def _backward(outputs: Sequence[Tensor]) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _signature(
-    held: Held,
-    leaves: Sequence[Any],
-    tree: pytree.TreeSpec,
-    tensors: Sequence[TakenTensor],
-    numbers: Sequence[Any],
-    runs: Sequence[_Run],
-) -> Signature:
+def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
+    held = call.held
     flat = [pytree.tree_flatten(run.done.result) for run in runs]
     result_leaves, result_tree = flat[0]
     for found, structure in flat:
@@ -309,13 +301,13 @@ def _signature(
             tuple(Affine.through(sizes, [extent_at(extent, size) for size in sizes]) for extent in tensor.shape),
             tensor.dtype,
         )
-        for tensor in tensors
+        for tensor in call.tensors
     ]
     return Signature(
-        tuple(leaves),
-        tree,
+        tuple(call.leaves),
+        call.tree,
         tuple(inputs),
-        tuple(Affine.through(sizes, [extent_at(number, size) for size in sizes]) for number in numbers),
+        tuple(Affine.through(sizes, [extent_at(number, size) for size in sizes]) for number in call.numbers),
         tuple(with_slots(result_leaves)),
         result_tree,
         tuple(outputs),

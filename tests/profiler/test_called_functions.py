@@ -75,6 +75,21 @@ def halved(x: Tensor, module: nn.Module) -> Tensor:
     return module(x) if float(x.detach().sum().numpy()) > 1e9 else x / 2
 
 
+FOREIGN = nn.Parameter(torch.ones(8))
+
+
+def reading(x: Tensor) -> Tensor:
+    """Computes with a parameter that nobody hands it."""
+    return x * FOREIGN if float(x.detach().sum().numpy()) < 1e9 else x
+
+
+class Reading(nn.Module):
+    """The same as a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reading(x) if float(x.detach().sum().numpy()) < 1e9 else x
+
+
 class Body(nn.Module):
     """Layers before and after a function that is called in the midst of the model's own forward pass."""
 
@@ -195,6 +210,21 @@ def test_what_comes_to_write_an_argument_ends_the_step() -> None:
 def test_a_function_that_takes_a_module_is_not_called_alone() -> None:
     with pytest.raises(NotTraceableError):
         trace(with_body(lambda model, x: halved(x, model.get_submodule("first"))).model, torch.randn(6, 6))
+
+
+def test_a_parameter_that_is_not_handed_over_is_refused() -> None:
+    """In a layer of its own the call would use the parameter that its process happens to have, and never train it."""
+    inside = Reading()
+    for between in (lambda model, x: reading(x), lambda model, x: model.get_submodule("inside")(x)):
+        case = with_body(between)
+        case.model.register_parameter("foreign", FOREIGN)
+        case.model.add_module("inside", inside)
+        with pytest.raises(NotTraceableError, match="numpy"):
+            trace(case.model, case.sample)
+    with pytest.raises(
+        NotTraceableError, match=r"module .inside. .* reads '(foreign|a parameter)', which is not its own"
+    ):
+        trace(case.model, case.sample, keep_together=["inside"])
 
 
 def test_a_plan_names_functions_that_are_there_and_loads_none(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

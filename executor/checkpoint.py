@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from executor.checkpoints.folder import CheckpointFolder, checkpoint_at
 from executor.checkpoints.manifest import (
-    FORMAT,
+    FORMAT_WITHOUT_MANIFEST,
     METADATA,
     TRAINING,
     FileSum,
@@ -216,10 +216,12 @@ def _checked_training(source: Path, manifest: Manifest | None) -> Training:
     if manifest is not None:
         manifest.check(source, [TRAINING, METADATA])
     training = Training.of(source)
-    if manifest is None and training.format == FORMAT:
+    if manifest is None and training.format != FORMAT_WITHOUT_MANIFEST:
         raise unreadable(source, "its manifest.json is missing")
-    if manifest is not None and training.format != FORMAT:
-        raise unreadable(source, f"its manifest.json is of format {FORMAT}, its {TRAINING} of {training.format}")
+    if manifest is not None and training.format != manifest.format:
+        raise unreadable(
+            source, f"its manifest.json is of format {manifest.format}, its {TRAINING} of {training.format}"
+        )
     if manifest is None and _is_first():
         warnings.warn(
             f"{source} was saved by a version that kept no checksums: if it is damaged, that may not be noticed. Save "
@@ -391,6 +393,9 @@ def _failures_named(place: Path) -> Iterator[None]:
     except OSError as problem:
         raise ExecutionError(_failure(place, problem)) from problem
     except CheckpointException as problem:  # torch derives it from BaseException
+        causes = [cause for cause, _ in problem.failures.values() if isinstance(cause, OSError)]
+        if causes:
+            raise ExecutionError(_failure(place, causes[0])) from problem
         raise ExecutionError(f"cannot write {place}: {reason_of(problem)}") from problem
 
 

@@ -11,6 +11,7 @@ ends the training: it is a warning that says what to do.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -140,11 +141,14 @@ class CheckpointFolder:
     def _move_latest(self, name: str) -> None:
         """Let `latest` point to a whole checkpoint, in one step of the file system."""
         flush_folder(self.home)
+        latest = self.home / LATEST
+        if os.path.lexists(latest) and not latest.is_symlink():
+            raise OSError(errno.EEXIST, "it is no link, and not this run's to remove")
         link = self.home / f"{DRAFT}{LATEST}"
         link.unlink(missing_ok=True)
         link.symlink_to(name, target_is_directory=True)
         try:
-            link.replace(self.home / LATEST)
+            link.replace(latest)
         finally:
             link.unlink(missing_ok=True)
         flush_folder(self.home)

@@ -13,7 +13,14 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
-from executor.checkpoints.manifest import FORMAT, FORMAT_WITHOUT_MANIFEST, TRAINING, open_file, unreadable
+from executor.checkpoints.manifest import (
+    FORMAT,
+    FORMAT_WITHOUT_MANIFEST,
+    FORMAT_WITHOUT_OWN_SUM,
+    TRAINING,
+    open_file,
+    unreadable,
+)
 from profiler.errors import ArgumentError, ExecutionError
 from profiler.machine.backend import HOST
 
@@ -76,12 +83,12 @@ class Training:
             with open_file(path) as file, warnings.catch_warnings(action="ignore"):  # of strange pickles
                 found = torch.load(file, map_location=HOST, weights_only=True)
             version = found.get("format")
-            if version in (FORMAT_WITHOUT_MANIFEST, FORMAT):
+            if version in (FORMAT_WITHOUT_MANIFEST, FORMAT_WITHOUT_OWN_SUM, FORMAT):
                 return _VALID.validate_python(found)
         except Exception as problem:  # whatever torch raises of files that are not its own
             raise unreadable(path, problem) from problem
         raise ExecutionError(
-            f"{checkpoint} has format {version!r}, this version reads {FORMAT_WITHOUT_MANIFEST} and {FORMAT}; load it "
+            f"{checkpoint} has format {version!r}, this version reads {FORMAT_WITHOUT_MANIFEST} to {FORMAT}; load it "
             "where it was made"
         )
 

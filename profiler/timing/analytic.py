@@ -13,7 +13,7 @@ are priced by their bytes alone; `Estimate.without_formula` lists them with thei
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -181,16 +181,23 @@ def work_of_layers(sequence: LayerSequence, runner: LayerRunner, micro_batch_siz
         micro_batch_size: of the runner's inputs.
     """
     meter = _Meter()
-    known: dict[tuple[str, bool], LayerWork] = {}
+    known: dict[tuple[Any, ...], tuple[LayerWork, list[bool]]] = {}
     work = []
+    trained: Set[str] | None = None
     runner.run_prelude()
-    for layer in sequence.layers:
-        key = (layer.signature, layer.index == len(sequence) - 1)
-        if key not in known:
-            values = {value.name: _entering(value, micro_batch_size) for value in sequence.boundaries[layer.index]}
-            known[key] = _seen(runner, layer.index, values, meter)
-        work.append(known[key])
-    return work
+    for layer in reversed(sequence.layers):  # a gradient comes from behind, or none does
+        entering = sequence.boundaries[layer.index]
+        alike = None if trained is None else tuple(name in trained for name in (*layer.outputs, *layer.values))
+        if trained is not None and (layer.signature, alike) in known:
+            seen, reached = known[layer.signature, alike]
+            passing = trained - {*layer.values, *layer.outputs}
+            trained = passing | {name for name, comes in zip(layer.values, reached, strict=True) if comes}
+        else:
+            values = {value.name: _entering(value, micro_batch_size) for value in entering}
+            seen, trained = _seen(runner, layer.index, values, trained, meter)
+            known[layer.signature, alike] = seen, [name in trained for name in layer.values]
+        work.append(seen)
+    return work[::-1]
 
 
 def _entering(value: BoundaryValue, size: int) -> Tensor:
@@ -200,18 +207,38 @@ def _entering(value: BoundaryValue, size: int) -> Tensor:
     return memory.permute([value.dim_order.index(dim) for dim in range(len(shape))])
 
 
-def _seen(runner: LayerRunner, index: int, values: Mapping[str, Tensor], meter: _Meter) -> LayerWork:
-    """Run one layer forward and backward."""
+def _seen(
+    runner: LayerRunner, index: int, values: Mapping[str, Tensor], trained: Set[str] | None, meter: _Meter
+) -> tuple[LayerWork, Set[str]]:
+    """Run one layer forward and backward.
+
+    Only what has a part in the loss has a gradient. The backward pass of anything else is none of training's, and may
+    be impossible: what it would need may be written in place.
+
+    Args:
+        runner: of fake tensors.
+        index: of the layer.
+        values: alive at the boundary before it, by name.
+        trained: names of what is alive after the layer and gets a gradient; None after the last layer.
+        meter: counts.
+
+    Returns:
+        The work, and names of those of `values` that get a gradient.
+    """
     entered = runner.enter(index, values)
     with meter:
         computed = runner.forward(index, entered)
     leaving = runner.leaving(index, entered, computed)
-    gradients = {name: torch.ones_like(value) for name, value in leaving.items() if value.requires_grad}
+    gradients = {
+        name: torch.ones_like(value)
+        for name, value in leaving.items()
+        if value.requires_grad and (trained is None or name in trained)
+    }
     go_back = backward(keep(entered, leaving), gradients)
     forward = meter.take()
     with meter:
         go_back()
-    return LayerWork(forward, meter.take())
+    return LayerWork(forward, meter.take()), entered.caught.keys()
 
 
 def work_between(below: LayerWork, above: LayerWork, share: float) -> LayerWork | None:

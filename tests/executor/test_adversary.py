@@ -92,6 +92,22 @@ def test_cases_that_were_wrong(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "linear 0 p0; embed 1 p2; norm 2 p4 p3; relu_ 3; squeeze 4; mul_ 2; add 5 5; row_ 4"
+        " | returns 4,7 | loss 7 | frozen p0",
+        "biased 0 p2 p3; biased 2 p4 p5; tanh_ 2; pair 1 p8 p9; biased 3 p10 p11; tanh 6; cumsum 5; first_ 6; relu_ 8"
+        " | returns 9 | loss 9 | frozen p9",
+    ],
+)
+def test_what_the_loss_does_not_use_is_planned_too(recipe: str) -> None:
+    """Costs were counted with a backward pass of what is overwritten, which training does not have: nothing fitted."""
+    subject = Subject(recipe)
+    case = planned_case(subject, random.Random(0))
+    assert wrong(case, subject) == {}, case
+
+
 def test_a_recipe_is_its_text() -> None:
     for seed in range(20):
         recipe = random_recipe(random.Random(seed), 10)

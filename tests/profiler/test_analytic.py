@@ -1,5 +1,7 @@
 """Devices from data sheets, and costs that are counted instead of measured."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -208,3 +210,69 @@ def test_the_loss_belongs_to_the_last_layer():
     without = profile(sequence, Cluster.of("T4"), progress=False)
     with_loss = profile(sequence, Cluster.of("T4"), loss_fn=functional.mse_loss, target=target, progress=False)
     assert with_loss.costs[-1].forward_s > without.costs[-1].forward_s
+
+
+class OverwrittenAside(nn.Module):
+    """`aside` has no part in the loss, and what its backward pass would need is overwritten."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.aside, self.second, self.third = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        aside = self.aside(hidden)
+        hidden.tanh_()
+        return self.third(torch.tanh(self.second(x))), aside, hidden
+
+
+def test_what_has_no_part_in_the_loss_has_no_backward_pass():
+    """Each layer was given gradients of all that leaves it: a micro-batch that trains was left out, as untrainable."""
+    sample, target = torch.randn(4, 8), torch.randn(4, 8)
+    model = OverwrittenAside()
+    functional.mse_loss(model(sample)[0], target).backward()  # torch itself has nothing against it
+    assert model.first.weight.grad is None
+    sequence = trace(model, sample)
+
+    def loss_fn(output, target):
+        return functional.mse_loss(output[0], target)
+
+    with warnings.catch_warnings(action="error"):
+        found = profile(
+            sequence, Cluster.of("T4"), loss_fn=loss_fn, target=target, micro_batch_sizes=[1, 4], progress=False,
+            cache=False,
+        )  # fmt: skip
+    assert {1, 4} <= {cost.micro_batch_size for cost in found.costs}
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for layer in sequence.layers:
+        costs = [cost for cost in found.costs if cost.layer == layer.index]
+        if layer.parameters and "linear" in " ".join(layer.operations):
+            assert all((cost.backward_s > 0) == (not trained.isdisjoint(layer.parameters)) for cost in costs), layer
+
+
+def test_equal_layers_of_which_one_has_no_part_in_the_loss():
+    """They have one signature, and yet not the same work."""
+
+    class Side(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.side = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+            self.main = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+
+        def forward(self, x):
+            return self.side(x), self.main(x)
+
+    def loss_fn(output, target):
+        return functional.mse_loss(output[1], target)
+
+    x = torch.randn(4, 64)
+    sequence = trace(Side(), x)
+    found = profile(
+        sequence, Cluster.of("T4"), loss_fn=loss_fn, target=x, micro_batch_sizes=[4], progress=False, cache=False
+    )
+    assert len(sequence) > 3
+    for layer in sequence.layers:
+        side = any(name.startswith("side") for name in layer.parameters)
+        main = any(name.startswith("main") for name in layer.parameters)
+        assert side != main
+        assert (found.costs[layer.index].backward_s > 0) == main, layer.index

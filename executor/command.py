@@ -32,6 +32,7 @@ from executor.command_options import (
     Replicas,
     SecondsOption,
 )
+from executor.user_code import user_code
 from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from planner.settings import RecomputeMode, SkipMode
 from profiler.errors import ArgumentError, ForeignPlanError, PlanError
@@ -328,7 +329,8 @@ def _check_devices(plan_file: Path, plan: Plan) -> None:
 def _built(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:
     """What the user's function returns: model, sample and perhaps loss function and target."""
     _check_callable_without_arguments(reference, function)
-    built = function()
+    with user_code():
+        built = function()
     if not isinstance(built, tuple) or len(built) not in (2, 4):
         kind = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
         raise ArgumentError(
@@ -373,12 +375,13 @@ def _function(reference: str, argument: str) -> Callable[..., Any]:
     else:
         file, folder, module_name = None, Path.cwd(), place
     sys.path.insert(0, str(folder))
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as problem:
-        if problem.name not in _ancestors(module_name):
-            raise  # the module is there; something that it imports is not
-        raise refuse(f"there is no module {module_name}") from problem
+    with user_code():
+        try:
+            module = import_module(module_name)
+        except ModuleNotFoundError as problem:
+            if problem.name not in _ancestors(module_name):
+                raise  # the module is there; something that it imports is not
+            raise refuse(f"there is no module {module_name}") from problem
     if file is not None and Path(module.__file__ or "").resolve() != file:
         raise refuse(f"the name {module_name} is taken by {module.__file__ or 'a built-in module'}; rename the file")
     function = getattr(module, name, None)

@@ -234,7 +234,20 @@ def test_a_model_that_is_not_there_is_a_usage_error(
 def test_a_failing_import_of_the_model_file_shows_its_own_error(folder: Path, planned: dict[str, Any]) -> None:
     (folder / "broken.py").write_text("import no_such_package_here")
     result = autoplan("plan", "broken.py:build")
-    assert isinstance(result.exception, ModuleNotFoundError)
+    assert result.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_package_here'"
+    assert result.stderr.count("File ") == 1
+    assert result.exit_code == 1
+
+
+def test_an_error_of_the_users_function_shows_their_frames_and_nothing_for_the_terminal_to_obey(
+    folder: Path, planned: dict[str, Any]
+) -> None:
+    (folder / "broken_build.py").write_text("def build():\n    raise RuntimeError('\\x1b[31mred')\n")
+    result = autoplan("plan", "broken_build.py:build")
+    file, line, error = result.stderr.splitlines()[1:]
+    assert file.endswith('broken_build.py", line 2, in build')
+    assert line.strip() == r"raise RuntimeError('\x1b[31mred')"
+    assert error == r"RuntimeError: \x1b[31mred"
     assert result.exit_code == 1
 
 

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -35,6 +35,7 @@ from tests.coverage.library_texts import texts
 from tests.coverage.library_vision import vision
 from tests.coverage.model_list import Case
 from tests.coverage.pipelined import STAGES, built, differences
+from tests.coverage.rows import Row, known_rows
 from tests.coverage.survey import (
     CLOSE,
     CLOSE_IN_FLOAT64,
@@ -60,26 +61,6 @@ class Outcome(StrEnum):
     CRASHED = "**crashed**"
     SLOW = "slow"
     UNTRAINABLE = "does not train"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model.
-
-    Attributes:
-        detail: the differences, or why not.
-        seconds: of processor time, for all that was done with the model but building it.
-    """
-
-    library: str
-    name: str
-    outcome: Outcome
-    detail: str
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        cells = (self.library, self.name, self.outcome, f"{self.seconds:.0f} s", self.detail)
-        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def candidates() -> Iterator[Candidate]:
@@ -170,7 +151,7 @@ def main(path: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     differences(Candidate("", "", _smallest))  # what every process would load and compile first
-    known = known_rows(path)
+    known = known_rows(path, Outcome)
     for candidate in tqdm(list(candidates()), disable=None):
         wanted = not names or {candidate.library, candidate.name} & set(names)
         if wanted and (candidate.library, candidate.name) not in known:
@@ -195,13 +176,6 @@ def main(path: Path, names: list[str]) -> None:
 def _smallest() -> Case:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(STAGES)))
     return Case(model, torch.randn(MINI_BATCH, 4), mean_square, torch.zeros(MINI_BATCH))
-
-
-def known_rows(path: Path) -> dict[tuple[str, str], Row]:
-    """What earlier surveys found."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [Row(**{**found, "outcome": Outcome(found["outcome"])}) for found in map(json.loads, lines)]
-    return {(row.library, row.name): row for row in rows}
 
 
 if __name__ == "__main__":

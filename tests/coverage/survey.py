@@ -19,7 +19,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.tracing.sample import call_arguments
 from tests.coverage.fidelity import eager, eager_difference, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
+from tests.coverage.rows import Row, known_rows
 from tests.coverage.survey_models import Candidate, candidates
 from tests.coverage.table import machine
 
@@ -53,26 +54,6 @@ class Outcome(StrEnum):
     REFUSED = "refused"
     WRONG = "**wrong**"
     UNTRAINABLE = "does not train"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model of the survey.
-
-    Attributes:
-        detail: the front end and the difference from the eager model, or why not.
-        seconds: of the trace; 0 if there is none.
-    """
-
-    library: str
-    name: str
-    outcome: Outcome
-    detail: str
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        cells = (self.library, self.name, self.outcome, f"{self.seconds:.1f} s", self.detail)
-        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def tried(candidate: Candidate) -> Row:
@@ -249,7 +230,7 @@ def main(path: Path, names: Sequence[str]) -> None:
     """Try every model, or those whose name or library is among `names`, and print the table of all that are known."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    known = known_rows(path)
+    known = known_rows(path, Outcome)
     for candidate in tqdm(list(candidates()), disable=None):
         wanted = not names or {candidate.library, candidate.name} & set(names)
         if wanted and (candidate.library, candidate.name) not in known:
@@ -263,13 +244,6 @@ def main(path: Path, names: Sequence[str]) -> None:
     print("\n| library | model | outcome | trace | detail |\n|---|---|---|---:|---|")
     for row in known.values():
         print(row)
-
-
-def known_rows(path: Path) -> dict[tuple[str, str], Row]:
-    """What earlier surveys found."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [Row(**{**found, "outcome": Outcome(found["outcome"])}) for found in map(json.loads, lines)]
-    return {(row.library, row.name): row for row in rows}
 
 
 def versions() -> list[str]:

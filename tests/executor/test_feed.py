@@ -15,12 +15,13 @@ from torch.utils import _pytree as pytree
 
 from executor import Pipeline, launch, pipeline
 from executor.batch import feed
-from executor.batch.calls import inputs_read
+from executor.batch.calls import BatchForm, inputs_read
 from executor.batch.stand_in import StandIn
 from executor.run.stage_runner import StageLayers
 from planner import ArgumentError, ExecutionError, Plan
 from profiler import LayerSequence, trace
 from profiler.machine import channel
+from profiler.tracing.sample import describe_sample
 from tests.executor.conftest import shared_traces
 
 TOKENS, WIDTH = 6, 9
@@ -183,6 +184,29 @@ def test_only_what_a_stage_reads_travels_to_it(plan_for: Callable[..., Plan]) ->
     assert bytes_to[1] == mask
     assert 0 <= bytes_to[2] - (mask + labels + wanted + 4) < 64  # small ones share a piece, each aligned
     assert copied == 1  # that piece: neither the mask nor anything else is kept twice
+
+
+def test_what_is_not_contiguous_is_copied_once_for_all_that_read_it() -> None:
+    """Gloo sends contiguous memory alone."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    whole = torch.arange(6.0, requires_grad=True).reshape(2, 3)
+    sent = feed._sendable(whole, copies)
+    assert (sent.data_ptr(), sent.requires_grad, len(copies)) == (whole.data_ptr(), False, 0)
+    turned = [feed._sendable(whole.t(), copies) for _ in range(2)]
+    assert turned[0] is turned[1] and turned[0].is_contiguous() and not turned[0].requires_grad
+    assert torch.equal(turned[0], whole.t())
+
+
+def test_a_batch_that_others_have_is_expected_with_its_own_size() -> None:
+    """Not with that of the batch that the description of its arguments was made from."""
+    spec = describe_sample(batch_of(8)[0], {"ids": 1})
+    given = feed._inputs_like(BatchForm(spec, batch_size=5, training=True), {"mask": 0, "scale": None, "ids": 1})
+    shapes = {name: (tuple(value.shape), value.dtype, value.is_meta) for name, value in given.items()}
+    assert shapes == {
+        "ids": ((TOKENS, 5), torch.int64, True),
+        "mask": ((5, TOKENS), torch.bool, True),
+        "scale": ((WIDTH,), torch.float32, True),
+    }
 
 
 class Two(nn.Module):

@@ -6,12 +6,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas
 import pytest
 import torch
 from gpt import GPT, Config, next_token_loss
@@ -22,6 +21,9 @@ from executor import Pipeline, launch
 from planner import Plan
 from planner.plan.timeline import save_timeline_json
 from profiler import ArgumentError, ForeignPlanError, trace
+
+if TYPE_CHECKING:
+    import pandas  # each process that a test starts imports this file
 
 BATCH_SIZE = 10  # with M = 4: micro-batches of 3, 3, 2, 2
 M = 4
@@ -191,6 +193,10 @@ def test_every_cut_trains_the_same_in_one_process(name: str, schedule: str, plan
         assert again.state.keys() == whole.state.keys()
 
 
+# Each process traces the model once more to evaluate it: one with tied weights, and one with running statistics.
+EVALUATED = ("gpt", "cnn")
+
+
 @pytest.mark.parametrize(
     ("name", "stages", "schedule"),
     [
@@ -203,11 +209,14 @@ def test_every_cut_trains_the_same_in_one_process(name: str, schedule: str, plan
 def test_processes_train_as_one(name: str, stages: int, schedule: str, plan_for: Callable[..., Plan]) -> None:
     current = case(name)
     sequence = trace(current.make(), current.inputs)
-    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current)
+    evaluates = name in EVALUATED
+    whole = train(
+        plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), current, evaluates=evaluates
+    )
     cuts = sorted(random.Random(stages).sample(range(1, len(sequence)), stages - 1))
     recompute = [index % 2 == 0 for index in range(stages)]
     plan = plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=recompute, schedule=schedule)
-    parts: list[Trained] = launch(train, plan, (current,))
+    parts: list[Trained] = launch(partial(train, evaluates=evaluates), plan, (current,))
     for part in parts:
         assert_same(part, whole)
     assert set().union(*(part.state for part in parts)) == set(whole.state)
@@ -441,7 +450,7 @@ def test_a_plan_for_another_model_is_refused(plan_for: Callable[..., Plan]) -> N
         Pipeline(other, plan, loss_fn=current.loss_fn)
 
 
-def report(plan: Plan, case: Case, folder: Path) -> tuple[pandas.DataFrame, list[str]]:
+def report(plan: Plan, case: Case, folder: Path) -> "tuple[pandas.DataFrame, list[str]]":
     """What a process knows of its steps afterwards, and the ranges that a profiler saw."""
     pipe = Pipeline(case.make(), plan, loss_fn=case.loss_fn)
     for _ in range(2):
@@ -460,7 +469,7 @@ def test_steps_are_measured_beside_the_prediction(plan_for: Callable[..., Plan],
     sequence = trace(current.make(), current.inputs)
     plan = plan_for(sequence, [len(sequence) // 2], batch_size=BATCH_SIZE, micro_batches=M, recompute=[True, False])
     first, second = launch(report, plan, (current, tmp_path))
-    pandas.testing.assert_frame_equal(first[0], second[0])
+    assert first[0].equals(second[0])
     measured = first[0].set_index(["stage", "what"])["measured"]
     for stage in (0, 1):
         assert measured[stage, "forward_s"] > 0

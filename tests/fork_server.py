@@ -21,6 +21,7 @@ import importlib
 import itertools
 import json
 import os
+import runpy
 import select
 import socket
 import subprocess
@@ -63,7 +64,10 @@ _LONGEST_REQUEST_BYTES = 2**18
 
 @contextlib.contextmanager
 def forks() -> Iterator[Callable[..., Any]]:
-    """What stands in for `profiler.machine.start.start_process`; its servers start with the first process."""
+    """What stands in for `profiler.machine.start.start_process`; its servers start with the first process.
+
+    With `script` for a module it runs a script, as `python script arguments` does; see `ForkServer.start`.
+    """
     from profiler.machine.start import start_process
     from profiler.machine.workers import KEEP_FREED_MEMORY
 
@@ -71,12 +75,12 @@ def forks() -> Iterator[Callable[..., Any]]:
     servers: list[ForkServer] = []
     turns = itertools.cycle(range(SERVERS))
 
-    def start(module: str, *arguments: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> Any:
+    def start(module: str, *arguments: str, environment: Mapping[str, str], **settings: Any) -> Any:
         if not servers:
             servers.extend(ForkServer(at_start) for _ in range(SERVERS))
         server = servers[next(turns)]
         how = server.start if server.suits(environment) else start_process
-        return how(module, *arguments, environment=environment, descriptors=descriptors)
+        return how(module, *arguments, environment=environment, **settings)
 
     try:
         yield start
@@ -87,7 +91,17 @@ def forks() -> Iterator[Callable[..., Any]]:
 
 @dataclass(frozen=True)
 class Request:
-    """What a fork is to be: `descriptors` are the numbers at which it finds those that come with the request."""
+    """What a fork is to be.
+
+    Attributes:
+        module: whose `main` it calls; with a search path the script that it runs.
+        arguments: `sys.argv[1:]` there.
+        environment: all variables.
+        folder: the current one.
+        cores: that it may run on.
+        descriptors: the numbers at which it finds those that come with the request.
+        search_path: of a script; empty for a module.
+    """
 
     module: str
     arguments: list[str]
@@ -95,6 +109,7 @@ class Request:
     folder: str
     cores: list[int]
     descriptors: list[int]
+    search_path: list[str]
 
 
 class Fork:
@@ -160,15 +175,26 @@ class ForkServer:
         return all(own.get(name) == environment.get(name) for name in {*own, *environment} - READ_LATE)
 
     def start(
-        self, module: str, *arguments: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int] = (),
+        output: tuple[int, int] = (1, 2),
+        search_path: Sequence[str] = (),
     ) -> Fork:
-        """Like `profiler.machine.start.start_process`."""
+        """Like `profiler.machine.start.start_process`; with a search path, `module` is the path of a script.
+
+        Args:
+            output: descriptors that become standard output and standard error.
+        """
         channel, theirs = socket.socketpair()
         numbers = [0, 1, 2, *descriptors]
         cores = sorted(os.sched_getaffinity(0))
-        request = Request(module, list(arguments), dict(environment), str(Path.cwd()), cores, numbers)
+        folder = str(Path.cwd())
+        request = Request(module, list(arguments), dict(environment), folder, cores, numbers, list(search_path))
         with theirs, Path(os.devnull).open() as nothing:
-            sent = [nothing.fileno(), *numbers[1:], theirs.fileno()]
+            sent = [nothing.fileno(), *output, *descriptors, theirs.fileno()]
             socket.send_fds(self._requests, [json.dumps(asdict(request)).encode()], sent)
         return Fork(int(self._requests.recv(32)), channel)
 
@@ -264,7 +290,11 @@ def main() -> None:
     request = serve(socket.socket(fileno=int(descriptor)))
     if request is None:
         os._exit(0)
-    importlib.import_module(request.module).main()
+    if request.search_path:
+        sys.argv[0], sys.path[:] = request.module, request.search_path
+        runpy.run_path(request.module, run_name="__main__")
+    else:
+        importlib.import_module(request.module).main()
     _end()
 
 

@@ -1,9 +1,7 @@
 """Checkpoints know nothing of stages, and there is always a whole one."""
 
 import json
-import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -123,19 +121,12 @@ def test_what_does_not_belong_is_refused(plan_for: Callable[..., Plan], tmp_path
         load_checkpoint(tmp_path / "whole", pipe)
 
 
-def test_a_kill_while_saving_leaves_a_whole_checkpoint(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(
+    plan_for: Callable[..., Plan], script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     """At random moments; kills of one of several ranks are in tests/benchmarks/test_faults.py."""
     plan_of(plan_for, 2).save(tmp_path / "plan.json")
-    script = Path(__file__).with_name("killed_while_saving.py").resolve()
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "6"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = script(Path(__file__).with_name("killed_while_saving.py").resolve(), str(tmp_path), "6")
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     assert counts["killed"] == 6

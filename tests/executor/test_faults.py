@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,17 +22,11 @@ from tests.executor.fault_trials import FAULTS, expected, launch_trial, plan_of,
 RANKS = 3
 
 
-def test_every_rank_ends_with_one_error(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+def test_every_rank_ends_with_one_error(
+    plan_for: Callable[..., Plan], script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     plan_of(plan_for, RANKS).save(tmp_path / "plan.json")
-    script = str(Path(forked_trials.__file__).resolve())
-    done = subprocess.run(
-        [sys.executable, script, str(tmp_path), ",".join(FAULTS), "1", "3"],
-        env={**os.environ, **forked_trials.ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = script(Path(forked_trials.__file__).resolve(), str(tmp_path), ",".join(FAULTS), "1", "3")
     trials = [json.loads(line) for line in done.stdout.splitlines()]
     assert [trial["kind"] for trial in trials] == list(FAULTS), done.stderr
     busy = ("took", "several errors")  # on a busy machine ranks may be late, and miss their turns to tell

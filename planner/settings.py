@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
-from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
+from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName, one_chunk_schedules
 from profiler.device import Device
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.quantities import (
@@ -141,7 +141,7 @@ class Settings:
         most = min(len(devices), given.pop("max_stages", len(devices)))
         settings = cls(
             batch_size=batch_size,
-            schedules=tuple(SCHEDULES) if schedule == "auto" else (schedule,),
+            schedules=one_chunk_schedules() if schedule == "auto" else (schedule,),
             max_stages=most,
             micro_batch_sizes=None if sizes is None else frozenset(sizes),
             replicas=None if replicas == "auto" else replicas,

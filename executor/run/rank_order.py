@@ -83,10 +83,10 @@ def _blockers(schedule: Schedule) -> dict[Action, Action]:
     """For each SEND the receive that must have been carried out before, if any."""
     found: dict[Action, Action] = {}
     for actions in schedule:
-        by_channel: dict[tuple[ActionKind, int | None], list[Action]] = {}
+        by_channel: dict[tuple[int, ActionKind, int | None], list[Action]] = {}
         for action in actions:
             if action.kind in SENDS:
-                by_channel.setdefault((action.kind, action.peer), []).append(action)
+                by_channel.setdefault((action.stage, action.kind, action.peer), []).append(action)
         for sends in by_channel.values():
             distance = abs(sends[0].other_end.stage - sends[0].stage)
             for earlier, later in zip(sends, sends[receives_ahead(distance) + SENDS_AHEAD :], strict=False):

@@ -270,7 +270,7 @@ def run(plan_file: Path, script: str, dry_run: bool) -> None:
     _check_devices(plan_file, made)
     function = _function(script, "FUNCTION")
     if dry_run:
-        places = ", ".join(stage.device.name for stage in made.stages)
+        places = ", ".join(stage.device.name for stage in made.stages[: made.K // made.chunks])
         click.echo(f"{plan_file}: sound; {made.K} stage{'s' if made.K > 1 else ''} on {places}")
         return
     from executor.launching import launch

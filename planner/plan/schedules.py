@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from profiler.errors import ArgumentError
 
@@ -34,6 +34,19 @@ Order: TypeAlias = tuple[int, ...]
 `c * M + m` is the forward pass of micro-batch m in the rank's chunk c, `~(c * M + m)` its backward pass. With one chunk
 these are `m` and `~m`.
 """
+
+
+class Ring(NamedTuple):
+    """Over how many ranks the stages go, and how often they go round: stage c * ranks + r is chunk c of rank r.
+
+    Where there is one chunk a rank, the number of ranks makes no difference and may be left out.
+    """
+
+    ranks: int = 1
+    chunks: int = 1
+
+
+ONE_CHUNK = Ring()
 
 
 class Objective(IntEnum):
@@ -73,15 +86,15 @@ class ScheduleRecord:
         """Whether the inputs of all micro-batches are there when the last one goes forward."""
         return self.in_flight is None
 
-    def most_in_flight(self, number: int, micro_batches: int, ranks: int = 1, chunks: int = 1) -> int:
+    def most_in_flight(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> int:
         """Most micro-batches under way at a stage.
 
         Args:
             number: of the stage from the end, 1 for the last.
             micro_batches: M.
-            ranks: how many there are; makes a difference with several chunks alone, where the passes are counted.
-            chunks: a rank.
+            ring: ranks, and chunks of each; where there are several, the passes are counted.
         """
+        ranks, chunks = ring
         if chunks > 1:
             chunk, rank = divmod(chunks * ranks - number, ranks)
             return _most_under_way(self.order, rank, ranks, micro_batches, chunks)[chunk]

@@ -153,8 +153,15 @@ def simulate_plan(plan: Plan) -> Timeline:
     return simulate(
         plan.actions(),
         Durations.of(plan),
-        optimizer_s=max(stage.all_reduce_s + stage.optimizer_s for stage in plan.stages),
+        optimizer_s=_optimizer_s(plan),
     )
+
+
+def _optimizer_s(plan: Plan) -> float:
+    """Of the slowest rank; where each stage has a list of its own, of the slowest stage."""
+    ends_s = [stage.all_reduce_s + stage.optimizer_s for stage in plan.stages]
+    lists = plan.K // plan.chunks
+    return max(sum(ends_s[rank::lists]) for rank in range(lists))
 
 
 def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0.0) -> Timeline:

@@ -10,7 +10,7 @@ from planner.cost.ledger import Basis
 from planner.cost.time_ledger import EndFigures
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ScheduleName
+from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
 from planner.rules import FREE, Rules
 from planner.settings import Settings
 from profiler.device import Device, Link
@@ -44,11 +44,13 @@ class Candidate:
         schedule: order of the actions.
         replicas: R.
         split: how a replica's share of the mini-batch is cut.
+        ring: ranks, and chunks of each, where there are several.
     """
 
     schedule: ScheduleName
     replicas: int
     split: MicroBatches
+    ring: Ring = ONE_CHUNK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +99,7 @@ class Problem:
             candidate.schedule,
             candidate.split,
             AHEAD_BYTES if self.short_messages else 0,
+            candidate.ring,
         )
 
     def end_figures(self, device_kind: str, replicas: int) -> EndFigures:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from executor.run.rank_order import rank_lists
 from planner.kernel.makespan import makespan_s
 from planner.plan.actions import ActionKind, make_schedule, parse_schedule, schedule_text
-from planner.plan.schedules import SCHEDULES, group_sizes, rank_orders
+from planner.plan.schedules import SCHEDULES, Ring, group_sizes, rank_orders
 from planner.plan.simulator import Durations, simulate
 from profiler.errors import ArgumentError
 
@@ -81,7 +81,7 @@ def test_as_many_are_in_flight_as_the_record_says(shape):
             if action.stage == stage
         ]
         most = max(itertools.accumulate(steps))
-        assert SCHEDULES[name].most_in_flight(stages - stage, count, ranks, chunks) == most
+        assert SCHEDULES[name].most_in_flight(stages - stage, count, Ring(ranks, chunks)) == most
 
 
 @given(shapes())

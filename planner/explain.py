@@ -128,6 +128,7 @@ def _problem_of(plan: Plan, profile: Profile) -> Problem:
         optimizer=plan.optimizer,
         settings={
             "schedule": plan.schedule,
+            "chunks": plan.chunks,
             "stages": plan.K,
             "micro_batches": plan.M,
             "micro_batches_per_stage": 1,
@@ -154,7 +155,7 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     demanded = problem.rules.demanded & False
     demanded[list(cuts)] = True
     pinned = problem.rules.pinned.copy()
-    if plan.replicas == 1 and len(problem.classes) > 1 and len(plan.stages) <= MOST_PINNED:
+    if plan.replicas == plan.chunks == 1 and len(problem.classes) > 1 and len(plan.stages) <= MOST_PINNED:
         for position, (first, stop) in enumerate(itertools.pairwise(positions)):
             pinned[first:stop] = position
     rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)

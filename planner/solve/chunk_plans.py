@@ -112,19 +112,32 @@ class ChunkPlans:
         Of each rank that is too full, every set of chunks is tried that lets it fit when recomputed and of which no
         chunk can be left out.
         """
-        mode = self.problem.settings.recompute
-        none, every = (False,) * self.stages, (True,) * self.stages
-        at_best_s = self.step_s(stops, classes, every if mode == "always" else none)
+        at_best_s = self.at_best_s(stops, classes)
         if at_best_s >= below_s:
             return None
+        mode = self.problem.settings.recompute
         sets = [list(self._sets(rank, stops, classes, mode)) for rank in range(self.ranks)]
         best: ChunkChoice | None = None
         for chosen in itertools.product(*sets):  # nothing at all where a rank has no set
             recompute = tuple(flags[chunk] for chunk in range(self.candidate.ring.chunks) for flags in chosen)
-            step_s = at_best_s if not any(recompute) else self.step_s(stops, classes, recompute)
+            step_s = self.step_s(stops, classes, recompute) if any(recompute) and mode == "auto" else at_best_s
             if step_s < min(below_s, np.inf if best is None else best.step_s):
                 best = ChunkChoice(step_s, stops, classes, recompute)
         return best
+
+    def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
+        """Seconds of the step with as little recompute as the settings allow, whether it fits or not."""
+        always = self.problem.settings.recompute == "always"
+        return self.step_s(stops, classes, (True,) * self.stages if always else ())
+
+    def over_bytes(self, rank: int, stops: Stops, classes: Sequence[int]) -> int:
+        """Bytes that a rank needs beyond its device with the recompute that needs least; 0 if it fits."""
+        chunks = self.candidate.ring.chunks
+        sets = [frozenset(range(chunks))] if self.problem.settings.recompute != "never" else []
+        if self.problem.settings.recompute != "always":
+            sets.append(frozenset())
+        needed = min(self.rank_bytes(rank, stops, classes, chosen) for chosen in sets)
+        return max(0, needed - self.problem.classes[classes[rank]].device.memory_bytes)
 
     def _sets(self, rank: int, stops: Stops, classes: Sequence[int], mode: str) -> Iterator[tuple[bool, ...]]:
         """Which chunks of a rank to recompute, by chunk."""

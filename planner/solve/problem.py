@@ -109,8 +109,10 @@ class Problem:
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""
         able = sum(group.capacity(replicas) for group in self.classes)
-        per_stage = count // self.settings.micro_batches_per_stage
-        most = min(self.settings.max_stages, self.layers, able, per_stage)
+        per_rank, chunks = count // self.settings.micro_batches_per_stage, self.settings.chunks
+        most = chunks * min(self.settings.max_stages // chunks, self.layers // chunks, able, per_rank)
+        if chunks > 1 and most < 2 * chunks:
+            return 0
         if self.settings.stages is None:
             return most
         return self.settings.stages if self.settings.stages <= most else 0

@@ -24,9 +24,9 @@ from planner.kernel.makespan import orders_of
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.deadline import Deadline
 
-MOST_PROGRAMS = 80
-"""Linear programs of one bound [chosen: 2 s for 32 stages]."""
-CLOSE = 2e-4
+MOST_PROGRAMS = 60
+"""Linear programs of one bound [chosen: 1 s for 32 stages]."""
+CLOSE = 1e-3
 """Relative distance to the minimum at which a bound is good enough [chosen]."""
 CERTAINTY = 1 - 1e-6
 """Factor that leaves room for the tolerance of linear programs."""

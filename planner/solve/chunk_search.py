@@ -41,7 +41,9 @@ KICKS = 8
 """Times that cuts near the best ones are tried."""
 MOST_ORDERS = 60
 """Orders of unlike devices that are tried; the bound is for all."""
-PATIENCE = 12
+MOST_PASSES, FEWEST_TRIED = 2_000_000, 300
+"""Passes, of all cuts tried of one candidate together, and how many cuts are tried at least [chosen: 0.5 s]."""
+PATIENCE = 6
 """Candidates searched in vain before the search ends, if there is no time limit."""
 MOST_LOOKED_AT = 12
 """Candidates, spread over all, of which one is named that is near to fitting."""
@@ -146,6 +148,7 @@ class _Climb:
         self._demanded = {int(place) for place in np.flatnonzero(rules.demanded)}
         self._layers = plans.problem.layers
         self._chance = random.Random(0)
+        self._most_tried = max(FEWEST_TRIED, MOST_PASSES // (2 * plans.stages * plans.candidate.split.count))
         self._tried: dict[tuple[Stops, tuple[int, ...]], _Score] = {}
 
     def found(self, below_s: float) -> tuple[ChunkChoice | None, float]:
@@ -163,10 +166,15 @@ class _Climb:
                 self._climbed(start, classes)
         for _ in range(KICKS if self._tried else 0):
             stops, classes, best = self._best()
-            if self._deadline.over or best.step_s <= self._bound.step_s:
+            if self._over or best.step_s <= self._bound.step_s:
                 break
             self._climbed(self._kicked(stops), classes)
         return (self._best()[2].choice if self._tried else None), 0.0
+
+    @property
+    def _over(self) -> bool:
+        """Whether enough was tried."""
+        return self._deadline.over or len(self._tried) >= self._most_tried
 
     def _best(self) -> tuple[Stops, tuple[int, ...], _Score]:
         """The best cuts and order of devices so far."""
@@ -245,7 +253,7 @@ class _Climb:
         while moved:
             moved = False
             for move in self._moves():
-                if self._deadline.over:
+                if self._over:
                     return
                 other = self._moved(stops, move)
                 if other is None or (other, classes) in self._tried:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from executor.command_options import (
+    CHUNKS,
     FILE,
     MICRO_BATCHES,
     PICTURE,
@@ -109,6 +110,7 @@ def main() -> None:
     help="How many, or which: cuda:0,cuda:1 or cpu,cpu.  [default: all CUDA devices, or else 2 CPU workers]",
 )
 @click.option("--batch-size", type=SAMPLES, help="Samples in a mini-batch.  [default: as in the sample]")
+@click.option("--chunks", type=CHUNKS, metavar="V", help="Stages a device, of an interleaved schedule.  [default: 1]")
 @click.option("--stages", type=STAGES, metavar="K", help="Number of stages.  [default: the best]")
 @click.option("--micro-batches", type=MICRO_BATCHES, metavar="M", help="Number of micro-batches.  [default: the best]")
 @click.option("--max-stages", type=STAGES, metavar="K", help="Largest number of stages.")
@@ -270,7 +272,7 @@ def run(plan_file: Path, script: str, dry_run: bool) -> None:
     _check_devices(plan_file, made)
     function = _function(script, "FUNCTION")
     if dry_run:
-        places = ", ".join(stage.device.name for stage in made.stages)
+        places = ", ".join(stage.device.name for stage in made.stages[: made.K // made.chunks])
         click.echo(f"{plan_file}: sound; {made.K} stage{'s' if made.K > 1 else ''} on {places}")
         return
     from executor.launching import launch

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from planner.plan.schedules import MOST_CHUNKS
 from profiler.quantities import (
     MOST_BYTES,
     MOST_DEVICES,
@@ -235,4 +236,5 @@ _LONGEST_NAME = 255  # bytes, on the usual file systems
 FILE = Input()
 PICTURE = Output((".pdf", ".png", ".svg"), folder_is_made=False)
 SAMPLES, STAGES, MICRO_BATCHES = Whole(MOST_SAMPLES), Whole(MOST_LAYERS), Whole(MOST_MICRO_BATCHES)
+CHUNKS = Whole(MOST_CHUNKS)
 THREADS = Whole(MOST_THREADS)

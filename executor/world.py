@@ -60,6 +60,7 @@ def check_world_size(plan: Plan, world_size: int) -> None:
     needed = plan.ranks * plan.replicas
     if world_size not in (1, needed):
         stages = f"{plan.K} stage{'s' if plan.K > 1 else ''}"
+        stages += f", {plan.chunks} on each rank" if plan.chunks > 1 else ""
         pipelines = f" in {plan.replicas} replicas" if plan.replicas > 1 else ""
         raise ForeignPlanError(
             f"the plan has {stages}{pipelines}, but {world_size} processes run; start {needed} processes, or one"

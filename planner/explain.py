@@ -45,9 +45,10 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
     Returns:
         Columns: `forward_s`, `backward_s` (recompute included) and the longest transfers from the stage for the largest
         micro-batch; `bottleneck`, whether the stage or its link takes the longest of all in `"forward"`, `"backward"`,
-        `"both"` or `""`; `busy`, the share of the time before the optimizer that it computes; `memory_share` of its
-        device; `recomputed_layers`; `memory_binds`, whether its memory costs time: it recomputes, or (with the profile)
-        has no room for one layer more of a neighbour's; `cut_earlier_s` and `cut_later_s`, seconds of the step.
+        `"both"` or `""`; `busy`, the share of the time before the optimizer that it computes, and `memory_share` of its
+        device, both with all chunks of its rank; `recomputed_layers`; `memory_binds`, whether its memory costs time: it
+        recomputes, or (with the profile) has no room for one layer more of a neighbour's; `cut_earlier_s` and
+        `cut_later_s`, seconds of the step.
 
     Raises:
         ForeignPlanError: the profile is not the plan's.
@@ -64,8 +65,10 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
     ]
     names = {(True, True): "both", (True, False): "forward", (False, True): "backward", (False, False): ""}
     frame.insert(3, "bottleneck", [names[bool(one), bool(other)] for one, other in slow])
-    frame["busy"] = [1 - idle_s / timeline.makespan_s for idle_s in timeline.idle_s]
-    frame["memory_share"] = [stage.memory.total / stage.device.memory_bytes for stage in plan.stages]
+    ranks = len(timeline.idle_s)
+    frame["busy"] = [1 - timeline.idle_s[index % ranks] / timeline.makespan_s for index in range(plan.K)]
+    shares = _memory_shares(plan)
+    frame["memory_share"] = [shares[index % ranks] for index in range(plan.K)]
     frame["memory_binds"] = frame["recomputed_layers"] > 0
     if profile is not None:
         problem = _problem_of(plan, profile)
@@ -75,6 +78,11 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
             frame[column] = [*moved, float("nan")]
         frame["memory_binds"] |= pandas.Series(_full(plan, frame))
     return frame
+
+
+def _memory_shares(plan: Plan) -> list[float]:
+    """What share of its device each stage fills, or each rank that has several."""
+    return [memory.total / plan.stages[index].device.memory_bytes for index, memory in enumerate(plan.device_memories)]
 
 
 def _full(plan: Plan, frame: pandas.DataFrame) -> list[bool]:
@@ -120,6 +128,7 @@ def _problem_of(plan: Plan, profile: Profile) -> Problem:
         optimizer=plan.optimizer,
         settings={
             "schedule": plan.schedule,
+            "chunks": plan.chunks,
             "stages": plan.K,
             "micro_batches": plan.M,
             "micro_batches_per_stage": 1,
@@ -130,7 +139,7 @@ def _problem_of(plan: Plan, profile: Profile) -> Problem:
 
 
 def _devices(plan: Plan, replica: int) -> list[Device]:
-    return [stage.devices[replica] for stage in plan.stages]
+    return [stage.devices[replica] for stage in plan.stages[: plan.K // plan.chunks]]
 
 
 def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
@@ -146,7 +155,7 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     demanded = problem.rules.demanded & False
     demanded[list(cuts)] = True
     pinned = problem.rules.pinned.copy()
-    if plan.replicas == 1 and len(problem.classes) > 1 and len(plan.stages) <= MOST_PINNED:
+    if plan.replicas == plan.chunks == 1 and len(problem.classes) > 1 and len(plan.stages) <= MOST_PINNED:
         for position, (first, stop) in enumerate(itertools.pairwise(positions)):
             pinned[first:stop] = position
     rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
@@ -170,6 +179,7 @@ def _quantities(plan: Plan) -> dict[str, Any]:
     return {
         "schedule": plan.schedule,
         "K": plan.K,
+        "chunks": plan.chunks,
         "M": plan.M,
         "R": plan.replicas,
         "cuts": " ".join(str(stage.stop_layer) for stage in plan.stages[:-1]),
@@ -180,8 +190,8 @@ def _quantities(plan: Plan) -> dict[str, Any]:
         "samples_per_s": prediction.samples_per_s,
         "bubble": prediction.bubble,
         "gap": prediction.gap,
-        "largest_memory_bytes": max(stage.memory.total for stage in plan.stages),
-        "largest_memory_share": max(stage.memory.total / stage.device.memory_bytes for stage in plan.stages),
+        "largest_memory_bytes": max(memory.total for memory in plan.device_memories),
+        "largest_memory_share": max(_memory_shares(plan)),
     }
 
 
@@ -254,6 +264,7 @@ def memory_over_time(plan: Plan) -> pandas.DataFrame:
     transient part is there while the stage computes, and from a recompute to the end of its backward pass. Messages
     under way count throughout, for their receives are posted ahead. With GPipe a rank posts the receives of all inputs
     at once, which count here from their micro-batch's forward pass on. The largest value is the stage's predicted peak.
+    Of the chunks of a rank the first has what the process has once.
 
     Returns:
         Columns `stage`, `time_s`, `bytes` (from this time on), ordered.
@@ -289,7 +300,7 @@ def _changes(plan: Plan, timeline: Timeline, stage: int) -> list[tuple[float, in
     begun: dict[int, float] = {}
     for event in timeline.events:
         action = event.action
-        if event.lane != f"stage {stage}":
+        if action.stage != stage or event.lane.startswith("link"):
             continue
         size = plan.micro_batch_sizes[action.micro_batch]
         if action.kind is ActionKind.F:

@@ -76,12 +76,17 @@ def make_problem(
         raise ArgumentError(
             f"stages is {asked.stages}, but the model has {len(profile.layers)} layers; a stage holds at least 1"
         )
+    if asked.chunks > 1 and len(profile.layers) < 2 * asked.chunks:
+        raise InfeasibleError(
+            f"chunks is {asked.chunks}, so 2 ranks have {2 * asked.chunks} stages, but the model has "
+            f"{len(profile.layers)} layers; a stage holds at least 1"
+        )
     link = devices.link if isinstance(devices, Cluster) and devices.link is not None else None
     limited = tuple(
         device if limit == device.memory_bytes else device.model_copy(update={"memory_bytes": limit})
         for device, limit in zip(given, asked.memory_limits, strict=True)
     )
-    most = min(asked.max_stages, len(profile.layers), batch_size // asked.micro_batches_per_stage)
+    most = min(asked.max_stages, len(profile.layers), batch_size // asked.micro_batches_per_stage * asked.chunks)
     rules = rules_of(profile, asked, most)
     problem = Problem(
         costs=CostModel(profile),
@@ -149,7 +154,7 @@ def _check_profile(problem: Problem, most: int) -> None:
 
 def _check_groups(problem: Problem) -> None:
     """Each stage can run on equal devices, one in every replica."""
-    replicas, needed = problem.settings.replicas or 1, problem.settings.stages or 1
+    replicas, needed = problem.settings.replicas or 1, problem.settings.ranks or 1
     found = sum(group.capacity(replicas) for group in problem.classes)
     if found < needed:
         listed = ", ".join(f"{len(group.members)} of {group.device.kind!r}" for group in problem.classes)

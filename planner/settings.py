@@ -6,7 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
-from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES, ScheduleName
+from planner.plan.schedules import (
+    DEFAULT_SCHEDULE,
+    MOST_CHUNKS,
+    SCHEDULES,
+    ScheduleName,
+    check_chunks,
+    one_chunk_schedules,
+)
 from profiler.device import Device
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.quantities import (
@@ -26,6 +33,7 @@ MemoryLimit: TypeAlias = int | Sequence[int | None] | Mapping[str, int]
 WhichDevice: TypeAlias = str | int
 
 _MOST = {
+    "chunks": MOST_CHUNKS,
     "stages": MOST_LAYERS,
     "max_stages": MOST_LAYERS,
     "micro_batches": MOST_MICRO_BATCHES,
@@ -44,11 +52,13 @@ class SettingKeywords(TypedDict, total=False):
         skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or
             `"direct"`, past them, where that fits: stages between need no memory and no time for them, and ranks that
             are no neighbours talk.
-        stages: K, if it is to be fixed.
+        chunks: stages a rank, of a schedule that has several ("interleaved"); 1 by default. Each is kept or recomputed
+            as a whole, and there are at least 2 ranks.
+        stages: K, if it is to be fixed; all chunks of all ranks.
         max_stages: largest K.
         micro_batches: M, if it is to be fixed; at most 16,384 in any case.
-        micro_batches_per_stage: M is at least this times K; 4 by default, below which the bubble is no longer small
-            (GPipe, section 2.3).
+        micro_batches_per_stage: M is at least this times K, or times the ranks where these have several chunks; 4 by
+            default, below which the bubble is no longer small (GPipe, section 2.3).
         micro_batch_sizes: the only sizes that micro-batches may have.
         replicas: R, pipelines side by side that average their gradients; 1 by default, `"auto"` to have it chosen.
         memory_limit: bytes that a stage may fill, at most what its device has: one number for all, one for each device
@@ -63,6 +73,7 @@ class SettingKeywords(TypedDict, total=False):
     schedule: ScheduleName
     recompute: RecomputeMode
     skips: SkipMode
+    chunks: int
     stages: int | None
     max_stages: int | None
     micro_batches: int | None
@@ -91,6 +102,7 @@ class Settings:
     schedules: tuple[ScheduleName, ...] = (DEFAULT_SCHEDULE,)
     recompute: RecomputeMode = "auto"
     skips: SkipMode = "relayed"
+    chunks: int = 1
     stages: int | None = None
     max_stages: int
     micro_batches: int | None = None
@@ -138,10 +150,12 @@ class Settings:
             check_count("micro_batch_sizes", size, most=MOST_SAMPLES)
         if sizes is not None and not len(sizes):
             raise ArgumentError("micro_batch_sizes is empty; name at least one size, or leave it out")
-        most = min(len(devices), given.pop("max_stages", len(devices)))
+        chunks = given.get("chunks", 1)
+        _check_chunks(chunks, schedule, given, len(devices))
+        most = min(len(devices) * chunks, given.pop("max_stages", len(devices) * chunks))
         settings = cls(
             batch_size=batch_size,
-            schedules=tuple(SCHEDULES) if schedule == "auto" else (schedule,),
+            schedules=one_chunk_schedules() if schedule == "auto" else (schedule,),
             max_stages=most,
             micro_batch_sizes=None if sizes is None else frozenset(sizes),
             replicas=None if replicas == "auto" else replicas,
@@ -156,19 +170,29 @@ class Settings:
 
     @property
     def most_stages(self) -> int:
-        """The largest K that devices, replicas, batch and settings allow, whatever the model."""
+        """The most devices in line that devices, replicas, batch and settings allow, whatever the model."""
         replicas = self.replicas or 1
-        able = min(self.max_stages, len(self.memory_limits) // replicas)
-        return self.stages or max(1, min(able, self.batch_size // replicas // self.micro_batches_per_stage))
+        able = min(self.max_stages // self.chunks, len(self.memory_limits) // replicas)
+        return self.ranks or max(1, min(able, self.batch_size // replicas // self.micro_batches_per_stage))
+
+    @property
+    def ranks(self) -> int | None:
+        """Devices in line, if K is fixed."""
+        return None if self.stages is None else self.stages // self.chunks
 
     def _check_numbers(self, devices: int, max_stages: int | None) -> None:
         """K, M, R and the batch do not contradict each other."""
-        stages, count, replicas = self.stages, self.micro_batches, self.replicas or 1
+        stages, count, replicas = self.ranks, self.micro_batches, self.replicas or 1
+        if self.chunks > 1 and max_stages is not None and max_stages < 2 * self.chunks:
+            raise ArgumentError(
+                f"max_stages is {max_stages}, and 2 ranks with {self.chunks} chunks each have {2 * self.chunks} stages"
+            )
         if stages is not None and stages > devices:
-            raise ArgumentError(f"stages is {stages}, but there are {devices} devices; each stage needs its own")
-        if stages is not None and max_stages is not None and stages > max_stages:
-            raise ArgumentError(f"stages is {stages} and max_stages is {max_stages}; leave one of them out")
-        least_stages = stages or 1
+            each = "each stage needs its own" if self.chunks == 1 else f"{self.chunks} of them share one"
+            raise ArgumentError(f"stages is {self.stages}, but there are {devices} devices; {each}")
+        if self.stages is not None and max_stages is not None and self.stages > max_stages:
+            raise ArgumentError(f"stages is {self.stages} and max_stages is {max_stages}; leave one of them out")
+        least_stages = stages or (1 if self.chunks == 1 else 2)
         if replicas * least_stages > devices:
             raise ArgumentError(
                 f"replicas is {replicas} with {least_stages} stages each, but there are {devices} devices; "
@@ -209,6 +233,27 @@ def _batch_too_small_text(batch: int, stages: int, per_stage: int) -> str:
         f"a batch of {batch} samples is too small for K = {stages}: M must be at least {needed} ({per_stage} "
         f"micro-batches for each stage), and a micro-batch holds at least 1 sample; {', or '.join(cures)}"
     )
+
+
+def _check_chunks(chunks: int, schedule: ScheduleName, given: Mapping[str, Any], devices: int) -> None:
+    """Several chunks a rank go together with the other settings."""
+    if chunks == 1:
+        return
+    able = ", ".join(repr(name) for name, record in SCHEDULES.items() if record.most_chunks > 1)
+    if schedule == "auto":
+        raise ArgumentError(f'schedule is "auto", which is for one chunk a rank, and chunks is {chunks}; name {able}')
+    check_chunks(schedule, given.get("stages", chunks), chunks)
+    if given.get("stages", 2 * chunks) < 2 * chunks or devices < 2:
+        raise ArgumentError(
+            f"chunks is {chunks}, and there would be 1 rank; give at least 2 devices and {2 * chunks} stages, or leave "
+            "chunks out"
+        )
+    for name, value in (("skips", "direct"), ("pinned", None)):
+        if given.get(name) and value in (None, given[name]):
+            raise ArgumentError(
+                f"chunks is {chunks} and {name} is {shown(given[name])}, which is for one chunk a rank; leave one of "
+                "them out"
+            )
 
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:

@@ -76,28 +76,31 @@ def _on_one_clock(processes: Sequence[Recorded], number: int) -> dict[Action, tu
 
 def _timeline(plan: Plan, spans: Mapping[Action, tuple[float, float]]) -> Timeline:
     computed = [action for action in spans if action.kind in _PASSES]
+    lists = plan.K // plan.chunks
+    kind = "rank" if plan.chunks > 1 else "stage"
     events = [
-        Event(f"stage {action.stage}", action, *spans[action]) for action in sorted(computed, key=spans.__getitem__)
+        Event(f"{kind} {action.stage % lists}", action, *spans[action])
+        for action in sorted(computed, key=spans.__getitem__)
     ]
     makespan_s = max(end_s for _, end_s in spans.values())
-    busy_s = [0.0] * plan.K
+    busy_s = [0.0] * lists
     for event in events:
-        busy_s[event.action.stage] += event.end_s - event.start_s
-    lanes = sorted(events, key=lambda event: event.action.stage)
+        busy_s[event.action.stage % lists] += event.end_s - event.start_s
+    lanes = sorted(events, key=lambda event: event.action.stage % lists)
     return Timeline(
-        events=(*lanes, *_transfers(spans)),
+        events=(*lanes, *_transfers(spans, lists)),
         makespan_s=makespan_s,
         idle_s=tuple(max(0.0, makespan_s - busy) for busy in busy_s),
     )
 
 
-def _transfers(spans: Mapping[Action, tuple[float, float]]) -> list[Event]:
-    """The transfers on each link, in the order in which they were sent."""
+def _transfers(spans: Mapping[Action, tuple[float, float]], lists: int) -> list[Event]:
+    """The transfers on each link between the lists of actions, in the order in which they were sent."""
     events: list[Event] = []
     by_link: dict[tuple[int, int], list[Action]] = {}
     for action in sorted(spans, key=spans.__getitem__):
         if action.kind in _TRANSFERS:
-            by_link.setdefault((action.stage, action.other_end.stage), []).append(action)
+            by_link.setdefault((action.stage % lists, action.other_end.stage % lists), []).append(action)
     for (sender, receiver), sends in sorted(by_link.items()):
         lane = f"link {sender}>{receiver}"
         awaited: list[float] = []
@@ -145,19 +148,22 @@ def measured_frame(plan: Plan, processes: Sequence[Recorded]) -> pandas.DataFram
         for kind, field in _PASSES.items():
             seconds = _pass_seconds(index, kind, actions)
             rows.append((index, field, _predicted(plan, index, field), 0.0 if seconds is None else seconds))
-        idle_s = median(timeline.idle_s[index] for timeline in timelines) if timelines else nan
-        rows.append((index, "idle_s", predicted.idle_s[index], idle_s))
+        if index < len(predicted.idle_s):  # where ranks have several chunks, in the row of the first
+            idle_s = median(timeline.idle_s[index] for timeline in timelines) if timelines else nan
+            rows.append((index, "idle_s", predicted.idle_s[index], idle_s))
         for kind, field in _TRANSFERS.items():
             seconds = _transfer_s(timelines, index, kind, None)
             if seconds is not None:
                 rows.append((index, field, _predicted(plan, index, field), seconds))
         rows.extend(_skip_rows(plan, index, timelines))
         for process in processes:
-            if index in process.stages:
-                memory = stage.memory.total - stage.memory.reserve
+            if index in process.stages and index < len(plan.device_memories):
+                expected = plan.device_memories[index]
+                memory = expected.total - expected.reserve
                 if backend_of(stage.device.name).is_host:
-                    memory -= stage.memory.optimizer
-                peak = float(process.peak_bytes) if process.peak_bytes and len(process.stages) == 1 else nan
+                    memory -= expected.optimizer
+                is_whole = len(process.stages) == plan.chunks
+                peak = float(process.peak_bytes) if process.peak_bytes and is_whole else nan
                 rows.append((index, "peak_bytes", float(memory), peak))
     frame = pandas.DataFrame(rows, columns=["stage", "what", "predicted", "measured"])
     frame["ratio"] = frame["measured"] / frame["predicted"]

@@ -122,10 +122,13 @@ def _lists(plan: Plan, layout: Layout, micro_batches: int, *, training: bool) ->
             tuple(action for action in actions if action.kind in forward_only and action.peer is None)
             for actions in schedule
         )
+    own = plan.stages[layout.stages[0]].rank
+    if plan.chunks > 1 and not layout.alone:
+        return schedule[own]
     if len(layout.stages) == 1:
         return schedule[layout.stages[0]]
-    rank_of = (0,) * plan.K if layout.alone else tuple(stage.rank for stage in plan.stages)
-    return rank_lists(schedule, rank_of, _seconds(plan))[rank_of[layout.stages[0]]]
+    rank_of = (0,) * len(schedule) if layout.alone else tuple(stage.rank for stage in plan.stages)
+    return rank_lists(schedule, rank_of, _seconds(plan))[0 if layout.alone else own]
 
 
 def _seconds(plan: Plan) -> Callable[[Action], float]:

@@ -1,6 +1,7 @@
 """One list of actions for a rank that runs several stages.
 
-Each stage has its own list; a rank carries out one action at a time. In which order it takes the lists is decided
+Each stage has its own list, but for the chunks of a schedule that has several a rank: they share one, whose order says
+when each has its turn. A rank carries out one action at a time. In which order it takes the lists is decided
 beforehand, in simulated time, so that every rank knows what the others will do: carried out in the order in which a
 simulation went through, no list can wait for ever.
 
@@ -29,8 +30,8 @@ def rank_lists(
     processes.
 
     Args:
-        schedule: one list a stage.
-        rank_of: the rank of each stage.
+        schedule: one list a stage, or one for the chunks of a rank.
+        rank_of: the rank of each list.
         seconds: of the actions that compute.
 
     Raises:
@@ -83,10 +84,10 @@ def _blockers(schedule: Schedule) -> dict[Action, Action]:
     """For each SEND the receive that must have been carried out before, if any."""
     found: dict[Action, Action] = {}
     for actions in schedule:
-        by_channel: dict[tuple[ActionKind, int | None], list[Action]] = {}
+        by_channel: dict[tuple[int, ActionKind, int | None], list[Action]] = {}
         for action in actions:
             if action.kind in SENDS:
-                by_channel.setdefault((action.kind, action.peer), []).append(action)
+                by_channel.setdefault((action.stage, action.kind, action.peer), []).append(action)
         for sends in by_channel.values():
             distance = abs(sends[0].other_end.stage - sends[0].stage)
             for earlier, later in zip(sends, sends[receives_ahead(distance) + SENDS_AHEAD :], strict=False):

@@ -35,7 +35,7 @@ from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRa
 from planner.cost.messages import Message
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ScheduleName
+from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
 from profiler.record import OptimizerCost
 
 Range: TypeAlias = tuple[int, int] | EllipsisType
@@ -46,7 +46,7 @@ class Of(Enum):
     """Of which layers or boundaries of a stage a row is, and so the shape of its figure."""
 
     STAGE = auto()
-    """The stage, whatever its layers: one number."""
+    """The stage, whatever its layers: one number. A rank with several chunks has it once."""
     WHOLE = auto()
     """Its layers as a whole, in the forms `KEPT` and `AS_ONE`: one number, for `Figures.layers_of_stage`."""
     LAYERS = auto()
@@ -101,6 +101,7 @@ class Basis:
         schedule: says how many micro-batches are in flight.
         micro_batches: how a replica's samples are cut.
         ahead_bytes: see `Message`.
+        ring: ranks, and chunks of each.
     """
 
     costs: CostModel
@@ -110,6 +111,7 @@ class Basis:
     schedule: ScheduleName
     micro_batches: MicroBatches
     ahead_bytes: int = AHEAD_BYTES
+    ring: Ring = ONE_CHUNK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -298,7 +300,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
         "receive_buffers",
         Of.FIRST_BOUNDARY,
         Counts.UNDER_WAY,
-        lambda at: at.message.at_receiver(at.basis.schedule, at.basis.micro_batches, at.number),
+        lambda at: at.message.at_receiver(at.basis.schedule, at.basis.micro_batches, at.number, at.basis.ring),
     ),
     Row(
         "messages under way after the stage",
@@ -359,7 +361,8 @@ class Ledger:
         large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
         message = self.message = Message.behind(large, small, basis.ahead_bytes)
         self._numbers = numbers
-        self.in_flight = np.array([split.in_flight(basis.schedule, number) for number in numbers], dtype=np.float64)
+        flying = [split.in_flight(basis.schedule, number, basis.ring) for number in numbers]
+        self.in_flight = np.array(flying, dtype=np.float64)
         self._large = self._small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage)
         if not split.equal:
             self._small = Figures(basis, sizes[1], small, message, numbers[0], layers_of_stage)

@@ -10,7 +10,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, LayerArrays
 from planner.plan.actions import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,9 @@ class Message:
         under_way: Floats = posted_and_read * np.maximum(*self.gradients) + sent * np.maximum(*self.outputs)
         return under_way
 
-    def at_receiver(self, schedule: ScheduleName, micro_batches: MicroBatches, number: int) -> Floats:
+    def at_receiver(
+        self, schedule: ScheduleName, micro_batches: MicroBatches, number: int, ring: Ring = ONE_CHUNK
+    ) -> Floats:
         """Bytes under way at the stage that it comes to.
 
         Gradients that have not left and inputs whose receives are posted. Where the inputs of all micro-batches are
@@ -78,15 +80,16 @@ class Message:
             schedule: says how many micro-batches are under way.
             micro_batches: how a replica's samples are cut.
             number: of the stage from the end, 1 for the last.
+            ring: ranks, and chunks of each.
         """
         sent_back = np.minimum(self._ahead(SENDS_AHEAD, np.minimum(*self.gradients)), micro_batches.count)
         gradients: Floats = sent_back * np.maximum(*self.gradients)
         if SCHEDULES[schedule].keeps_all:
             return gradients
         large, small = self.outputs
-        flying = sum(micro_batches.in_flight(schedule, number))
+        flying = sum(micro_batches.in_flight(schedule, number, ring))
         posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small))
-        soon = np.minimum(number + posted_ahead, micro_batches.count)
+        soon = np.minimum(flying + posted_ahead, micro_batches.count)
         soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))
         more_large = soon_large - now_large
         posted: Floats = more_large * large + (soon - flying - more_large) * small

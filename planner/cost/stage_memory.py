@@ -12,7 +12,7 @@ from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, RangeFigures, R
 from planner.cost.messages import Message
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.plan import Segment, StageMemory
-from planner.plan.schedules import ScheduleName
+from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
 from profiler.device import Device
 from profiler.record import OptimizerCost
 
@@ -48,8 +48,11 @@ def stage_memory(
     stop: int,
     segments: Sequence[Segment],
     skips: StageSkips = NO_SKIPS,
+    ring: Ring = ONE_CHUNK,
 ) -> StageMemory:
     """Peak bytes of the stage of layers [first, stop).
+
+    Of the chunks of a rank the first has what a process has once, whatever its layers.
 
     Args:
         costs: costs of the layers.
@@ -63,8 +66,9 @@ def stage_memory(
         stop: behind its layers.
         segments: what is recomputed.
         skips: of the values alive at its boundaries those that do not come from, or go to, its neighbours.
+        ring: ranks, and chunks of each.
     """
-    basis = Basis(costs, parameters, device.kind, optimizer, schedule, micro_batches)
+    basis = Basis(costs, parameters, device.kind, optimizer, schedule, micro_batches, ring=ring)
     sizes = micro_batches.largest, micro_batches.smallest
     large, small = (
         _without(costs.layers(device.kind, size), range(max(0, first - 1), stop), past)
@@ -74,7 +78,8 @@ def stage_memory(
     found = {**dict.fromkeys(StageMemory.model_fields, 0.0), "transient": stage.peak()}
     for range_row in range_rows():
         found[range_row.memory_class] += float(range_row.figure(RangeFigures(parameters, optimizer, (first, stop))))
-    for row in rows_of(*Of, form=stage.form):
+    later_chunk = ring.chunks > 1 and number <= ring.ranks * (ring.chunks - 1)
+    for row in rows_of(*(of for of in Of if not (later_chunk and of is Of.STAGE)), form=stage.form):
         found[row.memory_class] += stage.bytes_of(row)
     return StageMemory(**{name: int(size_bytes) for name, size_bytes in found.items()})
 

@@ -17,14 +17,15 @@ the first M - 1 micro-batches in the bottlenecks, is the length of a path that s
 the bottleneck take longer with the first, large micro-batch is added (`heads`). For any other order there is no such
 form; `planner.kernel.rear` builds a lower bound from stage to stage.
 
-The exact makespan follows from the passes of each stage in order, for any schedule:
+The exact makespan follows from the passes of each rank in order, for any schedule:
 
-1. A stage walks its passes in turn until one needs what has not come yet: the output of the stage before, or the
-   gradient of the stage after.
-2. A pass starts when the stage is free and what it needs is there. Recompute starts as soon as the stage is free, also
+1. A rank walks its passes in turn, those of all its stages, until one needs what has not come yet: the output of the
+   stage before, or the gradient of the stage after.
+2. A pass starts when the rank is free and what it needs is there. Recompute starts as soon as the rank is free, also
    before the gradient comes; where the backward pass follows its own forward pass, nothing is recomputed.
-3. What a pass computes goes over the link in that direction, one message after the other.
-4. The stages take turns until all are at their end.
+3. What a pass computes goes over the link in that direction, one message after the other. Of two ranks each is before
+   and after the other, so all that one sends goes over one link.
+4. The ranks take turns until all are at their end.
 """
 
 from __future__ import annotations
@@ -36,105 +37,117 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
-from planner.plan.schedules import ScheduleName, stage_orders
+from planner.plan.schedules import ScheduleName, rank_orders
 
 F, R, B, SEND_F, SEND_B = range(5)
 """Rows of the seconds."""
+TWO = 2
+"""Ranks of which each is before and after the other."""
 NOT_YET = -1.0
 """When a message comes that nobody has sent."""
 
 
 class _Walk(NamedTuple):
-    """How far all stages are.
+    """How far all ranks are.
 
     Attributes:
-        clock_s: when each stage is free, shape (K,).
-        forward_link_s: when the link to the next stage is free, shape (K,).
-        backward_link_s: when the link to the stage before is free, shape (K,).
+        clock_s: when each rank is free, shape (ranks,).
+        link_s: when the links to the next rank and to the one before are free, shape (2, ranks).
         output_s: when the output of a stage and micro-batch is at the next stage, or `NOT_YET`, shape (K, M).
         gradient_s: when the gradient for its inputs is at the stage before, or `NOT_YET`, shape (K, M).
     """
 
     clock_s: Floats
-    forward_link_s: Floats
-    backward_link_s: Floats
+    link_s: Floats
     output_s: Floats
     gradient_s: Floats
 
 
-def makespan_s(schedule: ScheduleName, seconds: Floats) -> float:
+def makespan_s(schedule: ScheduleName, seconds: Floats, chunks: int = 1) -> float:
     """Seconds of forward and backward phase; the simulator's makespan for the same schedule, without its events.
 
     Args:
         schedule: order of the passes.
         seconds: of F, R, B, SEND_F and SEND_B of each stage and micro-batch, shape (5, K, M); R is 0 for stages that
             keep everything, the last row of SEND_F and the first of SEND_B are not used.
+        chunks: stages a rank.
     """
     _, stages, micro_batches = seconds.shape
-    orders = _orders(schedule, stages, micro_batches)
+    orders = orders_of(schedule, stages // chunks, micro_batches, chunks)
     return float(_walked_s(orders, np.ascontiguousarray(seconds)))
 
 
 @lru_cache(maxsize=64)
-def _orders(schedule: ScheduleName, stages: int, micro_batches: int) -> Indices:
-    """The passes of every stage, shape (K, 2 M)."""
-    return np.array(stage_orders(schedule, stages, micro_batches), dtype=np.int64)
+def orders_of(schedule: ScheduleName, ranks: int, micro_batches: int, chunks: int) -> Indices:
+    """The passes of every rank, shape (ranks, 2 M chunks)."""
+    return np.array(rank_orders(schedule, ranks, micro_batches, chunks), dtype=np.int64)
 
 
 @compiled
 def _walked_s(orders: Indices, seconds: Floats) -> float:
     """Steps 1 to 4; infinite if all wait for each other."""
     _, stages, micro_batches = seconds.shape
+    ranks, most = orders.shape
     there = stages, micro_batches
-    walk = _Walk(np.zeros(stages), np.zeros(stages), np.zeros(stages), np.full(there, NOT_YET), np.full(there, NOT_YET))
-    passes = np.zeros(stages, dtype=np.int64)  # that each stage has done
+    walk = _Walk(np.zeros(ranks), np.zeros((2, ranks)), np.full(there, NOT_YET), np.full(there, NOT_YET))
+    passes = np.zeros(ranks, dtype=np.int64)  # that each rank has done
     finished, moved = 0, True
-    while finished < stages:
+    while finished < ranks:
         if not moved:
             return np.inf
         moved = False
-        for stage in range(stages):
-            begun = passes[stage]
-            while passes[stage] < 2 * micro_batches:
-                turn = orders[stage, passes[stage]]
+        for rank in range(ranks):
+            begun = passes[rank]
+            while passes[rank] < most:
+                turn = orders[rank, passes[rank]]
+                place = turn if turn >= 0 else ~turn
+                stage, batch = place // micro_batches * ranks + rank, place % micro_batches
                 if turn >= 0:
-                    done = _forward(walk, seconds, stage, turn)
+                    done = _forward(walk, seconds, stage, batch)
                 else:
-                    done = _backward(walk, seconds, stage, ~turn, orders[stage, passes[stage] - 1] == ~turn)
+                    done = _backward(walk, seconds, stage, batch, orders[rank, passes[rank] - 1] == place)
                 if not done:
                     break
-                passes[stage] += 1
-            if passes[stage] > begun:
+                passes[rank] += 1
+            if passes[rank] > begun:
                 moved = True
-                finished += int(passes[stage] == 2 * micro_batches)
+                finished += int(passes[rank] == most)
     return float(walk.clock_s.max())
 
 
 @compiled
 def _forward(walk: _Walk, seconds: Floats, stage: int, batch: int) -> bool:
     """The forward pass of a micro-batch; False if its input has not come."""
-    start_s = walk.clock_s[stage]
+    rank = stage % len(walk.clock_s)
+    start_s = walk.clock_s[rank]
     if stage > 0:
         if walk.output_s[stage - 1, batch] == NOT_YET:
             return False
         start_s = max(start_s, walk.output_s[stage - 1, batch])
-    walk.clock_s[stage] = start_s + seconds[F, stage, batch]
-    sent_s = max(walk.forward_link_s[stage], walk.clock_s[stage]) + seconds[SEND_F, stage, batch]
-    walk.forward_link_s[stage] = walk.output_s[stage, batch] = sent_s
+    walk.clock_s[rank] = start_s + seconds[F, stage, batch]
+    sent_s = max(walk.link_s[0, rank], walk.clock_s[rank]) + seconds[SEND_F, stage, batch]
+    walk.output_s[stage, batch] = sent_s
+    if stage < len(walk.output_s) - 1:
+        walk.link_s[0, rank] = sent_s
     return True
 
 
 @compiled
 def _backward(walk: _Walk, seconds: Floats, stage: int, batch: int, turns_around: bool) -> bool:
     """The backward pass of a micro-batch, which may follow its forward pass; False if its gradient has not come."""
-    start_s = walk.clock_s[stage]
+    ranks = len(walk.clock_s)
+    rank = stage % ranks
+    start_s = walk.clock_s[rank]
     if not turns_around:
         start_s += seconds[R, stage, batch]
-    if stage < len(walk.clock_s) - 1:
+    if stage < len(walk.output_s) - 1:
         if walk.gradient_s[stage + 1, batch] == NOT_YET:
             return False
         start_s = max(start_s, walk.gradient_s[stage + 1, batch])
-    walk.clock_s[stage] = start_s + seconds[B, stage, batch]
-    sent_s = max(walk.backward_link_s[stage], walk.clock_s[stage]) + seconds[SEND_B, stage, batch]
-    walk.backward_link_s[stage] = walk.gradient_s[stage, batch] = sent_s
+    walk.clock_s[rank] = start_s + seconds[B, stage, batch]
+    way = 0 if ranks == TWO else 1
+    sent_s = max(walk.link_s[way, rank], walk.clock_s[rank]) + seconds[SEND_B, stage, batch]
+    walk.gradient_s[stage, batch] = sent_s
+    if stage > 0:
+        walk.link_s[way, rank] = sent_s
     return True

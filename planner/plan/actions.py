@@ -1,4 +1,4 @@
-"""A schedule is data: for each stage the ordered list of actions that its rank carries out.
+"""A schedule is data: for each rank the ordered list of actions that it carries out.
 
 GPipe with K = 3 stages and M = 4 micro-batches, every stage recomputing; time runs to the right, `F2` is the forward
 pass of micro-batch 2, `R2` its recompute, `B2` its backward pass:
@@ -20,6 +20,9 @@ gradient travels. Where no other pass stands between the forward and the backwar
 are kept and there is nothing to recompute. The simulator and the executor walk exactly these lists: RECV waits for a
 message whose receive was posted ahead, SEND starts a transfer and does not wait for it.
 
+A rank has one stage, or several chunks: stages that it runs in the order of one list (`planner.plan.schedules`). Then
+there is one list a rank, and its actions are of several stages.
+
 Messages go to the neighbour. One that skips stages names the other end: `0SEND_F1@2` sends what stage 2 reads of stage
 0, past stage 1, and `2RECV_F1@0` waits for it.
 
@@ -36,7 +39,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from planner.plan.schedules import Order, ScheduleName, known, stage_orders
+from planner.plan.schedules import Order, ScheduleName, check_chunks, known, rank_orders
 from profiler.errors import ArgumentError
 
 # Messages of one boundary and direction that are under way at once: at least this many receives are posted ahead, and
@@ -137,10 +140,16 @@ class Action:
 
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
+"""One list of actions a rank; with R ranks list r has actions of stages r, R + r, 2 R + r, ..."""
+
+
+def has_chunks(schedule: Schedule) -> bool:
+    """Whether a rank has several stages."""
+    return any(action.stage >= len(schedule) for actions in schedule for action in actions)
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """The schedule as text, one line a stage, one token an action."""
+    """The schedule as text, one line a rank, one token an action."""
     return "\n".join(" ".join(str(action) for action in actions) for actions in schedule)
 
 
@@ -148,13 +157,16 @@ def parse_schedule(text: str) -> Schedule:
     """The schedule that `schedule_text` wrote.
 
     Raises:
-        ArgumentError: a token is no action, or stands in the line of another stage.
+        ArgumentError: a token is no action, or stands in the line of another rank.
     """
     schedule = tuple(tuple(Action.parse(token) for token in line.split()) for line in text.splitlines())
-    for stage, actions in enumerate(schedule):
+    for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.stage != stage:
-                raise ArgumentError(f"action {action} of stage {action.stage} stands in line {stage}, of stage {stage}")
+            if action.stage % len(schedule) != rank:
+                raise ArgumentError(
+                    f"action {action} of stage {action.stage} stands in line {rank} of {len(schedule)}, which is for "
+                    f"rank {rank}, and belongs in line {action.stage % len(schedule)}"
+                )
     return schedule
 
 
@@ -165,6 +177,7 @@ def make_schedule(
     micro_batches: int,
     recompute: Sequence[bool],
     skips: Sequence[tuple[int, int]] = (),
+    chunks: int = 1,
 ) -> Schedule:
     """The lists of actions of a schedule.
 
@@ -174,15 +187,16 @@ def make_schedule(
         micro_batches: M.
         recompute: for each stage whether it recomputes a segment before each backward pass.
         skips: pairs of stages, not neighbours, of which the first sends to the second past those between.
+        chunks: stages a rank.
 
     Returns:
-        One list of actions a stage.
+        One list of actions a rank.
 
     Raises:
-        ArgumentError: there is no such schedule, no stage or no micro-batch, or `recompute` does not have one entry a
-            stage.
+        ArgumentError: there is no such schedule, no stage or no micro-batch, `recompute` does not have one entry a
+            stage, or the schedule is not for so many chunks.
     """
-    known(name)
+    check_chunks(known(name), stages, chunks)
     if stages < 1 or micro_batches < 1:
         raise ArgumentError(f"{stages} stages and {micro_batches} micro-batches; a schedule needs at least 1 of both")
     if len(recompute) != stages:
@@ -190,9 +204,11 @@ def make_schedule(
     for sender, receiver in skips:
         if not 0 <= sender < receiver - 1 < stages - 1:
             raise ArgumentError(f"stage {sender} cannot skip to stage {receiver} of {stages}: none lies between them")
+    ranks = stages // chunks
+    peers = [_Peers.of(stage, stages, skips) for stage in range(stages)]
     return tuple(
-        tuple(_with_transfers(order, recompute[stage], _Peers.of(stage, stages, skips)))
-        for stage, order in enumerate(stage_orders(name, stages, micro_batches))
+        tuple(_with_transfers(order, micro_batches, recompute[rank::ranks], peers[rank::ranks]))
+        for rank, order in enumerate(rank_orders(name, ranks, micro_batches, chunks))
     )
 
 
@@ -215,18 +231,28 @@ class _Peers:
         )
 
 
-def _with_transfers(order: Order, recompute: bool, peers: _Peers) -> Iterator[Action]:
-    """The passes with recompute before the wait for a gradient, unless the micro-batch has just gone forward."""
-    stage = peers.stage
+def _with_transfers(
+    order: Order, micro_batches: int, recompute: Sequence[bool], peers: Sequence[_Peers]
+) -> Iterator[Action]:
+    """The passes with recompute before the wait for a gradient, unless the micro-batch has just gone forward.
+
+    Args:
+        order: of a rank.
+        micro_batches: M.
+        recompute: for each chunk of the rank.
+        peers: of each chunk.
+    """
     before: int | None = None
     for one_pass in order:
         forward = one_pass >= 0
-        number = one_pass if forward else ~one_pass
-        if not forward and recompute and before != number:
-            yield Action(stage, ActionKind.R, number)
-        for peer in peers.before if forward else peers.after:
-            yield Action(stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number, peer)
-        yield Action(stage, ActionKind.F if forward else ActionKind.B, number)
-        for peer in peers.after if forward else peers.before:
-            yield Action(stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number, peer)
+        place = one_pass if forward else ~one_pass
+        chunk, number = divmod(place, micro_batches)
+        own = peers[chunk]
+        if not forward and recompute[chunk] and before != place:
+            yield Action(own.stage, ActionKind.R, number)
+        for peer in own.before if forward else own.after:
+            yield Action(own.stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number, peer)
+        yield Action(own.stage, ActionKind.F if forward else ActionKind.B, number)
+        for peer in own.after if forward else own.before:
+            yield Action(own.stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number, peer)
         before = one_pass

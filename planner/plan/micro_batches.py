@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,14 @@ class MicroBatches:
         """How many micro-batches have the larger size: all of them when the sizes are equal."""
         return self.batch_size % self.count or self.count
 
-    def in_flight(self, schedule: ScheduleName, number: int) -> tuple[int, int]:
+    def in_flight(self, schedule: ScheduleName, number: int, ring: Ring = ONE_CHUNK) -> tuple[int, int]:
         """Most micro-batches under way at once, as (of the larger size, of the smaller size).
 
         Args:
             schedule: says how many there are; the large ones come first.
             number: of the stage, 1 for the last.
+            ring: ranks, and chunks of each.
         """
-        many = SCHEDULES[schedule].most_in_flight(number, self.count)
+        many = SCHEDULES[schedule].most_in_flight(number, self.count, ring)
         large = min(many, self.number_largest)
         return large, many - large

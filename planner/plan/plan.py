@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
-from planner.plan.schedules import DEFAULT_SCHEDULE, ScheduleName, known
+from planner.plan.schedules import DEFAULT_SCHEDULE, MOST_CHUNKS, ScheduleName, check_chunks, known
 from profiler.device import Device
 from profiler.errors import ArgumentError, PlanFileError
 from profiler.quantities import (
@@ -275,6 +275,7 @@ class Plan(Value):
         schedule: order of the passes on each stage, one of `planner.plan.schedules.SCHEDULES`.
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
         optimizer: class name of the optimizer that the predictions assume.
+        chunks: stages a rank, of a schedule that has several: stage k runs on rank k mod (K / chunks).
         stages: in pipeline order.
         skips: what goes past stages, one entry for each pair of ends; all else is sent from neighbour to neighbour.
         prediction: step time and how good the plan is.
@@ -287,6 +288,7 @@ class Plan(Value):
     batch_size: Samples
     micro_batch_sizes: tuple[Samples, ...] = Field(min_length=1, max_length=MOST_MICRO_BATCHES)
     schedule: ScheduleName = DEFAULT_SCHEDULE
+    chunks: int = Field(default=1, gt=0, le=MOST_CHUNKS)
     replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -304,19 +306,44 @@ class Plan(Value):
         return len(self.micro_batch_sizes)
 
     def actions(self, micro_batches: int | None = None) -> Schedule:
-        """The lists of actions of one replica's step, one a stage; with other than M micro-batches where given."""
+        """The lists of actions of one replica's step; with other than M micro-batches where given.
+
+        One list a stage, or one a rank where ranks have several chunks.
+        """
         return make_schedule(
             self.schedule,
             stages=self.K,
             micro_batches=self.M if micro_batches is None else micro_batches,
             recompute=[bool(stage.recompute) for stage in self.stages],
             skips=[skip.ends for skip in self.skips],
+            chunks=self.chunks,
         )
 
     @property
     def ranks(self) -> int:
         """Processes of one replica; `ranks * replicas` of them train together."""
         return 1 + max(stage.rank for stage in self.stages)
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """What a rank runs, in pipeline order."""
+        return tuple(stage for stage in self.stages if stage.rank == rank)
+
+    def rank_memory(self, rank: int) -> StageMemory:
+        """Predicted peak bytes of a rank on its device: of all its chunks, one of which computes at a time."""
+        memories = [stage.memory for stage in self.stages_of(rank)]
+        return StageMemory(
+            **{
+                name: (max if name == "transient" else sum)(getattr(memory, name) for memory in memories)
+                for name in StageMemory.model_fields
+            }
+        )
+
+    @property
+    def device_memories(self) -> tuple[StageMemory, ...]:
+        """Of each stage, or of each rank where ranks have several chunks: on the device of the stage of that number."""
+        if self.chunks == 1:
+            return tuple(stage.memory for stage in self.stages)
+        return tuple(self.rank_memory(rank) for rank in range(self.ranks))
 
     @field_validator("schedule")
     @classmethod
@@ -345,6 +372,7 @@ class Plan(Value):
             raise ValueError(
                 f"the stages name {len(given)} ranks, the highest of them {self.ranks - 1}; one is left out"
             )
+        self._check_chunks()
         expected = 0
         for position, stage in enumerate(self.stages):
             if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
@@ -367,6 +395,27 @@ class Plan(Value):
                 reached = segment.stop
         self._check_skips()
         return self
+
+    def _check_chunks(self) -> None:
+        try:
+            check_chunks(self.schedule, self.K, self.chunks)
+        except ArgumentError as problem:
+            raise ValueError(str(problem)) from problem
+        if self.chunks == 1:
+            return
+        ranks = self.K // self.chunks
+        if self.skips:
+            raise ValueError(
+                f"{len(self.skips)} skips with {self.chunks} chunks a rank; values are relayed from chunk to chunk"
+            )
+        for position, stage in enumerate(self.stages):
+            if stage.rank != position % ranks:
+                raise ValueError(
+                    f"stage {position} is on rank {stage.rank}; with {self.chunks} chunks on each of {ranks} ranks it "
+                    f"belongs on rank {position % ranks}"
+                )
+            if stage.devices != self.stages[position % ranks].devices:
+                raise ValueError(f"stages {position % ranks} and {position} are of one rank and on unlike devices")
 
     def _check_skips(self) -> None:
         if len({skip.ends for skip in self.skips}) != len(self.skips):

@@ -37,6 +37,7 @@ def plan_frame(plan: Plan) -> pandas.DataFrame:
                 "stop_layer": stage.stop_layer,
                 "first_module": stage.module_paths[0],
                 "last_module": stage.module_paths[1],
+                "rank": stage.rank,
                 "device": stage.device.name,
                 "device_kind": stage.device.kind,
                 "parameters": stage.parameter_count,
@@ -63,6 +64,7 @@ def _headline(plan: Plan) -> list[str]:
     lines = [
         f"K = {plan.K} stages, M = {plan.M} micro-batches of {_sizes(plan)} samples, batch {plan.batch_size}, "
         f"schedule {plan.schedule}, {one_line(plan.optimizer)}",
+        *([f"{plan.chunks} chunks on each of {plan.ranks} ranks"] if plan.chunks > 1 else []),
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
         f"{prediction.samples_per_s:.4g} samples/s, bubble {prediction.bubble:.1%}",
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}), {optimal}",
@@ -87,7 +89,9 @@ def _sizes(plan: Plan) -> str:
 
 
 def _stage_table(plan: Plan) -> list[str]:
-    head = ["stage", "device", "layers", "modules", "parameters", "forward", "recompute", "backward", "send", "memory"]
+    rank = ["rank"] if plan.chunks > 1 else []
+    head = ["stage", *rank, "device", "layers", "modules", "parameters"]
+    head += ["forward", "recompute", "backward", "send", "memory"]
     rows = [_stage_row(plan, index, stage) for index, stage in enumerate(plan.stages)]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     room = WIDTH - sum(widths) - 2 * (len(widths) - 1)
@@ -110,6 +114,7 @@ def _stage_row(plan: Plan, index: int, stage: Stage) -> list[str]:
     share = stage.memory.total / stage.device.memory_bytes
     return [
         str(index),
+        *([str(stage.rank)] if plan.chunks > 1 else []),
         one_line(stage.device.name),
         f"{stage.first_layer}-{stage.stop_layer - 1}",
         one_line(first if first == last else f"{first} .. {last}"),
@@ -123,14 +128,15 @@ def _stage_row(plan: Plan, index: int, stage: Stage) -> list[str]:
 
 
 def _memory_table(plan: Plan) -> list[str]:
-    head = ["stage", *(name.replace("_", " ") for name in _CLASSES), "device"]
+    """A row for each stage, or for each rank where it has several."""
+    head = ["rank" if plan.chunks > 1 else "stage", *(name.replace("_", " ") for name in _CLASSES), "device"]
     rows = [
         [
             str(index),
-            *(bytes_text(getattr(stage.memory, name)) for name in _CLASSES),
-            bytes_text(stage.device.memory_bytes),
+            *(bytes_text(getattr(memory, name)) for name in _CLASSES),
+            bytes_text(plan.stages[index].device.memory_bytes),
         ]
-        for index, stage in enumerate(plan.stages)
+        for index, memory in enumerate(plan.device_memories)
     ]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     return ["predicted peak memory", *_aligned([head, *rows], widths, left=set())]

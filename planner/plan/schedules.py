@@ -1,19 +1,27 @@
 """The schedules that there are: each is one record, and nothing else knows its name.
 
-A record says in which order each stage takes its forward and backward passes, how many micro-batches are then under
+A record says in which order each rank takes its forward and backward passes, how many micro-batches are then under
 way at a stage, and by which form the balancer's search bounds the time of a step. All else follows: the lists of
 actions (`planner.plan.actions`), what the simulator and the executor do, the memory of a stage, and the choices of the
 command. A schedule of another order is one more record, with `Objective.WORK` if nobody has a tighter form for it: its
 plans are listed and simulated.
+
+A rank runs one stage, or with v chunks a rank v of them: chunk c of rank r is stage c * ranks + r, so a micro-batch
+passes all ranks v times forward and v times back. Two ranks with two chunks each, M = 2; `F0` is the forward pass of
+micro-batch 0:
+
+    rank 0   stages 0, 2    0F0 0F1 2F0 2F1 ... 2B0 2B1 ... 0B0 ... 0B1
+    rank 1   stages 1, 3        1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import TypeAlias
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
 
 from profiler.errors import ArgumentError
 
@@ -21,7 +29,24 @@ ScheduleName: TypeAlias = str
 """A key of `SCHEDULES`."""
 
 Order: TypeAlias = tuple[int, ...]
-"""The passes of a stage in order: `m` is the forward pass of micro-batch m, `~m` its backward pass."""
+"""The passes of a rank in order.
+
+`c * M + m` is the forward pass of micro-batch m in the rank's chunk c, `~(c * M + m)` its backward pass. With one chunk
+these are `m` and `~m`.
+"""
+
+
+class Ring(NamedTuple):
+    """Over how many ranks the stages go, and how often they go round: stage c * ranks + r is chunk c of rank r.
+
+    Where there is one chunk a rank, the number of ranks makes no difference and may be left out.
+    """
+
+    ranks: int = 1
+    chunks: int = 1
+
+
+ONE_CHUNK = Ring()
 
 
 class Objective(IntEnum):
@@ -41,52 +66,123 @@ class ScheduleRecord:
     """One schedule.
 
     Attributes:
-        order: the passes of a stage, for its position, K and M; each micro-batch once forward and, later, once
-            backward.
-        in_flight: most micro-batches under way at a stage, for its number from the end (1 for the last) and M; None
-            if all are, on every stage.
+        order: the passes of a rank, for its position, the number of ranks, M and the chunks a rank; each micro-batch
+            once forward and, later, once backward in every chunk.
+        in_flight: most micro-batches under way at a stage if it is its rank's only one, for its number from the end (1
+            for the last) and M; None if all are, on every stage.
         objective: its closed form, or its bound.
         source: where it was published.
+        most_chunks: chunks that a rank may have, at most.
     """
 
-    order: Callable[[int, int, int], Order]
+    order: Callable[[int, int, int, int], Order]
     in_flight: Callable[[int, int], int] | None
     objective: Objective
     source: str
+    most_chunks: int = 1
 
     @property
     def keeps_all(self) -> bool:
         """Whether the inputs of all micro-batches are there when the last one goes forward."""
         return self.in_flight is None
 
-    def most_in_flight(self, number: int, micro_batches: int) -> int:
-        """Most micro-batches under way at a stage; `number` is the stage's from the end, 1 for the last."""
+    def most_in_flight(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> int:
+        """Most micro-batches under way at a stage.
+
+        Args:
+            number: of the stage from the end, 1 for the last.
+            micro_batches: M.
+            ring: ranks, and chunks of each; where there are several, the passes are counted.
+        """
+        ranks, chunks = ring
+        if chunks > 1:
+            chunk, rank = divmod(chunks * ranks - number, ranks)
+            return _most_under_way(self.order, rank, ranks, micro_batches, chunks)[chunk]
         return micro_batches if self.in_flight is None else self.in_flight(number, micro_batches)
 
     @property
     def last_turns_around(self) -> bool:
         """Whether on the last stage each backward pass follows its forward pass, and nothing is recomputed."""
-        return not self.keeps_all and self.order(0, 1, 2) == (0, ~0, 1, ~1)
+        return not self.keeps_all and self.order(0, 1, 2, 1) == (0, ~0, 1, ~1)
 
 
-def _gpipe_order(stage: int, stages: int, micro_batches: int) -> Order:
+@lru_cache(maxsize=4096)
+def _most_under_way(
+    order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
+) -> tuple[int, ...]:
+    """By chunk of a rank, how many micro-batches have gone forward and not yet back, at most."""
+    now, most = [0] * chunks, [0] * chunks
+    for one_pass in order(rank, ranks, micro_batches, chunks):
+        chunk = (one_pass if one_pass >= 0 else ~one_pass) // micro_batches
+        now[chunk] += 1 if one_pass >= 0 else -1
+        most[chunk] = max(most[chunk], now[chunk])
+    return tuple(most)
+
+
+def _gpipe_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
     """All forward passes, then all backward passes in reverse order; alike on all stages."""
     return (*range(micro_batches), *(~number for number in reversed(range(micro_batches))))
 
 
-def _one_f_one_b_order(stage: int, stages: int, micro_batches: int) -> Order:
+def _one_f_one_b_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
     """As many forward passes as there are stages after it, then one forward and one backward pass in turns."""
-    ahead = min(stages - 1 - stage, micro_batches)
-    turns = 2 * (micro_batches - ahead)
-    order = [0] * (2 * micro_batches)
-    order[:ahead] = range(ahead)
-    order[ahead : ahead + turns : 2] = range(ahead, micro_batches)
-    backward = range(-1, -1 - micro_batches, -1)  # ~0, ~1, ...
-    order[ahead + 1 : ahead + turns : 2] = backward[: micro_batches - ahead]
-    order[ahead + turns :] = backward[micro_batches - ahead :]
+    ahead = ranks - 1 - rank
+    return _in_turns(range(micro_batches), range(-1, -1 - micro_batches, -1), ahead)  # ~0, ~1, ...
+
+
+def _interleaved_order(lead: int) -> Callable[[int, int, int, int], Order]:
+    """The passes of 1F1B over all chunks of a rank, for any M.
+
+    Micro-batches go in groups: as many as whole groups of one for each rank fit, at least one, their sizes as equal as
+    may be, the larger first. A group goes forward through chunk 0, then chunk 1, ..., and back through the last chunk,
+    ..., chunk 0. A rank goes forward until its last chunk has work that goes back, and `lead` passes more for each rank
+    after it; then one forward and one backward pass in turns. No group is larger than the first, which that lead is
+    for, so every backward pass comes after its forward pass.
+
+    Args:
+        lead: passes that a rank is ahead of the next one. With 1 nothing waits as long as messages take no time, and a
+            rank keeps what it keeps with 1F1B; with 2 a message may take as long as a pass of a chunk.
+    """
+
+    def order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
+        if chunks == 1:
+            return _one_f_one_b_order(rank, ranks, micro_batches, 1)
+        sizes = group_sizes(micro_batches, ranks)
+        starts = list(accumulate(sizes, initial=0))
+        groups = [range(start, stop) for start, stop in pairwise(starts)]
+        forward = [c * micro_batches + m for group in groups for c in range(chunks) for m in group]
+        backward = [~(c * micro_batches + m) for group in groups for c in reversed(range(chunks)) for m in group]
+        return _in_turns(forward, backward, (chunks - 1) * sizes[0] + lead * (ranks - 1 - rank))
+
+    return order
+
+
+def group_sizes(micro_batches: int, ranks: int) -> tuple[int, ...]:
+    """How many micro-batches go through a chunk before the next chunk's turn, group by group.
+
+    >>> group_sizes(8, 4), group_sizes(11, 4), group_sizes(3, 4)
+    ((4, 4), (6, 5), (3,))
+    """
+    groups = max(1, micro_batches // ranks)
+    size, larger = divmod(micro_batches, groups)
+    return (size + 1,) * larger + (size,) * (groups - larger)
+
+
+def _in_turns(forward: Sequence[int], backward: Sequence[int], ahead: int) -> Order:
+    """So many forward passes, then one forward and one backward pass in turns, at last the backward passes left."""
+    passes = len(forward)
+    ahead = min(ahead, passes)
+    turns = 2 * (passes - ahead)
+    order = [0] * (2 * passes)
+    order[:ahead] = forward[:ahead]
+    order[ahead : ahead + turns : 2] = forward[ahead:]
+    order[ahead + 1 : ahead + turns : 2] = backward[: passes - ahead]
+    order[ahead + turns :] = backward[passes - ahead :]
     return tuple(order)
 
 
+MOST_CHUNKS = 64
+"""Chunks a rank at most [chosen]: far more than pay, as each sends its messages."""
 SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
     "gpipe": ScheduleRecord(_gpipe_order, None, Objective.FLOW_SHOPS, "Huang et al., arXiv 1811.06965, figure 2c"),
     "1f1b": ScheduleRecord(
@@ -94,6 +190,20 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         min,
         Objective.ROUNDS,
         "Narayanan et al., arXiv 1806.03377, with the flush of arXiv 2104.04473, figure 3",
+    ),
+    "interleaved": ScheduleRecord(
+        _interleaved_order(lead=2),
+        min,
+        Objective.ROUNDS,
+        "Narayanan et al., arXiv 2104.04473, section 2.2; with one chunk it is 1f1b",
+        MOST_CHUNKS,
+    ),
+    "interleaved-lean": ScheduleRecord(
+        _interleaved_order(lead=1),
+        min,
+        Objective.ROUNDS,
+        "the same with the lead of 1F1B, and so with its memory; ours",
+        MOST_CHUNKS,
     ),
 }
 DEFAULT_SCHEDULE: ScheduleName = "gpipe"
@@ -110,8 +220,31 @@ def known(name: ScheduleName) -> ScheduleName:
     return name
 
 
+def one_chunk_schedules() -> tuple[ScheduleName, ...]:
+    """Those that are for one stage a rank and no more."""
+    return tuple(name for name, record in SCHEDULES.items() if record.most_chunks == 1)
+
+
 @lru_cache(maxsize=256)
-def stage_orders(name: ScheduleName, stages: int, micro_batches: int) -> tuple[Order, ...]:
-    """The passes of every stage in order."""
+def rank_orders(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1) -> tuple[Order, ...]:
+    """The passes of every rank in order."""
     order = SCHEDULES[name].order
-    return tuple(order(stage, stages, micro_batches) for stage in range(stages))
+    return tuple(order(rank, ranks, micro_batches, chunks) for rank in range(ranks))
+
+
+def check_chunks(name: ScheduleName, stages: int, chunks: int) -> None:
+    """Refuse so many chunks a rank.
+
+    Raises:
+        ArgumentError: the schedule has no order for them, or they do not divide the number of stages.
+    """
+    most = SCHEDULES[name].most_chunks
+    if not 1 <= chunks <= most:
+        able = ", ".join(repr(other) for other, record in SCHEDULES.items() if record.most_chunks > 1)
+        raise ArgumentError(
+            f"chunks is {chunks}, and schedule {name!r} has at most {most} a rank; several are for {able}"
+        )
+    if stages % chunks:
+        raise ArgumentError(
+            f"{stages} stages are not {chunks} chunks for each rank; give a multiple of {chunks} stages"
+        )

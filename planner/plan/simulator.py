@@ -3,9 +3,10 @@
     timeline = simulate_plan(plan)
     timeline.makespan_s, timeline.bubble
 
-Each stage is a machine that takes its actions in the order of its list. Each has one more machine for each direction
-that it sends in: its link, which takes messages first in, first out, those that skip stages after the neighbour's. A
-SEND hands the message over and costs the sender nothing; a RECV blocks its stage until the message has arrived.
+Each rank is a machine that takes its actions in the order of its list, those of all its stages. Each has one more
+machine for each direction that it sends in: its link, which takes messages first in, first out, those that skip stages
+after the neighbour's. A SEND hands the message over and costs the sender nothing; a RECV blocks its rank until the
+message has arrived. With two ranks that have several chunks each, outputs and gradients go the same way, and share it.
 
     stage 0   |F0 |F1 |F2 |                 F, R, B: the stage computes
     link 0>1      |==0==|==1==|==2==|       from SEND_F (or the message before) on, for the transfer time
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from planner.plan.actions import Action, ActionKind, Schedule
+from planner.plan.actions import Action, ActionKind, Schedule, has_chunks
 from profiler.errors import PlanError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 _RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
+TWO = 2
+"""Ranks of which each is before and after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,8 @@ class Event:
     """An action at its place in time.
 
     Attributes:
-        lane: who is busy: `"stage 0"`, or `"link 0>1"` for a transfer.
+        lane: who is busy: `"stage 0"`, or `"link 0>1"` for a transfer; where ranks have several stages `"rank 0"`, and
+            links between ranks.
         action: F, R or B on a stage; the SEND on a link.
         start_s: seconds since the step began.
         end_s: seconds since the step began.
@@ -117,10 +121,10 @@ class Timeline:
     """A step, as simulated.
 
     Attributes:
-        events: by lane (stages in order, then links), in order of time within a lane.
-        makespan_s: seconds until the last stage is done with its list.
-        idle_s: for each stage the part of the makespan in which it neither computes nor recomputes.
-        optimizer_s: seconds of the slowest stage's all-reduce and optimizer step, which follow the makespan.
+        events: by lane (ranks in order, then links), in order of time within a lane.
+        makespan_s: seconds until the last rank is done with its list.
+        idle_s: for each rank the part of the makespan in which it neither computes nor recomputes.
+        optimizer_s: seconds of the slowest rank's all-reduce and optimizer step, which follow the makespan.
     """
 
     events: tuple[Event, ...]
@@ -135,7 +139,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle share of all stages' time before the optimizer step: 1 - busy / (K * makespan)."""
+        """Idle share of all ranks' time before the optimizer step: 1 - busy / (ranks * makespan)."""
         return sum(self.idle_s) / (len(self.idle_s) * self.makespan_s) if self.makespan_s else 0.0
 
     @property
@@ -149,20 +153,27 @@ def simulate_plan(plan: Plan) -> Timeline:
     return simulate(
         plan.actions(),
         Durations.of(plan),
-        optimizer_s=max(stage.all_reduce_s + stage.optimizer_s for stage in plan.stages),
+        optimizer_s=_optimizer_s(plan),
     )
+
+
+def _optimizer_s(plan: Plan) -> float:
+    """Of the slowest rank; where each stage has a list of its own, of the slowest stage."""
+    ends_s = [stage.all_reduce_s + stage.optimizer_s for stage in plan.stages]
+    lists = plan.K // plan.chunks
+    return max(sum(ends_s[rank::lists]) for rank in range(lists))
 
 
 def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0.0) -> Timeline:
     """Run a schedule in simulated time.
 
     Args:
-        schedule: one list of actions a stage.
+        schedule: one list of actions a rank.
         durations: seconds of each action.
         optimizer_s: seconds of the optimizer step at the end, carried into the timeline.
 
     Raises:
-        PlanError: the lists cannot finish, for a stage waits for a message that is never sent or that waits in turn;
+        PlanError: the lists cannot finish, for a rank waits for a message that is never sent or that waits in turn;
             the message names every waiting stage and what it waits for.
     """
     run = _Run(schedule, durations)
@@ -171,8 +182,8 @@ def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0
     if any(position < len(actions) for position, actions in zip(run.position, schedule, strict=True)):
         raise PlanError(_deadlock_text(schedule, run.position))
     makespan_s = max(run.clock_s)
-    stages = [_stage_lane(stage) for stage in range(len(schedule))]
-    lanes = [*stages, *sorted(lane for lane in run.events if lane not in stages)]
+    ranks = [run.lane(rank) for rank in range(len(schedule))]
+    lanes = [*ranks, *sorted(lane for lane in run.events if lane not in ranks)]
     return Timeline(
         events=tuple(event for lane in lanes for event in run.events.get(lane, ())),
         makespan_s=makespan_s,
@@ -182,76 +193,79 @@ def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0
 
 
 class _Run:
-    """The state of one simulation: a clock and a position for each stage, and the messages that have arrived."""
+    """The state of one simulation: a clock and a position for each rank, and the messages that have arrived."""
 
     def __init__(self, schedule: Schedule, durations: Durations) -> None:
+        ranks = len(schedule)
         self.schedule = schedule
         self.durations = durations
-        self.clock_s = [0.0] * len(schedule)
-        self.busy_s = [0.0] * len(schedule)
-        self.position = [0] * len(schedule)
-        self.link_free_s: dict[tuple[int, ActionKind], float] = {}
+        self.clock_s = [0.0] * ranks
+        self.busy_s = [0.0] * ranks
+        self.position = [0] * ranks
+        self.link_free_s: dict[tuple[int, ActionKind | None], float] = {}
         self.arrival_s: dict[Action, float] = {}
         self.waiting: set[Action] = set()
-        self.ready = deque(range(len(schedule)))
+        self.ready = deque(range(ranks))
         self.events: dict[str, list[Event]] = {}
+        self._kind = "rank" if has_chunks(schedule) else "stage"
 
-    def advance(self, stage: int) -> None:
-        """Walk the stage's list until it ends or a message is missing."""
-        actions = self.schedule[stage]
-        while self.position[stage] < len(actions):
-            action = actions[self.position[stage]]
+    def lane(self, rank: int) -> str:
+        """Where a rank's passes are noted."""
+        return f"{self._kind} {rank}"
+
+    def advance(self, rank: int) -> None:
+        """Walk the rank's list until it ends or a message is missing."""
+        actions = self.schedule[rank]
+        while self.position[rank] < len(actions):
+            action = actions[self.position[rank]]
             if action.kind in _RECEIVES:
                 if action not in self.arrival_s:
                     self.waiting.add(action)
                     return
-                self.clock_s[stage] = max(self.clock_s[stage], self.arrival_s[action])
+                self.clock_s[rank] = max(self.clock_s[rank], self.arrival_s[action])
             elif action.kind in _SENDS:
-                self._send(action)
+                self._send(rank, action)
             else:
-                self._compute(action)
-            self.position[stage] += 1
+                self._compute(rank, action)
+            self.position[rank] += 1
 
-    def _compute(self, action: Action) -> None:
-        start_s = self.clock_s[action.stage]
+    def _compute(self, rank: int, action: Action) -> None:
+        start_s = self.clock_s[rank]
         seconds = self.durations.seconds(action)
-        self.clock_s[action.stage] = start_s + seconds
-        self.busy_s[action.stage] += seconds
-        self._note(_stage_lane(action.stage), action, start_s, start_s + seconds)
+        self.clock_s[rank] = start_s + seconds
+        self.busy_s[rank] += seconds
+        self._note(self.lane(rank), action, start_s, start_s + seconds)
 
-    def _send(self, action: Action) -> None:
-        receive = action.other_end
-        lane = f"link {action.stage}>{receive.stage}"
-        link = action.stage, action.kind
-        start_s = max(self.clock_s[action.stage], self.link_free_s.get(link, 0.0))
+    def _send(self, rank: int, action: Action) -> None:
+        receive, ranks = action.other_end, len(self.schedule)
+        receiver = receive.stage % ranks
+        link = rank, None if ranks == TWO else action.kind
+        start_s = max(self.clock_s[rank], self.link_free_s.get(link, 0.0))
         end_s = start_s + self.durations.seconds(action)
         self.link_free_s[link] = end_s
         self.arrival_s[receive] = end_s
-        self._note(lane, action, start_s, end_s)
+        self._note(f"link {rank}>{receiver}", action, start_s, end_s)
         if receive in self.waiting:
             self.waiting.remove(receive)
-            self.ready.append(receive.stage)
+            self.ready.append(receiver)
 
     def _note(self, lane: str, action: Action, start_s: float, end_s: float) -> None:
         self.events.setdefault(lane, []).append(Event(lane, action, start_s, end_s))
 
 
-def _stage_lane(stage: int) -> str:
-    return f"stage {stage}"
-
-
 def _deadlock_text(schedule: Schedule, position: list[int]) -> str:
-    """Every waiting stage, what it waits for, and why that does not come."""
+    """Every waiting rank's stage, what it waits for, and why that does not come."""
     waits = []
-    for stage, actions in enumerate(schedule):
-        if position[stage] == len(actions):
+    for rank, actions in enumerate(schedule):
+        if position[rank] == len(actions):
             continue
-        receive = actions[position[stage]]
+        receive = actions[position[rank]]
         send = receive.other_end
-        if 0 <= send.stage < len(schedule) and send in schedule[send.stage]:
-            blocker = schedule[send.stage][position[send.stage]]
-            reason = f"{send}, which stands after {blocker} in the list of stage {send.stage}"
+        sender = send.stage % len(schedule)
+        if send in schedule[sender]:
+            blocker = schedule[sender][position[sender]]
+            reason = f"{send}, which stands after {blocker} in the list of stage {blocker.stage}"
         else:
             reason = f"{send}, which stands in no list"
-        waits.append(f"stage {stage} waits in {receive} for {reason}")
+        waits.append(f"stage {receive.stage} waits in {receive} for {reason}")
     return "the schedule cannot finish: " + "; ".join(waits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from planner.plan.actions import Action, ActionKind
 from planner.plan.plan import Plan, StageMemory
@@ -16,6 +16,7 @@ from profiler.value import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Colour: TypeAlias = tuple[float, float, float, float]
 _NAMES = {
     ActionKind.F: "forward",
     ActionKind.R: "recompute",
@@ -27,12 +28,14 @@ _COLOURS = {ActionKind.F: 0, ActionKind.R: 4, ActionKind.B: 2, ActionKind.SEND_F
 """Positions in matplotlib's qualitative colormap `tab20`, where light follows dark."""
 _LABEL_SHARE = 0.008
 """Share of the step that a bar must take for each digit of its micro-batch's number to have room for it."""
+PALEST = 0.45
+"""Share of white in the colour of a rank's last chunk."""
 _MOST_OUTLINED = 200
 """Most bars of a lane that get an outline; with more there is nothing but outlines."""
 
 
 def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
-    """Gantt chart of one step: a lane for each stage and each direction of each link.
+    """Gantt chart of one step: a lane for each stage, or rank with several, and each direction of each link.
 
     Args:
         plan: what to draw.
@@ -51,9 +54,9 @@ def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
     }
     for row, lane in enumerate(lanes):
         events = [event for event in timeline.events if event.lane == lane]
-        is_stage = lane.startswith("stage")
+        is_stage = not lane.startswith("link")
         height = 0.8 if is_stage else 0.4
-        faces = [colours[event.action.kind] for event in events]
+        faces = [_paler(colours[event.action.kind], event.action.stage // plan.ranks, plan.chunks) for event in events]
         axes.broken_barh(
             [(event.start_s * 1e3, (event.end_s - event.start_s) * 1e3) for event in events],
             (row - height / 2, height),
@@ -68,7 +71,7 @@ def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
     axes.set_xlim(0, timeline.makespan_s * 1e3)
     axes.set_xlabel("time in ms")
     axes.set_title(
-        f"{plan.schedule}, K = {plan.K}, M = {plan.M}: step {seconds_text(timeline.step_s)}, "
+        f"{_order_text(plan)}: step {seconds_text(timeline.step_s)}, "
         f"of it optimizer {seconds_text(timeline.optimizer_s)}; bubble {timeline.bubble:.1%}"
     )
     shown = [kind for kind in _NAMES if any(event.action.kind == kind for event in timeline.events)]
@@ -83,7 +86,7 @@ def plot_timeline(plan: Plan, ax: Axes | None = None) -> Axes:
 
 
 def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
-    """Predicted peak memory of each stage by class, stacked, with the device's limit as a line.
+    """Predicted peak memory of each stage, or rank with several, by class, stacked, with the device's limit as a line.
 
     Args:
         plan: what to draw.
@@ -93,21 +96,24 @@ def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
 
     axes = ax if ax is not None else _new_axes(height=4.0)
     palette = colormaps["tab10"]
-    bottom = [0.0] * plan.K
-    largest = max(max(stage.memory.total, stage.device.memory_bytes) for stage in plan.stages)
+    memories = plan.device_memories
+    devices = [stage.device for stage in plan.stages[: len(memories)]]
+    bottom = [0.0] * len(memories)
+    largest = max([memory.total for memory in memories] + [device.memory_bytes for device in devices])
     unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     for position, name in enumerate(StageMemory.model_fields):
-        heights = [getattr(stage.memory, name) / scale for stage in plan.stages]
+        heights = [getattr(memory, name) / scale for memory in memories]
         if any(heights):
             label = name.replace("_", " ")
-            axes.bar(range(plan.K), heights, 0.7, bottom=bottom, color=palette(position), label=label)
+            axes.bar(range(len(memories)), heights, 0.7, bottom=bottom, color=palette(position), label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    limits = [stage.device.memory_bytes / scale for stage in plan.stages]
-    stages = range(plan.K)
+    limits = [device.memory_bytes / scale for device in devices]
+    stages = range(len(memories))
     axes.hlines(
         limits, [k - 0.42 for k in stages], [k + 0.42 for k in stages], colors="black", linestyles="--", label="device"
     )
-    axes.set_xticks(stages, [f"stage {k}\n{_plain(stage.device.name)}" for k, stage in enumerate(plan.stages)])
+    kind = "rank" if plan.chunks > 1 else "stage"
+    axes.set_xticks(stages, [f"{kind} {k}\n{_plain(device.name)}" for k, device in enumerate(devices)])
     axes.set_ylim(0, 1.08 * max([*bottom, *limits]))
     axes.set_ylabel(unit)
     axes.set_title(f"predicted peak memory, K = {plan.K}, M = {plan.M}")
@@ -128,7 +134,7 @@ def save_timeline_json(plan: Plan, path: str | Path, timeline: Timeline | None =
     """
     timeline = simulate_plan(plan) if timeline is None else timeline
     threads = {lane: number for number, lane in enumerate(_lanes_by_place(timeline))}
-    records: list[dict[str, Any]] = [_metadata("process_name", 0, f"{plan.schedule}, K = {plan.K}, M = {plan.M}")]
+    records: list[dict[str, Any]] = [_metadata("process_name", 0, _order_text(plan))]
     for lane, thread in threads.items():
         records.append(_metadata("thread_name", thread, lane))
         records.append(_metadata("thread_sort_index", thread, thread))
@@ -136,6 +142,18 @@ def save_timeline_json(plan: Plan, path: str | Path, timeline: Timeline | None =
     records.extend(_arrows(timeline, threads))
     text = json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}, allow_nan=False, indent=0) + "\n"
     write_atomically(path, text)
+
+
+def _order_text(plan: Plan) -> str:
+    chunks = f", {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
+    return f"{plan.schedule}, K = {plan.K}, M = {plan.M}{chunks}"
+
+
+def _paler(colour: Colour, chunk: int, chunks: int) -> Colour:
+    """The colour for a chunk of a rank: the later, the paler."""
+    share = PALEST * chunk / max(1, chunks - 1)
+    red, green, blue, alpha = colour
+    return (red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share, alpha)
 
 
 def _plain(name: str) -> str:
@@ -157,7 +175,7 @@ def _lanes_by_place(timeline: Timeline) -> list[str]:
 
 def _place(lane: str) -> tuple[float, str]:
     kind, where = lane.split(" ")
-    if kind == "stage":
+    if kind != "link":
         return float(where), lane
     first, second = (int(stage) for stage in where.split(">"))
     return (first + second) / 2 + (0.1 if first > second else 0.0), lane

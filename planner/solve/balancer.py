@@ -418,8 +418,11 @@ def evaluate_s(problem: Problem, candidate: Candidate, stages: tuple[StageChoice
     seconds = np.concatenate(
         (np.repeat(large[..., None], number, axis=2), np.repeat(small[..., None], split.count - number, axis=2)), axis=2
     )
-    ends = [end_seconds(problem, candidate, stage) for stage in stages]
-    return makespan_s(candidate.schedule, seconds) + max(sum(end) for end in ends)
+    ends = [sum(end_seconds(problem, candidate, stage)) for stage in stages]
+    ranks = len(stages) // candidate.ring.chunks
+    return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + max(
+        sum(ends[rank::ranks]) for rank in range(ranks)
+    )
 
 
 def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> tuple[float, float]:

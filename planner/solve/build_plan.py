@@ -35,6 +35,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         batch_size=problem.settings.batch_size,
         micro_batch_sizes=candidate.split.sizes,
         schedule=candidate.schedule,
+        chunks=candidate.ring.chunks,
         replicas=candidate.replicas,
         optimizer=problem.optimizer,
         stages=stages_of(problem, found, routes),
@@ -78,9 +79,13 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
         for size, table in seconds.items():
             table[-2:] = neighbour_s(problem.link, problem.at_boundaries(size), size, stops, routes)
     left = [list(group.members) for group in problem.classes]
+    ranks = len(found.stages) // found.candidate.ring.chunks
+    members_of = [
+        [left[choice.device_class].pop(0) for _ in range(found.candidate.replicas)] for choice in found.stages[:ranks]
+    ]
     stages = []
     for index, choice in enumerate(found.stages):
-        members = [left[choice.device_class].pop(0) for _ in range(found.candidate.replicas)]
+        members = members_of[index % ranks]
         times = tuple(
             StageTimes(
                 micro_batch_size=size,
@@ -119,7 +124,7 @@ def _stage(
         stop_layer=stop,
         module_paths=_end_paths(profile, first, stop),
         devices=devices,
-        rank=index,
+        rank=index % (len(found.stages) // found.candidate.ring.chunks),
         parameters=tuple(names),
         parameter_count=sum(elements[name] for name in names),
         recompute=choice.segments,
@@ -138,6 +143,7 @@ def _stage(
             stop=stop,
             segments=choice.segments,
             skips=stage_skips(routes, index, found.candidate.split),
+            ring=found.candidate.ring,
         ),
     )
 

@@ -11,7 +11,7 @@ from planner.cost.stage_memory import stage_memory
 from planner.kernel.least_overflow import LeastBad, equal_segments, least_bad
 from planner.kernel.tables import segment_costs
 from planner.plan.plan import Segment, StageMemory
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.plan.units import bytes_text
 from planner.settings import Settings
 from planner.solve.balancer import first_balance
@@ -124,8 +124,8 @@ def _cures(problem: Problem) -> Iterator[str]:
 
 
 def _lean_schedules() -> list[ScheduleName]:
-    """The schedules that do not keep all micro-batches."""
-    return [name for name, record in SCHEDULES.items() if not record.keeps_all]
+    """The schedules with one stage a rank that do not keep all micro-batches."""
+    return [name for name in one_chunk_schedules() if not SCHEDULES[name].keeps_all]
 
 
 def _powers(count: int, most: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ from planner.cost.ledger import Basis
 from planner.cost.time_ledger import EndFigures
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ScheduleName
+from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
 from planner.rules import FREE, Rules
 from planner.settings import Settings
 from profiler.device import Device, Link
@@ -44,11 +44,13 @@ class Candidate:
         schedule: order of the actions.
         replicas: R.
         split: how a replica's share of the mini-batch is cut.
+        ring: ranks, and chunks of each, where there are several.
     """
 
     schedule: ScheduleName
     replicas: int
     split: MicroBatches
+    ring: Ring = ONE_CHUNK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +99,7 @@ class Problem:
             candidate.schedule,
             candidate.split,
             AHEAD_BYTES if self.short_messages else 0,
+            candidate.ring,
         )
 
     def end_figures(self, device_kind: str, replicas: int) -> EndFigures:
@@ -106,8 +109,10 @@ class Problem:
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""
         able = sum(group.capacity(replicas) for group in self.classes)
-        per_stage = count // self.settings.micro_batches_per_stage
-        most = min(self.settings.max_stages, self.layers, able, per_stage)
+        per_rank, chunks = count // self.settings.micro_batches_per_stage, self.settings.chunks
+        most = chunks * min(self.settings.max_stages // chunks, self.layers // chunks, able, per_rank)
+        if chunks > 1 and most < 2 * chunks:
+            return 0
         if self.settings.stages is None:
             return most
         return self.settings.stages if self.settings.stages <= most else 0

@@ -27,6 +27,7 @@ from planner.cost.layer_costs import CostModel
 from planner.cost.skips import Route, routes_of
 from planner.plan.plan import Plan, Segment, Stage
 from planner.rules import FREE
+from planner.solve import chunk_search
 from planner.solve.balancer import Balance, StageChoice
 from planner.solve.build_plan import make_plan, stages_of
 from planner.solve.deadline import Deadline
@@ -57,7 +58,7 @@ def best_plan(problem: Problem) -> Plan | None:
     """
     values = _values(problem)
     if not values:
-        relayed = balance_any(problem)
+        relayed = balance_any(problem) if problem.settings.chunks == 1 else chunk_search.chunk_balance(problem)
         return None if relayed is None else make_plan(problem, relayed)
     deadline = Deadline(problem.settings.time_limit_s)
     problem = _with_share_of_time(problem)
@@ -77,6 +78,8 @@ def best_plan(problem: Problem) -> Plan | None:
 
 def no_plan_text(problem: Problem) -> str:
     """Why there is none. Cures are those of relaying, which is tried in any case."""
+    if problem.settings.chunks > 1:
+        return chunk_search.nothing_fits_text(problem)
     text = nothing_fits_text(with_fewer_classes(problem))
     if _values(problem):
         return "no plan was found that fits with values that skip stages; with all of them relayed, " + text

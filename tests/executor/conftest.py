@@ -59,7 +59,7 @@ def plan_for() -> PlanFor:
     """Builds a plan from cuts: `plan_for(sequence, [3, 5], batch_size=10, micro_batches=4, recompute=True)`.
 
     `recompute` is one flag, one flag a stage, or for each stage its segments; `batch_size` is that of all replicas;
-    with `skips` values go past stages that do not read them.
+    with `chunks` stages go round the ranks so often; with `skips` values go past stages that do not read them.
     """
     return _plan
 
@@ -75,6 +75,7 @@ def _plan(
     ranks: Sequence[int] | None = None,
     replicas: int = 1,
     skips: bool = False,
+    chunks: int = 1,
 ) -> Plan:
     bounds = [0, *cuts, len(sequence)]
     smaller, larger = divmod(batch_size // replicas, micro_batches)
@@ -102,7 +103,7 @@ def _plan(
             stop_layer=stop,
             module_paths=(sequence.layers[first].name, sequence.layers[stop - 1].name),
             devices=(CPU,) * replicas,
-            rank=index if ranks is None else ranks[index],
+            rank=index % (len(stages_bounds) // chunks) if ranks is None else ranks[index],
             parameters=(),
             parameter_count=0,
             recompute=tuple(Segment(first=begin, stop=end) for begin, end in segments[index]),
@@ -120,6 +121,7 @@ def _plan(
         batch_size=batch_size,
         micro_batch_sizes=sizes,
         schedule=schedule,
+        chunks=chunks,
         replicas=replicas,
         optimizer="AdamW",
         stages=stages,

@@ -87,7 +87,7 @@ def test_an_order_that_nobody_has_heard_of_trains_the_same(
 ) -> None:
     """The executor knows nothing of a schedule but its record."""
 
-    def two_each(stage: int, stages: int, micro_batches: int) -> tuple[int, ...]:
+    def two_each(rank: int, ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
         """Two forward passes, then their backward passes, on all stages alike."""
         pairs = [range(first, min(first + 2, micro_batches)) for first in range(0, micro_batches, 2)]
         return tuple(turn for pair in pairs for turn in (*pair, *(~number for number in pair)))

@@ -35,7 +35,10 @@ def profile(profile_of):
         ({"batch_size": 16, "memory_limit": -1}, "memory_limit is -1"),
         ({"batch_size": 16, "micro_batches_per_stage": 0}, "micro_batches_per_stage is 0"),
         ({"batch_size": 16, "recompute": "sometimes"}, "recompute is 'sometimes'; choose one of 'auto'"),
-        ({"batch_size": 16, "schedule": "zb"}, "schedule is 'zb'; choose one of 'gpipe', '1f1b', 'auto'"),
+        (
+            {"batch_size": 16, "schedule": "zb"},
+            "schedule is 'zb'; choose one of 'gpipe', '1f1b', 'interleaved', 'interleaved-lean', 'auto'",
+        ),
         ({"batch_size": 16, "replicas": 3}, "replicas is 3 with 1 stages each, but there are 2 devices"),
         ({"batch_size": 15, "replicas": 2}, "replicas is 2, which does not divide the batch of 15 samples"),
         ({"batch_size": 16, "memory_limit": [5]}, "memory_limit has 1 entries for 2 devices"),

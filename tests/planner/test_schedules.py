@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from planner import Plan, plan_from_profile
 from planner.kernel.makespan import makespan_s
 from planner.plan.actions import make_schedule
-from planner.plan.schedules import SCHEDULES, Objective, ScheduleRecord, stage_orders
+from planner.plan.schedules import SCHEDULES, Objective, ScheduleRecord, rank_orders
 from planner.plan.simulator import Durations, simulate
 from profiler.errors import PlanFileError
 from tests.planner.conftest import most_in_flight
 from tests.planner.test_balancer import check, draw_devices
 
 
-def first_in_first_out(stage, stages, micro_batches):
+def first_in_first_out(rank, ranks, micro_batches, chunks):
     """All forward passes, then all backward passes, in the same order."""
     return (*range(micro_batches), *(~number for number in range(micro_batches)))
 
 
-def two_each(stage, stages, micro_batches):
+def two_each(rank, ranks, micro_batches, chunks):
     """1F1B with two micro-batches in the place of each one."""
-    ahead = min(2 * (stages - stage), micro_batches)
+    ahead = min(2 * (ranks - rank), micro_batches)
     order = [*range(ahead)]
     for number in range(micro_batches):
         order.append(~number)
@@ -60,7 +60,7 @@ def test_the_records_say_how_many_micro_batches_are_in_flight(new):
 
 def test_each_micro_batch_goes_forward_and_then_backward_once(new):
     for name in SCHEDULES:
-        for order in stage_orders(name, 3, 7):
+        for order in rank_orders(name, 3, 7):
             assert sorted(order) == sorted((*range(7), *(~number for number in range(7))))
             assert all(order.index(number) < order.index(~number) for number in range(7))
 

@@ -1,0 +1,210 @@
+"""Plans of ranks with several chunks, from cuts to what a step takes and what has to be recomputed for it to fit.
+
+    plans = ChunkPlans(problem, candidate)                   # schedule, R, M, ranks and chunks
+    choice = plans.fitted((2, 4, 5, 8), (0, 0))              # stages of layers 0-1, 2-3, 4, 5-7 on two ranks
+    plans.balance(choice)
+
+A device holds all chunks of its rank: what each keeps counts, of what is there for a moment the largest, and what a
+process has once counts once. A stage is kept or recomputed as a whole here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats, Indices, prefix_sums
+from planner.cost.stage_memory import stage_memory
+from planner.cost.time_ledger import layer_seconds
+from planner.cost.transfers import boundary_s
+from planner.kernel.makespan import makespan_s
+from planner.plan.plan import Segment
+from planner.solve.balancer import Balance, StageChoice, end_seconds, evaluate_s
+from planner.solve.problem import Candidate, Problem
+
+Stops = tuple[int, ...]
+"""Index after the last layer of each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkChoice:
+    """A plan with several chunks a rank.
+
+    Attributes:
+        step_s: seconds of the step.
+        stops: index after the last layer of each stage.
+        classes: position in `Problem.classes` of each rank's devices.
+        recompute: whether each stage is recomputed.
+    """
+
+    step_s: float
+    stops: Stops
+    classes: tuple[int, ...]
+    recompute: tuple[bool, ...]
+
+
+class ChunkPlans:
+    """Plans of one schedule, R, M, number of ranks and of chunks.
+
+    Args:
+        problem: that they solve.
+        candidate: with its ring.
+
+    Attributes:
+        ranks: how many there are.
+        stages: K.
+    """
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        self.problem, self.candidate = problem, candidate
+        self.ranks = candidate.ring.ranks
+        self.stages = candidate.ring.ranks * candidate.ring.chunks
+        split = candidate.split
+        self.sizes = split.largest, split.smallest
+        self._counts = np.array([split.number_largest, split.count - split.number_largest])
+        kinds = [group.device.kind for group in problem.classes]
+        seconds = [[layer_seconds(problem.costs, kind, size) for kind in kinds] for size in self.sizes]
+        # sums of layers [0, i), shape (2, C, L + 1)
+        self.forward_s, self.recompute_s, self.backward_s = (
+            np.array([[prefix_sums(getattr(costs, name)) for costs in sized] for sized in seconds])
+            for name in ("forward_s", "recompute_s", "backward_s")
+        )
+        between = [boundary_s(problem.link, problem.at_boundaries(size)) for size in self.sizes]
+        self.outputs_s, self.gradients_s = (np.array(side) for side in zip(*between, strict=True))
+        self._bytes: dict[tuple[int, int, int, int, bool], tuple[int, int]] = {}
+        self._ends: dict[tuple[int, int, int], float] = {}
+
+    def step_s(self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool] = ()) -> float:
+        """Seconds of the step, up to rounding; nothing is recomputed by default. Whether it fits is not asked."""
+        first, stop = np.array((0, *stops[:-1])), np.array(stops)
+        group = np.array([*classes] * self.candidate.ring.chunks)
+        seconds = np.zeros((5, self.stages, 2))
+        for size in range(2):
+            seconds[0, :, size] = _between(self.forward_s[size], group, first, stop)
+            if any(recompute):
+                seconds[1, :, size] = _between(self.recompute_s[size], group, first, stop) * np.array(recompute)
+            seconds[2, :, size] = _between(self.backward_s[size], group, first, stop)
+            seconds[3, :, size] = self.outputs_s[size][stop]
+            seconds[4, :, size] = self.gradients_s[size][first]
+        each = np.repeat(seconds, self._counts, axis=2)
+        return makespan_s(self.candidate.schedule, each, self.candidate.ring.chunks) + self._end_s(stops, classes)
+
+    def _end_s(self, stops: Stops, classes: Sequence[int]) -> float:
+        """Of the slowest rank's all-reduce and optimizer step."""
+        spent = [0.0] * self.ranks
+        for index, (first, stop) in enumerate(pairwise((0, *stops))):
+            rank = index % self.ranks
+            key = classes[rank], first, stop
+            if key not in self._ends:
+                self._ends[key] = sum(
+                    end_seconds(self.problem, self.candidate, StageChoice(first, stop, classes[rank], ()))
+                )
+            spent[rank] += self._ends[key]
+        return max(spent)
+
+    def fitted(self, stops: Stops, classes: tuple[int, ...], below_s: float = np.inf) -> ChunkChoice | None:
+        """The fastest plan with these cuts that fits; None if none does, or none takes less than `below_s`.
+
+        Of each rank that is too full, every set of chunks is tried that lets it fit when recomputed and of which no
+        chunk can be left out.
+        """
+        at_best_s = self.at_best_s(stops, classes)
+        if at_best_s >= below_s:
+            return None
+        mode = self.problem.settings.recompute
+        sets = [list(self._sets(rank, stops, classes, mode)) for rank in range(self.ranks)]
+        best: ChunkChoice | None = None
+        for chosen in itertools.product(*sets):  # nothing at all where a rank has no set
+            recompute = tuple(flags[chunk] for chunk in range(self.candidate.ring.chunks) for flags in chosen)
+            step_s = self.step_s(stops, classes, recompute) if any(recompute) and mode == "auto" else at_best_s
+            if step_s < min(below_s, np.inf if best is None else best.step_s):
+                best = ChunkChoice(step_s, stops, classes, recompute)
+        return best
+
+    def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
+        """Seconds of the step with as little recompute as the settings allow, whether it fits or not."""
+        always = self.problem.settings.recompute == "always"
+        return self.step_s(stops, classes, (True,) * self.stages if always else ())
+
+    def over_bytes(self, rank: int, stops: Stops, classes: Sequence[int]) -> int:
+        """Bytes that a rank needs beyond its device with the recompute that needs least; 0 if it fits."""
+        chunks = self.candidate.ring.chunks
+        sets = [frozenset(range(chunks))] if self.problem.settings.recompute != "never" else []
+        if self.problem.settings.recompute != "always":
+            sets.append(frozenset())
+        needed = min(self.rank_bytes(rank, stops, classes, chosen) for chosen in sets)
+        return max(0, needed - self.problem.classes[classes[rank]].device.memory_bytes)
+
+    def _sets(self, rank: int, stops: Stops, classes: Sequence[int], mode: str) -> Iterator[tuple[bool, ...]]:
+        """Which chunks of a rank to recompute, by chunk."""
+        chunks = self.candidate.ring.chunks
+        limit = self.problem.classes[classes[rank]].device.memory_bytes
+        numbers = {"always": [chunks], "never": [0], "auto": range(chunks + 1)}[mode]
+        found: list[frozenset[int]] = []
+        for number in numbers:
+            for chosen in map(frozenset, itertools.combinations(range(chunks), number)):
+                if any(fewer <= chosen for fewer in found):
+                    continue
+                if self.rank_bytes(rank, stops, classes, chosen) <= limit:
+                    found.append(chosen)
+                    yield tuple(chunk in chosen for chunk in range(chunks))
+
+    def rank_bytes(self, rank: int, stops: Stops, classes: Sequence[int], recomputed: frozenset[int]) -> int:
+        """Bytes of a rank's device if these of its chunks are recomputed."""
+        lasting, moment = 0, 0
+        for chunk in range(self.candidate.ring.chunks):
+            stage = chunk * self.ranks + rank
+            first = stops[stage - 1] if stage else 0
+            own, largest = self._stage_bytes(stage, classes[rank], first, stops[stage], chunk in recomputed)
+            lasting, moment = lasting + own, max(moment, largest)
+        return lasting + moment
+
+    def _stage_bytes(self, stage: int, group: int, first: int, stop: int, recomputed: bool) -> tuple[int, int]:
+        """What a stage holds throughout, and what it has for a moment."""
+        key = stage, group, first, stop, recomputed
+        if key not in self._bytes:
+            device = self.problem.classes[group].device
+            memory = stage_memory(
+                self.problem.costs,
+                self.problem.parameters,
+                device,
+                self.candidate.schedule,
+                self.candidate.split,
+                self.problem.costs.optimizer(device.kind, self.problem.optimizer),
+                number=self.stages - stage,
+                first=first,
+                stop=stop,
+                segments=_segments(first, stop, recomputed),
+                ring=self.candidate.ring,
+            )
+            self._bytes[key] = memory.total - memory.transient, memory.transient
+        return self._bytes[key]
+
+    def balance(self, choice: ChunkChoice, lower_bound_s: float = np.inf) -> Balance:
+        """The plan as the balancer's answer, with the simulator's number for its step.
+
+        Args:
+            choice: the plan.
+            lower_bound_s: no plan is faster; by default as if this were the only one there is.
+        """
+        stages = tuple(
+            StageChoice(
+                first, stop, choice.classes[index % self.ranks], _segments(first, stop, choice.recompute[index])
+            )
+            for index, (first, stop) in enumerate(pairwise((0, *choice.stops)))
+        )
+        return Balance(self.candidate, stages, evaluate_s(self.problem, self.candidate, stages), lower_bound_s)
+
+
+def _between(sums: Floats, group: Indices, first: Indices, stop: Indices) -> Floats:
+    """Of each stage, from sums of layers [0, i) of shape (C, L + 1)."""
+    seconds: Floats = sums[group, stop] - sums[group, first]
+    return seconds
+
+
+def _segments(first: int, stop: int, recomputed: bool) -> tuple[Segment, ...]:
+    return (Segment(first=first, stop=stop),) if recomputed else ()

@@ -1,0 +1,229 @@
+"""Plans with several chunks a rank, against all that there are."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from planner.explain import explain
+from planner.from_profile import plan_from_profile
+from planner.kernel.critical_path import longest_path
+from planner.kernel.makespan import makespan_s, orders_of
+from planner.solve import chunk_search
+from planner.solve.build_plan import make_plan
+from planner.solve.chunk_bound import chunk_bound, least_s
+from planner.solve.chunk_plans import ChunkChoice, ChunkPlans
+from planner.solve.chunk_search import candidates
+from planner.solve.deadline import Deadline
+from profiler.device import Link
+from profiler.errors import ArgumentError, InfeasibleError
+from tests.planner.made_up import build_profile
+from tests.planner.test_chunk_plans import problem_of
+
+ROUGH = 1e-9
+SLOW = settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+
+
+def every_step_s(problem):
+    """Simulated step time of every plan that fits: ranks, M, cuts, order of the devices and recompute."""
+    mode = problem.settings.recompute
+    for candidate in candidates(problem):
+        plans = ChunkPlans(problem, candidate)
+        inner = itertools.combinations(range(1, problem.layers), plans.stages - 1)
+        orders = set(
+            itertools.permutations(
+                [index for index, group in enumerate(problem.classes) for _ in group.members], plans.ranks
+            )
+        )
+        choices = {"auto": (False, True), "never": (False,), "always": (True,)}[mode]
+        for cuts, order in itertools.product(inner, orders):
+            for again in itertools.product(choices, repeat=plans.stages):
+                plan = make_plan(problem, plans.balance(ChunkChoice(0.0, (*cuts, problem.layers), order, again)))
+                limits = [plan.stages[rank].device.memory_bytes for rank in range(plans.ranks)]
+                needs = [plan.rank_memory(rank).total for rank in range(plans.ranks)]
+                if all(need <= limit for need, limit in zip(needs, limits, strict=True)):
+                    yield plan.prediction.step_s
+
+
+def settings_of(chunks, **more):
+    return {"schedule": "interleaved", "chunks": chunks, "micro_batches_per_stage": 1, **more}
+
+
+@pytest.mark.parametrize("few_cuts", [0, 10**6])
+@given(data=st.data())
+@SLOW
+def test_no_plan_is_faster_than_the_bound_says_and_few_are_missed(few_cuts, profiles, device, monkeypatch, data):
+    """With all cuts tried the best plan is found; when they are moved one by one, one close to it."""
+    monkeypatch.setattr(chunk_search, "FEW_CUTS", few_cuts)
+    mode = data.draw(st.sampled_from(["auto", "never", "always"]))
+    profile = data.draw(profiles(most_layers=5 if mode == "auto" else 7))
+    layers = len(profile.layers)
+    assume(layers >= 4)
+    chunks = data.draw(st.integers(2, max(2, min(3, layers // 2))))
+    kinds = data.draw(st.sampled_from([("a", "a"), ("a", "b"), ("a", "a", "a")]))
+    batch, count = data.draw(st.sampled_from([(4, 4), (6, 3), (7, 5), (8, 8)]))
+    more = {"micro_batches": count, "recompute": mode}
+    free = [device(kind) for kind in kinds]
+    roomy = plan_from_profile(profile, free, batch_size=batch, **settings_of(chunks, **more))
+    share = data.draw(st.sampled_from([None, 0.7, 0.9, 1.0]))
+    limit = None if share is None else int(max(memory.total for memory in roomy.device_memories) * share)
+    devices = [device(kind, 10**9 if limit is None else max(1, limit)) for kind in kinds]
+    problem = problem_of(profile, devices, batch, chunks=chunks, **more)
+    best_s = min(every_step_s(problem), default=None)
+    if best_s is None:
+        with pytest.raises(InfeasibleError, match=f"no plan with {chunks} chunks a rank was found that fits"):
+            plan_from_profile(profile, devices, batch_size=batch, **settings_of(chunks, **more))
+        return
+    try:
+        plan = plan_from_profile(profile, devices, batch_size=batch, **settings_of(chunks, **more))
+    except InfeasibleError:
+        assert few_cuts == 0  # moving cuts may end where nothing fits
+        return
+    assert plan.prediction.lower_bound_s <= best_s * (1 + ROUGH)
+    assert plan.prediction.step_s >= best_s * (1 - ROUGH)
+    if few_cuts:
+        assert plan.prediction.step_s <= best_s * (1 + ROUGH)
+    for rank in range(plan.ranks):
+        assert plan.rank_memory(rank).total <= plan.stages[rank].device.memory_bytes
+
+
+@given(data=st.data())
+@SLOW
+def test_the_bound_is_below_every_cut(profiles, device, data):
+    profile = data.draw(profiles())
+    layers = len(profile.layers)
+    assume(layers >= 4)
+    batch = data.draw(st.sampled_from([4, 7, 10]))
+    devices = [device(kind) for kind in data.draw(st.sampled_from([("a", "a"), ("a", "b"), ("b", "a", "a")]))]
+    problem = problem_of(profile, devices, batch, chunks=2)
+    for candidate in itertools.islice(candidates(problem), 4):
+        plans = ChunkPlans(problem, candidate)
+        bound_s = max(least_s(plans), chunk_bound(plans, Deadline(None)).step_s)
+        for cuts in itertools.combinations(range(1, layers), plans.stages - 1):
+            for order in set(itertools.permutations(range(len(problem.classes)), plans.ranks)) | {(0,) * plans.ranks}:
+                assert bound_s <= plans.step_s((*cuts, layers), order)
+
+
+@given(
+    st.sampled_from(["interleaved", "interleaved-lean"]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_longest_path_is_the_makespan_and_a_line_below_it(name, ranks, chunks, count, seed):
+    """Messages of no length wait for nothing but their sender."""
+    random = np.random.default_rng(seed)
+    stages = ranks * chunks
+    shares = np.ones((2, count))
+    orders = orders_of(name, ranks, count, chunks)
+
+    def seconds():
+        return random.random(stages), random.random(stages)
+
+    def steps_s(forward, backward):
+        rows = np.zeros((5, stages, count))
+        rows[0], rows[2] = forward[:, None], backward[:, None]
+        return makespan_s(name, rows, chunks)
+
+    here, there = seconds(), seconds()
+    path = longest_path(orders, here[0], here[1], shares, np.zeros((2, count)))
+    length_s, links_s, on_forward, on_backward = path
+    assert links_s == 0.0
+    assert length_s == pytest.approx(steps_s(*here))
+    assert on_forward @ here[0] + on_backward @ here[1] == pytest.approx(length_s)
+    assert on_forward @ there[0] + on_backward @ there[1] <= steps_s(*there) * (1 + ROUGH)
+
+
+def uniform(layers, *, sizes=(1, 2)):
+    row = (1.0, 1.0, 2.0, 10, 4, 8, 8)
+    return build_profile(
+        {("a", size): [[value * size for value in row]] * layers for size in sizes},
+        links=(Link(latency_s=0.0, bytes_per_s=1e9),),
+        reserve_bytes=1000,
+    )
+
+
+def plan_of(profile, devices, batch, chunks=2, **more):
+    return plan_from_profile(profile, devices, batch_size=batch, **settings_of(chunks, **more))
+
+
+def test_unequal_chunks_beat_equal_ones(device):
+    """Of equal layers: small chunks at the end let the first backward pass begin earlier."""
+    plan = plan_of(uniform(32), [device()] * 4, 4, micro_batches=4, stages=8)
+    equal_s = 3 * 32 + 3 * 3 * 4
+    assert plan.prediction.step_s < 0.97 * equal_s
+    assert plan.prediction.gap < 0.03
+
+
+def test_cuts_may_be_given(device):
+    names = [f"blocks.{layer}" for layer in (1, 4, 5)]
+    plan = plan_of(uniform(8), [device()] * 2, 4, micro_batches=4, stages=4, cut_at=names)
+    assert [stage.stop_layer for stage in plan.stages] == [1, 4, 5, 8]
+    plan = plan_of(uniform(8), [device()] * 2, 4, stages=4, keep_together=["blocks.2"], cut_at=["blocks.3"])
+    assert 3 in [stage.stop_layer for stage in plan.stages]
+
+
+def test_ranks_and_micro_batches_are_chosen(device):
+    plan = plan_of(uniform(12), [device()] * 3, 8)
+    assert (plan.ranks, plan.chunks, plan.K) == (3, 2, 6)
+    assert plan.prediction.step_s <= min(
+        plan_of(uniform(12), [device()] * 3, 8, **more).prediction.step_s * (1 + ROUGH)
+        for more in ({"stages": 4}, {"max_stages": 4}, {"micro_batches": 4}, {"micro_batches": 7})
+    )
+    two = plan_of(uniform(12), [device()] * 4, 8, replicas=2)
+    assert (two.replicas, two.ranks) == (2, 2)
+    assert [len(stage.devices) for stage in two.stages] == [2] * 4
+
+
+def test_a_search_ends_in_time_with_a_bound_that_is_true(device):
+    profile = uniform(60)
+    plan = plan_of(profile, [device()] * 4, 32, time_limit_s=0.001, micro_batches=16)
+    assert plan.prediction.lower_bound_s <= plan.prediction.step_s
+    assert plan_of(profile, [device()] * 4, 32, micro_batches=16).prediction.step_s >= plan.prediction.lower_bound_s
+
+
+def test_a_plan_with_chunks_is_explained(device):
+    profile = uniform(8)
+    plan = plan_of(profile, [device()] * 2, 4, micro_batches=4, stages=4)
+    frame = explain(plan, profile)
+    moved = [*frame["cut_earlier_s"][:-1], *frame["cut_later_s"][:-1]]
+    assert all(np.isnan(step_s) or step_s >= plan.prediction.step_s * (1 - ROUGH) for step_s in moved)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"schedule": "1f1b"}, "chunks is 2, and schedule '1f1b' has at most 1 a rank"),
+        ({"schedule": "auto"}, 'schedule is "auto", which is for one chunk a rank, and chunks is 2'),
+        ({"chunks": 0}, "chunks is 0"),
+        ({"chunks": 100}, "chunks is 100"),
+        ({"stages": 3}, "3 stages are not 2 chunks for each rank"),
+        ({"stages": 2}, "chunks is 2, and there would be 1 rank"),
+        ({"max_stages": 3}, "max_stages is 3, and 2 ranks with 2 chunks each have 4 stages"),
+        ({"stages": 8}, "stages is 8, but there are 2 devices; 2 of them share one"),
+        ({"skips": "direct"}, "chunks is 2 and skips is 'direct'"),
+        ({"pinned": {"blocks.0": 0}}, "chunks is 2 and pinned is"),
+    ],
+)
+def test_settings_that_chunks_do_not_go_with_are_refused(device, more, message):
+    asked: Any = settings_of(2, micro_batches=8) | more
+    with pytest.raises(ArgumentError, match=message):
+        plan_from_profile(uniform(8), [device()] * 2, batch_size=8, **asked)
+
+
+def test_what_cannot_be_has_a_reason(device):
+    with pytest.raises(ArgumentError, match="there would be 1 rank"):
+        plan_of(uniform(8), [device()], 8)
+    with pytest.raises(InfeasibleError, match="2 ranks have 4 stages, but the model has 3 layers"):
+        plan_of(uniform(3), [device()] * 2, 8)
+    with pytest.raises(InfeasibleError, match=r"its rank . needs .* and device cpu \(a\) has .* too many"):
+        plan_of(uniform(8), [device(memory_bytes=1100)] * 2, 8, recompute="never")
+    with pytest.raises(InfeasibleError, match="a batch of 4 samples is too small for K = 2"):
+        plan_from_profile(uniform(8), [device()] * 2, batch_size=4, schedule="interleaved", chunks=2)

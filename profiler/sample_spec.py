@@ -125,6 +125,8 @@ class SampleSpec(Value):
             and are called as they are.
         called_share: of the model's FLOPs, in those.
         decisions: on values of tensors, in the order in which the forward pass makes them.
+        chances: conditions that random numbers decide, such as layer drop, with their usual answers. Files leave them
+            out where there are none.
     """
 
     batch_size: Samples
@@ -137,6 +139,7 @@ class SampleSpec(Value):
     called_as_is: tuple[str, ...] = ()
     called_share: float = Field(default=0.0, ge=0, le=1)
     decisions: tuple[Decision, ...] = ()
+    chances: tuple[Decision, ...] = ()
 
     @field_validator("front_end")
     @classmethod
@@ -166,9 +169,13 @@ class SampleSpec(Value):
             )
 
     @model_serializer(mode="wrap")
-    def _without_least_stages(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        return {name: value for name, value in fields.items() if name != "stages" or value != LEAST_STAGES}
+        if self.stages == LEAST_STAGES:
+            del fields["stages"]
+        if not self.chances:
+            del fields["chances"]
+        return fields
 
     @property
     def means(self) -> str:
@@ -182,6 +189,9 @@ class SampleSpec(Value):
                 f"{count} {'condition' if count == 1 else 'conditions'} checked in each micro-batch "
                 f"({_first_of(lines)})"
             )
+        if self.chances:
+            lines = list(dict.fromkeys(chance.line.partition(' "')[0] for chance in self.chances))
+            told.append(f"both ways of what random numbers decide ({_first_of(lines)})")
         if self.called_as_is:
             told.append(f"called as it is: {_first_of(self.called_as_is)} ({self.called_share:.0%} of the FLOPs)")
         return "; ".join(told)

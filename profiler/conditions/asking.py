@@ -21,7 +21,9 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from profiler.conditions.answers import Answers, FromDecisions, Undecided
+from profiler.conditions.chance import Lot, Ways
 from profiler.conditions.check import Check
+from profiler.conditions.drawn_numbers import drawn_as_operations
 from profiler.conditions.numbers import numbers_function, reads_values
 from profiler.conditions.reading import COMPARISONS, CONDITIONS, NUMBERS, Spot, spot_of
 from profiler.conditions.spelled_out import spelled_out
@@ -49,19 +51,32 @@ class Questions:
         model: that is traced.
         answers: to take; None for none, so that a question stays the error that it is.
         fix_numbers: fix every number that all of the sample's runs agree on, in place of the conditions on it.
+        ways: to take at conditions that random numbers decide; None to refuse these.
     """
 
-    def __init__(self, model: nn.Module, answers: Answers | None, *, fix_numbers: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, answers: Answers | None, *, fix_numbers: bool = False, ways: Ways | None = None
+    ) -> None:
         self.decisions: list[Decision] = []
         self._model = model
         self._answers = answers
         self._fix_numbers = fix_numbers
+        self._ways = ways
+        self._ways_taken = 0
+        self._lots: set[tuple[str, str]] = set()  # where random numbers decide
+        self._left_open: dict[int, NotTraceableError] = {}  # by position of a decision that chance alone may excuse
         self._places: list[Place] = []
         self._values: dict[Any, tuple[Any, ...]] = {}  # symbol of a number -> what it is in each of the runs
 
     def same_again(self) -> Questions:
         """For one more call of the model: it answers as these questions were."""
-        return Questions(self._model, FromDecisions(self.decisions) if self._answers else None)
+        answers = FromDecisions(self.decisions) if self._answers else None
+        return Questions(self._model, answers, ways=None if self._ways is None else Ways())
+
+    @property
+    def decided(self) -> list[Decision]:
+        """The decisions that are checked: not those that random numbers make anew each time."""
+        return [decision for decision in self.decisions if (decision.module, decision.code) not in self._lots]
 
     @contextlib.contextmanager
     def answered(self) -> Iterator[None]:
@@ -77,6 +92,8 @@ class Questions:
             ):
                 patches.enter_context(mock.patch.object(kind, name, ask(getattr(kind, name))))
             patches.enter_context(_Mode(self))
+            if self._ways is not None:
+                patches.enter_context(drawn_as_operations())
             yield
 
     def condition(self, tensor: Tensor, ask: Callable[[], Any]) -> bool:
@@ -131,15 +148,24 @@ class Questions:
         assert self._answers is not None, "somebody asks"
         spot = spot_of(place)
         try:
-            answer = self._answers.decide(spot, values, condition=condition)
+            if condition and self._ways is not None and self._ways.decide_at(spot.module, spot.line):
+                answer: bool | int | float = self._ways.way(self._ways_taken)
+                self._ways_taken += 1
+            else:
+                answer = self._answers.decide(spot, values, condition=condition)
         except Undecided as reason:
             cure = setting_advice(self._model, place) or keep_together_advice(place.modules)
-            raise NotTraceableError(
+            refusal = NotTraceableError(
                 f"cannot trace the model: in {place}: the forward pass branches on the values of a tensor, and no way "
                 f"can be taken for all micro-batches: {reason}; {cure}, or make the branch independent of data "
                 "(torch.where)",
                 modules=place.modules,
-            ) from problem
+            )
+            if self._ways is None or not condition:
+                raise refusal from problem
+            refusal.__cause__ = problem
+            self._left_open[len(self.decisions)] = refusal
+            answer = False
         self.decisions.append(Decision(module=spot.module, line=spot.line, answer=answer))
         self._places.append(place)
         return answer
@@ -205,13 +231,11 @@ class Questions:
     def _put_into(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=torch.ops.gpipe_autoplan.condition.default):
             value, site = node.args
-            self._refuse_chance(value, site)
-            node.target, node.args = Check(self.decisions[site]), (value,)
+            node.target, node.args = self._kept(value, site, None), (value,)
         for node in graph.find_nodes(op="call_function", target=torch.ops.gpipe_autoplan.condition_on_number.default):
             value, site = node.args
-            self._refuse_chance(value, site)
             taken, function = numbers_function(value)
-            node.target, node.args = Check(self.decisions[site], function), tuple(taken)
+            node.target, node.args = self._kept(value, site, function), tuple(taken)
         for node in reversed(graph.nodes):
             value = node.meta.get("val")
             number = value is not None and not isinstance(value, Tensor | tuple | list)
@@ -219,24 +243,49 @@ class Questions:
             if node.op == "call_function" and not node.users and (number or told):
                 graph.erase_node(node)
 
-    def _refuse_chance(self, value: fx.Node, site: int) -> None:
-        """Refuse a condition that random numbers alone decide, such as layer drop."""
-        seen: set[fx.Node] = set()
-        pending = [value]
-        while pending:
-            node = pending.pop()
-            if node not in seen:
-                seen.add(node)
-                pending.extend(node.all_input_nodes)
-        drawn = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in seen)
-        if drawn and all(node.op == "call_function" for node in seen):
-            place = self._places[site]
+    def _kept(self, value: fx.Node, site: int, numbers: fx.GraphModule | None) -> Check | Lot:
+        """What keeps a decision in the graph: a check, or a mark where random numbers make it."""
+        decision = self.decisions[site]
+        chance = self._is_chance(value, site)
+        return Lot(decision, self._places[site], numbers) if chance else Check(decision, numbers)
+
+    def _is_chance(self, value: fx.Node, site: int) -> bool:
+        """Whether random numbers alone decide, as with layer drop: both ways are needed then.
+
+        Raises:
+            NotTraceableError: they do, and are not expected to; or they do not, and nothing else has an answer.
+        """
+        place, decision = self._places[site], self.decisions[site]
+        chance = _is_drawn(value)
+        expected = self._ways is not None and isinstance(decision.answer, bool)
+        if expected and self._ways is not None and self._ways.places is not None:
+            expected = chance == self._ways.decide_at(decision.module, decision.line)
+            chance = chance or not expected
+        if chance and not expected:
             cure = setting_advice(self._model, place) or keep_together_advice(place.modules)
             raise NotTraceableError(
                 f"cannot trace the model: in {place}: the forward pass branches on the values of a tensor, which are "
                 f"random numbers; {cure}",
                 modules=place.modules,
             )
+        if not chance and site in self._left_open:
+            raise self._left_open[site]
+        if chance:
+            self._lots.add((decision.module, decision.code))
+        return chance
+
+
+def _is_drawn(value: fx.Node) -> bool:
+    """Whether a value follows from random numbers and constants alone."""
+    seen: set[fx.Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending.extend(node.all_input_nodes)
+    drawn = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in seen)
+    return drawn and all(node.op == "call_function" for node in seen)
 
 
 def _keep_assertions(graph: fx.Graph) -> None:

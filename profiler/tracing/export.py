@@ -12,9 +12,9 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 from unittest import mock
 
 import torch
@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from profiler.conditions.asking import Questions
+from profiler.conditions.chance import Ways
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.python_state import attributes_of, changed_names
@@ -58,18 +59,24 @@ class TracedGraph:
         inputs: placeholders of the sample's tensor leaves, in order.
         out_spec: structure of the model's output.
         decisions: on values of tensors; the graph checks each.
+        chances: conditions that random numbers decide, with their usual answers; the graph has both ways.
     """
 
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     out_spec: pytree.TreeSpec
     decisions: tuple[Decision, ...]
+    chances: tuple[Decision, ...] = ()
 
 
-Asking = Callable[[nn.Module], Questions]
+class Asking(Protocol):
+    """Makes what answers questions about values, for each call of the model anew."""
+
+    def __call__(self, model: nn.Module, ways: Ways | None = None) -> Questions:
+        """Of a model; with ways to take where random numbers decide, if it lets them."""
 
 
-def no_answers(model: nn.Module) -> Questions:
+def no_answers(model: nn.Module, ways: Ways | None = None) -> Questions:
     """Questions about values stay the errors that they are."""
     return Questions(model, None)
 
@@ -191,7 +198,7 @@ def _exported(
                 )
     calls.put_into(module)
     functions.put_into(module)
-    return module, program, questions, values.decisions
+    return module, program, questions, values.decided
 
 
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -25,13 +25,15 @@ from typing import TypeAlias
 
 from torch import Tensor, fx, nn
 
-from profiler.conditions.answers import FromDecisions, FromRuns
+from profiler.conditions.answers import Answers, FromDecisions, FromRuns
 from profiler.conditions.asking import Questions
+from profiler.conditions.chance import Ways
 from profiler.errors import NotTraceableError
 from profiler.observe.named_functions import SEPARATOR
 from profiler.observe.untouched import untouched
 from profiler.opaque.module_tracing import NotCallableError, opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, SampleSpec
+from profiler.tracing.both_ways import both_ways
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
 from profiler.tracing.sample_run import has_no_values, sample_runs
@@ -99,6 +101,7 @@ def graph_of(
                 "called_as_is": called,
                 "called_share": min(1.0, sum(_shares_called(facts))),
                 "decisions": graph.decisions,
+                "chances": graph.chances,
             }
             return Served(graph, facts, spec.model_copy(update=found), refusals)
     assert first is not None, "there are front ends"
@@ -132,8 +135,9 @@ class _Askings:
 
     def first(self) -> Asking:
         """An earlier trace's decisions; nothing, if there are none: few models ask."""
-        decisions = self._spec.decisions
-        return (lambda model: Questions(model, FromDecisions(decisions))) if decisions else no_answers
+        if not self._spec.decisions and not self._spec.chances:
+            return no_answers
+        return self._asking(lambda: FromDecisions(self._spec.decisions), chances=bool(self._spec.chances))
 
     @property
     def without_values(self) -> bool:
@@ -143,16 +147,30 @@ class _Askings:
 
     @cached_property
     def further(self) -> tuple[Asking, ...]:
-        """The sample's own values, if the model reads any."""
-        if self._sample is None or self.without_values or self._spec.decisions:
+        """The sample's own values, if the model reads any, and chance where random numbers decide."""
+        if self._spec.decisions or self._spec.chances:
             return ()
+        if self._sample is None or self.without_values:
+            return (self._asking(lambda: FromDecisions(()), chances=True),)
         runs = sample_runs(self._model, self._spec, self._sample, self._training)
-        if not runs or not any(run.read for run in runs):
+        if not runs:
             return ()
+        chance = self._asking(lambda: FromRuns(runs), chances=True)
+        if not any(run.read for run in runs):
+            return (chance,)
         return (
-            lambda model: Questions(model, FromRuns(runs)),
-            lambda model: Questions(model, FromRuns(runs), fix_numbers=True),
+            self._asking(lambda: FromRuns(runs)),
+            self._asking(lambda: FromRuns(runs), fix_numbers=True),
+            chance,
         )
+
+    @staticmethod
+    def _asking(answers: Callable[[], Answers], *, fix_numbers: bool = False, chances: bool = False) -> Asking:
+        def ask(model: nn.Module, ways: Ways | None = None) -> Questions:
+            given = (ways or Ways()) if chances else None
+            return Questions(model, answers(), fix_numbers=fix_numbers, ways=given)
+
+        return ask
 
 
 Way: TypeAlias = Callable[[str, nn.Module, SampleSpec, bool, _Askings], Traced]
@@ -167,6 +185,8 @@ def _answered(front_end: str, model: nn.Module, spec: SampleSpec, training: bool
     except NotTraceableError as problem:
         last = problem
     for ask in askings.further if FRONT_ENDS[front_end].asks else ():
+        if not any(words in str(last) for words in _HELPED_BY_ANSWERS):
+            break
         try:
             with untouched(model):
                 return _made_by(front_end)(model, spec, training, ask)
@@ -175,13 +195,16 @@ def _answered(front_end: str, model: nn.Module, spec: SampleSpec, training: bool
     raise last
 
 
+_HELPED_BY_ANSWERS = ("values of a tensor", "depends on data", "data-dependent", "random generator")  # in our messages
+
+
 def _by_themselves(front_end: str, model: nn.Module, spec: SampleSpec, training: bool, askings: _Askings) -> Traced:
     """Export a model with those functions and modules called as they are that stand in the way, the smallest that do.
 
     Raises:
         NotTraceableError: something in none of them stands in the way, or too much of the work would be in them.
     """
-    ask = askings.further[0] if askings.further else askings.first()
+    ask = askings.further[-1] if askings.further else askings.first()
     every = [path for path, _ in model.named_modules() if path]
     with untouched(model):
         traced = exported(model, spec, training, every, dynamic=FRONT_ENDS[front_end].any_size, functions=True, ask=ask)
@@ -246,7 +269,7 @@ def exported(
     in_vain: set[str] = set()
     for left in reversed(range(MOST_MODULES_IN_THE_WAY)):
         try:
-            graph = export_graph(model, spec, training=training, dynamic=dynamic, called_as_is=called, ask=ask)
+            graph = _exported(model, spec, training, dynamic, called, ask)
             return graph, analyse(graph, spec), _really_called(model, graph, called)
         except NotTraceableError as problem:
             if isinstance(problem, NotCallableError) and SEPARATOR in problem.path and functions:
@@ -258,6 +281,20 @@ def exported(
                 raise
             called += more
     raise AssertionError("the last export is told")
+
+
+def _exported(
+    model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called: Sequence[str], ask: Asking
+) -> TracedGraph:
+    """The graph of an export, or of several that together have both ways of what random numbers decide."""
+
+    def along(ways: Ways | None) -> TracedGraph:
+        def ask_along(model: nn.Module, ways: Ways | None = ways) -> Questions:
+            return ask(model, ways)
+
+        return export_graph(model, spec, training=training, dynamic=dynamic, called_as_is=called, ask=ask_along)
+
+    return both_ways(model, along(None), along)
 
 
 def _really_called(model: nn.Module, graph: TracedGraph, paths: Sequence[str]) -> tuple[str, ...]:

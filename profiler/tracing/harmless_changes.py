@@ -176,7 +176,7 @@ def graph_text(root: fx.GraphModule) -> str:
     regions = [module.code for module in root.modules() if isinstance(module, fx.GraphModule)]
     held = {id(tensor) for tensor in root.parameters()}
     constants = [
-        f"{node.target} {_digest(value)}"
+        f"{node.target} {tensor_digest(value)}"
         for node in root.graph.nodes
         if node.op == "get_attr"
         and isinstance(value := getattr(root, str(node.target), None), Tensor)
@@ -186,7 +186,8 @@ def graph_text(root: fx.GraphModule) -> str:
     return "\n".join((*regions, *constants))
 
 
-def _digest(value: Tensor) -> str:
+def tensor_digest(value: Tensor) -> str:
+    """Text that is equal for tensors of equal bytes."""
     if isinstance(value, FakeTensor):
         return f"of a trace {id(value)}"  # that an attribute has kept: equal to nothing
     held = value.detach().to(HOST).contiguous()

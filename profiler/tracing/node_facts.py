@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from profiler.conditions.chance import EitherWay
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import device_of_first
 from profiler.observe.flops import FlopCounter
@@ -93,6 +94,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
                 raise NotTraceableError(
                     _dynamic_text(node, problem), modules=module_stack(node), functions=place.functions
                 ) from problem
+            counter.draws_random |= isinstance(node.target, EitherWay)  # the other way may draw
             for opaque in opaque_calls_of(node):
                 counter.flops += opaque.cost.flops.at(spec.batch_size)
                 counter.draws_random = True  # whether it does may depend on data

@@ -201,7 +201,7 @@ def refuse_hidden_writes(graph: fx.Graph, root: fx.GraphModule) -> None:
             continue
         for source in node.all_input_nodes:
             region = getattr(root, str(source.target), None) if source.op == "get_attr" else None
-            written = _written_from_outside(region) if isinstance(region, fx.GraphModule) else None
+            written = written_from_outside(region) if isinstance(region, fx.GraphModule) else None
             if written is not None:
                 place = place_of_node(written)
                 raise NotTraceableError(
@@ -237,7 +237,8 @@ def _given_generator(node: fx.Node) -> bool:
     return False
 
 
-def _written_from_outside(region: fx.GraphModule) -> fx.Node | None:
+def written_from_outside(region: fx.GraphModule) -> fx.Node | None:
+    """The first operation of a region that writes what the region takes."""
     node: fx.Node
     for node in region.graph.nodes:
         if moves_statistics(node):

@@ -188,6 +188,7 @@ def _as_traced(sample: SampleSpec, sequence: LayerSequence) -> SampleSpec:
     """What the model is called with, to be traced by the same means as before."""
     traced = sequence.sample
     means = {"front_end": traced.front_end, "called_as_is": traced.called_as_is, "decisions": traced.decisions}
+    means["chances"] = traced.chances
     return sample.model_copy(update=means)
 
 

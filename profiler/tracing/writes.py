@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from profiler.conditions.chance import EitherWay, Lot
 from profiler.conditions.check import Check
 from profiler.opaque.call import OpaqueCall
 from profiler.torch_private import HigherOrderOperator, OpOverload, schema_of
@@ -13,7 +14,7 @@ from profiler.torch_private import HigherOrderOperator, OpOverload, schema_of
 
 def may_write(node: fx.Node) -> bool:
     """Whether running the node can change a tensor that existed before, as far as its schema tells, or end the step."""
-    if isinstance(node.target, OpaqueCall | Check):
+    if isinstance(node.target, OpaqueCall | Check | EitherWay | Lot):
         return True
     if isinstance(node.target, OpOverload):
         return schema_of(node.target).is_mutable or moves_statistics(node)

@@ -136,19 +136,19 @@ def measure(traced: Traced) -> Fidelity:
     )
 
 
-def eager_difference(sequence: LayerSequence, case: Case) -> float:
+def eager_difference(sequence: LayerSequence, case: Case, seed: int = 1) -> float:
     """How far the layers are from the eager model where both draw from the same stream of random numbers."""
-    _begin_stream()
+    _begin_stream(seed)
     expected = eager(sequence, case)
-    _begin_stream()
+    _begin_stream(seed)
     with drawing_on():
         return difference(run(sequence, case, seeded=False), expected)
 
 
-def _begin_stream() -> None:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
+def _begin_stream(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def some_cuts(sequence: LayerSequence) -> list[list[int]]:

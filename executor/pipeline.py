@@ -129,7 +129,7 @@ class Pipeline:
             check_world_size(plan, world_size)
             self._layout = layout_of(plan, self.rank, world_size)
             self._sequence = traced_as_planned(model, plan)
-            check_model(self._sequence, plan)
+            check_model(model, self._sequence, plan)
             self._place(loss_fn, seed, initialize)
         # All meet before process groups are made: nothing could end the wait for one that is stuck.
         with self.watch.call(Phase.CONSTRUCTION, {"the call": "the end of the construction"}):

@@ -54,14 +54,20 @@ def traced_as_planned(model: nn.Module, plan: Plan) -> LayerSequence:
         ) from problem
 
 
-def check_model(sequence: LayerSequence, plan: Plan) -> None:
+def check_model(model: nn.Module, sequence: LayerSequence, plan: Plan) -> None:
     """Refuse a plan of another model.
+
+    Args:
+        model: that the plan is to be used for.
+        sequence: its layers, traced as planned.
+        plan: to be checked.
 
     Raises:
         ForeignPlanError: the model's fingerprint or number of layers is not the plan's, or a value cannot skip stages
             as the plan says.
     """
     if sequence.fingerprint != plan.model_fingerprint:
+        _refuse_another_each_time(sequence, traced_as_planned(model, plan))
         raise ForeignPlanError(
             f"the plan was made for a model with fingerprint {plan.model_fingerprint}, this model has "
             f"{sequence.fingerprint} (torch {torch.__version__}); plan again for this model"
@@ -72,6 +78,24 @@ def check_model(sequence: LayerSequence, plan: Plan) -> None:
         )
     if plan.skips:
         _check_skips(sequence, plan)
+
+
+def _refuse_another_each_time(one: LayerSequence, other: LayerSequence) -> None:
+    """Refuse a model whose trace is another one each time.
+
+    Raises:
+        ForeignPlanError: naming the first layer that differs.
+    """
+    if one.fingerprint == other.fingerprint:
+        return
+    pairs = zip(one.layers, other.layers, strict=False)
+    layer = next((a for a, b in pairs if a.signature != b.signature), one.layers[min(len(one), len(other)) - 1])
+    raise ForeignPlanError(
+        f"each trace of this model is another one, so no plan can be for it: traced twice in a row, its layer "
+        f"{layer.index} ({layer.name}{', ' if layer.source else ''}{layer.source}) differs; something outside of "
+        "tensors that changes from call to call decides what it computes (a counter, the time, a global variable); "
+        "keep it in a buffer or pass it as an input"
+    )
 
 
 def _check_skips(sequence: LayerSequence, plan: Plan) -> None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import cycle, pairwise
+from itertools import count, cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -448,6 +448,29 @@ def test_a_plan_for_another_model_is_refused(plan_for: Callable[..., Plan]) -> N
     other.head = nn.Linear(8, 11)
     with pytest.raises(ForeignPlanError, match=f"fingerprint {plan.model_fingerprint}, this model has"):
         Pipeline(other, plan, loss_fn=current.loss_fn)
+
+
+class Ticking(nn.Module):
+    """A helper that is no module counts the calls of all such models, and layers compute with its count."""
+
+    calls = count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x) + next(Ticking.calls))
+        return out
+
+
+def test_a_model_whose_trace_is_another_each_time_is_refused(plan_for: Callable[..., Plan]) -> None:
+    """The message said to plan again, which would not have helped."""
+    model, x = Ticking(), torch.randn(BATCH_SIZE, 4)
+    plan = plan_for(trace(model, x), [], batch_size=BATCH_SIZE, micro_batches=M)
+    message = r"traced twice in a row, its layer \d+ \(.*test_pipeline\.py:\d+\) differs; something outside of tensors"
+    with pytest.raises(ForeignPlanError, match=message):
+        Pipeline(model, plan, loss_fn=functional.mse_loss)
 
 
 def report(plan: Plan, case: Case, folder: Path) -> "tuple[pandas.DataFrame, list[str]]":

@@ -91,7 +91,7 @@ def test_autoplan_cuts_for_the_devices_and_the_executor_finds_the_same_layers(
     plan = autoplan(model, torch.zeros(64, 64), cluster, progress=False, **asked)  # type: ignore[arg-type]
     assert plan.sample.stages == fine_for
     loaded = Plan.parse_json(plan.to_json(), source="a file", error=ArgumentError)
-    check_model(traced_as_planned(model, loaded), loaded)
+    check_model(model, traced_as_planned(model, loaded), loaded)
 
 
 def test_a_plan_of_finer_layers_is_not_slower(traced: dict[int, LayerSequence]) -> None:

@@ -38,7 +38,7 @@ FRONT_ENDS: Mapping[str, FrontEnd] = {
 MOST_DIMS = 64  # of a tensor, as torch has it
 LEAST_STAGES = 4
 """Layers are always fine enough for that many stages: with fewer, what is recomputed is chosen by layers too, and plans
-for 1 to 4 devices share layers, measurements and random numbers [chosen]."""
+for 1 to 4 devices share layers and measurements [chosen]."""
 
 
 class TensorLeaf(Value):

@@ -1,9 +1,9 @@
 """Random numbers that depend on what is computed, not on where or how often.
 
-Before a layer draws random numbers the generator is seeded with a key of (seed, step, micro-batch, layer), as lingvo's
-GPipe does by operation. So dropout masks are the same for every number of stages that the same layers are cut into, and
-when a layer is recomputed. A module that is called as it is draws its seeds of Python's and numpy's generators from
-torch's.
+Before an operation draws random numbers the generator is seeded with a key of (seed, step, micro-batch, draw), as
+lingvo's GPipe does. Draws are counted in the whole graph. So dropout masks are the same for every number of stages,
+however finely layers are cut, and when a layer is recomputed. A module that is
+called as it is draws its seeds of Python's and numpy's generators from torch's.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from collections.abc import Iterable
 
 import torch
 
+OF_THE_LOSS = -1
+"""In the place of a draw's number: the loss may draw random numbers too."""
 
-def key(seed: int, step: int, micro_batch: int, layer: int) -> int:
+
+def key(seed: int, step: int, micro_batch: int, draw: int) -> int:
     """A 63-bit generator seed; close arguments give unrelated keys."""
-    packed = struct.pack("<qqqq", seed, step, micro_batch, layer)
+    packed = struct.pack("<qqqq", seed, step, micro_batch, draw)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 

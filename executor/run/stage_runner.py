@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from executor.run.accumulators import Accumulators
 from executor.run.micro_batch import mean_over_samples
-from executor.run.randomness import key, seed_all
+from executor.run.randomness import OF_THE_LOSS, key, seed_all
 from planner.plan.plan import Segment
 from profiler.errors import ArgumentError
 from profiler.observe.random_states import generators_of
@@ -283,11 +283,11 @@ class StageRunner:
             self._state.entering[batch.index, position],
             self._inputs(batch, part),
             {**self.buffers, **buffers} if buffers else self.buffers,
-            seed=partial(self._seed_layer, batch.index),
+            seed=partial(self._seed_draw, batch.index),
         )
         if not layers.is_last or position != len(layers.parts) - 1:
             return results.values, results
-        self._seed_layer(batch.index, len(layers.sequence))  # the loss may draw random numbers too
+        self._seed_draw(batch.index, OF_THE_LOSS)  # the loss may draw random numbers too
         loss = self._loss(layers, batch, results.values, part.function)
         if not loss.requires_grad:
             raise ArgumentError(
@@ -314,5 +314,5 @@ class StageRunner:
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
-    def _seed_layer(self, micro_batch: int, layer: int) -> None:
-        seed_all(self._generators, key(self.seed, self._state.number, micro_batch, layer))
+    def _seed_draw(self, micro_batch: int, draw: int) -> None:
+        seed_all(self._generators, key(self.seed, self._state.number, micro_batch, draw))

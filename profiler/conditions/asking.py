@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from profiler.conditions.answers import Answers, FromDecisions, Undecided
 from profiler.conditions.chance import Lot, Ways
 from profiler.conditions.check import Check
-from profiler.conditions.drawn_numbers import drawn_as_operations
+from profiler.conditions.drawn_numbers import drawn_as_operations, refuse_numbers_left
 from profiler.conditions.numbers import numbers_function, reads_values
 from profiler.conditions.reading import COMPARISONS, CONDITIONS, NUMBERS, Spot, spot_of
 from profiler.conditions.spelled_out import spelled_out
@@ -226,6 +226,7 @@ class Questions:
                 _keep_assertions(part.graph)
                 if self._answers is not None:
                     self._put_into(part.graph)
+                refuse_numbers_left(part.graph)
                 part.recompile()
 
     def _put_into(self, graph: fx.Graph) -> None:

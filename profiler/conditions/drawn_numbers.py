@@ -14,9 +14,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from profiler.conditions.chance import Lot
+from profiler.errors import NotTraceableError
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, next_seed, seeded
+from profiler.observe.source_place import keep_together_advice, place_of_node
 from profiler.opaque.operators import LIBRARY
 
 _PACKAGES = {"random": random, "numpy.random": np.random}
@@ -63,6 +66,23 @@ def drawn_as_operations() -> Iterator[None]:
             yield
     finally:
         _WITHIN.reset(token)
+
+
+def refuse_numbers_left(graph: fx.Graph) -> None:
+    """Refuse drawn numbers that are not only compared: an operation would have to take them as numbers.
+
+    Raises:
+        NotTraceableError: naming the line.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.gpipe_autoplan.drawn.default):
+        if any(user.op == "call_function" and not isinstance(user.target, Lot) for user in node.users):
+            place = place_of_node(node)
+            raise NotTraceableError(
+                f"cannot trace the model: in {place}: the forward pass computes with a number from Python's or numpy's "
+                f"random generator, which a graph would freeze; {keep_together_advice(place.modules)}, or draw with "
+                "torch",
+                modules=place.modules,
+            )
 
 
 def _as_operation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,11 +30,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from profiler.machine.backend import device_of_first
 from profiler.torch_private import run_engine
 from profiler.tracing.batch_norm import BatchStatistics
+from profiler.tracing.draws import Seeder, draws_seeded_by
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence
 
 Moved: TypeAlias = tuple[BatchStatistics, Tensor, Tensor, Tensor]  # entry, mean, variance and count of a micro-batch
-Seeder = Callable[[int], None]  # called with a layer's index before it draws random numbers
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class StageFunction:
         )
         self._sample = sequence.sample
         self._device = device or device_of_first(parameters.values())
-        self.draws_random = any(layer.draws_random for layer in layers)
+        self.draws_random = any(layer.draws for layer in layers)
         self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
         self._copied = _written(layers)
         self._steps = _steps(layers, parameters, frozenset(self.leaving))
@@ -142,10 +142,13 @@ class StageFunction:
             leaves: the entering values, see `leaves_of`; they are not changed.
             inputs: the model's inputs by name, at least those of `self.inputs`.
             buffers: current buffers by name, at least those of `self.buffers`; they are not changed.
-            seed: seeds the random generator before each layer that draws from it.
+            seed: seeds the random generators before each operation that draws from them.
         """
-        with self.autocasting():
-            return self._forward(leaves, inputs, buffers, seed)
+        try:
+            with self.autocasting():
+                return self._forward(leaves, inputs, buffers, seed)
+        finally:
+            draws_seeded_by(None, 0)
 
     def _watched_at(self, values: Mapping[str, Any]) -> list[tuple[_Step, _Watched]]:
         """Each layer with those of its outputs whose gradients' layouts are watched, for values of these shapes."""
@@ -180,8 +183,8 @@ class StageFunction:
         written: dict[str, Tensor] = {}
         buffer_of, value_of = current.__getitem__, values.__getitem__
         for step, watched in watching:  # after large kernels caches are cold, and each call costs ten times its time
-            if step.draws_random and seed is not None:
-                seed(step.layer.index)
+            if step.draws_random:
+                draws_seeded_by(seed, step.layer.earlier_draws)
             outputs = step.function(*step.parameters, *map(buffer_of, step.buffers), *map(value_of, step.values))
             values.update(zip(step.outputs, outputs, strict=True))
             if watched.positions:
@@ -310,7 +313,7 @@ def _steps(
                 values=layer.values,
                 outputs=layer.outputs,
                 forget=tuple(name for name in touched if name not in needed and name not in own),
-                draws_random=layer.draws_random,
+                draws_random=layer.draws > 0,
                 writes=bool(own),
             )
         )

@@ -139,7 +139,8 @@ def _parts(base: _Trace, trace: _Trace, numbers: Sequence[int]) -> list[_Part]:
     spans = _spans([span for span in differing if not _is_unused(base, span, differing)], asked)
     if len(spans) != len(numbers):
         raise _Apart(f"they part in {len(spans)} places, at {len(numbers)} conditions")
-    base_of: dict[fx.Node, fx.Node] = {}
+    inputs = [[node for node in each.graph.module.graph.nodes if node.op == "placeholder"] for each in (trace, base)]
+    base_of: dict[fx.Node, fx.Node] = dict(zip(*inputs, strict=True))
     for block in matcher.get_matching_blocks():
         for offset in range(block.size):
             base_of[trace.nodes[block.b + offset]] = base.nodes[block.a + offset]
@@ -152,7 +153,7 @@ def _parts(base: _Trace, trace: _Trace, numbers: Sequence[int]) -> list[_Part]:
             base_of.pop(node, None)
         parts.append(part)
     part_of = {node: part for part in parts for node in part.usual}
-    for other, usual in list(base_of.items()):
+    for other, usual in ((other, usual) for other, usual in base_of.items() if usual.op != "placeholder"):
         for read, read_other in zip(read_by(usual), read_by(other), strict=True):
             _meet(part_of, base_of, read, read_other)
     return parts
@@ -191,7 +192,7 @@ def _meet(
 ) -> None:
     """Note that an operation on both ways reads one value on the usual way and another on the other way."""
     same = base_of.get(read_other, read_other)
-    if is_source(read) or same is read:
+    if read.op == "get_attr" or same is read:
         return
     part = part_of.get(read)
     if part is None:

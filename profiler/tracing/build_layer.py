@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from profiler.errors import NotTraceableError
 from profiler.torch_private import OpOverload, is_view, storage_of
 from profiler.tracing.batch_norm import BatchStatistics, use_scratch_buffers
+from profiler.tracing.draws import before_draw
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
 from profiler.tracing.sequence import Layer
@@ -86,6 +87,7 @@ def build_layer(
     counters: set[str],
     compiler: Compiler,
     written_later: frozenset[int],
+    earlier_draws: int,
 ) -> Layer:
     """Compile a run of nodes.
 
@@ -98,11 +100,16 @@ def build_layer(
         counters: names of batch counters that were taken out of the graph.
         compiler: of all layers of the model.
         written_later: storages that later layers write in place.
+        earlier_draws: operations of earlier layers that draw random numbers.
     """
     draft = _Draft()
     _place_sources(draft, nodes, root)
     written = _write_copies(draft, nodes, facts)
+    draws = 0
     for node in nodes:
+        if facts[node].draws_random:
+            draft.graph.call_function(before_draw, (draws,))
+            draws += 1
         draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
         if facts[node].apart:
             others = [draft.copies[source] for source in facts[node].apart]
@@ -134,7 +141,8 @@ def build_layer(
         statistics=tuple(statistics),
         in_place=frozenset(node.name for node in draft.values if facts[node].storage in touched),
         views=_views(draft, leaving, facts),
-        draws_random=any(facts[node].draws_random for node in nodes),
+        draws=draws,
+        earlier_draws=earlier_draws,
         flops=sum(facts[node].flops for node in nodes),
         signature=_signature(draft, nodes, facts, root),
         function=compiler.function(draft.graph, draft.modules),

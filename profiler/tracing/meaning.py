@@ -26,7 +26,7 @@ def read_by(node: fx.Node) -> list[fx.Node]:
 
 def operation_text(node: fx.Node, root: fx.GraphModule) -> str:
     """An operation without the names of what it reads of other operations."""
-    return node_text(node, lambda argument: source_text(argument, root) if is_source(argument) else "%")
+    return node_text(node, lambda argument: source_text(argument, root) if argument.op == "get_attr" else "%")
 
 
 def is_source(node: fx.Node) -> bool:

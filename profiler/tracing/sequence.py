@@ -6,7 +6,7 @@ A model is a list of layers. Each layer is a function of named tensors,
 
 with the tensors that `layer.parameters`, `layer.buffers` and `layer.values` name, in that order, and returns those
 that `layer.outputs` names. What the model writes in place (a buffer, running statistics) a layer returns instead;
-random numbers are the one thing that it takes from outside, and `draws_random` says so.
+random numbers are the one thing that it takes from outside, and `draws` says how often.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Layer:
         statistics: batch normalizations whose running statistics are to be moved by its outputs.
         in_place: those of `values` that it writes in place, itself or through a view.
         views: pairs (output, one of `values`) that lie in the same memory, so that a later layer can write that value.
-        draws_random: whether it draws random numbers.
+        draws: operations that draw random numbers, each after a call of `profiler.tracing.draws.before_draw`.
+        earlier_draws: such operations of earlier layers.
         flops: of its forward pass at the sample's batch size.
         signature: equal for layers that do the same operations on the same shapes.
         function: the compiled layer.
@@ -105,7 +106,8 @@ class Layer:
     statistics: tuple[BatchStatistics, ...]
     in_place: frozenset[str]
     views: tuple[tuple[str, str], ...]
-    draws_random: bool
+    draws: int
+    earlier_draws: int
     flops: int
     signature: str
     function: Callable[..., tuple[Any, ...]]

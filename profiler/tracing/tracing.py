@@ -237,7 +237,7 @@ def _body(served: Served, not_everywhere: Collection[str] = ()) -> Body:
 def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int], counters: set[str]) -> LayerSequence:
     traced = served.graph
     bounds = list(pairwise((*starts, len(body.nodes))))
-    layers = []
+    layers: list[Layer] = []
     compiler = Compiler()
     last_write = {storage: i for i, node in enumerate(body.nodes) for storage in body.facts[node].writes}
     for index, (first, stop) in enumerate(bounds):
@@ -247,7 +247,8 @@ def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int
         if stop == len(body.nodes):
             leaving = [node for node in own if body.last_use[node] == stop]
         later = frozenset(storage for storage, position in last_write.items() if position >= stop)
-        layers.append(build_layer(index, own, leaving, body.facts, traced.module, counters, compiler, later))
+        draws = sum(layer.draws for layer in layers)
+        layers.append(build_layer(index, own, leaving, body.facts, traced.module, counters, compiler, later, draws))
     names = {node.name: node for node in traced.module.graph.nodes}
     parameters, buffers = _sources(layers, traced.module)
     output = next(node for node in traced.module.graph.nodes if node.op == "output")

@@ -116,7 +116,7 @@ class Traced:
 
 
 def measure(traced: Traced) -> Fidelity:
-    """Cut a model in several ways and compare; its random numbers are those of the eager model, or keyed by layer."""
+    """Cut a model in several ways and compare; its random numbers are those of the eager model, or keyed by draw."""
     case, sequence = traced.case, traced.sequence
     whole = run(sequence, case)
     crossing = [sum(value.size_bytes(sequence.sample.batch_size) for value in b) for b in sequence.boundaries[1:-1]]
@@ -177,7 +177,7 @@ def run(sequence: LayerSequence, case: Case, cuts: Sequence[int] = (), *, seeded
         sequence: the traced model.
         case: the batch.
         cuts: layers at which stages start, without the first.
-        seeded: draw random numbers keyed by layer; otherwise from torch's generator as it is, as the model does.
+        seeded: draw random numbers keyed by draw; otherwise from torch's generator as it is, as the model does.
     """
     copies = {
         (layer.index, name): sequence.parameters[name].detach().requires_grad_(sequence.parameters[name].requires_grad)
@@ -212,8 +212,8 @@ def run(sequence: LayerSequence, case: Case, cuts: Sequence[int] = (), *, seeded
     return Run(_tensors(output), loss.detach(), summed, written)
 
 
-def _seed(layer: int) -> None:
-    torch.manual_seed(1000 + layer)
+def _seed(draw: int) -> None:
+    torch.manual_seed(1000 + draw)
 
 
 def _tensors(output: Any) -> tuple[Tensor, ...]:

@@ -50,7 +50,7 @@ def differences(candidate: Candidate, *, double: bool = False) -> dict[str, floa
     sequence = trace(case.model, first.sample)
     measured = measure(sequence, first)
     parted = stepped(built(candidate, double), planned(measured, min(STAGES, len(sequence))))
-    if any(layer.draws_random for layer in sequence.layers):
+    if any(layer.draws for layer in sequence.layers):
         apart = {"3 stages and 1": difference(parted, stepped(built(candidate, double), planned(measured, 1)))}
     else:
         apart = {"3 stages and eager": difference(parted, accumulated(built(candidate, double)))}

@@ -74,7 +74,7 @@ def test_layers_traced_at_batch_4_run_at_1_and_3(name: str) -> None:
 def test_random_numbers_are_keyed_by_layer(name: str) -> None:
     """Otherwise it would say nothing that no cut changes what dropout draws."""
     model = traced(name)
-    assert any(layer.draws_random for layer in model.sequence.layers)
+    assert any(layer.draws for layer in model.sequence.layers)
     torch.manual_seed(1)
     unkeyed = run(model.sequence, model.case, seeded=False)
     assert not torch.equal(run(model.sequence, model.case).loss, unkeyed.loss)

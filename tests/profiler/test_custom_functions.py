@@ -220,7 +220,7 @@ def test_it_is_kept_exactly(way: str) -> None:
 def test_its_random_numbers_are_the_layers() -> None:
     of = case(lambda _, x: Dropped.apply(x))
     sequence = trace(of.model, of.sample)
-    assert any(layer.draws_random for layer in sequence.layers)
+    assert any(layer.draws for layer in sequence.layers)
     torch.manual_seed(1)
     expected = eager(sequence, of)
     torch.manual_seed(1)

@@ -87,7 +87,7 @@ def test_each_stage_is_a_layer_that_reads_what_the_stage_trains() -> None:
     assert len(found) == 3
     for layer, stage in zip(found.layers, (range(3), range(3, 5), range(5, len(sequence))), strict=True):
         assert set(layer.parameters) == sequence.names_read(stage)
-        assert not layer.draws_random
+        assert not layer.draws
 
 
 class Swapped(nn.Module):

@@ -1,0 +1,45 @@
+"""Random numbers are those of the operation, however finely the model is cut."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from profiler import trace
+from tests.coverage.fidelity import run, some_cuts
+from tests.coverage.model_list import Case
+
+
+class Noisy(nn.Module):
+    """Draws in layers of every size, several times in one, and by chance not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.2))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if torch.rand(()) > 0.3:
+                x = x + block(x) + torch.randn_like(x) * 0.1
+        return x
+
+
+def test_finer_layers_draw_the_same() -> None:
+    """Masks were keyed by the layer's index, so a plan for 16 devices trained on other masks than one for 4."""
+    torch.manual_seed(0)
+    model, x, target = Noisy(), torch.randn(6, 8), torch.randn(6, 8)
+    of = Case(model, x, functional.mse_loss, target)
+    coarse, fine = trace(model, x, stages=2), trace(model, x, stages=16)
+    assert len(fine) > len(coarse)
+    assert any(layer.draws > 1 for layer in coarse.layers)
+    assert sum(layer.draws for layer in coarse.layers) == sum(layer.draws for layer in fine.layers)
+    expected = run(coarse, of)
+    for sequence in (coarse, fine):
+        for cuts in ([], *some_cuts(sequence)):
+            found = run(sequence, of, cuts)
+            assert torch.equal(found.loss, expected.loss)
+            assert found.gradients.keys() == expected.gradients.keys()
+            assert all(torch.equal(found.gradients[name], expected.gradients[name]) for name in found.gradients)
+    assert torch.equal(expected.loss, run(fine, of).loss)

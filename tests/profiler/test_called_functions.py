@@ -186,7 +186,7 @@ def test_it_costs_what_a_rehearsal_has_seen() -> None:
     case = with_body(masked)
     sequence = trace(case.model, case.sample)
     called = [layer for layer in sequence.layers if any("called_as_is" in name for name in layer.operations)]
-    assert [layer.draws_random for layer in called] == [True]
+    assert [layer.draws for layer in called] == [1]
     assert called[0].flops < sum(layer.flops for layer in sequence.layers)
 
 

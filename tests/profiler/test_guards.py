@@ -23,7 +23,7 @@ CONDITIONS: dict[str, Callable[[Tensor, float], object]] = {
     "max": lambda x, limit: x.max() > limit,
     "item": lambda x, limit: x.max().item() > limit,
     "sums": lambda x, limit: x[:, :2].sum() > x[:, 2:].sum() + limit,
-    "count": lambda x, limit: int((x.abs() > limit).sum()),
+    "count": lambda x, limit: (x.abs() > limit).sum().item() > 0,
     "equal": lambda x, limit: torch.equal(x.clamp(-limit, limit), x),
     "several": lambda x, limit: x.min() < -limit or x.max() > limit,
 }

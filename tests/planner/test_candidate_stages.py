@@ -68,7 +68,8 @@ def test_no_fast_plan_is_lost_and_none_is_below_the_bound(profiles, oracle, devi
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_that_fits_as_it_is_keeps(profile_of, oracle, device, schedule):
-    """Stages of GPipe need as much wherever they are; with 1F1B the last ones have fewer micro-batches in flight."""
+    """Stages of GPipe need as much wherever they are; with others the last ones have fewer micro-batches in flight."""
+    all_in_flight = SCHEDULES[schedule].keeps_all
     profile = profile_of(
         {
             ("a", size): [[size * value for value in (1, 1, 1, 30 + layer, 5, 2, 2)] for layer in range(4)]
@@ -77,12 +78,12 @@ def test_a_stage_that_fits_as_it_is_keeps(profile_of, oracle, device, schedule):
     )
     memory = oracle(profile, (device(),), 8).memory
     sizes = [1] * 8
-    limit = int(memory("a", 1, 3, sizes, sizes[:2] if schedule == "1f1b" else sizes, []))  # one of them just fits
+    limit = int(memory("a", 1, 3, sizes, sizes if all_in_flight else sizes[:2], []))  # one of them just fits
     devices = (device("a", limit),) * STAGES
     arcs = make_arcs(tables_of(profile, devices, batch_size=8, count=8, schedule=schedule), np.inf)
     found = set()
     for number in (1, 2, 3):
-        held = sizes[:number] if schedule == "1f1b" else sizes
+        held = sizes if all_in_flight else sizes[:number]
         for first, stop in itertools.combinations(range(5), 2):
             need = need_of(arcs, number, first, stop)
             if need != IMPOSSIBLE:

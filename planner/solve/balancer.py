@@ -39,6 +39,8 @@ WITHOUT_PLAN_S = 100.0
 """The same as long as no plan was found [chosen]."""
 WORTH_WAITING = 1e-3
 """By what a plan must be faster for the search not to have been in vain [chosen]."""
+LARGE_S = 0.25
+"""Seconds, counted so, of a search for some plan from which on a better plan comes before proofs [chosen]."""
 PROOFS_IN_VAIN = 3
 """Proofs of as large parts that are cut off in a row before no more are tried [chosen]."""
 
@@ -68,7 +70,7 @@ class _Balancer:
         self._left_s = np.inf  # what no plan is below of parts that were searched with the largest limits
         self._in_vain_s = 0.0
         self._cut_off = [0, 0, 0]  # proofs in a row, by depth of the part
-        self._large = False  # whether any proof was cut off
+        self._large = False  # whether any proof was cut off, or a plan took long
         self._ahead: Part | None = None
         self._turn = 0
 
@@ -107,7 +109,7 @@ class _Balancer:
     def _next(self) -> Waiting:
         """The part to look at: what lies ahead of the best plan, or the one with the least bound.
 
-        Once a proof was cut off, in turns
+        Where proofs are cut off or take long, in turns
 
         - that one;
         - that of the best plan, with larger limits;
@@ -188,6 +190,7 @@ class _Balancer:
             search = self._alone(part, 0)
             self._plans[part] = search.first(part.bound_s(self._problem))
             self._in_vain_s += search.spent_s
+            self._large |= search.spent_s > LARGE_S
         return self._plans[part]
 
     def _search(self, entry: Waiting) -> None:

@@ -138,6 +138,8 @@ class _Balancer:
             return
         if self._best is None:
             self._look_for_any(entry)
+        elif self._ahead is not None and self._ahead.lies_in(part):
+            self._divide(entry)
         elif not entry.bounded:
             search = self._search_of(part)
             bound_s = search.bound_s(self._best)
@@ -147,7 +149,7 @@ class _Balancer:
             self._divide(entry)
         else:
             search = self._search_of(part)
-            result = search.run(self._best)
+            result = search.run(self._best, proves=True)
             if result.proven:
                 self._cut_off[part.depth] = 0
                 self._take(part, result.best if result.best is not self._best else None)
@@ -159,19 +161,17 @@ class _Balancer:
 
     def _look_for_any(self, entry: Waiting) -> None:
         """Some plan, in the smallest part with the least bounds; where there is none, its parts are looked at alone."""
-        search = self._search_of(entry.part)
-        possible = search.fits()
-        self._in_vain_s += search.spent_s
-        if not possible:
-            return
         part = entry.part
         while parts := part.parts(self._problem):
             part = min(parts, key=lambda one: one.bound_s(self._problem))
         self._take(part, self._dive(part))
-        if self._best is None:
-            self._divide(entry)
-        else:
+        if self._best is not None:
             self._queue.push(entry.bound_s, entry.part, bounded=entry.bounded)
+            return
+        search = self._search_of(entry.part)
+        if search.fits():
+            self._divide(entry)
+        self._in_vain_s += search.spent_s
 
     def _divide(self, entry: Waiting) -> None:
         """Let the parts of a part wait; one of the smallest is searched for itself."""

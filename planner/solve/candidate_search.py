@@ -108,15 +108,15 @@ class CandidateSearch:
         """Whether some plan may fit."""
         return bool(self._bounded(np.inf)[2] < np.inf)
 
-    def run(self, incumbent: Balance) -> Result:
-        """The best plan below the incumbent's step time."""
+    def run(self, incumbent: Balance, *, proves: bool = False) -> Result:
+        """The best plan below the incumbent's step time; with `proves` none is looked for that cannot be proven."""
         limit_s = incumbent.step_s * (1 + 2 * TIE)
         arcs, before, root_s = self._bounded(limit_s)
         if root_s >= limit_s:
             return Result(incumbent, limit_s)
         choices = SegmentChoices(self._tables, arcs, self._deadline, self._budget)
         if choices.needed > self._limits.few_stages:
-            if root_s >= limit_s * (1 - CLOSE_ENOUGH):
+            if proves or root_s >= limit_s * (1 - CLOSE_ENOUGH):
                 return Result(incumbent, root_s)
             found, lower_s = self._by_plans(arcs, before, choices, incumbent, limit_s)
             return Result(found or incumbent, lower_s)

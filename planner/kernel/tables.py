@@ -39,7 +39,7 @@ class Tables(NamedTuple):
         passing_least: the least in any case.
         forward: prefix sums of steady f, shape (C, N); of rounds the mean of all but the first micro-batch.
         backward: prefix sums of steady b, shape (C, N).
-        again: prefix sums of steady recompute, shape (C, N).
+        again: prefix sums of steady recompute, shape (C, N); of rounds as with `forward`.
         again_passing: prefix sums of the least recompute of a micro-batch, shape (C, N).
         forward_most: prefix sums of the largest f, shape (C, N).
         crossing: transfer of a micro-batch, both directions, shape (N,): what `passing` is of a stage.

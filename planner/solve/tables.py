@@ -100,7 +100,7 @@ def _pass_seconds(problem: Problem, candidate: Candidate, sizes: _Sizes) -> dict
         "passing_least": passing_least,
         "forward": sizes.after_first_sums("forward_s") if rounds else sizes.steady_sums("forward_s"),
         "backward": sizes.steady_sums("backward_s"),
-        "again": sizes.steady_sums("recompute_s"),
+        "again": sizes.after_first_sums("recompute_s") if rounds else sizes.steady_sums("recompute_s"),
         "again_passing": sizes.sums(lambda more, less: np.minimum(more.recompute_s, less.recompute_s)),
         "forward_most": sizes.sums(lambda more, less: np.maximum(more.forward_s, less.forward_s)),
         "forward_head": forward_head,

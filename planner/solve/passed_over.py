@@ -25,7 +25,7 @@ def with_unused(problem: Problem, plan: Plan, spent_s: float) -> Plan:
         spent_s: seconds that it took.
     """
     looser = _looser(problem, plan, spent_s)
-    idle = len(problem.devices) - plan.K * plan.replicas
+    idle = len(problem.devices) - plan.ranks * plan.replicas
     if not idle and looser is None:
         return plan
     reason = _reason(problem, plan, looser) if idle else ""
@@ -45,7 +45,9 @@ def _without_rule(problem: Problem) -> Problem:
 
 
 def _binds(problem: Problem) -> bool:
-    """Whether there are more stages, for some M, without the rule."""
+    """Whether there are more stages, for some M, without the rule; chunks are not asked without it."""
+    if problem.settings.chunks > 1:
+        return False
     loose = _without_rule(problem)
     return any(
         loose.most_stages(one.replicas, one.split.count) > problem.most_stages(one.replicas, one.split.count)
@@ -54,7 +56,9 @@ def _binds(problem: Problem) -> bool:
 
 
 def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
-    """The best plan without the rule if it is worth naming."""
+    """The best plan without the rule if it is worth naming; with several chunks none is looked for."""
+    if problem.settings.chunks > 1:
+        return None
     loose, per_stage = _without_rule(problem), problem.settings.micro_batches_per_stage
     limit_s = plan.prediction.step_s * (1 - WORTH_NAMING)
     hopeful = any(
@@ -84,15 +88,15 @@ def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
     rule = f"M >= {per_stage}K (micro_batches_per_stage)"
     reasons = (
         (settings.stages is not None, f"stages is {settings.stages}"),
-        (plan.K == settings.max_stages < groups, f"max_stages is {settings.max_stages}"),
+        (settings.max_stages == plan.K < groups * settings.chunks, f"max_stages is {settings.max_stages}"),
         (problem.layers == plan.K, f"the model has {problem.layers} layers, and a stage holds at least 1"),
         (
-            groups == plan.K,
+            groups == plan.ranks,
             f"R = {plan.replicas} needs as many equal devices for each stage, which makes at most K = {groups}",
         ),
         (
-            most_micro_batches // per_stage == plan.K,
-            f"{rule} allows no more than K = {plan.K} with M = {most_micro_batches}",
+            most_micro_batches // per_stage == plan.ranks,
+            f"{rule} allows no more than K = {plan.ranks} with M = {most_micro_batches}",
         ),
         (looser is not None and looser.stages > plan.K, f"with {rule} more stages are not faster"),
         (plan.prediction.gap > 0, "no faster plan was found that has more stages"),

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.from_profile import make_problem
-from planner.plan.schedules import SCHEDULES
+from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.tables import make_tables
 
 KINDS = ("a", "b")
@@ -56,7 +56,7 @@ def test_seconds_of_ranges_are_sums_over_layers_and_micro_batches(profiles, orac
             after_first_s = np.mean(
                 [sum(cost(kind, layer, size, "forward_s") for layer in inside) for size in sizes[1:]]
             )
-            rounds = schedule == "1f1b"
+            rounds = SCHEDULES[schedule].objective is Objective.ROUNDS
             assert between(tables.passing_least) == pytest.approx(least_s)
             assert between(tables.passing) == pytest.approx(first_s if rounds else least_s)
             assert between(tables.forward) == pytest.approx(after_first_s if rounds else steady("forward_s"))

@@ -5,6 +5,7 @@ plan = plan_from_profile(Profile.load("profile.json"), cluster, batch_size=64)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
 from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings
+from planner.solve.passed_over import time_for_plan, with_unused
 from planner.solve.problem import Problem, device_classes
 from planner.solve.skip_search import best_plan, no_plan_text
 from profiler.device import Cluster, Device
@@ -55,10 +57,11 @@ def plan_from_profile(
         ProfileError: the profile lacks a device kind, an optimizer, a link, or the micro-batch sizes.
     """
     problem = make_problem(profile, devices, batch_size=batch_size, optimizer=optimizer, settings=settings)
-    plan = best_plan(problem)
+    began_s = time.monotonic()
+    plan = best_plan(time_for_plan(problem))
     if plan is None:
         raise InfeasibleError(no_plan_text(problem))
-    return plan
+    return with_unused(problem, plan, time.monotonic() - began_s)
 
 
 def make_problem(

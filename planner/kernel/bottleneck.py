@@ -14,11 +14,12 @@ ROUNDING = 1e-11
 
 
 @compiled
-def least_bottleneck(sums: Floats, stages: int, gain: float) -> float:
+def least_bottleneck(sums: Floats, links: Floats, stages: int, gain: float) -> float:
     """The smallest g such that so many stages can hold all work, each at most g + gain * the work behind it.
 
     Args:
         sums: of the work before each place where a cut may be, both ends included, ascending.
+        links: what the link does if there is a cut, as long at most as a stage that ends there; nothing at both ends.
         stages: how many.
         gain: at least 0.
     """
@@ -30,7 +31,10 @@ def least_bottleneck(sums: Floats, stages: int, gain: float) -> float:
         for _ in range(stages):
             behind = total - sums[first]
             reach = sums[first] - (middle + gain * behind) - ROUNDING * total
+            before = first
             first = min(first, np.searchsorted(sums, reach))
+            while first < before and links[first] > middle + gain * (total - sums[first]) + ROUNDING * total:
+                first += 1
         if first == 0:
             high = middle
         else:

@@ -21,8 +21,8 @@ from planner.plan.schedules import Objective
 FLOW_SHOPS, ROUNDS, WORK = (int(objective) for objective in Objective)
 IMPOSSIBLE, KEEPS, RECOMPUTES = 0, 1, 2
 """What a stage must do to fit."""
-THROUGH, FORWARD, BACKWARD, OPTIMIZER, REST, ROOM = range(6)
-"""Columns of `Arcs.terms`."""
+THROUGH, FORWARD, BACKWARD, OPTIMIZER, REST, ROOM, THROUGH_LEAST, TERMS = range(8)
+"""Columns of `Arcs.terms`, and how many there are."""
 
 
 class Arcs(NamedTuple):
@@ -39,7 +39,7 @@ class Arcs(NamedTuple):
         most_stages: largest K.
         capacity: how many stages a class can run, shape (C,).
         allowed: whether a cut is allowed at a position, shape (N,).
-        crossing: transfers at a position of one micro-batch, both directions, shape (N,).
+        crossing_least: transfers at a position of one micro-batch, both directions, at least, shape (N,).
         backward_link: M - 1 steady transfers of gradients, shape (N,).
         backward_head: see `Tables`.
         more_large: see `Tables`, and so the next three.
@@ -51,8 +51,9 @@ class Arcs(NamedTuple):
         need: IMPOSSIBLE, KEEPS or RECOMPUTES of each arc.
         whole: whether it fits as one segment.
         extra: recompute seconds that it needs at least.
-        terms: what it adds to the objective without recompute, shape (arcs, 6); seconds, and bytes in the last column:
-            THROUGH, a micro-batch's passes and its transfers before them;
+        terms: what it adds to the objective without recompute, shape (arcs, TERMS); seconds, and bytes in ROOM:
+            THROUGH, a micro-batch's passes and its transfers before them; of rounds the first one's, which is large;
+            THROUGH_LEAST, the same of any micro-batch;
             FORWARD, of flow shops M - 1 times f, not less than the transfer, else M - 1 times f and b;
             BACKWARD, of flow shops M - 1 times b, of rounds what both phases leave when the stage waits once for all
             after it;
@@ -70,7 +71,7 @@ class Arcs(NamedTuple):
     most_stages: int
     capacity: Indices
     allowed: NDArray[np.bool_]
-    crossing: Floats
+    crossing_least: Floats
     backward_link: Floats
     backward_head: Floats
     more_large: float
@@ -103,7 +104,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
     offset, length = _reach(tables, below_s)
     count = int(length.sum())
     need, whole = np.zeros(count, dtype=np.uint8), np.zeros(count, dtype=np.bool_)
-    extra, terms = np.zeros(count), np.zeros((count, 6))
+    extra, terms = np.zeros(count), np.zeros((count, TERMS))
     for variant in range(variants):
         for device in range(classes):
             for stop in range(1, positions):
@@ -123,7 +124,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         tables.most_stages,
         tables.capacity,
         tables.allowed,
-        tables.crossing,
+        tables.crossing_least,
         tables.steady * tables.backward_link,
         tables.backward_head,
         tables.more_large,
@@ -270,9 +271,11 @@ def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: i
     if tables.objective == ROUNDS:
         number = variant + 1
         forward_most = tables.forward_most[device, stop] - tables.forward_most[device, first]
-        forward_least = tables.forward_least[device, stop] - tables.forward_least[device, first]
-        terms[BACKWARD] = tables.steady * (forward + backward) - (number * forward_most - forward_least)
-        terms[REST] = tables.steady % number * max(0.0, own - forward_most)
+        forward_first = tables.sized[0, device, stop] - tables.sized[0, device, first]
+        own_least = tables.passing_least[device, stop] - tables.passing_least[device, first]
+        terms[BACKWARD] = tables.steady * (forward + backward) - (number * forward_most - forward_first)
+        terms[REST] = tables.steady % number * max(0.0, own_least - forward_most)
+        terms[THROUGH_LEAST] = own_least + tables.crossing_least[first]
     if tables.trainable_bytes[first, stop] > 0:
         slope = tables.optimizer_rate[device]
         terms[OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed[device]

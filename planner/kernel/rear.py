@@ -10,10 +10,11 @@ back, and e and x those of recompute, a plan takes
                          through(k) + steady (f + b + e) )             stage k is never idle
     1F1B     V(k) = max( the same,
                          S(k) + both(k),                               it waits once for the whole rear
-                         rounds * S(k) + rest )                        it waits whenever all in flight are ahead
+                         S(k) + rounds * S'(k) + rest )                it waits whenever all in flight are ahead
 
-so a rear needs S and both bottlenecks, or S and V, or the four numbers of `planner.kernel.two_sizes` for each phase;
-and the slowest optimizer. `planner.kernel.front` says the like of the stages in front.
+where S is of the first micro-batch, which is one of the large ones, and S' of any other, without the transfers before
+stage k. So a rear needs S and both bottlenecks, or S, V and S', or the four numbers of `planner.kernel.two_sizes` for
+each phase; and the slowest optimizer. `planner.kernel.front` says the like of the stages in front.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from planner.kernel.candidate_stages import (
     REST,
     ROUNDS,
     THROUGH,
+    THROUGH_LEAST,
     Arcs,
 )
 from planner.kernel.compiled import compiled
@@ -57,8 +59,8 @@ from planner.kernel.two_sizes import (
 
 PASSES_S, FORWARD_STAY_S, BACKWARD_STAY_S, OPTIMIZER_S, COLUMNS = range(5)
 """Columns of a rear: S, both bottlenecks of flow shops and the slowest optimizer; and how many there are."""
-ALONE_S, UNUSED = FORWARD_STAY_S, BACKWARD_STAY_S
-"""Without flow shops: V, and nothing."""
+ALONE_S, LEAST_PASSES_S = FORWARD_STAY_S, BACKWARD_STAY_S
+"""Without flow shops: V, and with rounds S'."""
 SIZED_OPTIMIZER_S, SIZED_COLUMNS = 8, 9
 """With two sizes of micro-batches, after four numbers for each phase: the slowest optimizer; how many columns."""
 NO_MACHINE = Machine(0.0, 0.0, 0.0, 0.0)
@@ -94,13 +96,14 @@ class FrontStage(NamedTuple):
 
     Attributes:
         from_end: its number from the end of the model, 1 for the last.
-        through_s: see `Arcs.terms`, and so the next four.
+        through_s: see `Arcs.terms`, and so the next five.
+        through_least_s: see there.
         forward_s: see there.
         backward_s: see there.
         optimizer_s: see there.
         rest_s: see there.
         recompute_s: e, at least.
-        crossing_s: see `Arcs`, and so the next two.
+        crossing_least_s: see `Arcs`, and so the next two.
         backward_link_s: see there.
         backward_head_s: see there.
         machines: with two sizes of micro-batches the stage forward, its link forward, both backward.
@@ -108,12 +111,13 @@ class FrontStage(NamedTuple):
 
     from_end: int
     through_s: float
+    through_least_s: float
     forward_s: float
     backward_s: float
     optimizer_s: float
     rest_s: float
     recompute_s: float
-    crossing_s: float
+    crossing_least_s: float
     backward_link_s: float
     backward_head_s: float
     machines: tuple[Machine, Machine, Machine, Machine]
@@ -146,12 +150,13 @@ def stage_in_front(arcs: Arcs, from_end: int, device: int, first: int, stop: int
     return FrontStage(
         from_end,
         terms[THROUGH],
+        terms[THROUGH_LEAST],
         terms[FORWARD],
         terms[BACKWARD],
         terms[OPTIMIZER],
         terms[REST],
         arcs.extra[arc],
-        arcs.crossing[first],
+        arcs.crossing_least[first],
         arcs.backward_link[first],
         arcs.backward_head[first],
         (there, link_there, back, link_back),
@@ -191,12 +196,14 @@ def grow(
     new[PASSES_S], new[OPTIMIZER_S] = passes_s, optimizer_s
     if objective.kind != FLOW_SHOPS:
         alone_s = max(through_s + rears[rear, ALONE_S], through_s + stage.forward_s + steady_recompute_s)
+        least_passes_s = 0.0
         if objective.kind == ROUNDS:
             rounds = objective.steady // stage.from_end
             waits_once_s = passes_s + stage.backward_s + steady_recompute_s
-            waits_often_s = passes_s + rounds * (passes_s - stage.crossing_s) + stage.rest_s
+            least_passes_s = rears[rear, LEAST_PASSES_S] + stage.through_least_s + turnaround_s
+            waits_often_s = passes_s + rounds * (least_passes_s - stage.crossing_least_s) + stage.rest_s
             alone_s = max(alone_s, waits_once_s, waits_often_s)
-        new[ALONE_S], new[UNUSED] = alone_s, 0.0
+        new[ALONE_S], new[LEAST_PASSES_S] = alone_s, least_passes_s
         stays_s = passes_s + front[FRONT_PASSES_S] + front[FRONT_BOTH_S]
         return float(max(alone_s + front[FRONT_PASSES_S], stays_s) + end_s)
     own_s = max(stage.backward_s + steady_recompute_s, stage.backward_link_s) + stage.backward_head_s
@@ -256,4 +263,5 @@ def raise_to_front(objective: SearchObjective, new: Floats, front: Floats, raise
         raised[FORWARD_STAY_S] = max(new[FORWARD_STAY_S], front[FRONT_FORWARD_S])
         raised[BACKWARD_STAY_S] = max(new[BACKWARD_STAY_S], front[FRONT_BACKWARD_S])
     else:
-        raised[ALONE_S], raised[UNUSED] = max(new[ALONE_S], new[PASSES_S] + front[FRONT_BOTH_S]), 0.0
+        raised[ALONE_S] = max(new[ALONE_S], new[PASSES_S] + front[FRONT_BOTH_S])
+        raised[LEAST_PASSES_S] = new[LEAST_PASSES_S]

@@ -34,14 +34,16 @@ class Tables(NamedTuple):
         recompute: AUTO, ALWAYS or NEVER.
         least_stages: smallest K.
         most_stages: largest K.
-        passing: prefix sums of the least f + b of a micro-batch, shape (C, N).
-        forward: prefix sums of steady f, shape (C, N).
+        passing: prefix sums of f + b of a micro-batch on its way, shape (C, N): the least; of rounds the first
+            micro-batch's f, which is large, and the least b.
+        passing_least: the least in any case.
+        forward: prefix sums of steady f, shape (C, N); of rounds the mean of all but the first micro-batch.
         backward: prefix sums of steady b, shape (C, N).
-        again: prefix sums of steady recompute, shape (C, N).
+        again: prefix sums of steady recompute, shape (C, N); of rounds as with `forward`.
         again_passing: prefix sums of the least recompute of a micro-batch, shape (C, N).
         forward_most: prefix sums of the largest f, shape (C, N).
-        forward_least: prefix sums of the least f, shape (C, N).
-        crossing: least transfer of a micro-batch, both directions, shape (N,).
+        crossing: transfer of a micro-batch, both directions, shape (N,): what `passing` is of a stage.
+        crossing_least: the least in any case.
         forward_link: steady transfer of outputs, shape (N,).
         backward_link: steady transfer of their gradients, shape (N,).
         forward_head: seconds that only the larger micro-batches cost before a stage, shape (N,).
@@ -75,13 +77,14 @@ class Tables(NamedTuple):
     least_stages: int
     most_stages: int
     passing: Floats
+    passing_least: Floats
     forward: Floats
     backward: Floats
     again: Floats
     again_passing: Floats
     forward_most: Floats
-    forward_least: Floats
     crossing: Floats
+    crossing_least: Floats
     forward_link: Floats
     backward_link: Floats
     forward_head: Floats

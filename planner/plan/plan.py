@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
 from planner.plan.schedules import DEFAULT_SCHEDULE, MOST_CHUNKS, ScheduleName, check_chunks, known
+from planner.plan.unused import Unused
 from profiler.device import Device
 from profiler.errors import ArgumentError, PlanFileError
 from profiler.quantities import (
@@ -279,6 +280,7 @@ class Plan(Value):
         stages: in pipeline order.
         skips: what goes past stages, one entry for each pair of ends; all else is sent from neighbour to neighbour.
         prediction: step time and how good the plan is.
+        unused: devices that stay idle, and a faster plan that a rule forbids; None if there is neither.
     """
 
     schema_version: Literal[2] = PLAN_SCHEMA_VERSION
@@ -294,6 +296,7 @@ class Plan(Value):
     stages: tuple[Stage, ...] = Field(min_length=1)
     skips: tuple[Skip, ...] = ()
     prediction: Prediction
+    unused: Unused | None = None
 
     @property
     def K(self) -> int:

@@ -69,6 +69,9 @@ def _headline(plan: Plan) -> list[str]:
         f"{prediction.samples_per_s:.4g} samples/s, bubble {prediction.bubble:.1%}",
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}), {optimal}",
     ]
+    if plan.unused is not None:
+        for line in plan.unused.lines(prediction.step_s):
+            lines.extend(textwrap.wrap(line, WIDTH, subsequent_indent="  "))
     if plan.sample.decisions or plan.sample.called_as_is:
         lines.extend(textwrap.wrap(one_line(f"traced {plan.sample.means}"), WIDTH, subsequent_indent="  "))
     if plan.skips:

@@ -9,7 +9,7 @@ from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.plan.plan import Plan, Prediction, Stage, StageTimes
 from planner.plan.simulator import simulate_plan
-from planner.solve.balancer import Balance, StageChoice, end_seconds, stage_seconds
+from planner.solve.balance import Balance, StageChoice, end_seconds, stage_seconds
 from planner.solve.problem import Problem
 from profiler.device import Device
 from profiler.record import Profile

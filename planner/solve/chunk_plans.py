@@ -23,7 +23,7 @@ from planner.cost.time_ledger import layer_seconds
 from planner.cost.transfers import boundary_s
 from planner.kernel.makespan import makespan_s
 from planner.plan.plan import Segment
-from planner.solve.balancer import Balance, StageChoice, end_seconds, evaluate_s
+from planner.solve.balance import Balance, StageChoice, end_seconds, evaluate_s
 from planner.solve.problem import Candidate, Problem
 
 Stops = tuple[int, ...]

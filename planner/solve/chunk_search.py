@@ -27,7 +27,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats
 from planner.plan.schedules import Ring
 from planner.plan.units import bytes_text
-from planner.solve.balancer import TIE, Balance
+from planner.solve.balance import TIE, Balance
 from planner.solve.chunk_bound import ChunkBound, chunk_bound, least_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
 from planner.solve.deadline import Deadline

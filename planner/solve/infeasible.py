@@ -14,7 +14,7 @@ from planner.plan.plan import Segment, StageMemory
 from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.plan.units import bytes_text
 from planner.settings import Settings
-from planner.solve.balancer import first_balance
+from planner.solve.candidate_search import first_balance
 from planner.solve.problem import Candidate, Problem, device_classes
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables

@@ -17,7 +17,8 @@ from itertools import combinations
 
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import layer_seconds
-from planner.solve.balancer import Balance, StageChoice, balance, evaluate_s
+from planner.solve.balance import Balance, StageChoice, evaluate_s
+from planner.solve.balancer import balance
 from planner.solve.problem import DeviceClass, Problem
 from planner.solve.work_bound import work_bound_s
 

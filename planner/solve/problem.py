@@ -68,6 +68,7 @@ class Problem:
         rules: masks over the layers.
         short_messages: whether more messages may be under way the shorter they are, as the executor has it. Without,
             memory grows with the messages, so that a bound can be had.
+        patience: what a search without a time limit may take in vain, in parts of what is usual.
     """
 
     costs: CostModel
@@ -79,6 +80,7 @@ class Problem:
     settings: Settings
     rules: Rules
     short_messages: bool = True
+    patience: float = 1.0
 
     @property
     def layers(self) -> int:

@@ -28,7 +28,7 @@ from planner.cost.skips import Route, routes_of
 from planner.plan.plan import Plan, Segment, Stage
 from planner.rules import FREE
 from planner.solve import chunk_search
-from planner.solve.balancer import Balance, StageChoice
+from planner.solve.balance import Balance, StageChoice
 from planner.solve.build_plan import make_plan, stages_of
 from planner.solve.deadline import Deadline
 from planner.solve.infeasible import nothing_fits_text

@@ -46,6 +46,10 @@ class _Sizes:
         """Prefix sums of that, shape (C, N)."""
         return np.stack([prefix_sums(self.steady(kind, name)) for kind in self.kinds])
 
+    def after_first_sums(self, name: str) -> Floats:
+        """Prefix sums of the mean over the last M - 1, shape (C, N)."""
+        return self.sums(lambda more, less: after_first_mean(self.split, getattr(more, name), getattr(less, name)))
+
     def each(self, name: str) -> list[Floats]:
         """Prefix sums of a field for the large and for the small micro-batch, each of shape (C, N)."""
         return [self.sums(lambda more, _: getattr(more, name)), self.sums(lambda _, less: getattr(less, name))]
@@ -86,16 +90,19 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
 def _pass_seconds(problem: Problem, candidate: Candidate, sizes: _Sizes) -> dict[str, Any]:
     """The fields of `Tables` with prefix sums of what layers take."""
     forward_head, backward_head = _heads(problem, candidate, sizes)
+    rounds = SCHEDULES[candidate.schedule].objective is Objective.ROUNDS
+    passing_least = sizes.sums(
+        lambda more, less: np.minimum(more.forward_s, less.forward_s) + np.minimum(more.backward_s, less.backward_s)
+    )
+    passing_first = sizes.sums(lambda more, less: more.forward_s + np.minimum(more.backward_s, less.backward_s))
     return {
-        "passing": sizes.sums(
-            lambda more, less: np.minimum(more.forward_s, less.forward_s) + np.minimum(more.backward_s, less.backward_s)
-        ),
-        "forward": sizes.steady_sums("forward_s"),
+        "passing": passing_first if rounds else passing_least,
+        "passing_least": passing_least,
+        "forward": sizes.after_first_sums("forward_s") if rounds else sizes.steady_sums("forward_s"),
         "backward": sizes.steady_sums("backward_s"),
-        "again": sizes.steady_sums("recompute_s"),
+        "again": sizes.after_first_sums("recompute_s") if rounds else sizes.steady_sums("recompute_s"),
         "again_passing": sizes.sums(lambda more, less: np.minimum(more.recompute_s, less.recompute_s)),
         "forward_most": sizes.sums(lambda more, less: np.maximum(more.forward_s, less.forward_s)),
-        "forward_least": sizes.sums(lambda more, less: np.minimum(more.forward_s, less.forward_s)),
         "forward_head": forward_head,
         "backward_head": backward_head,
         "sized": np.stack([sums for name in _SECONDS for sums in sizes.each(name)]),
@@ -107,8 +114,11 @@ def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     split = candidate.split
     out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
     out_small, back_small = boundary_s(problem.link, problem.at_boundaries(split.smallest))
+    rounds = SCHEDULES[candidate.schedule].objective is Objective.ROUNDS
+    crossing_least = np.minimum(out_large, out_small) + np.minimum(back_large, back_small)
     return {
-        "crossing": np.minimum(out_large, out_small) + np.minimum(back_large, back_small),
+        "crossing": out_large + np.minimum(back_large, back_small) if rounds else crossing_least,
+        "crossing_least": crossing_least,
         "forward_link": steady_mean(split, out_large, out_small),
         "backward_link": steady_mean(split, back_large, back_small),
         "sized_links": np.stack([out_large, out_small, back_large, back_small]),
@@ -160,6 +170,13 @@ def steady_mean(split: MicroBatches, large: Floats, small: Floats) -> Floats:
     if split.equal:
         return large
     return (split.number_largest * large + (split.count - split.number_largest - 1) * small) / (split.count - 1)
+
+
+def after_first_mean(split: MicroBatches, large: Floats, small: Floats) -> Floats:
+    """Mean over the last M - 1 micro-batches of what takes `large` and `small` for the two sizes."""
+    if split.equal:
+        return large
+    return ((split.number_largest - 1) * large + (split.count - split.number_largest) * small) / (split.count - 1)
 
 
 def prices(held_bytes: Floats, seconds: Floats) -> Floats:

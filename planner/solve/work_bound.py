@@ -11,11 +11,12 @@ from planner.cost.layer_costs import Floats, prefix_sums
 from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
 from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, range_bytes
 from planner.cost.time_ledger import layer_seconds
+from planner.cost.transfers import boundary_s
 from planner.kernel.bottleneck import ROUNDING, least_bottleneck
 from planner.kernel.recompute_bounds import least_recompute_s
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.problem import Candidate, Problem
-from planner.solve.tables import prices, steady_mean
+from planner.solve.tables import after_first_mean, prices, steady_mean
 
 SMALLEST_GAIN = 1e-9
 """Share of a layer's work below which nothing is saved: rounding is as large."""
@@ -72,15 +73,63 @@ def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:
         if not flow_shops:
             passes_s, stays_s = 0.0, max(passes_s, stays_s)
         return WorkBound(passes_s, 0.0, 0.0, stays_s, 1.0)
+    links = _link_seconds(problem, candidate, (large[0], small[0]))
+    if SCHEDULES[candidate.schedule].objective is Objective.ROUNDS:
+        (more,), (less,) = pairs
+        passes = more.forward_s + np.minimum(more.backward_s, less.backward_s)
+        work = steady * after_first_mean(split, more.forward_s, less.forward_s)
+        work += steady * steady_mean(split, more.backward_s, less.backward_s)
+        return _cut_bound(problem, candidate, passes, passes, work, links)
     if not flow_shops:
-        return _cut_bound(problem, candidate, least[0], least[0], steady * mean[0])
+        return _cut_bound(problem, candidate, least[0], least[0], steady * mean[0], links)
     if split.equal:
-        return _cut_bound(problem, candidate, large[0], 0 * large[0], steady * large[0])
+        return _cut_bound(problem, candidate, large[0], 0 * large[0], steady * large[0], links)
     work = (split.number_largest - 1) * large[0] + (split.count - split.number_largest) * small[0]
-    return _cut_bound(problem, candidate, large[0], large[0] - small[0], work)
+    return _cut_bound(problem, candidate, large[0], large[0] - small[0], work, links)
 
 
-def _cut_bound(problem: Problem, candidate: Candidate, passes: Floats, saved: Floats, work: Floats) -> WorkBound:
+def _link_seconds(problem: Problem, candidate: Candidate, passes: tuple[Floats, Floats]) -> Floats:
+    """What a cut takes at each position for all but one micro-batch, shape (L + 1,).
+
+    The link carries all outputs and, there beside, all gradients; with flow shops one after the other. With 1F1B the
+    stage before the cut is the n-th from the end and waits, each n micro-batches, until one has been to the end and
+    back: those of number n, 2 n, ..., the large ones first. It holds the layer before the cut at least; n is at most 1
+    more than the stages that there may be behind the cut.
+
+    Args:
+        problem: whose boundaries.
+        candidate: schedule, R and M.
+        passes: seconds of a large and of a small micro-batch in each layer, shape (L,).
+    """
+    split = candidate.split
+    larger, smaller = (
+        boundary_s(problem.link, problem.at_boundaries(size)) for size in (split.largest, split.smallest)
+    )
+    there, back = (
+        (split.number_largest - 1) * more + (split.count - split.number_largest) * less
+        for more, less in zip(larger, smaller, strict=True)
+    )
+    if SCHEDULES[candidate.schedule].objective is Objective.FLOW_SHOPS:
+        return there + back
+    longer: Floats = np.maximum(there, back)
+    if SCHEDULES[candidate.schedule].objective is Objective.ROUNDS:
+        allowed = problem.rules.allowed
+        more_s, less_s = (
+            messages[0] + messages[1] + own.sum() - np.append(0.0, prefix_sums(own)[:-1])
+            for messages, own in zip((larger, smaller), passes, strict=True)
+        )
+        stages_behind = np.minimum(
+            allowed.sum() - np.cumsum(allowed), problem.most_stages(candidate.replicas, split.count) - 1
+        )
+        rounds, rounds_large = ((number - 1) // (1 + stages_behind) for number in (split.count, split.number_largest))
+        longer = np.maximum(longer, rounds_large * more_s + (rounds - rounds_large) * less_s)
+    longer[[0, -1]] = 0.0
+    return longer
+
+
+def _cut_bound(
+    problem: Problem, candidate: Candidate, passes: Floats, saved: Floats, work: Floats, links: Floats
+) -> WorkBound:
     """On equal devices, whatever the cuts.
 
     A path passes each stage up to stage k with some micro-batch and stays there for work w and recompute; after it
@@ -89,9 +138,10 @@ def _cut_bound(problem: Problem, candidate: Candidate, passes: Floats, saved: Fl
         T >= sum of all passes - sum of what is saved after k + (w + recompute of M - 1) of stage k
 
     for each k. With GPipe and n large and m small micro-batches it passes with a large one, stays for n - 1 large and m
-    small ones, and goes on with a small one. With 1F1B it passes back and forth, M - 1 stay at stage k, and nothing is
-    left behind. So with d such that no layer saves more than d w, and g = T less all passes, the stages from the last
-    one on hold at most g, g (1 + d), g (1 + d)^2, ...: K of them g ((1 + d)^K - 1) / d.
+    small ones, and goes on with a small one. With 1F1B the first one, which is large, passes there and the last one
+    back, M - 1 stay at stage k, and nothing is left behind. So with d such that no layer saves more than d w, and g = T
+    less all passes, the stages from the last one on hold at most g, g (1 + d), g (1 + d)^2, ...: K of them
+    g ((1 + d)^K - 1) / d. The link after stage k holds no more than that stage may, by the same path.
 
     Args:
         problem: whose cuts.
@@ -99,12 +149,14 @@ def _cut_bound(problem: Problem, candidate: Candidate, passes: Floats, saved: Fl
         passes: seconds of each layer, shape (L,).
         saved: seconds of each layer.
         work: seconds of each layer.
+        links: seconds of the link at each position.
     """
     counted = work > 0
     gain = float(np.max(saved[counted] / work[counted], initial=0.0))
     most = problem.most_stages(candidate.replicas, candidate.split.count)
     share = 1 / most if gain < SMALLEST_GAIN else gain / math.expm1(most * math.log1p(gain))
-    slowest_s = least_bottleneck(prefix_sums(work)[problem.rules.allowed], most, gain)
+    allowed = problem.rules.allowed
+    slowest_s = least_bottleneck(prefix_sums(work)[allowed], links[allowed], most, gain)
     return WorkBound(float(passes.sum()), float(work.sum()), share, slowest_s, 1 - ROUNDING)
 
 

@@ -13,7 +13,8 @@ from torchgpipe.balance import blockpartition
 
 from planner.from_profile import make_problem
 from planner.settings import SettingKeywords
-from planner.solve.balancer import Balance, balance
+from planner.solve.balance import Balance
+from planner.solve.balancer import balance
 from profiler.device import Device, Link
 from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
 from profiler.sample_spec import SampleSpec

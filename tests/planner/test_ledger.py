@@ -16,7 +16,7 @@ from planner.kernel.tables import segment_costs, stage_needs
 from planner.plan.plan import StageMemory
 from planner.plan.schedules import SCHEDULES
 from planner.settings import SettingKeywords
-from planner.solve.balancer import Balance, StageChoice, evaluate_s
+from planner.solve.balance import Balance, StageChoice, evaluate_s
 from planner.solve.build_plan import make_plan
 from planner.solve.infeasible import _memory
 from planner.solve.problem import Candidate, Problem

@@ -5,6 +5,7 @@ GOLDEN = """\
 K = 2 stages, M = 8 micro-batches of 3 x 2 + 5 x 1 samples, batch 11, schedule gpipe, AdamW
 predicted step 18.5 s (optimizer 1.01 s), 0.5941 samples/s, bubble 30.4%
 1.37 x one device (25.4 s), proven optimal for these predictions
+without the rule M >= 4K: K = 2, M = 3, step 14.3 s, 23% less; set micro_batches_per_stage=1 for it
 
 stage  device  layers  modules                parameters  forward  recompute  backward     send         memory
     0  cuda:0     0-0  blocks.0....cks.0.out      1.00 k   500 ms         no    750 ms  1.40 ms  1.34 MiB  88%

@@ -50,13 +50,21 @@ def test_two_sizes_take_what_the_simulator_says(large, n, m, data):
     assert ways[2] <= found_s * (1 + 1e-9)
 
 
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.5]))
-def test_the_smallest_bottleneck_is_that_of_the_best_cuts(work, stages, gain):
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=1, max_size=7),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_the_smallest_bottleneck_is_that_of_the_best_cuts(layers, stages, gain):
+    work = [own for own, _ in layers]
     sums = np.concatenate(([0.0], np.cumsum(work, dtype=np.float64)))
+    links = np.array([0.0, *(link for _, link in layers)])
+    links[-1] = 0.0
 
     def bottleneck(cuts):
         return max(
-            sums[stop] - sums[first] - gain * (sums[-1] - sums[stop]) for first, stop in itertools.pairwise(cuts)
+            max(sums[stop] - sums[first], links[stop]) - gain * (sums[-1] - sums[stop])
+            for first, stop in itertools.pairwise(cuts)
         )
 
     best = min(
@@ -64,4 +72,4 @@ def test_the_smallest_bottleneck_is_that_of_the_best_cuts(work, stages, gain):
         for count in range(min(stages, len(work)))
         for inner in itertools.combinations(range(1, len(work)), count)
     )
-    assert least_bottleneck(sums, stages, gain) == pytest.approx(max(0.0, best), rel=1e-9, abs=1e-9)
+    assert least_bottleneck(sums, links, stages, gain) == pytest.approx(max(0.0, best), rel=1e-9, abs=1e-9)

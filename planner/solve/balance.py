@@ -1,0 +1,128 @@
+"""A plan as the search has it, and what its step takes: the simulator's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats
+from planner.cost.stage_memory import stage_memory
+from planner.cost.time_ledger import end_s, layer_seconds
+from planner.cost.transfers import boundary_s
+from planner.kernel.makespan import makespan_s
+from planner.plan.plan import Segment
+from planner.solve.problem import Candidate, Problem
+
+TIE = 1e-12
+"""Relative difference of two step times that counts as none: rounding of sums in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """One stage of a plan.
+
+    Attributes:
+        first: of its layers.
+        stop: of its layers.
+        device_class: position in `Problem.classes`.
+        segments: what is recomputed.
+    """
+
+    first: int
+    stop: int
+    device_class: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """The balancer's answer.
+
+    Attributes:
+        candidate: schedule, R and M.
+        stages: in pipeline order.
+        step_s: seconds of the step, all-reduce and optimizer included.
+        lower_bound_s: no plan for the same problem is faster.
+    """
+
+    candidate: Candidate
+    stages: tuple[StageChoice, ...]
+    step_s: float
+    lower_bound_s: float
+
+    @property
+    def _order(self) -> tuple[int, int, int, tuple[int, ...]]:
+        replicas, count = self.candidate.replicas, self.candidate.split.count
+        return len(self.stages) * replicas, replicas, count, tuple(stage.stop for stage in self.stages)
+
+    def better_than(self, other: Balance | None) -> bool:
+        """Whether it is faster; on a tie whether it has fewer devices, then fewer micro-batches, then earlier cuts."""
+        if other is None or self.step_s < other.step_s * (1 - TIE):
+            return True
+        return self.step_s <= other.step_s * (1 + TIE) and self._order < other._order
+
+
+def fits(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> bool:
+    """Whether every stage fits its device."""
+    return all(
+        stage_memory(
+            problem.costs,
+            problem.parameters,
+            device := problem.classes[stage.device_class].device,
+            candidate.schedule,
+            candidate.split,
+            problem.costs.optimizer(device.kind, problem.optimizer),
+            number=len(stages) - position,
+            first=stage.first,
+            stop=stage.stop,
+            segments=stage.segments,
+        ).total
+        <= device.memory_bytes
+        for position, stage in enumerate(stages)
+    )
+
+
+def evaluate_s(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> float:
+    """Seconds of the step of a plan: the simulator's number."""
+    split = candidate.split
+    large, small = (stage_seconds(problem, size, stages) for size in (split.largest, split.smallest))
+    number = split.number_largest
+    seconds = np.concatenate(
+        (np.repeat(large[..., None], number, axis=2), np.repeat(small[..., None], split.count - number, axis=2)), axis=2
+    )
+    ends = [sum(end_seconds(problem, candidate, stage)) for stage in stages]
+    ranks = len(stages) // candidate.ring.chunks
+    return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + max(
+        sum(ends[rank::ranks]) for rank in range(ranks)
+    )
+
+
+def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> tuple[float, float]:
+    """Seconds of a stage's all-reduce and of its optimizer step."""
+    device = problem.classes[stage.device_class].device
+    trainable = float(problem.parameters.trainable[stage.first, stage.stop])
+    if not trainable:
+        return 0.0, 0.0
+    terms = end_s(problem.end_figures(device.kind, candidate.replicas))
+    (reduce_s, reduce_byte_s), (optimizer_s, optimizer_byte_s) = terms["all_reduce_s"], terms["optimizer_s"]
+    return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * trainable
+
+
+def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) -> Floats:
+    """Seconds of F, R, B, SEND_F and SEND_B of every stage for a micro-batch of that size, shape (5, K)."""
+    outputs, gradients = boundary_s(problem.link, problem.at_boundaries(size))
+    rows = []
+    for stage in stages:
+        costs = layer_seconds(problem.costs, problem.classes[stage.device_class].device.kind, size)
+        recompute_s = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
+        rows.append(
+            (
+                costs.forward_s[stage.first : stage.stop].sum(),
+                recompute_s[-1] if recompute_s else 0.0,
+                costs.backward_s[stage.first : stage.stop].sum() + sum(recompute_s[:-1]),
+                outputs[stage.stop],
+                gradients[stage.first],
+            )
+        )
+    return np.array(rows, dtype=np.float64).T

@@ -1,0 +1,269 @@
+"""The search for one schedule, R and M, or a part of that: a first plan, a better one, and a bound.
+
+1. `planner.kernel.candidate_stages` lists the stages that fit, and bounds what any plan of them costs;
+2. `planner.kernel.search` finds the plan with the smallest objective. For GPipe that is the step time, for unequal
+   micro-batches as long as there are no segments to choose;
+3. otherwise it is a lower bound. The plans whose objective lies below the best step time so far are evaluated one by
+   one; where there are too many, the smallest objective left stays as the lower bound, and that is where a gap comes
+   from.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats
+from planner.kernel.candidate_stages import Arcs, make_arcs
+from planner.kernel.front import before_bounds, step_bound_s
+from planner.kernel.search import FoundPlans, search
+from planner.kernel.tables import Tables
+from planner.plan.schedules import Objective
+from planner.solve.balance import TIE, Balance, StageChoice, evaluate_s
+from planner.solve.deadline import Deadline
+from planner.solve.limits import Limits
+from planner.solve.problem import Candidate, Problem
+from planner.solve.segment_choices import SegmentChoices, WorkBudget
+from planner.solve.tables import make_tables
+from planner.solve.work_bound import work_bound_s
+
+GUESSES = (1.01, 1.03, 1.06, 1.1, 1.2, 1.5, np.inf)
+"""Factors on the lower bound within which the first search looks for a plan [fitted]."""
+MOST_ROUNDS = 5
+"""Searches that may ask for more stages to be looked at."""
+CLOSE_ENOUGH = 1e-3
+"""Relative distance from the lower bound at which a large problem with recompute ends [chosen]."""
+PROVEN = 1e-9
+"""Relative distance from the lower bound at which a plan counts as proven the best: rounding."""
+FAST_WIDTH = 2048
+"""Labels at one place up to which one more takes no longer: each is compared with those that are there."""
+ARC_S, LABEL_S, PLAN_S, COMPARISON_S = 2.5e-7, 1.5e-7, 3e-4, 2e-9
+"""Seconds of listing a stage, trying a label, evaluating a plan and comparing choices of segments, about [fitted]: what
+a search took is counted so, for equal inputs give equal plans."""
+
+
+class Result(NamedTuple):
+    """The best plan so far, and what no plan of this candidate is below."""
+
+    best: Balance
+    lower_bound_s: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether there is no better plan."""
+        return self.lower_bound_s >= self.best.step_s * (1 - PROVEN)
+
+
+def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
+    """Some plan with that schedule, R and M that fits, and not the best; None when none was found."""
+    limits = Limits.at(1)
+    search = CandidateSearch(problem, candidate, limits, limits.segments(), Deadline(None))
+    return search.first(work_bound_s(problem, candidate))
+
+
+class CandidateSearch:
+    """The search for one candidate: the tables, and what was found out about stages so far.
+
+    Args:
+        problem: whose plans.
+        candidate: schedule, R and M.
+        limits: how much one search may take.
+        budget: for solving segments; may be shared with others.
+        deadline: when to end.
+    """
+
+    def __init__(
+        self, problem: Problem, candidate: Candidate, limits: Limits, budget: WorkBudget, deadline: Deadline
+    ) -> None:
+        self._problem = problem
+        self._candidate = candidate
+        self._limits = limits
+        self._budget = budget
+        self._deadline = deadline
+        self._had_work = budget.work
+        self._arcs = 0
+        self._labels = 0
+        self._plans = 0
+
+    @cached_property
+    def _tables(self) -> Tables:
+        return make_tables(self._problem, self._candidate)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that all of it took, as they are counted."""
+        comparisons = self._had_work - self._budget.work
+        counted = self._arcs * ARC_S, self._labels * LABEL_S, self._plans * PLAN_S, comparisons * COMPARISON_S
+        return sum(counted)
+
+    def bound_s(self, incumbent: Balance) -> float:
+        """No plan that is faster than the incumbent takes less."""
+        limit_s = incumbent.step_s * (1 + 2 * TIE)
+        return min(limit_s, self._bounded(limit_s)[2])
+
+    def fits(self) -> bool:
+        """Whether some plan may fit."""
+        return bool(self._bounded(np.inf)[2] < np.inf)
+
+    def run(self, incumbent: Balance, *, proves: bool = False) -> Result:
+        """The best plan below the incumbent's step time; with `proves` none is looked for that cannot be proven."""
+        limit_s = incumbent.step_s * (1 + 2 * TIE)
+        arcs, before, root_s = self._bounded(limit_s)
+        if root_s >= limit_s:
+            return Result(incumbent, limit_s)
+        choices = SegmentChoices(self._tables, arcs, self._deadline, self._budget)
+        if choices.needed > self._limits.few_stages:
+            if proves or root_s >= limit_s * (1 - CLOSE_ENOUGH):
+                return Result(incumbent, root_s)
+            found, lower_s = self._by_plans(arcs, before, choices, incumbent, limit_s)
+            return Result(found or incumbent, lower_s)
+        best = self._best_of(
+            self._searched(arcs, before, choices, limit_s, self._limits.beam_labels), arcs, choices, incumbent
+        )
+        limit_s = best.step_s * (1 + 2 * TIE)
+        wide = self._searched(arcs, before, choices, limit_s, self._limits.most_labels)
+        best = self._best_of(wide, arcs, choices, best)
+        lower_s = min([wide.dropped_s, limit_s, *wide.objective_s])
+        closed = self._tables.objective == Objective.FLOW_SHOPS
+        exact = closed and (self._candidate.split.equal or arcs.two_sizes)
+        if exact or not len(wide.objective_s):
+            return Result(best, lower_s)
+        best, least_s = self._listed(arcs, before, choices, best)
+        return Result(best, max(lower_s, least_s))
+
+    def _by_plans(
+        self, arcs: Arcs, before: Floats, choices: SegmentChoices, best: Balance | None, limit_s: float
+    ) -> tuple[Balance | None, float]:
+        """The best plan, looking at no stages but those of the best plans so far; and what none is below.
+
+        Stages that were not looked at count with what they need at least, so the objective is a lower bound until the
+        best plan has none of them.
+        """
+        lower_s = np.inf
+        for attempt in range(self._limits.most_plans):
+            width = self._limits.wider_labels if attempt == 0 else self._limits.beam_labels
+            found = self._found(arcs, before, choices, limit_s, width, hopeful=True)
+            if attempt == 0:
+                lower_s = min([limit_s, found.dropped_s, *found.objective_s])
+            if not len(found.objective_s):
+                break
+            news = choices.look_at(self._places(found, arcs), limit_s)
+            plan = self._balance(found, choices, self._places(found, arcs))
+            if plan is not None and plan.better_than(best):
+                best = plan
+                limit_s = min(limit_s, best.step_s * (1 + 2 * TIE))
+            if not news or (best is not None and best.step_s <= lower_s * (1 + CLOSE_ENOUGH)):
+                break
+            if best is not None and self._deadline.over:
+                break
+        return best, lower_s
+
+    def _listed(self, arcs: Arcs, before: Floats, choices: SegmentChoices, best: Balance) -> tuple[Balance, float]:
+        """The best of all plans whose objective lies below the best step time, each evaluated; what none is below."""
+        left_s = -np.inf
+        for width, most_plans in self._limits.listed:
+            tried = self._labels
+            plans = self._searched(arcs, before, choices, best.step_s, width, most_plans)
+            left_s = plans.dropped_s
+            for index, objective_s in enumerate(plans.objective_s):
+                if objective_s >= best.step_s:
+                    break
+                if self._deadline.over:
+                    left_s = min(left_s, objective_s)
+                    break
+                best = self._best_of(plans, arcs, choices, best, index)
+            much = self._labels - tried >= self._limits.little_work
+            if left_s >= best.step_s or much or self._deadline.over:
+                break
+        return best, min(best.step_s, left_s)
+
+    def first(self, bound_s: float) -> Balance | None:
+        """A first plan, looked for just above the lower bound, then higher."""
+        for factor in GUESSES:
+            limit_s = bound_s * factor if factor < np.inf else np.inf
+            arcs, before, root_s = self._bounded(limit_s)
+            if not root_s < limit_s:
+                continue
+            choices = SegmentChoices(self._tables, arcs, self._deadline, self._budget)
+            if choices.needed > self._limits.few_stages:
+                best, _ = self._by_plans(arcs, before, choices, None, limit_s)
+                if best is not None:
+                    return best
+            widths = self._limits.beam_labels, self._limits.most_labels
+            for width in widths if factor == np.inf else widths[:1]:
+                found = self._searched(arcs, before, choices, limit_s, width)
+                best = self._balance(found, choices, self._places(found, arcs)) if len(found.objective_s) else None
+                if best is not None:
+                    return best
+        return None
+
+    def _bounded(self, limit_s: float) -> tuple[Arcs, Floats, float]:
+        """Stages worth looking at, bounds of what comes before them, and what no plan is below."""
+        arcs = make_arcs(self._tables, limit_s)
+        self._arcs += len(arcs.need)
+        before = before_bounds(arcs)
+        return arcs, before, step_bound_s(arcs, before[0, -1])
+
+    def _searched(
+        self, arcs: Arcs, before: Floats, choices: SegmentChoices, limit_s: float, width: int, most_plans: int = 1
+    ) -> FoundPlans:
+        """The best plan or plans; stages that a search asks for are looked at, and it is repeated."""
+        for attempt in range(MOST_ROUNDS):
+            hopeful = attempt == 0 and choices.needed > 0
+            found = self._found(arcs, before, choices, limit_s, width, most_plans, hopeful=hopeful)
+            if not choices.look_at_wanted(limit_s) and attempt:
+                break
+            if not choices.needed:
+                break
+        return found
+
+    def _found(
+        self,
+        arcs: Arcs,
+        before: Floats,
+        choices: SegmentChoices,
+        limit_s: float,
+        width: int,
+        most_plans: int = 1,
+        *,
+        hopeful: bool,
+    ) -> FoundPlans:
+        """What one search finds; see `planner.kernel.search`."""
+        most_work = min(self._limits.most_work, int(self._deadline.labels * min(1.0, FAST_WIDTH / width)))
+        found = search(arcs, before, choices.known(), limit_s, width, most_plans, hopeful, most_work)
+        self._labels += found.work
+        return found
+
+    def _best_of(
+        self, plans: FoundPlans, arcs: Arcs, choices: SegmentChoices, best: Balance, index: int = 0
+    ) -> Balance:
+        """The better of `best` and one of the plans found."""
+        if index >= len(plans.objective_s):
+            return best
+        found = self._balance(plans, choices, self._places(plans, arcs, index), index)
+        return found if found is not None and found.better_than(best) else best
+
+    def _places(self, plans: FoundPlans, arcs: Arcs, index: int = 0) -> list[int]:
+        """The arcs of a plan's stages."""
+        count = int(plans.stages[index])
+        places = []
+        for stage in range(count):
+            first, stop = (int(cut) for cut in plans.cuts[index, stage : stage + 2])
+            in_flight_index = count - 1 - stage if arcs.by_number else 0
+            places.append(int(arcs.offset[in_flight_index, plans.classes[index, stage], stop]) + stop - 1 - first)
+        return places
+
+    def _balance(self, plans: FoundPlans, choices: SegmentChoices, places: list[int], index: int = 0) -> Balance | None:
+        """A plan that a search found; None when one of its stages turned out not to fit."""
+        cuts = [int(cut) for cut in plans.cuts[index, : len(places) + 1]]
+        stages = []
+        for stage, (first, stop) in enumerate(pairwise(cuts)):
+            segments = choices.segments(places[stage], int(plans.choices[index, stage]), first)
+            if segments is None:
+                return None
+            stages.append(StageChoice(first, stop, int(plans.classes[index, stage]), segments))
+        self._plans += 1
+        return Balance(self._candidate, tuple(stages), evaluate_s(self._problem, self._candidate, tuple(stages)), 0.0)

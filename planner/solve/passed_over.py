@@ -1,0 +1,104 @@
+"""What a plan leaves unused: which devices stay idle and why, and what the rule M >= n K costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.plan.plan import Plan
+from planner.plan.unused import LooserPlan, Unused
+from planner.solve.problem import Problem
+from planner.solve.skip_search import best_plan
+from planner.solve.work_bound import work_bound
+
+WORTH_NAMING = 0.01
+"""By what a plan must be faster for what forbids it to be named."""
+SHARE_OF_TIME = 0.1
+"""What the search for such a plan may take of the time of the first one [chosen]."""
+
+
+def with_unused(problem: Problem, plan: Plan, spent_s: float) -> Plan:
+    """The plan with what it leaves unused, if anything; the search without the rule is a short one.
+
+    Args:
+        problem: that it solves.
+        plan: the plan.
+        spent_s: seconds that it took.
+    """
+    looser = _looser(problem, plan, spent_s)
+    idle = len(problem.devices) - plan.ranks * plan.replicas
+    if not idle and looser is None:
+        return plan
+    reason = _reason(problem, plan, looser) if idle else ""
+    return plan.model_copy(update={"unused": Unused(devices=idle, reason=reason, looser=looser)})
+
+
+def time_for_plan(problem: Problem) -> Problem:
+    """The problem with the time that is not needed to find out what the rule costs."""
+    limit_s = problem.settings.time_limit_s
+    if limit_s is None or not _binds(problem):
+        return problem
+    return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s * (1 - SHARE_OF_TIME)))
+
+
+def _without_rule(problem: Problem) -> Problem:
+    return replace(problem, settings=replace(problem.settings, micro_batches_per_stage=1))
+
+
+def _binds(problem: Problem) -> bool:
+    """Whether there are more stages, for some M, without the rule; chunks are not asked without it."""
+    if problem.settings.chunks > 1:
+        return False
+    loose = _without_rule(problem)
+    return any(
+        loose.most_stages(one.replicas, one.split.count) > problem.most_stages(one.replicas, one.split.count)
+        for one in loose.candidates()
+    )
+
+
+def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
+    """The best plan without the rule if it is worth naming; with several chunks none is looked for."""
+    if problem.settings.chunks > 1:
+        return None
+    loose, per_stage = _without_rule(problem), problem.settings.micro_batches_per_stage
+    limit_s = plan.prediction.step_s * (1 - WORTH_NAMING)
+    hopeful = any(
+        loose.most_stages(one.replicas, one.split.count) > problem.most_stages(one.replicas, one.split.count)
+        and work_bound(loose, one).step_s() <= limit_s
+        for one in loose.candidates()
+    )
+    limit = problem.settings.time_limit_s
+    time_limit_s = None if limit is None else min(limit - spent_s, limit * SHARE_OF_TIME)
+    if not hopeful or (time_limit_s is not None and time_limit_s <= 0):
+        return None
+    found = best_plan(
+        replace(loose, settings=replace(loose.settings, time_limit_s=time_limit_s), patience=SHARE_OF_TIME)
+    )
+    if found is None or found.prediction.step_s > limit_s or per_stage * found.K <= found.M:
+        return None
+    return LooserPlan(
+        stages=found.K, micro_batches=found.M, micro_batches_per_stage=per_stage, step_s=found.prediction.step_s
+    )
+
+
+def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
+    """Why there are not more stages: what allows no more, or that more are not faster."""
+    settings, per_stage = problem.settings, problem.settings.micro_batches_per_stage
+    most_micro_batches = settings.micro_batches or settings.batch_size // plan.replicas
+    groups = sum(group.capacity(plan.replicas) for group in problem.classes)
+    rule = f"M >= {per_stage}K (micro_batches_per_stage)"
+    reasons = (
+        (settings.stages is not None, f"stages is {settings.stages}"),
+        (settings.max_stages == plan.K < groups * settings.chunks, f"max_stages is {settings.max_stages}"),
+        (problem.layers == plan.K, f"the model has {problem.layers} layers, and a stage holds at least 1"),
+        (
+            groups == plan.ranks,
+            f"R = {plan.replicas} needs as many equal devices for each stage, which makes at most K = {groups}",
+        ),
+        (
+            most_micro_batches // per_stage == plan.ranks,
+            f"{rule} allows no more than K = {plan.ranks} with M = {most_micro_batches}",
+        ),
+        (looser is not None and looser.stages > plan.K, f"with {rule} more stages are not faster"),
+        (plan.prediction.gap > 0, "no faster plan was found that has more stages"),
+    )
+    return next((reason for holds, reason in reasons if holds), "more stages are not faster")

@@ -1,0 +1,21 @@
+"""Hundreds of problems, larger ones, too: none has a restriction with a better plan.
+
+make bench
+"""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.planner.restricted import check_restrictions, cut_short, problems
+
+pytestmark = pytest.mark.benchmark
+SUPPRESSED = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@pytest.mark.parametrize("short", [False, True])
+@given(data=st.data())
+@settings(max_examples=400, suppress_health_check=SUPPRESSED)
+def test_no_restriction_has_a_better_plan(short: bool, data: st.DataObject) -> None:
+    with cut_short(data.draw(st.integers(0, 2**16)) if short else None):
+        check_restrictions(data.draw(problems(most_layers=12, most_devices=6)), data)

@@ -1,0 +1,152 @@
+"""Random problems, all ways to restrict them, and searches that are cut off early."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+
+from planner.from_profile import plan_from_profile
+from planner.plan.plan import Plan
+from planner.solve import limits, segment_choices
+from profiler.device import Device, Link
+from profiler.errors import InfeasibleError
+from profiler.record import Profile
+from tests.planner.made_up import build_profile
+
+CLOSE = 1e-8
+SIZES = (1, 5, 14)
+ONE_CHUNK = ("gpipe", "1f1b")
+"""Schedules of one stage for each rank: those that the search in parts is for."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A problem.
+
+    Attributes:
+        profile: its profile.
+        devices: its devices.
+        batch_size: its batch.
+        settings: keywords of `plan_from_profile`.
+    """
+
+    profile: Profile
+    devices: tuple[Device, ...]
+    batch_size: int
+    settings: dict[str, Any]
+
+
+@contextmanager
+def cut_short(seed: int | None) -> Iterator[None]:
+    """Searches with limits so small that small problems hit them; None leaves them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if seed is not None:
+            draw = random.Random(seed)
+            patch.setattr(limits, "BEAM_LABELS", draw.choice([1, 2]))
+            patch.setattr(limits, "MOST_LABELS", draw.choice([1, 3]))
+            patch.setattr(limits, "LISTED", ((1, 1), (draw.choice([1, 2]), draw.choice([1, 4]))))
+            patch.setattr(limits, "MOST_PLANS", draw.choice([1, 2]))
+            patch.setattr(limits, "WIDER_LABELS", draw.choice([1, 2]))
+            patch.setattr(limits, "FEW_STAGES", draw.choice([0, 10]))
+            patch.setattr(limits, "MOST_WORK", draw.choice([3, 100, 10_000]))
+            patch.setattr(limits, "LARGER", draw.choice([1, 2]))
+            patch.setattr(segment_choices, "STAGE_WORK", draw.choice([0, 10]))
+            patch.setattr(segment_choices, "ALL_WORK", draw.choice([0, 100]))
+        yield
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, most_layers: int, most_devices: int) -> Asked:
+    """Equal and unlike devices, memory that binds or does not, all schedules, recompute, replicas."""
+    kinds = ("a", "b")[: draw(st.integers(1, 2))]
+    layers = draw(st.integers(2, most_layers))
+    pick = random.Random(draw(st.integers(0, 2**32)))
+    rows = {}
+    for kind in kinds:
+        base = [[pick.randint(1, 20) / 16 for _ in range(3)] + [pick.randint(0, 40) for _ in range(4)]
+                for _ in range(layers)]  # fmt: skip
+        fixed = pick.randint(0, 10) / 16
+        for size in SIZES:
+            table = [[fixed + value * size for value in row[:3]] + [value * size for value in row[3:]] for row in base]
+            for row in table:
+                row[6] = min(row[5], row[6])
+            table[-1][5:] = [0, 0]
+            rows[kind, size] = table
+    parameters = pick.randint(1, 3)
+    profile = build_profile(
+        rows,
+        parameters=[(pick.randint(0, 60), pick.random() < 0.8) for _ in range(parameters)],
+        readers=[sorted({pick.randrange(parameters)}) for _ in range(layers)],
+        optimizer=(pick.choice([0.0, 1 / 64]), pick.choice([0.0, 2.0])),
+        links=(Link(latency_s=pick.randint(0, 8) / 16, bytes_per_s=pick.choice([8.0, 64.0, 1024.0])),),
+        input_bytes=pick.randint(0, 3),
+        reserve_bytes=pick.randint(0, 10),
+    )
+    whole_bytes = sum(cost.kept_bytes + cost.output_bytes for cost in profile.costs if cost.micro_batch_size == 1)
+    alike = draw(st.booleans())
+    shares = [pick.uniform(0.2, 3.0) for _ in range(most_devices)]
+    devices = tuple(
+        Device(
+            name="cpu",
+            kind=kinds[0] if alike else pick.choice(kinds),
+            memory_bytes=int(whole_bytes * shares[0 if alike else pick.randrange(2)]) + 200,
+        )
+        for _ in range(draw(st.integers(2, most_devices)))
+    )
+    per_stage = draw(st.sampled_from([1, 1, 2, 4]))
+    return Asked(
+        profile,
+        devices,
+        draw(st.integers(max(2, per_stage), 12)),
+        {
+            "schedule": draw(st.sampled_from([*ONE_CHUNK, "auto"])),
+            "recompute": draw(st.sampled_from(["auto", "auto", "never"])),
+            "micro_batches_per_stage": per_stage,
+            "replicas": draw(st.sampled_from([1, "auto"])),
+        },
+    )
+
+
+def restrictions(problem: Asked) -> list[Asked]:
+    """Each way to restrict it, one at a time."""
+    most = len(problem.devices)
+    changes: list[dict[str, Any]] = [
+        {"stages": number} for number in range(1, min(most, len(problem.profile.layers)) + 1)
+    ]
+    changes += [{"max_stages": number} for number in range(1, most)]
+    changes += [{"micro_batch_sizes": sizes} for sizes in ([1], [2], [1, 2], [3, 4])]
+    changes += [
+        {"micro_batches": number}
+        for number in range(problem.settings["micro_batches_per_stage"], problem.batch_size + 1)
+    ]
+    changes += [{"replicas": 1}, {"recompute": "never"}]
+    if problem.settings["schedule"] == "auto":
+        changes += [{"schedule": name} for name in ONE_CHUNK]
+    found = [Asked(problem.profile, problem.devices, problem.batch_size, problem.settings | one) for one in changes]
+    # the first one stays: its kind says what crosses boundaries
+    fewer = [problem.devices[:place] + problem.devices[place + 1 :] for place in range(1, most)]
+    return found + [Asked(problem.profile, devices, problem.batch_size, problem.settings) for devices in fewer]
+
+
+def planned(problem: Asked) -> Plan | None:
+    """Its plan; None where there is none."""
+    try:
+        return plan_from_profile(problem.profile, problem.devices, batch_size=problem.batch_size, **problem.settings)
+    except InfeasibleError:
+        return None
+
+
+def check_restrictions(problem: Asked, data: st.DataObject) -> None:
+    """One of its restrictions has no better plan than the problem, and its bound holds for that plan, too."""
+    own = planned(problem)
+    restricted = data.draw(st.sampled_from(restrictions(problem)))
+    other = planned(restricted)
+    if other is None:
+        return
+    assert own is not None, restricted
+    assert own.prediction.step_s <= other.prediction.step_s * (1 + CLOSE), restricted
+    assert own.prediction.lower_bound_s <= other.prediction.step_s * (1 + CLOSE), restricted

@@ -1,0 +1,63 @@
+"""A plan says which devices stay idle and why, and what the rule M >= n K costs."""
+
+import pytest
+
+from planner.from_profile import plan_from_profile
+from planner.plan.plan import Plan
+from profiler.device import Link
+
+
+@pytest.fixture
+def planned(profile_of, device):
+    """A plan for some devices of equal layers; nothing is slower with smaller micro-batches."""
+
+    def plan(layers=8, devices=4, batch_size=8, latency_s=0.0, **settings):
+        rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 1, 0, 1, 1]] * layers for size in (1, 16)}
+        profile = profile_of(rows, links=(Link(latency_s=latency_s, bytes_per_s=1e9),))
+        return plan_from_profile(profile, [device()] * devices, batch_size=batch_size, **settings)
+
+    return plan
+
+
+def test_the_rule_costs_stages_and_the_plan_says_so(planned):
+    plan = planned()
+    assert (plan.K, plan.M) == (2, 8)
+    assert plan.unused.devices == 2
+    assert plan.unused.reason == "M >= 4K (micro_batches_per_stage) allows no more than K = 2 with M = 8"
+    looser, found = plan.unused.looser, planned(micro_batches_per_stage=2)
+    assert (looser.stages, looser.micro_batches, looser.micro_batches_per_stage) == (4, 8, 4)
+    assert looser.step_s == found.prediction.step_s
+    assert "without the rule M >= 4K: K = 4, M = 8" in repr(plan)
+    assert "set micro_batches_per_stage=2 for it" in repr(plan)
+    assert found.unused is None
+    assert found.M >= 2 * found.K
+
+
+def test_what_it_says_is_in_the_file(planned, tmp_path):
+    plan = planned()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"stages": 2}, "stages is 2"),
+        ({"max_stages": 2}, "max_stages is 2"),
+        ({"layers": 2}, "the model has 2 layers, and a stage holds at least 1"),
+        ({"latency_s": 100.0}, "more stages are not faster"),
+        (
+            {"devices": 3, "replicas": 2, "batch_size": 32},
+            "R = 2 needs as many equal devices for each stage, which makes at most K = 1",
+        ),
+    ],
+)
+def test_idle_devices_have_a_reason(planned, asked, reason):
+    plan = planned(**{"batch_size": 16, **asked})
+    assert plan.unused.devices > 0
+    assert plan.unused.reason == reason
+    assert f"idle: {reason}" in repr(plan)
+
+
+def test_a_plan_that_leaves_nothing_says_nothing(planned):
+    assert planned(batch_size=16).unused is None

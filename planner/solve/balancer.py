@@ -27,7 +27,7 @@ from planner.solve.deadline import Deadline
 from planner.solve.limits import LAST_LEVEL, Limits
 from planner.solve.other_counts import promising
 from planner.solve.parts import Part
-from planner.solve.problem import Problem
+from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import WorkBudget
 from planner.solve.waiting import Queue, Waiting
 from planner.solve.work_bound import pooled_recompute_s, work_bound
@@ -72,6 +72,7 @@ class _Balancer:
         self._cut_off = [0, 0, 0]  # proofs in a row, by depth of the part
         self._large = False  # whether any proof was cut off, or a plan took long
         self._ahead: Part | None = None
+        self._near: Candidate | None = None  # of what lay ahead last
         self._turn = 0
 
     def run(self) -> Balance | None:
@@ -112,8 +113,8 @@ class _Balancer:
         Where proofs are cut off or take long, in turns
 
         - that one;
-        - that of the best plan, with larger limits;
-        - one that differs from that in the number of stages or in devices.
+        - that of the best plan, searched to the end;
+        - one that differs in the number of stages or in devices from that, or from what lay ahead of it.
         """
         entry = None
         if self._ahead is not None:
@@ -124,9 +125,10 @@ class _Balancer:
             self._turn = (self._turn + 1) % 3
             own = self._part_of(self._best)
             if self._turn == 1:
-                entry = self._queue.take(lambda one: own.lies_in(one.part))
+                entry = self._queue.take(lambda one: own.lies_in(one.part) and one.level <= 1)
             elif self._turn == 2:
-                entry = self._queue.take(lambda one: one.part.candidate == own.candidate and one.level == 0)
+                near = self._near or own.candidate
+                entry = self._queue.take(lambda one: one.part.candidate == near and one.level == 0)
         return entry or self._queue.pop()
 
     def _look_at(self, entry: Waiting) -> None:
@@ -232,6 +234,7 @@ class _Balancer:
         self._best = found
         if self._large:
             self._ahead = self._ahead_of(found)
+            self._near = None if self._ahead is None else self._ahead.candidate
 
     def _ahead_of(self, best: Balance) -> Part | None:
         """The number of micro-batches that would make the best plan faster, if there is one."""

@@ -32,11 +32,13 @@ class WorkBudget:
         work: comparisons left.
         layers: of the longest stage that is worth trying: long ones of unlike layers have too many choices.
         stage_work: comparisons that one stage may take.
+        stages: how many were looked at.
     """
 
     work: int = ALL_WORK
     layers: int = LONGEST_SOLVED
     stage_work: int = STAGE_WORK
+    stages: int = 0
 
     def spend(self, work: int, layers: int, solved: bool) -> None:
         """Note what a stage of that many layers took; when that was in vain, only shorter ones are worth it."""
@@ -148,6 +150,7 @@ class SegmentChoices:
             )
             most_recompute_s = (limit_s / tables.steady - steady_s) * (1 + 1e-9)
         stage, budget = StageRoom(first, stop, last_free, room, most_recompute_s), self.budget
+        budget.stages += 1
         if stop - first <= budget.layers and budget.work > 0:
             found = exact_segments(costs, stage, min(budget.stage_work, budget.work))
             budget.spend(found.work, stop - first, found.exact)

@@ -42,9 +42,10 @@ class Net(nn.Module):
     def forward(self, x):
         return self.outer(torch.relu(self.inner(x)))
 
-class Branching(Net):
+class Picking(Net):
     def forward(self, x):
-        return super().forward(x) if torch.rand(()) > 0.5 else x
+        x = super().forward(x)
+        return x * x[x > 0].mean()
 
 def build():
     return Net(), torch.randn(8, 8)
@@ -52,8 +53,8 @@ def build():
 def build_with_loss():
     return Net(), torch.randn(8, 8), nn.functional.mse_loss, torch.randn(8, 8)
 
-def build_branching():
-    return Branching(), torch.randn(8, 8)
+def build_picking():
+    return Picking(), torch.randn(8, 8)
 
 def build_wrong():
     return Net()
@@ -440,8 +441,8 @@ def test_plan_show_and_run_in_a_row(folder: Path) -> None:
     }
 
 
-def test_a_model_that_branches_on_data_exits_with_4(folder: Path) -> None:
-    result = installed_command("plan", "shop_model.py:build_branching", "--devices", "cpu,cpu", cwd=folder)
+def test_a_model_whose_shapes_depend_on_data_exits_with_4(folder: Path) -> None:
+    result = installed_command("plan", "shop_model.py:build_picking", "--devices", "cpu,cpu", cwd=folder)
     assert result.returncode == 4
     assert result.stderr.count("autoplan: error: ") == 1
     assert "Traceback" not in result.stderr

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -63,22 +63,24 @@ class Drawn(nn.Module):
         return x
 
 
-def path_of(model: Drawn, x: Tensor) -> tuple[bool, ...] | None:
+def path_of(model: Drawn, x: Tensor) -> tuple[tuple[bool, bool], ...] | None:
     """Which ways the model goes; None where it raises an error."""
     taken = []
     with torch.no_grad():
         for (condition, limit, yes, no), layer, other in zip(model.statements, model.layers, model.others, strict=True):
             x = layer(x)
-            taken.append(bool(CONDITIONS[condition](x, limit)))
-            if not taken[-1] and no == "an error":
+            goes = bool(CONDITIONS[condition](x, limit))
+            taken.append((goes, condition == "several" and bool(x.min() < -limit)))  # each question of a condition
+            if not goes and no == "an error":
                 return None
             assert isinstance(other, nn.Linear)
-            x = BRANCHES[yes if taken[-1] else no](other, x)
+            x = BRANCHES[yes if goes else no](other, x)
     return tuple(taken)
 
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(STATEMENTS, min_size=1, max_size=3), st.integers(0, 3))
+@example([("several", 0.5, "a layer", "a layer")], 0)
 def test_a_result_is_the_models_or_an_error(statements: list[Statement], seed: int) -> None:
     """A batch that goes another way than the sample ends with an error and leaves no gradient."""
     torch.manual_seed(seed)

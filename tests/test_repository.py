@@ -29,6 +29,7 @@ FAST_MODULES = (
     "profiler.sample_spec",
     "profiler.record",
     "planner.plan.plan",
+    "planner.plan.stage",
     "planner.plan.actions",
     "planner.plan.schedules",
     "planner.plan.simulator",

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from executor.run.accumulators import Accumulators
 from executor.run.micro_batch import mean_over_samples
 from executor.run.randomness import OF_THE_LOSS, key, seed_all
-from planner.plan.plan import Segment
+from planner.plan.stage import Segment
 from profiler.errors import ArgumentError
 from profiler.observe.random_states import generators_of
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output

@@ -161,7 +161,7 @@ class RangeRow:
 
     Attributes:
         name: of the term, for people.
-        memory_class: field of `planner.plan.plan.StageMemory` that it belongs to.
+        memory_class: field of `planner.plan.stage.StageMemory` that it belongs to.
         figure: bytes of a range, or at [i, j] of all ranges; no less for a range that contains another.
     """
 
@@ -176,7 +176,7 @@ class Row:
 
     Attributes:
         name: of the term, for people.
-        memory_class: field of `planner.plan.plan.StageMemory` that it belongs to; `transient` for a transient one.
+        memory_class: field of `planner.plan.stage.StageMemory` that it belongs to; `transient` for a transient one.
         of: layers or boundaries, and so the figure's shape.
         counts: how often.
         figure: bytes for one micro-batch of one size; see `Of` for the shape.
@@ -331,7 +331,7 @@ def rows_of(*of: Of, form: Form = Form.ANY, transient: bool = False) -> tuple[Ro
 
 
 def classes_that_count(counts: Counts) -> set[str]:
-    """The fields of `planner.plan.plan.StageMemory` that have a row which counts so."""
+    """The fields of `planner.plan.stage.StageMemory` that have a row which counts so."""
     return {row.memory_class for row in ROWS if isinstance(row, Row) and row.counts is counts}
 
 

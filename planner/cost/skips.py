@@ -21,7 +21,7 @@ from planner.cost.messages import Message
 from planner.cost.stage_memory import StageSkips
 from planner.cost.time_ledger import message_s
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.plan import Skip, SkipTimes
+from planner.plan.stage import Skip, SkipTimes
 from profiler.device import Link
 from profiler.skip_value import SkipValue
 

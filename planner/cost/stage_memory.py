@@ -11,8 +11,8 @@ from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRa
 from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, RangeFigures, Row, range_rows, rows_of
 from planner.cost.messages import Message
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.plan import Segment, StageMemory
 from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
+from planner.plan.stage import Segment, StageMemory
 from profiler.device import Device
 from profiler.record import OptimizerCost
 

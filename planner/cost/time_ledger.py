@@ -84,7 +84,7 @@ class EndRow:
 
     Attributes:
         name: of the term, for people.
-        field: of `planner.plan.plan.Stage` that it belongs to.
+        field: of `planner.plan.stage.Stage` that it belongs to.
         figure: seconds for a stage, and more for each byte of its trainable parameters.
     """
 

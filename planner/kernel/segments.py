@@ -8,7 +8,7 @@ the recompute seconds of layers [a, b), a choice of segments [a_1, b_1), ..., [a
     e      seconds that a steady micro-batch takes longer: the sum of all r(a_s, b_s); without the last segment where
            every backward pass follows its forward pass (`last_free`);
     x      seconds that the micro-batch that turns around takes longer: the same sum without the last segment, see
-           `planner.plan.plan.Segment`;
+           `planner.plan.stage.Segment`;
     held   bytes throughout: the sum of h_l over kept layers, and g_p at each position inside the stage where a segment
            begins, or where one ends and a kept layer follows, which may need its inputs in its backward pass;
     peak   the largest of all t_l, and for each segment of the sum of its k_l and its largest t_l. The values of the

@@ -9,29 +9,18 @@ A plan is the only thing that passes from the planner to the executor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isclose
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
 from planner.plan.schedules import DEFAULT_SCHEDULE, MOST_CHUNKS, ScheduleName, check_chunks, known
+from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
 from planner.plan.unused import Unused
-from profiler.device import Device
 from profiler.errors import ArgumentError, PlanFileError
-from profiler.quantities import (
-    MOST_DEVICES,
-    MOST_MICRO_BATCHES,
-    Index,
-    PredictedBytes,
-    PredictedSeconds,
-    Samples,
-    Share,
-    StepSeconds,
-    shown,
-)
+from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES, PredictedSeconds, Samples, Share, StepSeconds
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, read_file, write_atomically
 
@@ -43,188 +32,6 @@ if TYPE_CHECKING:
 PLAN_SCHEMA_VERSION: Final = 2
 ROUNDING: Final = 1e-9
 """Relative difference of two numbers of a plan that must be one, at most."""
-
-
-class Segment(Value):
-    """Layers `first` to `stop - 1`, as a unit of recompute: of these layers a forward pass keeps only what enters.
-
-    The backward phase recomputes a segment just before its backward pass, so one segment's activations are there at a
-    time. The last segment of a stage is the first that goes back: it is recomputed by an action of its own, R, before
-    the gradient of the stage's outputs arrives, and not at all where that backward pass follows the forward pass
-    directly. The others are recomputed inside B.
-    """
-
-    first: Index
-    stop: Index
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> Self:
-        if self.stop <= self.first:
-            raise ValueError(f"segment [{self.first}, {self.stop}) is empty")
-        return self
-
-
-class StageTimes(Value):
-    """Predicted seconds of one stage for one micro-batch of a given size.
-
-    Attributes:
-        forward_s: forward pass, action F.
-        recompute_s: recomputing the last recomputed segment, action R; 0 when all is kept.
-        backward_s: backward pass, action B, with the recompute of all other segments.
-        send_forward_s: sending the stage's outputs to the next stage; 0 for the last.
-        send_backward_s: sending the gradients of the stage's inputs to the stage before; 0 for the first.
-    """
-
-    micro_batch_size: Samples
-    forward_s: PredictedSeconds
-    recompute_s: PredictedSeconds
-    backward_s: PredictedSeconds
-    send_forward_s: PredictedSeconds
-    send_backward_s: PredictedSeconds
-
-
-class SkipTimes(Value):
-    """Predicted seconds of a skip's messages for one micro-batch of a given size.
-
-    Attributes:
-        micro_batch_size: samples.
-        send_forward_s: of the values.
-        send_backward_s: of their gradients.
-    """
-
-    micro_batch_size: Samples
-    send_forward_s: PredictedSeconds
-    send_backward_s: PredictedSeconds
-
-
-class Skip(Value):
-    """Values that one stage sends to a later one past the stages between, which do not read them.
-
-    Values that no skip names are relayed: every stage between passes them on to its neighbour. One that several stages
-    read goes from each of these to the next, so its gradient is summed from the last reader to the first either way.
-
-    Attributes:
-        sender: stage that computes the values, or is the last before the receiver that reads them.
-        receiver: the next stage that reads them.
-        values: their names.
-        times: one entry for each distinct micro-batch size of the plan.
-    """
-
-    sender: Index
-    receiver: Index
-    values: tuple[str, ...] = Field(min_length=1)
-    times: tuple[SkipTimes, ...] = Field(min_length=1)
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """Sender and receiver."""
-        return self.sender, self.receiver
-
-    def passes_by(self, stage: int) -> bool:
-        """Whether the values go past that stage."""
-        return self.sender < stage < self.receiver
-
-    def times_at(self, micro_batch_size: int) -> SkipTimes:
-        """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
-        return _entry_at(self.times, micro_batch_size)
-
-
-_Times = TypeVar("_Times", StageTimes, SkipTimes)
-
-
-def _entry_at(times: Sequence[_Times], micro_batch_size: int) -> _Times:
-    for entry in times:
-        if entry.micro_batch_size == micro_batch_size:
-            return entry
-    raise KeyError(micro_batch_size)
-
-
-def _are_for(times: Sequence[StageTimes] | Sequence[SkipTimes], micro_batch_sizes: Sequence[int]) -> bool:
-    """Whether there is one entry for each of these sizes."""
-    sizes = [entry.micro_batch_size for entry in times]
-    return sorted(sizes) == sorted(set(micro_batch_sizes))
-
-
-def _listed(times: Sequence[StageTimes] | Sequence[SkipTimes]) -> str:
-    """The sizes that they are for, in a message."""
-    return shown(sorted(entry.micro_batch_size for entry in times))
-
-
-class StageMemory(Value):
-    """Predicted peak bytes of one stage on its device, by class.
-
-    Attributes:
-        parameters: parameters and buffers.
-        gradients: of trainable parameters.
-        optimizer: state of the optimizer.
-        activations: what all micro-batches in flight keep for the backward pass, stage inputs included.
-        transient: the largest moment on top of that (one recomputed micro-batch, temporaries).
-        receive_buffers: messages under way: outputs and gradients, and with 1F1B inputs.
-        reserve: fixed cost of the process and its allocator.
-    """
-
-    parameters: PredictedBytes
-    gradients: PredictedBytes
-    optimizer: PredictedBytes
-    activations: PredictedBytes
-    transient: PredictedBytes
-    receive_buffers: PredictedBytes
-    reserve: PredictedBytes
-
-    @property
-    def total(self) -> int:
-        """Sum of all classes, to be compared with `Device.memory_bytes`."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.transient
-            + self.receive_buffers
-            + self.reserve
-        )
-
-
-class Stage(Value):
-    """A contiguous run of layers on one device.
-
-    Attributes:
-        first_layer: index of its first layer.
-        stop_layer: index after its last layer.
-        module_paths: first and last module path, for people.
-        devices: where it runs in each of the R replicas, equal but for their names.
-        rank: the process of each replica that runs it; process `replica * (number of ranks) + rank` of them all.
-        parameters: names of its parameters (a tied parameter is named by every stage that uses it).
-        parameter_count: elements of those parameters.
-        recompute: segments that are recomputed in the backward phase, ascending and disjoint; the whole stage is
-            `(first_layer, stop_layer)`, as GPipe does it.
-        times: one entry for each distinct micro-batch size of the plan.
-        all_reduce_s: predicted seconds of averaging its gradients over the replicas; 0 for one replica.
-        optimizer_s: predicted seconds of the optimizer step.
-        memory: predicted peak bytes.
-    """
-
-    first_layer: Index
-    stop_layer: Index
-    module_paths: tuple[str, str]
-    devices: tuple[Device, ...] = Field(min_length=1)
-    rank: Index
-    parameters: tuple[str, ...]
-    parameter_count: PredictedBytes
-    recompute: tuple[Segment, ...] = ()
-    times: tuple[StageTimes, ...] = Field(min_length=1)
-    all_reduce_s: PredictedSeconds = 0.0
-    optimizer_s: PredictedSeconds
-    memory: StageMemory
-
-    @property
-    def device(self) -> Device:
-        """Where it runs in the first replica."""
-        return self.devices[0]
-
-    def times_at(self, micro_batch_size: int) -> StageTimes:
-        """The predicted times for a micro-batch of that size (KeyError for a size that the plan has not)."""
-        return _entry_at(self.times, micro_batch_size)
 
 
 class Prediction(Value):
@@ -384,8 +191,8 @@ class Plan(Value):
                     f"{expected} and hold at least one"
                 )
             expected = stage.stop_layer
-            if not _are_for(stage.times, self.micro_batch_sizes):
-                raise ValueError(f"stage {position} has times for micro-batches of {_listed(stage.times)} samples")
+            if not has_times_for(stage.times, self.micro_batch_sizes):
+                raise ValueError(f"stage {position} has times for micro-batches of {sizes_listed(stage.times)} samples")
             if len(stage.devices) != self.replicas:
                 raise ValueError(f"stage {position} has {len(stage.devices)} devices for {self.replicas} replicas")
             reached = stage.first_layer
@@ -428,8 +235,10 @@ class Plan(Value):
                 raise ValueError(
                     f"a skip leads from stage {skip.sender} to stage {skip.receiver} of {self.K}, and none lies between"
                 )
-            if not _are_for(skip.times, self.micro_batch_sizes):
-                raise ValueError(f"the skip {skip.ends} has times for micro-batches of {_listed(skip.times)} samples")
+            if not has_times_for(skip.times, self.micro_batch_sizes):
+                raise ValueError(
+                    f"the skip {skip.ends} has times for micro-batches of {sizes_listed(skip.times)} samples"
+                )
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically; equal plans give equal bytes."""

@@ -6,7 +6,8 @@ import textwrap
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from planner.plan.plan import Plan, Stage, StageMemory
+from planner.plan.plan import Plan
+from planner.plan.stage import Stage, StageMemory
 from planner.plan.units import bytes_text, count_text, seconds_text
 from profiler.text import one_line
 

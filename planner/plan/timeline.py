@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from planner.plan.actions import Action, ActionKind
-from planner.plan.plan import Plan, StageMemory
+from planner.plan.plan import Plan
 from planner.plan.simulator import Event, Timeline, simulate_plan
+from planner.plan.stage import StageMemory
 from planner.plan.units import seconds_text
 from profiler.text import one_line
 from profiler.value import write_atomically

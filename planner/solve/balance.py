@@ -11,7 +11,7 @@ from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.cost.transfers import boundary_s
 from planner.kernel.makespan import makespan_s
-from planner.plan.plan import Segment
+from planner.plan.stage import Segment
 from planner.solve.problem import Candidate, Problem
 
 TIE = 1e-12

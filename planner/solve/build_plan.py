@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
-from planner.plan.plan import Plan, Prediction, Stage, StageTimes
+from planner.plan.plan import Plan, Prediction
 from planner.plan.simulator import simulate_plan
+from planner.plan.stage import Stage, StageTimes
 from planner.solve.balance import Balance, StageChoice, end_seconds, stage_seconds
 from planner.solve.problem import Problem
 from profiler.device import Device

@@ -10,8 +10,8 @@ import numpy as np
 from planner.cost.stage_memory import stage_memory
 from planner.kernel.least_overflow import LeastBad, equal_segments, least_bad
 from planner.kernel.tables import segment_costs
-from planner.plan.plan import Segment, StageMemory
 from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
+from planner.plan.stage import Segment, StageMemory
 from planner.plan.units import bytes_text
 from planner.settings import Settings
 from planner.solve.candidate_search import first_balance

@@ -13,7 +13,7 @@ from planner.kernel.search import Choices
 from planner.kernel.segments import INSIDE, START, FoundSegments, StageRoom, exact_segments, pattern_costs
 from planner.kernel.tables import ALWAYS, Tables, segment_costs
 from planner.kernel.usual_segments import usual_segments
-from planner.plan.plan import Segment
+from planner.plan.stage import Segment
 from planner.solve.deadline import Deadline
 
 STAGE_WORK = 50_000_000

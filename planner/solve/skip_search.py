@@ -25,7 +25,8 @@ import numpy as np
 
 from planner.cost.layer_costs import CostModel
 from planner.cost.skips import Route, routes_of
-from planner.plan.plan import Plan, Segment, Stage
+from planner.plan.plan import Plan
+from planner.plan.stage import Segment, Stage
 from planner.rules import FREE
 from planner.solve import chunk_search
 from planner.solve.balance import Balance, StageChoice

@@ -11,8 +11,9 @@ from torch import nn
 from executor import pipeline
 from executor.plan_check import traced_as_planned
 from planner.cost.skips import plan_skips, routes_of
-from planner.plan.plan import Plan, Prediction, Segment, Stage, StageMemory, StageTimes
+from planner.plan.plan import Plan, Prediction
 from planner.plan.schedules import ScheduleName
+from planner.plan.stage import Segment, Stage, StageMemory, StageTimes
 from profiler.device import Device
 from profiler.sample_spec import SampleSpec
 from profiler.tracing.dataflow import skip_values

@@ -20,7 +20,8 @@ import planner
 from executor import command
 from executor.command_options import Size
 from planner import automatic
-from planner.plan.plan import Plan, Prediction, Stage, StageMemory, StageTimes
+from planner.plan.plan import Plan, Prediction
+from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.settings import SettingKeywords
 from profiler.device import Device
 from profiler.errors import ArgumentError, ExecutionError, InfeasibleError, NotTraceableError

@@ -8,7 +8,7 @@ from planner.cost.messages import Message
 from planner.cost.stage_memory import stage_memory
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.plan import Segment
+from planner.plan.stage import Segment
 from planner.plan.units import bytes_text, count_text, seconds_text
 from profiler.errors import ProfileError
 

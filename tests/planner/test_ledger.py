@@ -13,8 +13,8 @@ from planner.from_profile import make_problem
 from planner.kernel.least_overflow import least_bad
 from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
 from planner.kernel.tables import segment_costs, stage_needs
-from planner.plan.plan import StageMemory
 from planner.plan.schedules import SCHEDULES
+from planner.plan.stage import StageMemory
 from planner.settings import SettingKeywords
 from planner.solve.balance import Balance, StageChoice, evaluate_s
 from planner.solve.build_plan import make_plan

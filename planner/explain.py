@@ -307,6 +307,8 @@ def _changes(plan: Plan, timeline: Timeline, stage: int) -> list[tuple[float, in
             changes += [(event.start_s, size, 1), (event.end_s, 0, -1)]
         elif action.kind is ActionKind.R:
             begun[action.micro_batch] = event.start_s
+        elif action.kind is ActionKind.W:
+            changes += [(event.start_s, 0, 1), (event.end_s, 0, -1)]
         else:
             changes += [(begun.get(action.micro_batch, event.start_s), 0, 1), (event.end_s, -size, -1)]
     return sorted(changes, key=lambda change: (change[0], change[2]))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from planner.cost.layer_costs import CostModel, ParameterRanges
 from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
+from planner.plan.schedules import SCHEDULES, one_chunk_schedules
 from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings
 from planner.solve.passed_over import time_for_plan, with_unused
@@ -119,6 +120,12 @@ def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:
 def _check_profile(problem: Problem, most: int) -> None:
     """The profile knows the devices, the optimizer, a link where one is needed, and micro-batches of some M."""
     settings = problem.settings
+    for name in settings.schedules:
+        if SCHEDULES[name].splits_backward:
+            raise ProfileError(
+                f"schedule {name!r} takes gradients of parameters apart, and the profile has 0 seconds of that: it was "
+                f"not measured; choose one of {', '.join(map(repr, one_chunk_schedules()))}"
+            )
     for device in problem.devices:
         problem.costs.measured_sizes(device.kind)
         problem.costs.optimizer(device.kind, problem.optimizer)

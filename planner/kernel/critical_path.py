@@ -104,10 +104,10 @@ def _walked(walk: _Walk, orders: Indices, seconds: Floats, shares: Floats, sends
 def _pass(walk: _Walk, turn: int, rank: int, ranks: int, clock_s: float, last: int, sends: Floats) -> int:
     """Note when a pass begins, and what it waited for; its number, `NONE` if its message has not come."""
     _, stages, micro_batches = walk.done_s.shape
-    back = 0 if turn >= 0 else 1
-    place = turn if turn >= 0 else ~turn
-    stage, batch = place // micro_batches * ranks + rank, place % micro_batches
-    source = stage - 1 if turn >= 0 else stage + 1
+    chunks = stages // ranks
+    place, batch = turn // micro_batches, turn % micro_batches
+    back, stage = place // chunks, place % chunks * ranks + rank
+    source = stage - 1 if back == 0 else stage + 1
     walk.before[back, stage, batch] = last
     if 0 <= source < stages:
         sent_s = walk.done_s[back, source, batch]

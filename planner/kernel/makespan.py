@@ -37,10 +37,11 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
-from planner.plan.schedules import ScheduleName, rank_orders
+from planner.plan.schedules import SCHEDULES, PassKind, ScheduleName, rank_orders
 
-F, R, B, SEND_F, SEND_B = range(5)
-"""Rows of the seconds."""
+F, R, B, SEND_F, SEND_B, W = range(6)
+"""Rows of the seconds; where the backward pass is split, B is of the gradients of the inputs alone."""
+FORWARD, BACKWARD = int(PassKind.FORWARD), int(PassKind.BACKWARD)
 TWO = 2
 """Ranks of which each is before and after the other."""
 NOT_YET = -1.0
@@ -68,18 +69,21 @@ def makespan_s(schedule: ScheduleName, seconds: Floats, chunks: int = 1) -> floa
 
     Args:
         schedule: order of the passes.
-        seconds: of F, R, B, SEND_F and SEND_B of each stage and micro-batch, shape (5, K, M); R is 0 for stages that
-            keep everything, the last row of SEND_F and the first of SEND_B are not used.
+        seconds: of F, R, B, SEND_F and SEND_B of each stage and micro-batch, shape (5, K, M), and of W where the
+            schedule splits the backward pass, shape (6, K, M); R is 0 for stages that keep everything, the last row of
+            SEND_F and the first of SEND_B are not used.
         chunks: stages a rank.
     """
-    _, stages, micro_batches = seconds.shape
+    rows, stages, micro_batches = seconds.shape
+    if rows <= W and SCHEDULES[schedule].splits_backward:
+        raise ValueError(f"{schedule} takes seconds of W, and of {rows} rows none is theirs")
     orders = orders_of(schedule, stages // chunks, micro_batches, chunks)
     return float(_walked_s(orders, np.ascontiguousarray(seconds)))
 
 
 @lru_cache(maxsize=64)
 def orders_of(schedule: ScheduleName, ranks: int, micro_batches: int, chunks: int) -> Indices:
-    """The passes of every rank, shape (ranks, 2 M chunks)."""
+    """The numbers of the passes of every rank, shape (ranks, passes)."""
     return np.array(rank_orders(schedule, ranks, micro_batches, chunks), dtype=np.int64)
 
 
@@ -88,6 +92,7 @@ def _walked_s(orders: Indices, seconds: Floats) -> float:
     """Steps 1 to 4; infinite if all wait for each other."""
     _, stages, micro_batches = seconds.shape
     ranks, most = orders.shape
+    chunks = stages // ranks
     there = stages, micro_batches
     walk = _Walk(np.zeros(ranks), np.zeros((2, ranks)), np.full(there, NOT_YET), np.full(there, NOT_YET))
     passes = np.zeros(ranks, dtype=np.int64)  # that each rank has done
@@ -99,13 +104,17 @@ def _walked_s(orders: Indices, seconds: Floats) -> float:
         for rank in range(ranks):
             begun = passes[rank]
             while passes[rank] < most:
-                turn = orders[rank, passes[rank]]
-                place = turn if turn >= 0 else ~turn
-                stage, batch = place // micro_batches * ranks + rank, place % micro_batches
-                if turn >= 0:
+                number = orders[rank, passes[rank]]
+                place, batch = number // micro_batches, number % micro_batches
+                kind, stage = place // chunks, place % chunks * ranks + rank
+                if kind == FORWARD:
                     done = _forward(walk, seconds, stage, batch)
+                elif kind == BACKWARD:
+                    turns_around = orders[rank, passes[rank] - 1] == number - chunks * micro_batches
+                    done = _backward(walk, seconds, stage, batch, turns_around)
                 else:
-                    done = _backward(walk, seconds, stage, batch, orders[rank, passes[rank] - 1] == place)
+                    walk.clock_s[rank] += seconds[W, stage, batch]
+                    done = True
                 if not done:
                     break
                 passes[rank] += 1

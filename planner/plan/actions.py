@@ -15,6 +15,13 @@ of the forward passes:
     stage 1     F0 F1 R0 ... B0 F2 R1 ... B1 F3 R2 ... B2 R3 ... B3
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
+ZB-H1 splits the backward pass: `I` makes the gradients of the inputs, which the stage before waits for, and `W` those
+of the parameters, which fill what 1F1B leaves idle at the end of the step:
+
+    stage 0  F0 F1 F2 ...... I0 W0 F3 I1 W1 .. I2 W2 .. I3 W3
+    stage 1     F0 F1 ... I0 F2 I1 W0 F3 I2 W1 .. I3 W2 W3
+    stage 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
 A recompute stands before the wait for the gradient (`R2`, `RECV_B2`, `B2`), so that it fills the time in which the
 gradient travels. Where no other pass stands between the forward and the backward pass of a micro-batch, its activations
 are kept and there is nothing to recompute. The simulator and the executor walk exactly these lists: RECV waits for a
@@ -39,7 +46,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from planner.plan.schedules import Order, ScheduleName, check_chunks, known, rank_orders
+from planner.plan.schedules import SCHEDULES, Order, PassKind, ScheduleName, check_chunks, known, pass_of, rank_orders
 from profiler.errors import ArgumentError
 
 # Messages of one boundary and direction that are under way at once: at least this many receives are posted ahead, and
@@ -61,13 +68,16 @@ def receives_ahead(distance: int) -> int:
 class ActionKind(StrEnum):
     """What a rank does in one action.
 
-    `F`, `R` and `B` compute; `SEND_F` and `RECV_F` move outputs to the next and from the previous stage, `SEND_B` and
-    `RECV_B` move gradients to the previous and from the next stage.
+    `F`, `R` and `B` compute. In a schedule that splits the backward pass, `I` (gradients of the inputs) and `W` (of the
+    parameters) stand in the place of `B`. `SEND_F` and `RECV_F` move outputs to the next and from the previous stage,
+    `SEND_B` and `RECV_B` move gradients to the previous and from the next stage.
     """
 
     F = "F"
     R = "R"
     B = "B"
+    I = "I"  # noqa: E741 - the letter of the papers
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -206,8 +216,9 @@ def make_schedule(
             raise ArgumentError(f"stage {sender} cannot skip to stage {receiver} of {stages}: none lies between them")
     ranks = stages // chunks
     peers = [_Peers.of(stage, stages, skips) for stage in range(stages)]
+    back = ActionKind.I if SCHEDULES[name].splits_backward else ActionKind.B
     return tuple(
-        tuple(_with_transfers(order, micro_batches, recompute[rank::ranks], peers[rank::ranks]))
+        tuple(_with_transfers(order, micro_batches, back, recompute[rank::ranks], peers[rank::ranks]))
         for rank, order in enumerate(rank_orders(name, ranks, micro_batches, chunks))
     )
 
@@ -232,27 +243,31 @@ class _Peers:
 
 
 def _with_transfers(
-    order: Order, micro_batches: int, recompute: Sequence[bool], peers: Sequence[_Peers]
+    order: Order, micro_batches: int, back: ActionKind, recompute: Sequence[bool], peers: Sequence[_Peers]
 ) -> Iterator[Action]:
     """The passes with recompute before the wait for a gradient, unless the micro-batch has just gone forward.
 
     Args:
         order: of a rank.
         micro_batches: M.
+        back: what a backward pass is: B, or I where W is a pass of its own.
         recompute: for each chunk of the rank.
         peers: of each chunk.
     """
-    before: int | None = None
-    for one_pass in order:
-        forward = one_pass >= 0
-        place = one_pass if forward else ~one_pass
-        chunk, number = divmod(place, micro_batches)
+    before: tuple[PassKind, int, int] | None = None
+    for number in order:
+        one_pass = kind, chunk, batch = pass_of(number, micro_batches, len(peers))
         own = peers[chunk]
-        if not forward and recompute[chunk] and before != place:
-            yield Action(own.stage, ActionKind.R, number)
+        if kind is PassKind.WEIGHTS:
+            yield Action(own.stage, ActionKind.W, batch)
+            before = one_pass
+            continue
+        forward = kind is PassKind.FORWARD
+        if not forward and recompute[chunk] and before != (PassKind.FORWARD, chunk, batch):
+            yield Action(own.stage, ActionKind.R, batch)
         for peer in own.before if forward else own.after:
-            yield Action(own.stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, number, peer)
-        yield Action(own.stage, ActionKind.F if forward else ActionKind.B, number)
+            yield Action(own.stage, ActionKind.RECV_F if forward else ActionKind.RECV_B, batch, peer)
+        yield Action(own.stage, ActionKind.F if forward else back, batch)
         for peer in own.after if forward else own.before:
-            yield Action(own.stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, number, peer)
+            yield Action(own.stage, ActionKind.SEND_F if forward else ActionKind.SEND_B, batch, peer)
         before = one_pass

@@ -28,12 +28,36 @@ from profiler.errors import ArgumentError
 ScheduleName: TypeAlias = str
 """A key of `SCHEDULES`."""
 
-Order: TypeAlias = tuple[int, ...]
-"""The passes of a rank in order.
 
-`c * M + m` is the forward pass of micro-batch m in the rank's chunk c, `~(c * M + m)` its backward pass. With one chunk
-these are `m` and `~m`.
+class PassKind(IntEnum):
+    """What a rank computes with a micro-batch: three things, or two where the backward pass is one.
+
+    `BACKWARD` is the whole backward pass; in a schedule that splits it, the gradients of the inputs, and `WEIGHTS` the
+    gradients of the parameters, which nobody waits for.
+    """
+
+    FORWARD = 0
+    BACKWARD = 1
+    WEIGHTS = 2
+
+
+Order: TypeAlias = tuple[int, ...]
+"""The passes of a rank in order, by their numbers: pass p of micro-batch m in chunk c is `(p * chunks + c) * M + m`.
+
+They are numbered as the places of an array of shape (passes, chunks, M). With one chunk `m` is the forward pass of
+micro-batch m, `M + m` its backward pass, and `2 * M + m` that of its weights.
 """
+
+
+def pass_of(number: int, micro_batches: int, chunks: int = 1) -> tuple[PassKind, int, int]:
+    """PassKind, chunk and micro-batch of a number.
+
+    >>> pass_of(7, micro_batches=4)
+    (<PassKind.BACKWARD: 1>, 0, 3)
+    """
+    place, micro_batch = divmod(number, micro_batches)
+    kind, chunk = divmod(place, chunks)
+    return PassKind(kind), chunk, micro_batch
 
 
 class Ring(NamedTuple):
@@ -67,12 +91,14 @@ class ScheduleRecord:
 
     Attributes:
         order: the passes of a rank, for its position, the number of ranks, M and the chunks a rank; each micro-batch
-            once forward and, later, once backward in every chunk.
+            once forward and, later, once backward in every chunk. Where the backward pass is split, micro-batches go
+            backward in order, and so do the passes of their weights, each later than its backward pass.
         in_flight: most micro-batches under way at a stage if it is its rank's only one, for its number from the end (1
             for the last) and M; None if all are, on every stage.
         objective: its closed form, or its bound.
         source: where it was published.
         most_chunks: chunks that a rank may have, at most.
+        splits_backward: whether the gradients of the parameters have passes of their own.
     """
 
     order: Callable[[int, int, int, int], Order]
@@ -80,6 +106,7 @@ class ScheduleRecord:
     objective: Objective
     source: str
     most_chunks: int = 1
+    splits_backward: bool = False
 
     @property
     def keeps_all(self) -> bool:
@@ -103,7 +130,7 @@ class ScheduleRecord:
     @property
     def last_turns_around(self) -> bool:
         """Whether on the last stage each backward pass follows its forward pass, and nothing is recomputed."""
-        return not self.keeps_all and self.order(0, 1, 2, 1) == (0, ~0, 1, ~1)
+        return not self.keeps_all and self.order(0, 1, 2, 1) == (0, 2, 1, 3)
 
 
 @lru_cache(maxsize=4096)
@@ -112,22 +139,23 @@ def _most_under_way(
 ) -> tuple[int, ...]:
     """By chunk of a rank, how many micro-batches have gone forward and not yet back, at most."""
     now, most = [0] * chunks, [0] * chunks
-    for one_pass in order(rank, ranks, micro_batches, chunks):
-        chunk = (one_pass if one_pass >= 0 else ~one_pass) // micro_batches
-        now[chunk] += 1 if one_pass >= 0 else -1
+    change = {PassKind.FORWARD: 1, PassKind.BACKWARD: -1, PassKind.WEIGHTS: 0}
+    for number in order(rank, ranks, micro_batches, chunks):
+        kind, chunk, _ = pass_of(number, micro_batches, chunks)
+        now[chunk] += change[kind]
         most[chunk] = max(most[chunk], now[chunk])
     return tuple(most)
 
 
 def _gpipe_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
     """All forward passes, then all backward passes in reverse order; alike on all stages."""
-    return (*range(micro_batches), *(~number for number in reversed(range(micro_batches))))
+    return (*range(micro_batches), *reversed(range(micro_batches, 2 * micro_batches)))
 
 
 def _one_f_one_b_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
     """As many forward passes as there are stages after it, then one forward and one backward pass in turns."""
     ahead = ranks - 1 - rank
-    return _in_turns(range(micro_batches), range(-1, -1 - micro_batches, -1), ahead)  # ~0, ~1, ...
+    return _in_turns(range(micro_batches), range(micro_batches, 2 * micro_batches), ahead)
 
 
 def _interleaved_order(lead: int) -> Callable[[int, int, int, int], Order]:
@@ -151,7 +179,9 @@ def _interleaved_order(lead: int) -> Callable[[int, int, int, int], Order]:
         starts = list(accumulate(sizes, initial=0))
         groups = [range(start, stop) for start, stop in pairwise(starts)]
         forward = [c * micro_batches + m for group in groups for c in range(chunks) for m in group]
-        backward = [~(c * micro_batches + m) for group in groups for c in reversed(range(chunks)) for m in group]
+        backward = [
+            (chunks + c) * micro_batches + m for group in groups for c in reversed(range(chunks)) for m in group
+        ]
         return _in_turns(forward, backward, (chunks - 1) * sizes[0] + lead * (ranks - 1 - rank))
 
     return order
@@ -181,6 +211,20 @@ def _in_turns(forward: Sequence[int], backward: Sequence[int], ahead: int) -> Or
     return tuple(order)
 
 
+def _zb_h1_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
+    """1F1B with the passes of weights behind: on rank r those of r micro-batches wait.
+
+    Gradients travel on before the weights of a later rank are done, and these are done while 1F1B would have nothing to
+    do at the end of the step.
+    """
+    order: list[int] = []
+    for number in _one_f_one_b_order(rank, ranks, micro_batches, 1):
+        order.append(number)
+        if number >= micro_batches + rank:
+            order.append(number - rank + micro_batches)
+    return (*order, *range(3 * micro_batches - min(rank, micro_batches), 3 * micro_batches))
+
+
 MOST_CHUNKS = 64
 """Chunks a rank at most [chosen]: far more than pay, as each sends its messages."""
 SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
@@ -205,6 +249,13 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         "the same with the lead of 1F1B, and so with its memory; ours",
         MOST_CHUNKS,
     ),
+    "zb-h1": ScheduleRecord(
+        _zb_h1_order,
+        min,
+        Objective.WORK,
+        "Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1, figure 2",
+        splits_backward=True,
+    ),
 }
 DEFAULT_SCHEDULE: ScheduleName = "gpipe"
 
@@ -221,8 +272,8 @@ def known(name: ScheduleName) -> ScheduleName:
 
 
 def one_chunk_schedules() -> tuple[ScheduleName, ...]:
-    """Those that are for one stage a rank and no more."""
-    return tuple(name for name, record in SCHEDULES.items() if record.most_chunks == 1)
+    """Those that are for one stage a rank and no more, and do not split the backward pass."""
+    return tuple(name for name, record in SCHEDULES.items() if record.most_chunks == 1 and not record.splits_backward)
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ machine for each direction that it sends in: its link, which takes messages firs
 after the neighbour's. A SEND hands the message over and costs the sender nothing; a RECV blocks its rank until the
 message has arrived. With two ranks that have several chunks each, outputs and gradients go the same way, and share it.
 
-    stage 0   |F0 |F1 |F2 |                 F, R, B: the stage computes
+    stage 0   |F0 |F1 |F2 |                 F, R, B, I, W: the stage computes
     link 0>1      |==0==|==1==|==2==|       from SEND_F (or the message before) on, for the transfer time
     stage 1             |F0 | |F1 | |F2 |   RECV_F holds the stage until the message is complete
 """
@@ -39,10 +39,11 @@ class Durations:
     Attributes:
         forward_s: of F.
         recompute_s: of R.
-        backward_s: of B.
+        backward_s: of B, or of I and W together.
         send_forward_s: of the transfer that SEND_F starts.
         send_backward_s: of the transfer that SEND_B starts.
         skips: by sender and receiver of a message that skips stages: of its SEND_F and its SEND_B by micro-batch.
+        weight_s: of W; may be left out where there is none.
     """
 
     forward_s: tuple[tuple[float, ...], ...]
@@ -53,6 +54,7 @@ class Durations:
     skips: Mapping[tuple[int, int], tuple[tuple[float, ...], tuple[float, ...]]] = field(
         default_factory=dict, kw_only=True
     )
+    weight_s: tuple[tuple[float, ...], ...] = field(default=(), kw_only=True)
 
     @classmethod
     def of(cls, plan: Plan) -> Durations:
@@ -74,6 +76,7 @@ class Durations:
                 )
                 for skip in plan.skips
             },
+            weight_s=tuple(tuple(entry.weight_s for entry in row) for row in times),
         )
 
     def seconds(self, action: Action) -> float:
@@ -89,6 +92,11 @@ class Durations:
                 table = self.recompute_s
             case ActionKind.B:
                 table = self.backward_s
+            case ActionKind.I:
+                whole_s = self.backward_s[action.stage][action.micro_batch]
+                return whole_s - self.weight_s[action.stage][action.micro_batch]
+            case ActionKind.W:
+                table = self.weight_s
             case ActionKind.SEND_F:
                 table = self.send_forward_s
             case ActionKind.SEND_B:
@@ -105,7 +113,7 @@ class Event:
     Attributes:
         lane: who is busy: `"stage 0"`, or `"link 0>1"` for a transfer; where ranks have several stages `"rank 0"`, and
             links between ranks.
-        action: F, R or B on a stage; the SEND on a link.
+        action: F, R, B, I or W on a stage; the SEND on a link.
         start_s: seconds since the step began.
         end_s: seconds since the step began.
     """

@@ -40,6 +40,8 @@ class StageTimes(Value):
         backward_s: backward pass, action B, with the recompute of all other segments.
         send_forward_s: sending the stage's outputs to the next stage; 0 for the last.
         send_backward_s: sending the gradients of the stage's inputs to the stage before; 0 for the first.
+        weight_s: the part of the backward pass that is action W where the schedule splits it, and the rest is action I;
+            0 for a schedule that does not.
     """
 
     micro_batch_size: Samples
@@ -48,6 +50,13 @@ class StageTimes(Value):
     backward_s: PredictedSeconds
     send_forward_s: PredictedSeconds
     send_backward_s: PredictedSeconds
+    weight_s: PredictedSeconds = 0.0
+
+    @model_validator(mode="after")
+    def _part_of_backward(self) -> Self:
+        if self.weight_s > self.backward_s:
+            raise ValueError(f"weight_s is {self.weight_s}, and is a part of backward_s, which is {self.backward_s}")
+        return self
 
 
 class SkipTimes(Value):

@@ -22,13 +22,25 @@ _NAMES = {
     ActionKind.F: "forward",
     ActionKind.R: "recompute",
     ActionKind.B: "backward",
+    ActionKind.I: "backward, of inputs",
+    ActionKind.W: "backward, of parameters",
     ActionKind.SEND_F: "send outputs",
     ActionKind.SEND_B: "send gradients",
 }
-_COLOURS = {ActionKind.F: 0, ActionKind.R: 4, ActionKind.B: 2, ActionKind.SEND_F: 1, ActionKind.SEND_B: 3}
+_COLOURS = {
+    ActionKind.F: 0,
+    ActionKind.R: 4,
+    ActionKind.B: 2,
+    ActionKind.I: 2,
+    ActionKind.W: 8,
+    ActionKind.SEND_F: 1,
+    ActionKind.SEND_B: 3,
+}
 """Positions in matplotlib's qualitative colormap `tab20`, where light follows dark."""
+_SPLIT = frozenset({ActionKind.I, ActionKind.W})
+"""Kinds whose bars say which they are."""
 _LABEL_SHARE = 0.008
-"""Share of the step that a bar must take for each digit of its micro-batch's number to have room for it."""
+"""Share of the step that a bar must take for each character of its label to have room for it."""
 PALEST = 0.45
 """Share of white in the colour of a rank's last chunk."""
 _MOST_OUTLINED = 200
@@ -184,7 +196,8 @@ def _place(lane: str) -> tuple[float, str]:
 
 def _label_bars(axes: Axes, row: int, events: list[Event], makespan_s: float) -> None:
     for event in events:
-        label = str(event.action.micro_batch)
+        action = event.action
+        label = f"{action.kind if action.kind in _SPLIT else ''}{action.micro_batch}"
         seconds = event.end_s - event.start_s
         if seconds >= _LABEL_SHARE * len(label) * makespan_s:
             middle_ms = (event.start_s + seconds / 2) * 1e3
@@ -217,9 +230,11 @@ def _arrows(timeline: Timeline, threads: dict[str, int]) -> list[dict[str, Any]]
     for send in timeline.events:
         if send.action.kind not in {ActionKind.SEND_F, ActionKind.SEND_B}:
             continue
-        kind = ActionKind.F if send.action.kind is ActionKind.SEND_F else ActionKind.B
-        maker = events[Action(send.action.stage, kind, send.action.micro_batch)]
-        reader = events[Action(send.action.other_end.stage, kind, send.action.micro_batch)]
+        kinds = (ActionKind.F,) if send.action.kind is ActionKind.SEND_F else (ActionKind.B, ActionKind.I)
+        maker, reader = (
+            next(event for kind in kinds if (event := events.get(Action(stage, kind, send.action.micro_batch))))
+            for stage in (send.action.stage, send.action.other_end.stage)
+        )
         for source, target in ((maker, send), (send, reader)):
             number = len(records) // 2
             shared = {"pid": 0, "cat": "transfer", "name": str(send.action), "id": number}

@@ -90,7 +90,7 @@ def test_an_order_that_nobody_has_heard_of_trains_the_same(
     def two_each(rank: int, ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
         """Two forward passes, then their backward passes, on all stages alike."""
         pairs = [range(first, min(first + 2, micro_batches)) for first in range(0, micro_batches, 2)]
-        return tuple(turn for pair in pairs for turn in (*pair, *(~number for number in pair)))
+        return tuple(number for pair in pairs for number in (*pair, *(micro_batches + batch for batch in pair)))
 
     record = ScheduleRecord(two_each, lambda number, count: min(2, count), Objective.WORK, "made up")
     monkeypatch.setitem(cast(dict[str, ScheduleRecord], SCHEDULES), "two each", record)

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 
 from planner.plan.actions import ActionKind, make_schedule
+from planner.plan.schedules import SCHEDULES
 from planner.plan.simulator import Durations, simulate
 from profiler.device import Device, Link
 from profiler.record import Profile
@@ -52,10 +53,15 @@ def small_profiles(
     )
 
 
+WHOLE = [name for name, record in SCHEDULES.items() if not record.splits_backward]
+"""Schedules whose backward pass is one, which any profile is enough for."""
+
+
 def most_in_flight(schedule: str, stage: int, stages: int, count: int) -> int:
     """Counted in the lists of actions."""
     actions = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages)[stage]
-    passes = [{ActionKind.F: 1, ActionKind.B: -1}.get(action.kind, 0) for action in actions]
+    change = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
+    passes = [change.get(action.kind, 0) for action in actions]
     return max(itertools.accumulate(passes))
 
 

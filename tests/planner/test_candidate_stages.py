@@ -13,6 +13,7 @@ from planner.kernel.candidate_stages import IMPOSSIBLE, KEEPS, make_arcs
 from planner.kernel.front import before_bounds, step_bound_s
 from planner.plan.schedules import SCHEDULES
 from planner.solve.tables import make_tables
+from tests.planner.conftest import WHOLE
 
 STAGES, ROUNDING = 3, 1e-9
 
@@ -32,7 +33,7 @@ def need_of(arcs, number, first, stop, device=0):
     return arcs.need[arcs.offset[variant, device, stop] + stop - first - 1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WHOLE)
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_no_fast_plan_is_lost_and_none_is_below_the_bound(profiles, oracle, device, schedule, data):
@@ -66,7 +67,7 @@ def test_no_fast_plan_is_lost_and_none_is_below_the_bound(profiles, oracle, devi
         assert plans or bound_s == np.inf or mode == "auto"  # segments are looked at later, and may not fit
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WHOLE)
 def test_a_stage_that_fits_as_it_is_keeps(profile_of, oracle, device, schedule):
     """Stages of GPipe need as much wherever they are; with others the last ones have fewer micro-batches in flight."""
     all_in_flight = SCHEDULES[schedule].keeps_all

@@ -109,8 +109,8 @@ def test_the_lean_order_keeps_what_1f1b_keeps(ranks, chunks, rounds):
     count = rounds * ranks
     for rank in range(ranks):
         flying = most = 0
-        for one_pass in rank_orders("interleaved-lean", ranks, count, chunks)[rank]:
-            flying += 1 if one_pass >= 0 else -1
+        for number in rank_orders("interleaved-lean", ranks, count, chunks)[rank]:
+            flying += 1 if number < chunks * count else -1
             most = max(most, flying)
         assert most <= chunks * ranks
 

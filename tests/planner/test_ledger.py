@@ -13,7 +13,6 @@ from planner.from_profile import make_problem
 from planner.kernel.least_overflow import least_bad
 from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
 from planner.kernel.tables import segment_costs, stage_needs
-from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import StageMemory
 from planner.settings import SettingKeywords
 from planner.solve.balance import Balance, StageChoice, evaluate_s
@@ -23,6 +22,7 @@ from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
 from profiler.record import InStage, LayerCost, Profile
+from tests.planner.conftest import WHOLE
 
 SIZES = (1, 5, 14)
 
@@ -101,7 +101,7 @@ def check_that_all_count_alike(profiles: Any, device: Any, data: Any) -> None:
     asked: SettingKeywords = {
         "micro_batches_per_stage": 1,
         "micro_batches": data.draw(st.integers(len(ranges), batch_size)),
-        "schedule": data.draw(st.sampled_from([*SCHEDULES])),
+        "schedule": data.draw(st.sampled_from(WHOLE)),
     }
     devices = [device(kind) for kind in kinds]
     problem = make_problem(profile, devices, batch_size=batch_size, optimizer=None, settings=asked)
@@ -132,7 +132,7 @@ def test_what_overflows_the_least_overflows_by_what_the_report_says(profiles, de
     """A message that names bytes too many has them from the report; the plan it is about, from the search."""
     profile = with_details(data, data.draw(profiles(kinds=("a",), sizes=SIZES)))
     schedule, recompute = (
-        data.draw(st.sampled_from([*SCHEDULES])),
+        data.draw(st.sampled_from(WHOLE)),
         data.draw(st.sampled_from(["auto", "always", "never"])),
     )
     problem = make_problem(

@@ -60,7 +60,8 @@ def test_inputs_posted_ahead_come_on_top_of_those_in_flight(schedule, count, num
     """Those in flight are counted in the lists of actions; where all are kept, what is posted is among them."""
     split = MicroBatches(2 * count + count // 2, count)  # half of them are larger
     actions = make_schedule(schedule, stages=number, micro_batches=count, recompute=(False,) * number)[0]
-    passes = [{ActionKind.F: 1, ActionKind.B: -1}.get(action.kind, 0) for action in actions]
+    change = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
+    passes = [change.get(action.kind, 0) for action in actions]
     flying = max(itertools.accumulate(passes))
     soon = count if SCHEDULES[schedule].keeps_all else min(count, number + RECEIVES_AHEAD)
     posted = sum(size * LONG for size in split.sizes[flying:soon])

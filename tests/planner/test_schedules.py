@@ -19,7 +19,7 @@ from tests.planner.test_balancer import check, draw_devices
 
 def first_in_first_out(rank, ranks, micro_batches, chunks):
     """All forward passes, then all backward passes, in the same order."""
-    return (*range(micro_batches), *(~number for number in range(micro_batches)))
+    return tuple(range(2 * micro_batches))
 
 
 def two_each(rank, ranks, micro_batches, chunks):
@@ -27,7 +27,7 @@ def two_each(rank, ranks, micro_batches, chunks):
     ahead = min(2 * (ranks - rank), micro_batches)
     order = [*range(ahead)]
     for number in range(micro_batches):
-        order.append(~number)
+        order.append(micro_batches + number)
         if number % 2 and ahead < micro_batches:
             order += range(ahead, min(ahead + 2, micro_batches))
             ahead += 2
@@ -59,10 +59,14 @@ def test_the_records_say_how_many_micro_batches_are_in_flight(new):
 
 
 def test_each_micro_batch_goes_forward_and_then_backward_once(new):
-    for name in SCHEDULES:
+    for name, record in SCHEDULES.items():
         for order in rank_orders(name, 3, 7):
-            assert sorted(order) == sorted((*range(7), *(~number for number in range(7))))
-            assert all(order.index(number) < order.index(~number) for number in range(7))
+            assert sorted(order) == [*range(21 if record.splits_backward else 14)]
+            assert all(order.index(number) < order.index(7 + number) for number in range(7))
+            if record.splits_backward:
+                assert all(order.index(7 + number) < order.index(14 + number) for number in range(7))
+                assert [number for number in order if number >= 14] == [*range(14, 21)]
+                assert [number for number in order if 7 <= number < 14] == [*range(7, 14)]
 
 
 @given(data=st.data())

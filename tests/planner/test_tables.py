@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planner.from_profile import make_problem
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.tables import make_tables
+from tests.planner.conftest import WHOLE
 
 KINDS = ("a", "b")
 
@@ -22,7 +23,7 @@ def tables_of(profile, devices, *, batch_size, count, **asked):
     return make_tables(problem, candidate), candidate.split.sizes
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WHOLE)
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_seconds_of_ranges_are_sums_over_layers_and_micro_batches(profiles, oracle, device, schedule, data):

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from planner.cost.time_ledger import END_ROWS, MESSAGE_ROWS, PASS_ROWS, EndRow, MessageRow, Pass, PassRow
 from planner.from_profile import make_problem
-from planner.plan.schedules import SCHEDULES
 from planner.settings import SettingKeywords
 from planner.solve.balancer import balance
 from planner.solve.build_plan import make_plan
 from planner.solve.work_bound import work_bound_s
+from tests.planner.conftest import WHOLE
 from tests.planner.made_up import build_profile
 
 MORE_S = 4.0
@@ -38,7 +38,7 @@ def seconds_of_a_step(profile, devices, **asked):
 def test_search_bounds_and_simulator_count_the_same_seconds(profiles, device, data):
     profile = data.draw(profiles())
     devices = [device(data.draw(st.sampled_from(("a", "b")))) for _ in range(3)]
-    schedule, recompute = data.draw(st.sampled_from([*SCHEDULES])), data.draw(st.sampled_from(["always", "never"]))
+    schedule, recompute = data.draw(st.sampled_from(WHOLE)), data.draw(st.sampled_from(["always", "never"]))
     seconds_of_a_step(profile, devices, schedule=schedule, recompute=recompute)
 
 
@@ -55,7 +55,7 @@ def test_search_bounds_and_simulator_count_the_same_seconds(profiles, device, da
     ],
     ids=lambda value: f"{value.name} {getattr(value, 'of', '')}" if hasattr(value, "name") else str(value),
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WHOLE)
 def test_a_row_more_is_counted_everywhere(rows, row, in_work, schedule, device, monkeypatch):
     """One row makes a term: the plan's seconds have it, the search's, and the bound of the work where it is work."""
     table = [[1.0, 1.0, 2.0, 3, 1, 2, 2], [2.0, 2.0, 1.0, 2, 1, 4, 4], [1.0, 1.0, 1.0, 1, 1, 0, 0]]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from planner.kernel.makespan import makespan_s
 from planner.plan.actions import ActionKind, make_schedule, parse_schedule, schedule_text
-from planner.plan.plan import StageTimes
 from planner.plan.schedules import SCHEDULES
 from planner.plan.simulator import Durations, simulate
+from planner.plan.stage import StageTimes
 
 SPLIT = [name for name, record in SCHEDULES.items() if record.splits_backward]
 

@@ -35,15 +35,12 @@ def env() -> None:
 
 
 def _facts() -> list[tuple[str, str]]:
-    import torch
-
     from profiler.machine.local import local_devices
     from profiler.machine.workers import usable_cores
 
     facts = [
         ("python", f"{platform.python_version()} ({sys.platform}, {platform.machine()})"),
         *((name, _version(name)) for name in _PACKAGES),
-        ("CUDA of torch", torch.version.cuda or "none"),
         ("cores", f"{len(usable_cores())} of {os.cpu_count()} usable"),
     ]
     facts.extend(

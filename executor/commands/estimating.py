@@ -34,13 +34,12 @@ if TYPE_CHECKING:
     import pandas
 
     from planner.plan.plan import Plan
-    from profiler.device import Cluster, Device
+    from profiler.device import Cluster, Link
     from profiler.record import Profile
     from profiler.tracing.sequence import LayerSequence
 
 SEARCH_S = 30.0
 """Seconds that the search of `estimate` may take by default [chosen]."""
-DEVICES_PER_HOST = 8
 BACKWARD = 2
 """A backward pass does twice the FLOPs of a forward pass, which makes three in all; recompute is no useful work."""
 
@@ -246,7 +245,7 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
     import pandas
 
     from planner import what_if as planned
-    from profiler.device import Cluster, Link
+    from profiler.device import Link
 
     settings = {
         "batch_size": given["batch_sizes"],
@@ -258,7 +257,7 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
     frames = []
     for count, link in itertools.product(given["counts"], given["links"] or [None]):
         between = next(iter(measured.links), None) if link is None else Link.of(link)
-        cluster = Cluster(devices=_devices(measured, count), link=between)
+        cluster = _cluster(measured, count, between)
         frame = planned(measured, cluster, variations, batch_size=given["batch_sizes"][0])
         frame.insert(0, "devices", count)
         if given["links"]:
@@ -269,26 +268,26 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
     return table, [name for name in names if table[name].nunique() > 1]
 
 
-def _devices(measured: Profile, count: int) -> tuple[Device, ...]:
+def _cluster(measured: Profile, count: int, link: Link | None) -> Cluster:
     """So many devices of the profile's kind: from its data sheet, or those of this machine.
 
     Raises:
         ProfileError: the profile has several kinds, or another one than this machine.
     """
     from profiler.datasheets import DATA_SHEETS
-    from profiler.device import Device
+    from profiler.device import Cluster
     from profiler.machine.local import local_devices
 
     kinds = list(dict.fromkeys(cost.device_kind for cost in measured.costs))
     if len(kinds) == 1 and kinds[0] in DATA_SHEETS:
-        return tuple(Device.of(kinds[0], name=f"cuda:{position % DEVICES_PER_HOST}") for position in range(count))
+        return Cluster.of(f"{count}x{kinds[0]}", link=link)
     here = local_devices(count).devices
     if kinds != [here[0].kind]:
         raise ProfileError(
             f"the profile is of {', '.join(map(repr, kinds))}, and devices here are {here[0].kind!r}; profile one kind "
             "that is here or has a data sheet, or call planner.what_if with devices"
         )
-    return here
+    return Cluster(devices=here, link=link)
 
 
 def _draw(table: pandas.DataFrame, varied: list[str], file: Path) -> None:

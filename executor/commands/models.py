@@ -190,10 +190,14 @@ def _value(text: int | str, like: Any) -> Any:
 
 def _kind_of_model(config: Any) -> Callable[[Any], nn.Module]:
     """What builds the language model of a configuration with its loss."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    import transformers
 
-    for auto in (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForMaskedLM):
-        if type(config) in auto._model_mapping:
+    for auto, known in (
+        (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+        (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+        (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
+    ):
+        if type(config) in known:
             return auto.from_config
     raise ArgumentError(
         f"a {config.model_type} is no language model with its own loss; pass a function that builds model and sample"

@@ -9,6 +9,7 @@ from torch import nn
 
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
+from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings
 from profiler.cache import CacheSetting
 from profiler.machine.local import Devices, local_devices
@@ -84,6 +85,7 @@ def autoplan(
             keep_together=asked.keep_together,
             stages=asked.most_stages,
         )
+        rules_of(sequence.layers, asked)  # whoever misspelt a module hears of it before anything is measured
         measured = profile(
             sequence,
             cluster,

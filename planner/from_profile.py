@@ -13,7 +13,7 @@ from planner.cost.layer_costs import CostModel, ParameterRanges
 from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES, one_chunk_schedules
-from planner.rules import rules_of
+from planner.rules import most_stages, rules_of
 from planner.settings import SettingKeywords, Settings
 from planner.solve.passed_over import time_for_plan, with_unused
 from planner.solve.problem import Problem, device_classes
@@ -76,22 +76,12 @@ def make_problem(
     """What the balancer is asked; see `plan_from_profile`."""
     given = _device_tuple(devices)
     asked = Settings.of(given, batch_size, settings)
-    if asked.stages is not None and asked.stages > len(profile.layers):
-        raise ArgumentError(
-            f"stages is {asked.stages}, but the model has {len(profile.layers)} layers; a stage holds at least 1"
-        )
-    if asked.chunks > 1 and len(profile.layers) < 2 * asked.chunks:
-        raise InfeasibleError(
-            f"chunks is {asked.chunks}, so 2 ranks have {2 * asked.chunks} stages, but the model has "
-            f"{len(profile.layers)} layers; a stage holds at least 1"
-        )
+    rules = rules_of(profile.layers, asked)
     link = devices.link if isinstance(devices, Cluster) and devices.link is not None else None
     limited = tuple(
         device if limit == device.memory_bytes else device.model_copy(update={"memory_bytes": limit})
         for device, limit in zip(given, asked.memory_limits, strict=True)
     )
-    most = min(asked.max_stages, len(profile.layers), batch_size // asked.micro_batches_per_stage * asked.chunks)
-    rules = rules_of(profile, asked, most)
     problem = Problem(
         costs=CostModel(profile),
         parameters=ParameterRanges(profile),
@@ -102,7 +92,7 @@ def make_problem(
         settings=asked,
         rules=rules,
     )
-    _check_profile(problem, most)
+    _check_profile(problem, most_stages(asked, len(profile.layers)))
     return problem
 
 

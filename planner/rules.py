@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +13,28 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import Indices
 from planner.settings import Settings
 from profiler.errors import ArgumentError, InfeasibleError
-from profiler.record import Profile
 
 FREE = -1
 """Device of a layer that no rule pins."""
+
+
+class NamedLayer(Protocol):
+    """What rules ask of a layer: those of a traced model and those of a profile have it."""
+
+    @property
+    def index(self) -> int:
+        """Its position."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+
+    @property
+    def module_paths(self) -> tuple[str, ...]:
+        """Of the modules that its operations come from, in order of first use."""
+
+
+Layers: TypeAlias = Sequence[NamedLayer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,25 +61,33 @@ class _Rule:
     stages: tuple[int, int] | None = None
 
 
-def rules_of(profile: Profile, settings: Settings, most_stages: int) -> Rules:
-    """The masks of the settings' rules.
+def rules_of(layers: Layers, settings: Settings) -> Rules:
+    """The masks of the settings' rules; known as soon as a model is traced.
 
     Args:
-        profile: whose layers the module paths mean.
+        layers: of the model, which the module paths mean.
         settings: with the rules.
-        most_stages: largest K that devices, batch and layers allow.
 
     Raises:
-        ArgumentError: a path is no module of the profile, or no cut can be made before it.
+        ArgumentError: there are more stages than layers, a path is no module of the model, or no cut can be made before
+            it.
         InfeasibleError: rules contradict each other; the message names a smallest set that does.
     """
-    rules = _listed(profile, settings, most_stages)
-    whole = _applied(profile, rules)
-    if _clash(profile, rules):
+    count, chunks = len(layers), settings.chunks
+    if settings.stages is not None and settings.stages > count:
+        raise ArgumentError(f"stages is {settings.stages}, but the model has {count} layers; a stage holds at least 1")
+    if chunks > 1 and count < 2 * chunks:
+        raise InfeasibleError(
+            f"chunks is {chunks}, so 2 ranks have {2 * chunks} stages, but the model has {count} layers; a stage holds "
+            "at least 1"
+        )
+    rules = _listed(layers, settings)
+    whole = _applied(count, rules)
+    if _clash(count, rules):
         needed = list(rules)
         for rule in rules:
             fewer = [other for other in needed if other is not rule]
-            if _clash(profile, fewer):
+            if _clash(count, fewer):
                 needed = fewer
         texts = [rule.text for rule in needed]
         raise InfeasibleError(
@@ -71,35 +98,41 @@ def rules_of(profile: Profile, settings: Settings, most_stages: int) -> Rules:
     return whole
 
 
-def _listed(profile: Profile, settings: Settings, most_stages: int) -> list[_Rule]:
+def most_stages(settings: Settings, layers: int) -> int:
+    """Largest K that settings, devices, batch and so many layers allow."""
+    per_rank = settings.batch_size // settings.micro_batches_per_stage
+    return min(settings.max_stages, layers, per_rank * settings.chunks)
+
+
+def _listed(layers: Layers, settings: Settings) -> list[_Rule]:
     rules = []
     for path in settings.keep_together:
-        first, stop = _span(profile, "keep_together", path)
+        first, stop = _span(layers, "keep_together", path)
         rules.append(_Rule(f"keep_together {path!r}", lambda it, a=first, b=stop: it.allowed[a + 1 : b].fill(False)))  # type: ignore[misc]
     for path in settings.cut_at:
-        start = _start(profile, path)
+        start = _start(layers, path)
         rules.append(_Rule(f"cut_at {path!r}", lambda it, a=start: it.demanded[a : a + 1].fill(True)))  # type: ignore[misc]
     seen: dict[int, tuple[str, int]] = {}
     for path, device in settings.pinned:
-        first, stop = _span(profile, "pinned", path)
+        first, stop = _span(layers, "pinned", path)
         for layer in range(first, stop):
             other, where = seen.setdefault(layer, (path, device))
             if where != device:
                 raise InfeasibleError(
                     f"pinned {path!r} to device {device} and pinned {other!r} to device {where} clash: both hold layer "
-                    f"{layer} ({profile.layers[layer].name})"
+                    f"{layer} ({layers[layer].name})"
                 )
         rules.append(
             _Rule(f"pinned {path!r} to device {device}", lambda it, a=first, b=stop, d=device: it.pinned[a:b].fill(d))  # type: ignore[misc]
         )
     if settings.stages is not None:
         rules.append(_Rule(f"stages = {settings.stages}", stages=(settings.stages, settings.stages)))
-    rules.append(_Rule(f"at most {most_stages} stages", stages=(1, most_stages)))
+    most = most_stages(settings, len(layers))
+    rules.append(_Rule(f"at most {most} stages", stages=(1, most)))
     return rules
 
 
-def _applied(profile: Profile, rules: Sequence[_Rule]) -> Rules:
-    count = len(profile.layers)
+def _applied(count: int, rules: Sequence[_Rule]) -> Rules:
     masks = Rules(
         np.ones(count + 1, dtype=np.bool_), np.zeros(count + 1, dtype=np.bool_), np.full(count, FREE, dtype=np.intp)
     )
@@ -110,10 +143,10 @@ def _applied(profile: Profile, rules: Sequence[_Rule]) -> Rules:
     return masks
 
 
-def _clash(profile: Profile, rules: Sequence[_Rule]) -> bool:
-    """Whether no cuts at all satisfy these rules, memory and time disregarded."""
-    masks = _applied(profile, rules)
-    least, most = 1, len(profile.layers)
+def _clash(count: int, rules: Sequence[_Rule]) -> bool:
+    """Whether no cuts at all of so many layers satisfy these rules, memory and time disregarded."""
+    masks = _applied(count, rules)
+    least, most = 1, count
     for rule in rules:
         if rule.stages is not None:
             least, most = max(least, rule.stages[0]), min(most, rule.stages[1])
@@ -139,25 +172,25 @@ def _clash(profile: Profile, rules: Sequence[_Rule]) -> bool:
     return max(needed, least) > min(most, 1 + int(optional.sum()))
 
 
-def _span(profile: Profile, setting: str, path: str) -> tuple[int, int]:
+def _span(layers: Layers, setting: str, path: str) -> tuple[int, int]:
     """First and stop layer of a module's operations."""
-    inside = [layer.index for layer in profile.layers if any(_within(known, path) for known in layer.module_paths)]
+    inside = [layer.index for layer in layers if any(_within(known, path) for known in layer.module_paths)]
     if not inside:
-        known = sorted({name for layer in profile.layers for name in layer.module_paths})
+        known = sorted({name for layer in layers for name in layer.module_paths})
         raise ArgumentError(
-            f"{setting} names {path!r}, and no layer of the profile holds a module of that path; there are "
+            f"{setting} names {path!r}, and no layer holds a module of that path; there are "
             f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
         )
     return inside[0], inside[-1] + 1
 
 
-def _start(profile: Profile, path: str) -> int:
+def _start(layers: Layers, path: str) -> int:
     """The position before a module, where its first operation begins a layer."""
-    first, _ = _span(profile, "cut_at", path)
-    begins = profile.layers[first].module_paths[0]
+    first, _ = _span(layers, "cut_at", path)
+    begins = layers[first].module_paths[0]
     if first and not _within(begins, path):
         raise ArgumentError(
-            f"cut_at names {path!r}, which begins inside layer {first} ({profile.layers[first].name}) after "
+            f"cut_at names {path!r}, which begins inside layer {first} ({layers[first].name}) after "
             f"{begins!r}; no cut was found worth offering there, choose one of the modules that begin a layer"
         )
     return first

@@ -14,6 +14,7 @@ from typing import Final
 from pydantic import Field
 
 from profiler.errors import ArgumentError
+from profiler.quantities import shown
 from profiler.value import Value
 
 GB: Final = 1e9
@@ -32,6 +33,7 @@ class DataSheet(Value):
         half_flops_per_s: of matrix products in float16 with float32 sums.
         bfloat16_flops_per_s: of those in bfloat16; the float32 rate where the matrix units do not know the type.
         float64_flops_per_s: of those in float64; None where the device has no such arithmetic.
+        link: usual kind of connection of neighbours in one host, see `LINKS`.
         source: document that prints these figures.
     """
 
@@ -42,6 +44,7 @@ class DataSheet(Value):
     half_flops_per_s: float = Field(gt=0)
     bfloat16_flops_per_s: float = Field(gt=0)
     float64_flops_per_s: float | None = Field(gt=0)
+    link: str
     source: str
 
 
@@ -52,6 +55,7 @@ def _sheet(
     tf32: float,
     half: float,
     float64: float | None,
+    link: str,
     source: str,
     *,
     has_bfloat16: bool = True,
@@ -65,6 +69,7 @@ def _sheet(
         half_flops_per_s=half * TERA,
         bfloat16_flops_per_s=(half if has_bfloat16 else float32) * TERA,
         float64_flops_per_s=None if float64 is None else float64 * TERA,
+        link=link,
         source=source,
     )
 
@@ -76,6 +81,16 @@ _P100 = (
 _A100 = "NVIDIA A100 data sheet, SXM (https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf)"
 _H100 = "NVIDIA H100 data sheet, SXM (https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet)"
 _H200 = "NVIDIA H200 data sheet, SXM (https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446)"
+_GH200 = (
+    "NVIDIA GH200 Grace Hopper Superchip data sheet, its GPU "
+    "(https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip)"
+)
+_B200 = "NVIDIA Blackwell architecture technical brief, HGX B200 (https://resources.nvidia.com/en-us-blackwell-architecture)"
+_L40S = "NVIDIA L40S data sheet (https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413)"
+_MI300X = "AMD Instinct MI300X data sheet (https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html)"
+_CLOUD_TPU = (
+    "Google Cloud, TPU system architecture, one chip (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm)"
+)
 _TPU = (
     "Jouppi et al., A domain-specific supercomputer for training deep neural networks, CACM 63(7), 2020, table 3 "
     "(https://doi.org/10.1145/3360307); one of a chip's two cores, as GPipe counts accelerators"
@@ -86,15 +101,27 @@ _TPU = (
 # 2023; RTX 4090, L4), 1/32 by that of Turing (WP-09183-001, 2018; T4). A100 and later multiply float64 in matrix units.
 DATA_SHEETS: Final = MappingProxyType(
     {
-        "V100-16GB": _sheet(16, 900, 15.7, 15.7, 125, 7.8, _V100, has_bfloat16=False),
-        "V100-32GB": _sheet(32, 900, 15.7, 15.7, 125, 7.8, _V100, has_bfloat16=False),
-        "P100-16GB": _sheet(16, 732, 10.6, 10.6, 21.2, 5.3, _P100, has_bfloat16=False),
-        "A100-40GB": _sheet(40, 1555, 19.5, 156, 312, 19.5, _A100),
-        "A100-80GB": _sheet(80, 2039, 19.5, 156, 312, 19.5, _A100),
-        "H100-80GB": _sheet(80, 3350, 67, 494.5, 989, 67, _H100),
-        "H200-141GB": _sheet(141, 4800, 67, 494.5, 989, 67, _H200),
+        "V100-16GB": _sheet(16, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
+        "V100-32GB": _sheet(32, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
+        "P100-16GB": _sheet(16, 732, 10.6, 10.6, 21.2, 5.3, "nvlink1", _P100, has_bfloat16=False),
+        "A100-40GB": _sheet(40, 1555, 19.5, 156, 312, 19.5, "nvlink3", _A100),
+        "A100-80GB": _sheet(80, 2039, 19.5, 156, 312, 19.5, "nvlink3", _A100),
+        "H100-80GB": _sheet(80, 3350, 67, 494.5, 989, 67, "nvlink4", _H100),
+        "H200-141GB": _sheet(141, 4800, 67, 494.5, 989, 67, "nvlink4", _H200),
+        "GH200-96GB": _sheet(96, 4000, 67, 494.5, 989, 67, "nvlink4", _GH200),
+        "GH200-144GB": _sheet(144, 4900, 67, 494.5, 989, 67, "nvlink4", _GH200),
+        "B200-180GB": _sheet(180, 8000, 80, 1100, 2250, 40, "nvlink5", _B200),
+        "MI300X-192GB": _sheet(192, 5300, 163.4, 653.7, 1307.4, 163.4, "xgmi3", _MI300X),
+        "L40S-48GB": _sheet(48, 864, 91.6, 183, 362.05, 91.6 / 64, "pcie4", _L40S),
         "L4-24GB": _sheet(
-            24, 300, 30.3, 60, 121, 30.3 / 64, "NVIDIA L4 data sheet (https://www.nvidia.com/en-us/data-center/l4/)"
+            24,
+            300,
+            30.3,
+            60,
+            121,
+            30.3 / 64,
+            "pcie4",
+            "NVIDIA L4 data sheet (https://www.nvidia.com/en-us/data-center/l4/)",
         ),
         "A10-24GB": _sheet(
             24,
@@ -103,6 +130,7 @@ DATA_SHEETS: Final = MappingProxyType(
             62.5,
             125,
             31.2 / 64,
+            "pcie4",
             "NVIDIA A10 data sheet (https://www.nvidia.com/en-us/data-center/products/a10-gpu/)",
         ),
         "RTX3090-24GB": _sheet(
@@ -112,10 +140,18 @@ DATA_SHEETS: Final = MappingProxyType(
             35.6,
             71,
             35.6 / 64,
+            "pcie4",
             "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (V2.1, 2021)",
         ),
         "RTX4090-24GB": _sheet(
-            24, 1008, 82.6, 82.6, 165.2, 82.6 / 64, "NVIDIA Ada GPU architecture whitepaper, appendix A (V2.1, 2023)"
+            24,
+            1008,
+            82.6,
+            82.6,
+            165.2,
+            82.6 / 64,
+            "pcie4",
+            "NVIDIA Ada GPU architecture whitepaper, appendix A (V2.1, 2023)",
         ),
         "T4-16GB": _sheet(
             16,
@@ -124,11 +160,15 @@ DATA_SHEETS: Final = MappingProxyType(
             8.1,
             65,
             8.1 / 32,
+            "pcie3",
             "NVIDIA T4 data sheet (https://www.nvidia.com/en-us/data-center/tesla-t4/)",
             has_bfloat16=False,
         ),
-        "TPUv2-8GB": _sheet(8, 350, 23, 23, 23, None, _TPU),
-        "TPUv3-16GB": _sheet(16, 450, 61.5, 61.5, 61.5, None, _TPU),
+        "TPUv2-8GB": _sheet(8, 350, 23, 23, 23, None, "tpuv2", _TPU),
+        "TPUv3-16GB": _sheet(16, 450, 61.5, 61.5, 61.5, None, "tpuv3", _TPU),
+        "TPUv4-32GB": _sheet(32, 1200, 275, 275, 275, None, "tpuv4", _CLOUD_TPU),
+        "TPUv5e-16GB": _sheet(16, 819, 197, 197, 197, None, "tpuv5e", _CLOUD_TPU),
+        "TPUv5p-95GB": _sheet(95, 2765, 459, 459, 459, None, "tpuv5p", _CLOUD_TPU),
     }
 )
 
@@ -158,6 +198,8 @@ LINKS: Final = MappingProxyType(
         "nvlink2": LinkSheet(bytes_per_s=150 * GB, latency_s=10e-6, source=_NVLINK),
         "nvlink3": LinkSheet(bytes_per_s=300 * GB, latency_s=10e-6, source=_NVLINK),
         "nvlink4": LinkSheet(bytes_per_s=450 * GB, latency_s=10e-6, source=_NVLINK),
+        "nvlink5": LinkSheet(bytes_per_s=900 * GB, latency_s=10e-6, source=_NVLINK),
+        "xgmi3": LinkSheet(bytes_per_s=64 * GB, latency_s=10e-6, source=f"{_MI300X}, one of seven links"),
         "pcie3": LinkSheet(bytes_per_s=15.75 * GB, latency_s=20e-6, source=_PCIE),
         "pcie4": LinkSheet(bytes_per_s=31.5 * GB, latency_s=20e-6, source=_PCIE),
         "pcie5": LinkSheet(bytes_per_s=63 * GB, latency_s=20e-6, source=_PCIE),
@@ -172,6 +214,15 @@ LINKS: Final = MappingProxyType(
         "tpuv3": LinkSheet(
             bytes_per_s=82 * GB, latency_s=10e-6, source=f"{_TPU.split(';', maxsplit=1)[0]}, 656 Gbit/s"
         ),
+        "tpuv4": LinkSheet(
+            bytes_per_s=50 * GB, latency_s=10e-6, source=f"{_CLOUD_TPU}, one of six links of 400 Gbit/s"
+        ),
+        "tpuv5e": LinkSheet(
+            bytes_per_s=50 * GB, latency_s=10e-6, source=f"{_CLOUD_TPU}, one of four links of 400 Gbit/s"
+        ),
+        "tpuv5p": LinkSheet(
+            bytes_per_s=100 * GB, latency_s=10e-6, source=f"{_CLOUD_TPU}, one of six links of 800 Gbit/s"
+        ),
     }
 )
 LINK_EFFICIENCY: Final = 0.8
@@ -179,32 +230,39 @@ LINK_EFFICIENCY: Final = 0.8
 
 
 def data_sheet(name: str) -> DataSheet:
-    """The data sheet of a device; the memory may be left out where only one size is sold.
+    """The data sheet of a device, see `full_name`.
+
+    Raises:
+        ArgumentError: it is not in the table.
+    """
+    return DATA_SHEETS[full_name(name)]
+
+
+def full_name(name: str) -> str:
+    """The table's name of a device, however its letters are written; the memory may be left out if there is one size.
+
+    >>> full_name("h100"), full_name("a100-40gb")
+    ('H100-80GB', 'A100-40GB')
 
     Raises:
         ArgumentError: it is not in the table.
     """
     if not isinstance(name, str):
-        raise ArgumentError(f"{name!r} is no kind of device; pass one of {', '.join(DATA_SHEETS)}")
-    short = [known for known in DATA_SHEETS if known.split("-")[0] == name]
-    if name not in DATA_SHEETS and len(short) != 1:
-        hint = f"; which {name}: {' or '.join(short)}" if short else ""
-        raise ArgumentError(f"no data sheet of a device {name!r}{hint}; known are {', '.join(DATA_SHEETS)}")
-    return DATA_SHEETS[name if name in DATA_SHEETS else short[0]]
-
-
-def full_name(name: str) -> str:
-    """The table's name of a device that `data_sheet` knows."""
-    sheet = data_sheet(name)
-    return next(known for known, entry in DATA_SHEETS.items() if entry is sheet)
+        raise ArgumentError(f"{shown(name)} is no kind of device; pass one of {', '.join(DATA_SHEETS)}")
+    asked = name.lower()
+    found = [known for known in DATA_SHEETS if asked in (known.lower(), known.split("-")[0].lower())]
+    if len(found) != 1:
+        hint = f"; which {name}: {' or '.join(found)}" if found else ""
+        raise ArgumentError(f"no data sheet of a device {shown(name)}{hint}; known are {', '.join(DATA_SHEETS)}")
+    return found[0]
 
 
 def link_sheet(name: str) -> LinkSheet:
-    """The entry of a link.
+    """The entry of a link, however its letters are written.
 
     Raises:
         ArgumentError: it is not in the table.
     """
-    if not isinstance(name, str) or name not in LINKS:
-        raise ArgumentError(f"no data sheet of a link {name!r}; known are {', '.join(LINKS)}")
-    return LINKS[name]
+    if not isinstance(name, str) or name.lower() not in LINKS:
+        raise ArgumentError(f"no data sheet of a link {shown(name)}; known are {', '.join(LINKS)}")
+    return LINKS[name.lower()]

@@ -6,6 +6,7 @@ Torch-free on purpose: plans carry these values, and `autoplan show` must answer
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from pydantic import Field
 
@@ -17,6 +18,7 @@ from profiler.quantities import (
     Rate,
     RelativeError,
     Seconds,
+    shown,
 )
 from profiler.value import Value
 
@@ -106,31 +108,61 @@ class Cluster(Value):
             >>> cluster = Cluster.of("2xA100-40GB, 2xV100-16GB", link="nvlink2")
             >>> [device.kind for device in cluster.devices]
             ['A100-40GB', 'A100-40GB', 'V100-16GB', 'V100-16GB']
+            >>> Cluster.of("16xRTX4090:pcie4").link == Link.of("pcie4")
+            True
 
         Args:
-            devices: counts and kinds in pipeline order, separated by commas; see `Device.of`.
-            link: between neighbours, as `Link.of` or measured; needed for more than one device.
+            devices: counts and kinds in pipeline order, separated by commas, see `Device.of`; after a colon perhaps the
+                link.
+            link: between neighbours, as `Link.of` or measured. By default the slowest of those that such devices
+                usually have, for as many as fit on one host.
             devices_per_host: names repeat (`cuda:0`, ...) from one host to the next.
 
         Raises:
-            ArgumentError: the text is no such list, a kind is not known, the link is missing or no link, or no device
-                fits on a host.
+            ArgumentError: the text is no such list, a kind is not known, the link is no link, there are two of them, or
+                none for devices on several hosts, or no device fits on a host.
         """
         if not isinstance(devices, str):
-            raise ArgumentError(f"{devices!r} is no list of devices; pass a text such as '8xA100-40GB'")
+            raise ArgumentError(f"{shown(devices)} is no list of devices; pass a text such as '8xA100-40GB'")
         if not (link is None or isinstance(link, str | Link)):
             raise ArgumentError(f"link={link!r}; pass link='nvlink3', say, or a Link")
         if isinstance(devices_per_host, bool) or not isinstance(devices_per_host, int) or devices_per_host < 1:
             raise ArgumentError(f"devices_per_host={devices_per_host!r}; pass how many devices a host has, at least 1")
-        kinds: list[str] = []
-        for part in devices.split(","):
-            match = re.fullmatch(r"\s*(?:(\d{1,6})\s*x\s*)?(\S+)\s*", part)
-            if match is None or (match[1] and int(match[1]) < 1):
-                raise ArgumentError(f"{part.strip()!r} is not a count and a kind of device, such as 8xA100-40GB")
-            kinds.extend([match[2]] * int(match[1] or 1))
-        if link is None and len(kinds) > 1:
-            raise ArgumentError(
-                f"{len(kinds)} devices without a link between them; pass link='nvlink3', say, or a Link"
-            )
+        listed, colon, named = devices.partition(":")
+        if colon and link is not None:
+            raise ArgumentError(f"{shown(devices)} names a link, and link is {shown(link)}; leave one of them out")
+        kinds = _listed_kinds(listed)
+        if colon:
+            link = named.strip()
+        elif link is None and len(kinds) > 1:
+            link = _usual_link(kinds, devices_per_host)
         placed = (Device.of(kind, name=f"cuda:{index % devices_per_host}") for index, kind in enumerate(kinds))
         return cls(devices=tuple(placed), link=Link.of(link) if isinstance(link, str) else link)
+
+
+def _listed_kinds(text: str) -> list[str]:
+    """`2xT4, L4` is T4, T4, L4."""
+    kinds: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(?:(\d{1,6})\s*x\s*)?(\S+)\s*", part, re.IGNORECASE)
+        if match is None or (match[1] and int(match[1]) < 1):
+            raise ArgumentError(f"{shown(part.strip())} is not a count and a kind of device, such as 8xA100-40GB")
+        kinds.extend([match[2]] * int(match[1] or 1))
+        if len(kinds) > MOST_DEVICES:
+            raise ArgumentError(
+                f"{shown(text)} names more than {MOST_DEVICES} devices, the most that can be planned for"
+            )
+    return kinds
+
+
+def _usual_link(kinds: Sequence[str], devices_per_host: int) -> Link:
+    """The slowest link that such devices usually have in a host."""
+    from profiler.datasheets import data_sheet
+
+    if len(kinds) > devices_per_host:
+        raise ArgumentError(
+            f"{len(kinds)} devices without a link between them, and a host has {devices_per_host}; name the link "
+            "between hosts, such as link='ndr' or '64xH100:ndr'"
+        )
+    links = [Link.of(data_sheet(kind).link) for kind in dict.fromkeys(kinds)]
+    return min(links, key=lambda link: link.bytes_per_s)

@@ -81,7 +81,7 @@ def is_allowed(importer: str, file: str, imported: str) -> bool:
         return True
     if PACKAGES.index(package) > floor:
         return False
-    if (importer, package) != ("executor", "planner") or file == "executor/command.py":
+    if (importer, package) != ("executor", "planner") or file.startswith("executor/commands/"):
         return True
     return imported.startswith(f"{PLAN_FOLDER}.") or imported in {"planner", "planner.Plan"}
 

@@ -3,6 +3,7 @@
 local_devices()                    # all CUDA devices, or two CPU workers where there are none
 local_devices(4)                   # four of them
 local_devices(["cuda:1", "cpu"])   # these, in pipeline order
+local_devices("8xA100-80GB")       # not here: from data sheets, see `Cluster.of`
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from profiler.errors import ArgumentError
 from profiler.machine.backend import BACKENDS, HOST, backend_of
 from profiler.quantities import MOST_DEVICES, MOST_THREADS, shown
 
-Devices: TypeAlias = int | Sequence[torch.device | str | Device] | Cluster | None
+Devices: TypeAlias = int | str | Sequence[torch.device | str | Device] | Cluster | None
 
 DEFAULT_CPU_WORKERS = 2
-WHAT_TO_PASS = "pass a count, a list of devices such as ['cpu', 'cuda:1'], or a Cluster"
+WHAT_TO_PASS = "pass a count, a list of devices such as ['cpu', 'cuda:1'], '8xA100-80GB', or a Cluster"
 
 
 def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
@@ -29,7 +30,8 @@ def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
     Args:
         devices: a count; torch devices, their names or `Device` values in pipeline order; a `Cluster`, which is
             returned as it is; None for all CUDA devices or, where there are none, two CPU workers. A count means CUDA
-            devices where there are any, else CPU workers.
+            devices where there are any, else CPU workers. A text names devices with commas between them, or, as for
+            `Cluster.of`, such that are not here.
         threads: threads that each CPU worker computes with.
 
     Returns:
@@ -46,7 +48,12 @@ def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
         return devices
     if devices is None:
         return _cluster(_accelerators() or [HOST.type] * DEFAULT_CPU_WORKERS, threads)
-    if isinstance(devices, bool | str) or not isinstance(devices, int | Sequence):
+    if isinstance(devices, str):
+        names = [name.strip() for name in devices.split(",")]
+        if not any(_is_torch_device(name) for name in names):
+            return _not_here(devices)
+        devices = names
+    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
         raise ArgumentError(f"devices={shown(devices)} is a {type(devices).__name__}; {WHAT_TO_PASS}")
     if isinstance(devices, int):
         return _cluster(_names(devices), threads)
@@ -76,6 +83,22 @@ def context_bytes(device: Device) -> int:
 def described(device: torch.device, threads: int, sharing: int) -> Device:
     """What the planner is told of a torch device, which `sharing` CPU workers have together if it is one."""
     return backend_of(device).described(device, threads, sharing)
+
+
+def _not_here(devices: str) -> Cluster:
+    """From data sheets."""
+    try:
+        return Cluster.of(devices)
+    except ArgumentError as problem:
+        raise ArgumentError(f"{problem}; devices of this machine have names such as 'cpu' and 'cuda:1'") from problem
+
+
+def _is_torch_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _kinds_text() -> str:

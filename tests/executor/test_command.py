@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 import planner
 from executor import command
-from executor.command_options import Size
+from executor.commands.options import Size
 from planner import automatic
 from planner.plan.plan import Plan, Prediction
 from planner.plan.stage import Stage, StageMemory, StageTimes

@@ -1,10 +1,13 @@
 """Rules about cuts and devices are kept, and those that clash are named."""
 
 import pytest
+import torch
+from torch import nn
 
+from planner import autoplan
 from planner.from_profile import plan_from_profile
 from profiler.device import Link
-from profiler.errors import ArgumentError, InfeasibleError
+from profiler.errors import ArgumentError, InfeasibleError, PlanError
 
 ROW = (0.25, 0.25, 0.5, 10, 4, 8, 8)
 
@@ -168,3 +171,23 @@ def test_two_fast_and_two_slow_devices_beat_every_plan_that_treats_them_alike(pr
     gain = alike.prediction.step_s / ours.prediction.step_s
     print(f"\nours {ours.prediction.step_s:.2f} s; alike {alike.prediction.step_s:.2f} s: {gain:.2f} times as fast")
     assert gain > 1.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"pinned": {"1": 1}, "keep_together": ["2"], "cut_at": ["9"]}, "cut_at names '9', and no layer holds"),
+        ({"keep_together": ["3"]}, "keep_together names '3', which is no module of the model"),
+        ({"pinned": {"typing": 0}}, "pinned names 'typing', and no layer holds a module"),
+        ({"pinned": {"0": 1, "1": 0, "2": 1}}, "no cuts satisfy pinned '0' to device 1 and pinned '1' to device 0"),
+        ({"stages": 4}, "stages is 4, but the model has 3 layers"),
+    ],
+)
+def test_rules_are_checked_before_anything_is_measured(settings, expected, monkeypatch):
+    def measure(*_, **__):
+        raise AssertionError("a mistake in a name is found first")
+
+    monkeypatch.setattr("planner.automatic.profile", measure)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=expected):
+        autoplan(model, torch.randn(32, 4), 4, progress=False, **settings)

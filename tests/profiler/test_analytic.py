@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from profiler import ArgumentError, Cluster, Device, Link, profile, trace
 from profiler.datasheets import DATA_SHEETS, LINK_EFFICIENCY, LINKS
+from profiler.machine.local import local_devices
 from profiler.record import LayerCost, Profile
 from profiler.run.inputs import fake_runner, micro_batch
 from profiler.timing.analytic import (
@@ -41,12 +42,24 @@ def test_a_cluster_from_its_text():
     assert Cluster.of("H100").link is None
 
 
+def test_a_cluster_as_people_write_it():
+    cluster = Cluster.of("16XRTX4090 : PCIe4")
+    assert {device.kind for device in cluster.devices} == {"RTX4090-24GB"}
+    assert cluster.link == Link.of("pcie4")
+    assert Cluster.of("2xh100") == Cluster.of("2xH100-80GB", link="NVLink4")
+    assert Cluster.of("7xA100-80GB,T4").link == Link.of("pcie3")  # the slower of what each of them usually has
+    assert local_devices("2xa100-40gb, t4") == Cluster.of("2xA100-40GB,T4-16GB")
+
+
 @pytest.mark.parametrize(
     ("text", "link", "message"),
     [
         ("8xA100-99GB", "nvlink3", r"no data sheet of a device 'A100-99GB'; known are V100-16GB"),
         ("A100", "nvlink3", r"which A100: A100-40GB or A100-80GB"),
-        ("2xT4", None, r"2 devices without a link between them"),
+        ("9xT4", None, r"9 devices without a link between them, and a host has 8; name the link between hosts"),
+        ("2xT4:pcie4", "pcie3", r"'2xT4:pcie4' names a link, and link is 'pcie3'"),
+        ("2xT4:", None, r"no data sheet of a link ''"),
+        ("999999xT4", "pcie3", r"'999999xT4' names more than \d+ devices"),
         ("2xT4", "string", r"no data sheet of a link 'string'; known are nvlink1"),
         ("0xT4", "pcie3", r"'0xT4' is not a count and a kind of device"),
         ("", "pcie3", r"'' is not a count and a kind"),
@@ -62,6 +75,7 @@ def test_what_is_no_cluster_is_refused(text, link, message):
 def test_every_entry_has_a_source():
     assert all(sheet.source for sheet in DATA_SHEETS.values())
     assert all(sheet.source for sheet in LINKS.values())
+    assert {sheet.link for sheet in DATA_SHEETS.values()} <= LINKS.keys()
     assert all(
         sheet.half_flops_per_s >= sheet.tf32_flops_per_s >= sheet.float32_flops_per_s for sheet in DATA_SHEETS.values()
     )

@@ -37,6 +37,7 @@ def test_names_devices_and_clusters() -> None:
     cluster = local_devices(["cpu", torch.device("cpu"), own])
     assert [device.kind for device in cluster.devices] == ["cpu/1 thread", "cpu/1 thread", "fast"]
     assert local_devices(cluster) is cluster
+    assert local_devices("cpu, cpu") == local_devices(["cpu", "cpu"])
     assert torch_device(own) == torch.device("cpu")
 
 
@@ -55,7 +56,8 @@ def test_more_cuda_devices_than_there_are(monkeypatch: pytest.MonkeyPatch) -> No
         (0, "devices=0, at least 1 is needed"),
         (-3, "devices=-3, at least 1 is needed"),
         ([], "holds 0 devices, at least 1"),
-        ("cpu", "is a str; pass a count"),
+        ("gpu", "no data sheet of a device 'gpu'; .*; devices of this machine have names such as 'cpu'"),
+        ("cpu, gpu", "'gpu' is not a torch device"),
         (True, "is a bool; pass a count"),
         (2.0, "is a float; pass a count"),
         ([7], "holds a int, 7; pass a count"),

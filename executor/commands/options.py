@@ -148,15 +148,15 @@ class Numbers(ParamType):
 
 
 class Devices(ParamType):
-    """A count, or names with commas between them."""
+    """A count, or a text as `profiler.machine.local.local_devices` takes it."""
 
     name = "devices"
 
-    def convert(self, value: Any, param: Asking, ctx: Within) -> int | list[str]:
-        """The count or the names."""
+    def convert(self, value: Any, param: Asking, ctx: Within) -> int | str:
+        """The count or the text."""
         if re.fullmatch("[+-]?[0-9]+", str(value)):
             return Whole(MOST_DEVICES).convert(value, param, ctx)
-        return [name.strip() for name in str(value).split(",")]
+        return str(value)
 
 
 class Replicas(ParamType):

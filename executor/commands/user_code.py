@@ -14,7 +14,7 @@ import click
 from profiler.errors import PlanError
 from profiler.text import printable
 
-_OURS = Path(__file__).parent.parent
+_OURS = Path(__file__).parents[2]
 _PACKAGES = tuple(f"{_OURS / name}{os.sep}" for name in ("executor", "planner", "profiler"))
 _MACHINERY = ("<frozen importlib", "importlib/__init__.py", "click/")
 

@@ -1,0 +1,310 @@
+"""`autoplan estimate` and `what-if`: what training takes on hardware that is not here, or with other settings."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from executor.commands.models import Built, model_options, source_of
+from executor.commands.options import (
+    FILE,
+    PICTURE,
+    SAMPLES,
+    Asking,
+    Numbers,
+    Output,
+    ParamType,
+    Replicas,
+    SecondsOption,
+    Size,
+    Within,
+)
+from executor.commands.output import cell_text, json_option, plan_outputs, present, print_frame, write_picture
+from planner.plan.schedules import SCHEDULES
+from planner.plan.units import count_text
+from profiler.errors import ArgumentError, ProfileError
+from profiler.quantities import MOST_DEVICES
+
+if TYPE_CHECKING:
+    import pandas
+
+    from planner.plan.plan import Plan
+    from profiler.device import Cluster, Link
+    from profiler.record import Profile
+    from profiler.tracing.sequence import LayerSequence
+
+SEARCH_S = 30.0
+"""Seconds that the search of `estimate` may take by default [chosen]."""
+BACKWARD = 2
+"""A backward pass does twice the FLOPs of a forward pass, which makes three in all; recompute is no useful work."""
+
+
+@click.command()
+@model_options
+@click.option("--devices", required=True, metavar="TEXT", help="Such as 8xA100-80GB, 16xRTX4090:pcie4 or 64xH100:ndr.")
+@click.option("--batch-size", type=SAMPLES, required=True, help="Samples in a mini-batch.")
+@click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
+@click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Run the model in an autocast region.")
+@click.option(
+    "--schedule",
+    type=click.Choice([*SCHEDULES, "auto"], case_sensitive=False),
+    default="auto",
+    show_default=True,
+    help="Order of forward and backward passes.",
+)
+@click.option("--replicas", type=Replicas(), default="auto", show_default=True, help="Pipelines side by side.")
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=SecondsOption(positive=True),
+    default=SEARCH_S,
+    show_default=True,
+    help="Seconds of search.",
+)
+@click.option("-o", "--output", type=Output(), help="Write the plan to this file.")
+@click.option("--save-profile", type=Output(), help="Write the estimated profile to this file, for what-if.")
+@plan_outputs
+def estimate(
+    *,
+    devices: str,
+    output: Path | None,
+    save_profile: Path | None,
+    as_json: bool,
+    timeline: Path | None,
+    trace: Path | None,
+    **given: Any,
+) -> None:
+    """Say how well a model trains on devices that are not here: does it fit, how fast, with which plan.
+
+    Times come from data sheets, and the last lines say how far they may be off.
+
+    \b
+    Examples:
+      autoplan estimate --hf llama --set num_hidden_layers=32 --devices 8xA100-80GB --batch-size 512 --sequence 4096
+      autoplan estimate model.py:build --devices 16xRTX4090:pcie4 --batch-size 256
+    """
+    from profiler.device import Cluster
+
+    cluster = Cluster.of(devices)
+    source = source_of(given)
+    made, measured, sequence, built = _estimated(source.build(), cluster, **given)
+    if save_profile is not None:
+        measured.save(save_profile)
+    if output is not None:
+        made.save(output)
+    present(made, as_json=as_json, timeline=timeline, trace=trace)
+    if not as_json:
+        click.echo("\n".join(["", *_in_short(made, measured, sequence, built)]))
+
+
+def _estimated(
+    built: Built, cluster: Cluster, *, batch_size: int, optimizer: str, autocast: str | None, **settings: Any
+) -> tuple[Plan, Profile, LayerSequence, Built]:
+    import torch
+
+    import profiler
+    from planner import plan_from_profile
+    from planner.settings import Settings
+
+    asked = Settings.of(cluster.devices, batch_size, settings)  # type: ignore[arg-type]  # as click checks them
+    dtype = None if autocast is None else getattr(torch, autocast)
+    sequence = profiler.trace(built.model, built.sample, autocast=dtype, stages=asked.most_stages)
+    measured = profiler.profile(
+        sequence,
+        cluster,
+        sample=built.sample,
+        loss_fn=built.loss_fn,
+        target=built.target,
+        batch_size=batch_size,
+        optimizer=optimizer,
+    )
+    return plan_from_profile(measured, cluster, batch_size=batch_size, **settings), measured, sequence, built
+
+
+def _in_short(plan: Plan, measured: Profile, sequence: LayerSequence, built: Built) -> list[str]:
+    """Throughput, use of the devices' arithmetic, and doubt."""
+    from profiler.datasheets import data_sheet
+
+    step_s = plan.prediction.step_s
+    flops = (
+        (1 + BACKWARD) * sum(layer.flops for layer in sequence.layers) * plan.batch_size / sequence.sample.batch_size
+    )
+    used = [device for stage in plan.stages[: plan.ranks] for device in stage.devices]
+    peaks = {
+        entry.device_kind: _peak_flops_per_s(data_sheet(entry.device_kind), sequence) for entry in measured.estimates
+    }
+    peak = sum(peaks[device.kind] for device in used)
+    lines = [
+        f"fits on {len(used)} devices: R = {plan.replicas} x {plan.ranks} in line",
+        f"{flops / step_s / len(used) / 1e12:.4g} TFLOP/s a device, MFU {flops / step_s / peak:.1%} "
+        "(3 x the forward pass; what is recomputed is no useful work)",
+    ]
+    if built.tokens:
+        lines[0] += f"; {count_text(plan.batch_size * built.tokens / step_s)} tokens/s"
+    lines.extend(
+        f"{entry.device_kind}: from its data sheet, times may be off by {entry.error:.0%}"
+        + (
+            f"; {len(entry.without_formula)} operations are priced by the bytes they touch"
+            if entry.without_formula
+            else ""
+        )
+        for entry in measured.estimates
+    )
+    return lines
+
+
+def _peak_flops_per_s(sheet: Any, sequence: LayerSequence) -> float:
+    """Of the dtype that most parameters are computed in."""
+    import torch
+
+    autocast = sequence.sample.autocast
+    computed = None if autocast is None else getattr(torch, autocast)
+    elements: dict[torch.dtype, int] = {}
+    for parameter in sequence.parameters.values():
+        dtype = computed or parameter.dtype
+        elements[dtype] = elements.get(dtype, 0) + parameter.numel()
+    most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
+    rates = {torch.bfloat16: sheet.bfloat16_flops_per_s, torch.float16: sheet.half_flops_per_s}
+    return float(rates.get(most, sheet.float32_flops_per_s))
+
+
+class _Counts(ParamType):
+    """Numbers of devices: `2,4`, or `2..64` for doublings."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: Asking, ctx: Within) -> list[int]:
+        """The numbers, ascending as given."""
+        match = re.fullmatch(r"([0-9]{1,6})\.\.([0-9]{1,6})", str(value))
+        if match is None:
+            return Numbers().convert(value, param, ctx)
+        least, most = int(match[1]), int(match[2])
+        if not 1 <= least <= most <= MOST_DEVICES:
+            self.fail(f"{value} is no range of numbers from 1 to {MOST_DEVICES}", param, ctx)
+        return [*itertools.takewhile(lambda count: count < most, (least * 2**power for power in range(64))), most]
+
+
+class _Several(ParamType):
+    """Values with commas between them, each of another type."""
+
+    name = "values"
+
+    def __init__(self, each: ParamType) -> None:
+        self.each = each
+
+    def convert(self, value: Any, param: Asking, ctx: Within) -> list[Any]:
+        """The values."""
+        return [self.each.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+
+
+@click.command("what-if")
+@click.argument("profile_file", metavar="PROFILE", type=FILE)
+@click.option(
+    "--devices",
+    "counts",
+    type=_Counts(),
+    required=True,
+    help="How many of the profile's devices: 2,4 or 2..64 for doublings.",
+)
+@click.option("--batch-size", "batch_sizes", type=Numbers(), required=True, help="Samples in a mini-batch.")
+@click.option("--link", "links", type=_Several(click.STRING), help="Links by name, such as nvlink4,ndr.")
+@click.option("--memory-limit", "limits", type=_Several(Size()), help="Memory of a device, such as 24GiB,40GiB.")
+@click.option(
+    "--schedule",
+    "schedules",
+    type=_Several(click.Choice([*SCHEDULES, "auto"], case_sensitive=False)),
+    help="Schedules.",
+)
+@click.option("--stages", type=Numbers(), metavar="K,...", help="Numbers of stages.")
+@click.option("--chart", type=PICTURE, help="Write samples/s as a picture, along the first of these that varies.")
+@json_option
+def what_if(*, profile_file: Path, chart: Path | None, as_json: bool, **given: Any) -> None:
+    """Plan for every combination of these values from one profile, without measuring: one line a case.
+
+    \b
+    Examples:
+      autoplan what-if profile.json --devices 2..64 --batch-size 512
+      autoplan what-if profile.json --devices 8 --batch-size 256 --link nvlink4,ndr,pcie4 --chart links.png
+    """
+    from profiler.record import Profile
+
+    measured = Profile.load(profile_file)
+    frame, varied = _cases(measured, given)
+    print_frame(frame.drop(columns=["cuts"], errors="ignore"), as_json=as_json)
+    if chart is not None:
+        _draw(frame, varied, chart)
+
+
+def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFrame, list[str]]:
+    """The table, and the columns that vary."""
+    import pandas
+
+    from planner import what_if as planned
+    from profiler.device import Link
+
+    settings = {
+        "batch_size": given["batch_sizes"],
+        "memory_limit": given["limits"],
+        "schedule": given["schedules"],
+        "stages": given["stages"],
+    }
+    variations = {name: values for name, values in settings.items() if values}
+    frames = []
+    for count, link in itertools.product(given["counts"], given["links"] or [None]):
+        between = next(iter(measured.links), None) if link is None else Link.of(link)
+        cluster = _cluster(measured, count, between)
+        frame = planned(measured, cluster, variations, batch_size=given["batch_sizes"][0])
+        frame.insert(0, "devices", count)
+        if given["links"]:
+            frame.insert(1, "link", link)
+        frames.append(frame)
+    names = ["devices", *(["link"] if given["links"] else []), *variations]
+    table = pandas.concat(frames, ignore_index=True)
+    return table, [name for name in names if table[name].nunique() > 1]
+
+
+def _cluster(measured: Profile, count: int, link: Link | None) -> Cluster:
+    """So many devices of the profile's kind: from its data sheet, or those of this machine.
+
+    Raises:
+        ProfileError: the profile has several kinds, or another one than this machine.
+    """
+    from profiler.datasheets import DATA_SHEETS
+    from profiler.device import Cluster
+    from profiler.machine.local import local_devices
+
+    kinds = list(dict.fromkeys(cost.device_kind for cost in measured.costs))
+    if len(kinds) == 1 and kinds[0] in DATA_SHEETS:
+        return Cluster.of(f"{count}x{kinds[0]}", link=link)
+    here = local_devices(count).devices
+    if kinds != [here[0].kind]:
+        raise ProfileError(
+            f"the profile is of {', '.join(map(repr, kinds))}, and devices here are {here[0].kind!r}; profile one kind "
+            "that is here or has a data sheet, or call planner.what_if with devices"
+        )
+    return Cluster(devices=here, link=link)
+
+
+def _draw(table: pandas.DataFrame, varied: list[str], file: Path) -> None:
+    """Samples/s along the first column that varies, a line for each combination of the others."""
+    from matplotlib import pyplot
+
+    axes = pyplot.figure(figsize=(7, 4)).subplots()
+    along, others = (varied or ["devices"])[0], varied[1:]
+    if "samples_per_s" not in table:
+        raise ArgumentError("no case has a plan, so there is nothing to draw; the table says why")
+    groups = table.groupby(others) if others else [((), table)]
+    for values, rows in groups:
+        label = ", ".join(f"{name} {cell_text(f'{name}', value)}" for name, value in zip(others, values, strict=True))
+        axes.plot([str(value) for value in rows[along]], rows["samples_per_s"], marker="o", label=label)
+    axes.set_xlabel(along.replace("_", " "))
+    axes.set_ylabel("samples/s, predicted")
+    axes.set_ylim(bottom=0)
+    if others:
+        axes.legend()
+    write_picture(axes, file)

@@ -1,0 +1,204 @@
+"""The model that a command is about: what the user's function builds, or a language model from its configuration.
+
+A configuration is a file as transformers writes it, or one of its model types; nothing is downloaded. The parameters of
+such a model lie on the meta device: there is no memory for them, and costs do not depend on their values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from executor.commands.functions import built_by, named_function
+from executor.commands.options import SAMPLES, Assignment
+from profiler.errors import ArgumentError
+from profiler.quantities import shown
+from profiler.value import read_file
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+SAMPLE_ROWS = 4
+"""Samples of a made-up sample: more than one, since one is traced unlike others."""
+LONGEST_BY_DEFAULT = 4096
+"""Tokens of a sample at most, where nobody says how many [chosen]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model with what it is called with.
+
+    Attributes:
+        model: the module.
+        sample: what it is called with.
+        loss_fn: of its output and the target; None if it returns its loss.
+        target: for `loss_fn`.
+        tokens: of a sample, if it is a text; else 0.
+    """
+
+    model: nn.Module
+    sample: Any
+    loss_fn: Callable[..., Any] | None = None
+    target: Any = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where the model comes from: one of `reference` and `hf`."""
+
+    reference: str | None
+    hf: str | None
+    changes: Mapping[str, Any]
+    sequence: int | None
+    dtype: str
+
+    def build(self) -> Built:
+        """The model.
+
+        Raises:
+            ArgumentError: the function fails to give a model, or the configuration is none of a language model.
+            click.BadParameter: there is no such function.
+            click.UsageError: no model is named, or two.
+        """
+        if (self.reference is None) == (self.hf is None):
+            raise click.UsageError("name the model: either a function as MODEL, or a configuration with --hf")
+        if self.hf is not None:
+            return _from_configuration(self.hf, self.changes, self.sequence, self.dtype)
+        assert self.reference is not None
+        for option, given in (("--set", self.changes), ("--sequence", self.sequence)):
+            if given:
+                raise click.UsageError(f"{option} goes with --hf; {self.reference} builds its model itself")
+        return Built(*built_by(self.reference, named_function(self.reference, "MODEL")))
+
+
+def model_options(command: Command) -> Command:
+    """MODEL or --hf with its own options; they come as `model`, `hf`, `changes`, `sequence` and `dtype`."""
+    for option in (
+        click.option(
+            "--dtype",
+            type=click.Choice(["bfloat16", "float16", "float32"]),
+            default="bfloat16",
+            show_default=True,
+            help="Of the parameters, with --hf.",
+        ),
+        click.option("--sequence", type=SAMPLES, metavar="TOKENS", help="Tokens of a sample, with --hf."),
+        click.option(
+            "--set",
+            "changes",
+            type=Assignment("NAME=VALUE"),
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="Another value of the configuration, with --hf; repeatable.",
+        ),
+        click.option(
+            "--hf",
+            metavar="CONFIG",
+            help="A language model's transformers configuration: a JSON file, or a model type such as llama.",
+        ),
+        click.argument("model", required=False),
+    ):
+        command = option(command)
+    return command
+
+
+def source_of(given: dict[str, Any]) -> ModelSource:
+    """The source that these options name; they are taken out."""
+    return ModelSource(
+        reference=given.pop("model"),
+        hf=given.pop("hf"),
+        changes=dict(given.pop("changes")),
+        sequence=given.pop("sequence"),
+        dtype=given.pop("dtype"),
+    )
+
+
+def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | None, dtype: str) -> Built:
+    try:
+        import transformers
+    except ImportError as problem:
+        raise ArgumentError("--hf needs transformers, which is not installed; pip install transformers") from problem
+    import torch
+
+    config = _configuration(named, changes)
+    build = _kind_of_model(config)
+    given = sequence or min(LONGEST_BY_DEFAULT, getattr(config, "max_position_embeddings", LONGEST_BY_DEFAULT))
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and given > most:
+        raise ArgumentError(f"--sequence is {given}, and max_position_embeddings of {named} is {most}; --set it, too")
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    with torch.device("meta"):
+        model = build(config).to(getattr(torch, dtype)).train()
+        tokens = torch.zeros(SAMPLE_ROWS, given, dtype=torch.int64)
+    return Built(model, {"input_ids": tokens, "labels": tokens}, tokens=given)
+
+
+def _configuration(named: str, changes: Mapping[str, Any]) -> Any:
+    """The configuration, with caches for generation off, which training does not use."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    values: dict[str, Any] = {}
+    kind = named
+    if named.endswith(".json") or Path(named).is_file():
+        try:
+            values = json.loads(read_file(named, "configuration", ArgumentError))
+        except json.JSONDecodeError as problem:
+            raise ArgumentError(
+                f"{named}: no JSON: {problem}; --hf takes a config.json as transformers writes it"
+            ) from problem
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise ArgumentError(f"{named} has no model_type; --hf takes a config.json as transformers writes it")
+        kind = values.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ArgumentError(
+            f"{shown(kind)} is no JSON file and no model type of transformers{_meant(kind, CONFIG_MAPPING)}; nothing "
+            "is downloaded"
+        )
+    known = AutoConfig.for_model(kind).to_dict()
+    for name in changes:
+        if name not in known:
+            raise ArgumentError(f"--set {name}: the configuration of a {kind} has no such value{_meant(name, known)}")
+    changed = {name: _value(value, known[name]) for name, value in changes.items()}
+    try:
+        return AutoConfig.for_model(kind, **{**values, **changed, "use_cache": False})
+    except Exception as problem:
+        raise ArgumentError(f"{named} is no configuration that transformers takes: {problem}") from problem
+
+
+def _meant(text: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(text, list(known), n=3)
+    return f"; did you mean {' or '.join(close)}" if close else ""
+
+
+def _value(text: int | str, like: Any) -> Any:
+    """A value of --set: JSON where it is, such as 0.1, true or [1, 2]; else the text itself."""
+    if isinstance(text, int) or isinstance(like, str):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _kind_of_model(config: Any) -> Callable[[Any], nn.Module]:
+    """What builds the language model of a configuration with its loss."""
+    import transformers
+
+    for auto, known in (
+        (transformers.AutoModelForSeq2SeqLM, transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+        (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+        (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
+    ):
+        if type(config) in known:
+            return auto.from_config
+    raise ArgumentError(
+        f"a {config.model_type} is no language model with its own loss; pass a function that builds model and sample"
+    )

@@ -1,0 +1,176 @@
+"""What commands print and write: plans, tables fit for the terminal, JSON, pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from executor.commands.options import PICTURE, Output
+from planner.plan.units import bytes_text, count_text, seconds_text
+from profiler.errors import ArgumentError
+from profiler.files import replace_file
+from profiler.text import one_line
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+    from planner.plan.plan import Plan
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def plan_outputs(command: Command) -> Command:
+    """Options for the forms in which a plan leaves the command."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON instead of a report."),
+        click.option("--trace", type=Output(), help="Write the predicted step for Perfetto (ui.perfetto.dev)."),
+        click.option(
+            "--timeline",
+            type=PICTURE,
+            help="Write the predicted step as a picture (.png, .svg, .pdf).",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | None) -> None:
+    """Print a plan as a report or as JSON, and write its pictures."""
+    if timeline is not None:
+        from planner.plan.timeline import plot_timeline
+
+        write_picture(plot_timeline(plan), timeline)
+    if trace is not None:
+        from planner.plan.timeline import save_timeline_json
+
+        save_timeline_json(plan, trace)
+    click.echo(plan.to_json() if as_json else str(plan), nl=not as_json)
+
+
+def write_picture(axes: Axes, file: Path) -> None:
+    """Write the figure that holds these axes, in the format of the file's ending.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    from matplotlib import pyplot
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    picture = io.BytesIO()
+    figure.savefig(picture, format=file.suffix[1:] or None, bbox_inches="tight")
+    try:
+        replace_file(file, picture.getvalue())
+    except OSError as problem:
+        raise ArgumentError(
+            f"cannot write {str(file)!r}: {problem.strerror or problem}; choose another file"
+        ) from problem
+    finally:
+        pyplot.close(figure)
+
+
+def print_frame(frame: pandas.DataFrame, *, as_json: bool) -> None:
+    """Print a data frame: as a table as wide as the terminal, or as JSON with one object a row.
+
+    Units follow from the names of columns: `_s` are seconds, `_bytes` bytes, shares are shown in percent.
+    """
+    if as_json:
+        click.echo(json.dumps(json.loads(frame.to_json(orient="records")), indent=2))
+        return
+    cells = {
+        str(name).removesuffix("_s").removesuffix("_bytes").replace("_", " "): [
+            cell_text(str(name), value) for value in frame[name]
+        ]
+        for name in frame.columns
+    }
+    left = {head for head, name in zip(cells, frame.columns, strict=True) if _is_text(frame[name])}
+    for columns in _fitting(cells, left):
+        _print_table({head: cells[head] for head in columns}, left)
+
+
+def _is_text(column: pandas.Series[Any]) -> bool:
+    return any(isinstance(value, str) for value in column)
+
+
+SHORTEST_TEXT = 16
+"""Columns of the terminal that a text keeps [chosen]."""
+BETWEEN = 2
+
+
+def _fitting(cells: Mapping[str, Sequence[str]], left: Collection[str]) -> list[list[str]]:
+    """The columns in as many tables as the terminal's width asks for, each with the first column."""
+    room = shutil.get_terminal_size((80, 24)).columns
+    first, *others = cells
+    tables = [[first]]
+    widths = {head: _least_width(head, rows, head in left) for head, rows in cells.items()}
+    used = widths[first]
+    for head in others:
+        if len(tables[-1]) > 1 and used + BETWEEN + widths[head] > room:
+            tables.append([first])
+            used = widths[first]
+        tables[-1].append(head)
+        used += BETWEEN + widths[head]
+    return tables
+
+
+def _least_width(head: str, rows: Sequence[str], is_text: bool) -> int:
+    """Numbers are never cut, texts no shorter than `SHORTEST_TEXT`; a heading breaks between words."""
+    widest = max(map(len, rows), default=0)
+    return max(*map(len, head.split()), min(widest, SHORTEST_TEXT) if is_text else widest, 1)
+
+
+def _print_table(cells: Mapping[str, Sequence[str]], left: Collection[str]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, BETWEEN, 0, 0))
+    for head, rows in cells.items():
+        is_text = head in left
+        table.add_column(
+            head,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold",
+            min_width=_least_width(head, rows, is_text),
+        )
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
+    Console().print(table)
+
+
+def cell_text(name: str, value: Any) -> str:
+    """A value for people, with the unit that its name tells.
+
+    >>> cell_text("step_s", 0.0125), cell_text("largest_memory_bytes", 2**30), cell_text("gap", 0.051)
+    ('12.5 ms', '1.00 GiB', '5.1%')
+    """
+    if value is None or value != value:  # noqa: PLR0124  # not a number
+        return ""
+    if isinstance(value, bool | str):
+        return one_line(str(value))
+    for ending, text in _UNITS.items():
+        if name.endswith(ending):
+            return text(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "_per_s": lambda rate: f"{count_text(rate)}/s",
+    "_s": seconds_text,
+    "_bytes": bytes_text,
+    **dict.fromkeys(("bubble", "gap", "share", "busy"), _percent),
+}

@@ -1,0 +1,137 @@
+"""Commands about plan files: `show`, `explain`, `diff`, `validate`, `plot`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from executor.commands.options import FILE, PICTURE
+from executor.commands.output import json_option, plan_outputs, present, print_frame, write_picture
+from profiler.errors import PlanFileError, ProfileError
+from profiler.value import read_file
+
+if TYPE_CHECKING:
+    from planner.plan.plan import Plan
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN", type=FILE)
+@plan_outputs
+def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bool) -> None:
+    """Print a plan: its stages, predicted times and memory.
+
+    \b
+    Examples:
+      autoplan show plan.json
+      autoplan show plan.json --timeline plan.png --trace plan-trace.json
+    """
+    present(_loaded(plan_file), as_json=as_json, timeline=timeline, trace=trace)
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN", type=FILE)
+@click.option("--profile", "profile_file", type=FILE, help="What it was made from: also tells what other cuts take.")
+@json_option
+def explain(plan_file: Path, profile_file: Path | None, as_json: bool) -> None:
+    """Say why a plan is as it is: what each stage is busy with, and what holds up the others.
+
+    With the profile, two columns more say what the step takes if the cut after a stage is one layer earlier or later.
+
+    \b
+    Examples:
+      autoplan explain plan.json
+      autoplan explain plan.json --profile profile.json
+    """
+    from profiler.record import Profile
+
+    measured = None if profile_file is None else Profile.load(profile_file)
+    print_frame(_loaded(plan_file).explain(measured).reset_index(), as_json=as_json)
+
+
+@click.command()
+@click.argument("plan_file", metavar="A", type=FILE)
+@click.argument("other_file", metavar="B", type=FILE)
+@json_option
+def diff(plan_file: Path, other_file: Path, as_json: bool) -> None:
+    """Compare two plans: one line a quantity, and the ratio of B to A.
+
+    \b
+    Examples:
+      autoplan diff gpipe.json 1f1b.json
+      autoplan diff before.json after.json --json
+    """
+    from executor.commands.output import cell_text
+
+    frame = _loaded(plan_file).compare(_loaded(other_file))
+    frame = frame.reset_index(names="quantity")
+    if not as_json:
+        for column in ("this", "other"):
+            frame[column] = [cell_text(name, value) for name, value in zip(frame.quantity, frame[column], strict=True)]
+        frame = frame.rename(columns={"this": "A", "other": "B", "other / this": "B / A"})
+    print_frame(frame, as_json=as_json)
+
+
+@click.command()
+@click.argument("files", metavar="FILE...", type=FILE, nargs=-1, required=True)
+def validate(files: tuple[Path, ...]) -> None:
+    """Check plan and profile files; the exit code is 5 if one of them is damaged.
+
+    \b
+    Examples:
+      autoplan validate plan.json
+      autoplan validate plan.json profile.json
+    """
+    for file in files:
+        click.echo(f"{file}: {_described(file)}")
+
+
+def _described(file: Path) -> str:
+    """What a sound file holds."""
+    from profiler.record import Profile
+
+    text = read_file(file, "plan or profile", PlanFileError)
+    try:
+        is_profile = "costs" in json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        is_profile = False
+    if is_profile:
+        try:
+            found = Profile.load(file)
+        except ProfileError as problem:
+            raise PlanFileError(str(problem)) from problem
+        kinds = ", ".join(dict.fromkeys(cost.device_kind for cost in found.costs))
+        return f"a sound profile; {len(found.layers)} layers on {kinds}"
+    plan = _loaded(file)
+    return f"a sound plan; K = {plan.K}, M = {plan.M}, {plan.schedule}"
+
+
+_PICTURES = {"timeline": "plot_timeline", "memory": "plot_memory"}
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN", type=FILE)
+@click.option("-o", "--output", type=PICTURE, required=True, help="Picture to write (.png, .svg, .pdf).")
+@click.option(
+    "--what", type=click.Choice(tuple(_PICTURES)), default="timeline", show_default=True, help="What it shows."
+)
+def plot(plan_file: Path, output: Path, what: str) -> None:
+    """Draw a plan: its predicted step, or the memory of its stages.
+
+    \b
+    Examples:
+      autoplan plot plan.json -o step.png
+      autoplan plot plan.json -o memory.svg --what memory
+    """
+    from planner.plan import timeline
+
+    made = _loaded(plan_file)
+    write_picture(getattr(timeline, _PICTURES[what])(made), output)
+
+
+def _loaded(file: Path) -> Plan:
+    from planner.plan.plan import Plan
+
+    return Plan.load(file)

@@ -1,0 +1,142 @@
+"""Options that several commands share: what a model is measured on and with, and what is asked of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, get_args
+
+import click
+
+from executor.commands.options import (
+    CHUNKS,
+    MICRO_BATCHES,
+    SAMPLES,
+    STAGES,
+    THREADS,
+    Assignment,
+    Devices,
+    MemoryLimit,
+    Numbers,
+    Replicas,
+    SecondsOption,
+)
+from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from planner.settings import RecomputeMode, SkipMode
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Option: TypeAlias = Callable[[Command], Command]
+
+DEVICES = click.option(
+    "--devices",
+    type=Devices(),
+    help="How many, or which: cuda:0,cuda:1 or cpu,cpu; or such that are not here: 8xA100-80GB, 16xRTX4090:pcie4.  "
+    "[default: all CUDA devices, or else 2 CPU workers]",
+)
+BATCH_SIZE = click.option("--batch-size", type=SAMPLES, help="Samples in a mini-batch.  [default: as in the sample]")
+MEASURING: tuple[Option[Any], ...] = (
+    DEVICES,
+    BATCH_SIZE,
+    click.option(
+        "--batch-dim",
+        "batch_dims",
+        type=Assignment("INPUT=DIM"),
+        multiple=True,
+        metavar="INPUT=DIM",
+        help="Batch dimension of an input, by position or keyword, or none; repeatable.  [default: 0]",
+    ),
+    click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for."),
+    click.option(
+        "--autocast",
+        type=click.Choice(["bfloat16", "float16"]),
+        help="Run the model and its loss in an autocast region.",
+    ),
+    click.option(
+        "--time-budget",
+        "time_budget_s",
+        type=SecondsOption(positive=False),
+        default=60.0,
+        show_default=True,
+        help="Seconds of timing.",
+    ),
+    click.option("--threads", type=THREADS, default=1, show_default=True, help="Threads of a CPU worker."),
+    click.option("--cache", help="Folder of earlier measurements, or off.  [default: in the user's cache folder]"),
+)
+PLANNING: tuple[Option[Any], ...] = (
+    click.option(
+        "--schedule",
+        type=click.Choice([*SCHEDULES, "auto"], case_sensitive=False),
+        default=DEFAULT_SCHEDULE,
+        show_default=True,
+        help="Order of forward and backward passes; auto takes the fastest that fits.",
+    ),
+    click.option(
+        "--chunks", type=CHUNKS, metavar="V", help="Stages a device, of an interleaved schedule.  [default: 1]"
+    ),
+    click.option("--stages", type=STAGES, metavar="K", help="Number of stages.  [default: the best]"),
+    click.option("--max-stages", type=STAGES, metavar="K", help="Largest number of stages."),
+    click.option(
+        "--micro-batches", type=MICRO_BATCHES, metavar="M", help="Number of micro-batches.  [default: the best]"
+    ),
+    click.option("--micro-batches-per-stage", type=MICRO_BATCHES, help="M is at least this times K.  [default: 4]"),
+    click.option("--micro-batch-sizes", type=Numbers(), metavar="N,...", help="The only sizes of micro-batches."),
+    click.option("--replicas", type=Replicas(), default=1, show_default=True, help="Pipelines side by side, or auto."),
+    click.option(
+        "--memory-limit",
+        type=MemoryLimit(),
+        help="Memory that a stage may fill, such as 8GiB; 8GiB,none for each device, or cuda:0=8GiB,cuda:1=4GiB.",
+    ),
+    click.option(
+        "--recompute",
+        type=click.Choice(get_args(RecomputeMode)),
+        default="auto",
+        show_default=True,
+        help="Whether stages recompute their forward pass instead of keeping activations.",
+    ),
+    click.option(
+        "--skips",
+        type=click.Choice(get_args(SkipMode)),
+        default="relayed",
+        show_default=True,
+        help="Whether stages pass on values that they do not read, or these go past them where that fits.",
+    ),
+    click.option("--keep-together", multiple=True, metavar="MODULE", help="Module that no cut may part; repeatable."),
+    click.option(
+        "--cut-at", multiple=True, metavar="MODULE", help="Module before which there must be a cut; repeatable."
+    ),
+    click.option(
+        "--pin",
+        "pinned",
+        type=Assignment("MODULE=DEVICE"),
+        multiple=True,
+        metavar="MODULE=DEVICE",
+        help="Device that must run a module, by name or position; repeatable.",
+    ),
+    click.option(
+        "--time-limit",
+        "time_limit_s",
+        type=SecondsOption(positive=True),
+        metavar="SECONDS",
+        help="Seconds that the search may take.",
+    ),
+)
+
+
+def with_options(*options: Option[Any]) -> Callable[[Command], Command]:
+    """A decorator that adds options to a command, in this order in its help."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def batch_dims_of(given: tuple[tuple[str, int | str], ...]) -> dict[int | str, int | None] | None:
+    """Batch dimensions by position or keyword of the input, from what --batch-dim was given."""
+    dims: dict[int | str, int | None] = {}
+    for name, dim in given:
+        if isinstance(dim, str) and dim != "none":
+            raise click.BadParameter(f"{name}={dim}: {dim!r} is neither a number nor none", param_hint="--batch-dim")
+        dims[int(name) if name.isdecimal() else name] = None if isinstance(dim, str) else dim
+    return dims or None

@@ -1,0 +1,165 @@
+"""The commands beside `plan`, `show` and `run`: each on a real file or model, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from executor import command
+from planner.from_profile import plan_from_profile
+from planner.plan.plan import Plan
+from profiler.device import Link
+from profiler.machine.local import local_devices
+from profiler.record import Profile
+from tests.planner.made_up import build_profile
+
+GPT = [
+    *("--hf", "gpt2", "--set", "n_layer=2", "--set", "n_embd=32", "--set", "n_head=2", "--set", "vocab_size=64"),
+    *("--set", "n_positions=16", "--sequence", "16"),
+]
+
+LINK = Link(latency_s=0.0, bytes_per_s=1e9)
+
+
+def autoplan(*arguments: object) -> Result:
+    return CliRunner().invoke(command.main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("name", sorted(command.main.commands))
+def test_help_has_two_examples(name: str) -> None:
+    shown = autoplan(name, "--help")
+    assert shown.exit_code == 0
+    examples = shown.stdout.partition("Examples:")[2].partition("Options:")[0]
+    assert examples.count(f"autoplan {name}") == 2
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """A profile of a device that is here, and two plans from it."""
+    row = (0.25, 0.25, 0.5, 10, 4, 8, 8)
+    here = local_devices(2)
+    profile = build_profile(
+        {(here.devices[0].kind, size): [[v * size for v in row]] * 6 for size in (1, 8)}, links=(LINK,)
+    )
+    paths = {name: tmp_path / f"{name}.json" for name in ("profile", "gpipe", "one")}
+    profile.save(paths["profile"])
+    plan_from_profile(profile, here, batch_size=16).save(paths["gpipe"])
+    plan_from_profile(profile, here, batch_size=16, stages=1).save(paths["one"])
+    return paths
+
+
+def test_explain(files: dict[str, Path]) -> None:
+    assert "bottleneck" in autoplan("explain", files["gpipe"]).stdout
+    rows = json.loads(autoplan("explain", files["gpipe"], "--profile", files["profile"], "--json").stdout)
+    expected = Plan.load(files["gpipe"]).explain(Profile.load(files["profile"]))
+    assert [row["cut_later_s"] for row in rows][:1] == list(expected["cut_later_s"])[:1]
+    foreign = autoplan("explain", files["gpipe"], "--profile", files["one"])
+    assert foreign.exit_code == 5
+
+
+def test_diff(files: dict[str, Path]) -> None:
+    table = autoplan("diff", files["gpipe"], files["one"])
+    assert table.exit_code == 0
+    assert "B / A" in table.stdout
+    rows = {row["quantity"]: row for row in json.loads(autoplan("diff", files["gpipe"], files["one"], "--json").stdout)}
+    assert (rows["K"]["this"], rows["K"]["other"]) == (2, 1)
+
+
+def test_validate(files: dict[str, Path], tmp_path: Path) -> None:
+    result = autoplan("validate", *files.values())
+    assert result.exit_code == 0, result.output
+    assert [line.partition(": ")[2][:15] for line in result.stdout.splitlines()] == [
+        "a sound profile",
+        *["a sound plan; K"] * 2,
+    ]
+    for text in ("", "[]", '{"costs": 1}', '{"costs": [', "7"):
+        (tmp_path / "damaged.json").write_text(text)
+        result = autoplan("validate", tmp_path / "damaged.json")
+        assert (result.exit_code, result.stdout) == (5, ""), text
+        assert result.stderr.startswith("autoplan: error: "), text
+
+
+@pytest.mark.parametrize("what", ["timeline", "memory"])
+def test_plot(files: dict[str, Path], tmp_path: Path, what: str) -> None:
+    assert autoplan("plot", files["gpipe"], "--what", what, "-o", tmp_path / "picture.png").exit_code == 0
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_if(files: dict[str, Path], tmp_path: Path) -> None:
+    options = ("--devices", "1..3", "--batch-size", "16,24", "--link", "10gbe,NVLink4")
+    result = autoplan("what-if", files["profile"], *options, "--json", "--chart", tmp_path / "chart.svg")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    asked = [(row["devices"], row["link"], row["batch_size"]) for row in rows]
+    assert asked == [(n, link, batch) for n in (1, 2, 3) for link in ("10gbe", "NVLink4") for batch in (16, 24)]
+    assert all(row["K"] <= row["devices"] for row in rows)
+    assert "<svg" in (tmp_path / "chart.svg").read_text()
+    assert "samples" in autoplan("what-if", files["profile"], "--devices", "2", "--batch-size", "16").stdout
+
+
+def test_what_if_names_why_there_is_no_plan(files: dict[str, Path]) -> None:
+    (row,) = json.loads(
+        autoplan(
+            "what-if", files["profile"], "--devices", 1, "--batch-size", 16, "--memory-limit", "8B", "--json"
+        ).stdout
+    )
+    assert "memory" in row["reason"]
+
+
+def test_a_language_model_from_its_configuration(tmp_path: Path) -> None:
+    """Estimated for devices that are not here; its profile serves what-if."""
+    saved = tmp_path / "gpt.json"
+    where = ("--devices", "2xA100-40GB:pcie4", "--batch-size", 32)
+    result = autoplan("estimate", *GPT, *where, "--save-profile", saved, "-o", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "fits on ",
+        "tokens/s",
+        "MFU",
+        "TFLOP/s a device",
+        "A100-40GB: from its data sheet, times may be off",
+    ):
+        assert words in result.stdout
+    assert Plan.load(tmp_path / "plan.json").batch_size == 32
+    rows = json.loads(autoplan("what-if", saved, "--devices", "2", "--batch-size", "32", "--json").stdout)
+    assert rows[0]["step_s"] > 0
+    layers = json.loads(autoplan("trace", *GPT, "--json").stdout)
+    assert sum(layer["parameters"] for layer in layers) > 0
+
+
+def test_a_configuration_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64}))
+    result = autoplan("trace", "--hf", file, "--sequence", 8)
+    assert result.exit_code == 0, result.output
+    assert "h.2" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["trace"], 2, "name the model: either a function as MODEL, or a configuration with --hf"),
+        (["trace", "a.py:b", "--hf", "gpt2"], 2, "name the model"),
+        (["trace", "a.py:b", "--sequence", "8"], 2, "--sequence goes with --hf"),
+        (["trace", "--hf", "lama"], 2, "'lama' is no JSON file and no model type of transformers; did you mean llama"),
+        (["trace", "--hf", "gpt2", "--set", "n_layers=2"], 2, "has no such value; did you mean n_layer"),
+        (["trace", "--hf", "gpt2", "--set", "n_layer=two"], 2, "is no configuration that transformers takes"),
+        (["trace", "--hf", "gpt2", "--sequence", "9999"], 2, "--sequence is 9999, and max_position_embeddings"),
+        (["trace", "--hf", "vit"], 2, "is no language model with its own loss"),
+        (["trace", "--hf", "gone.json"], 2, "gone.json"),
+        (["estimate", "--hf", "gpt2", "--devices", "8xA100", "--batch-size", "8"], 2, "which A100"),
+        (["estimate", "--hf", "gpt2", "--devices", "2", "--batch-size", "8"], 2, "no data sheet of a device '2'"),
+    ],
+)
+def test_what_no_model_can_be_built_from(arguments: list[str], code: int, message: str) -> None:
+    result = autoplan(*arguments)
+    assert (result.exit_code, result.stdout) == (code, ""), result.output
+    assert message in " ".join(result.stderr.split())
+
+
+def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_AUTOPLAN_TIMEOUT_S", "77")
+    shown = dict(line.split(maxsplit=1) for line in autoplan("env").stdout.splitlines())
+    assert shown["GPIPE_AUTOPLAN_TIMEOUT_S"] == "77"
+    assert shown["torch"][0].isdigit()

@@ -26,6 +26,7 @@ from profiler.conditions.check import Check
 from profiler.conditions.drawn_numbers import drawn_as_operations, refuse_numbers_left
 from profiler.conditions.numbers import numbers_function, reads_values
 from profiler.conditions.reading import COMPARISONS, CONDITIONS, NUMBERS, Spot, spot_of
+from profiler.conditions.sources import followed_from
 from profiler.conditions.spelled_out import spelled_out
 from profiler.errors import NotTraceableError
 from profiler.observe.source_place import Place, keep_together_advice, place_now, place_of_node, setting_advice
@@ -278,13 +279,7 @@ class Questions:
 
 def _is_drawn(value: fx.Node) -> bool:
     """Whether a value follows from random numbers and constants alone."""
-    seen: set[fx.Node] = set()
-    pending = [value]
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            pending.extend(node.all_input_nodes)
+    seen = followed_from([value])
     drawn = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in seen)
     return drawn and all(node.op == "call_function" for node in seen)
 

@@ -10,6 +10,8 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from profiler.conditions.sources import followed_from
+
 
 def numbers_function(result: fx.Node) -> tuple[list[fx.Node], fx.GraphModule]:
     """The tensors that a number follows from, and a function from them to it and to the elements that it reads.
@@ -20,13 +22,7 @@ def numbers_function(result: fx.Node) -> tuple[list[fx.Node], fx.GraphModule]:
     taken: list[fx.Node] = []
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    needed: set[fx.Node] = set()
-    pending = [result]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend([] if _is_outside(node) else node.all_input_nodes)
+    needed = followed_from([result], stop=_is_outside)
     ordered = [node for node in result.graph.nodes if node in needed]
     for node in (node for node in ordered if _is_outside(node)):
         taken.append(node)

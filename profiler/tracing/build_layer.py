@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from profiler.conditions.sources import followed_from
 from profiler.errors import NotTraceableError
 from profiler.torch_private import OpOverload, is_view, storage_of
 from profiler.tracing.batch_norm import BatchStatistics, use_scratch_buffers
@@ -172,13 +173,7 @@ def build_function(
     Returns:
         The names of the sources (inputs and buffers) that it reads, and the function from their values to a tuple.
     """
-    needed: set[fx.Node] = set()
-    pending = list(wanted)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend([] if available(node) else node.all_input_nodes)
+    needed = followed_from(wanted, stop=available)
     nodes = [node for node in root.graph.nodes if node in needed and not available(node)]
     draft = _Draft()
     _place_sources(draft, nodes, root, extra=[node for node in wanted if available(node)])

@@ -16,6 +16,7 @@ import pytest
 
 from tests.fork_server import READ_LATE, forks
 
+os.environ["COLUMNS"] = "110"  # what the command prints is as wide as the terminal
 os.environ["MPLBACKEND"] = "Agg"  # draw into memory; subprocesses inherit it
 os.environ["GPIPE_AUTOPLAN_CACHE"] = "off"  # tests measure, and leave the user's cache alone
 # As tests.coverage.model_list sets them. Here, so that no test changes the environment: see `environment_stays`.

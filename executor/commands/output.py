@@ -53,7 +53,12 @@ def present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | N
         from planner.plan.timeline import save_timeline_json
 
         save_timeline_json(plan, trace)
-    click.echo(plan.to_json() if as_json else str(plan), nl=not as_json)
+    if as_json:
+        click.echo(plan.to_json(), nl=False)
+        return
+    from planner.plan.report import WIDTH, plan_report
+
+    click.echo(plan_report(plan, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
 def write_picture(axes: Axes, file: Path) -> None:

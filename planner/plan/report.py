@@ -6,6 +6,7 @@ import textwrap
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from planner.plan.bubble import bubble_parts
 from planner.plan.plan import Plan
 from planner.plan.stage import Stage, StageMemory
 from planner.plan.units import bytes_text, count_text, seconds_text
@@ -15,13 +16,23 @@ if TYPE_CHECKING:
     import pandas
 
 WIDTH = 110
-"""Columns of the widest line."""
+"""Columns of the widest line, where nobody says how many there are."""
+NARROWEST = 60
+"""Columns that a line may have at least."""
+LEAST_MODULES = 15
+"""Columns that names of modules keep."""
 _CLASSES = tuple(StageMemory.model_fields)
 
 
-def plan_report(plan: Plan) -> str:
-    """The plan in words and two tables: what each stage holds and takes, and what its memory is filled with."""
-    return "\n".join([*_headline(plan), "", *_stage_table(plan), "", *_memory_table(plan)])
+def plan_report(plan: Plan, width: int = WIDTH) -> str:
+    """The plan in words and two tables: what each stage holds and takes, and what its memory is filled with.
+
+    Args:
+        plan: what to report.
+        width: columns of the screen; a table that is wider goes on below, with its first column again.
+    """
+    width = max(width, NARROWEST)
+    return "\n".join([*_headline(plan, width), "", *_stage_table(plan, width), "", *_memory_table(plan, width)])
 
 
 def plan_frame(plan: Plan) -> pandas.DataFrame:
@@ -53,7 +64,7 @@ def plan_frame(plan: Plan) -> pandas.DataFrame:
     return pandas.DataFrame(rows).rename_axis("stage")
 
 
-def _headline(plan: Plan) -> list[str]:
+def _headline(plan: Plan, width: int) -> list[str]:
     prediction = plan.prediction
     gap = prediction.gap
     speedup = prediction.one_device_s / prediction.step_s
@@ -67,14 +78,14 @@ def _headline(plan: Plan) -> list[str]:
         f"schedule {plan.schedule}, {one_line(plan.optimizer)}",
         *([f"{plan.chunks} chunks on each of {plan.ranks} ranks"] if plan.chunks > 1 else []),
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
-        f"{prediction.samples_per_s:.4g} samples/s, bubble {prediction.bubble:.1%}",
-        f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}), {optimal}",
+        f"{prediction.samples_per_s:.4g} samples/s",
+        _bubble_text(plan),
+        f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}{_too_large_text(plan)}), {optimal}",
     ]
     if plan.unused is not None:
-        for line in plan.unused.lines(prediction.step_s):
-            lines.extend(textwrap.wrap(line, WIDTH, subsequent_indent="  "))
+        lines.extend(plan.unused.lines(prediction.step_s))
     if plan.sample.decisions or plan.sample.called_as_is:
-        lines.extend(textwrap.wrap(one_line(f"traced {plan.sample.means}"), WIDTH, subsequent_indent="  "))
+        lines.append(one_line(f"traced {plan.sample.means}"))
     if plan.skips:
         times = [skip.times_at(max(plan.micro_batch_sizes)) for skip in plan.skips]
         ways = ", ".join(
@@ -83,7 +94,20 @@ def _headline(plan: Plan) -> list[str]:
             for skip, entry in zip(plan.skips, times, strict=True)
         )
         lines.append(f"values sent past the stages between: {ways}")
-    return lines
+    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
+
+
+def _bubble_text(plan: Plan) -> str:
+    parts = bubble_parts(plan)
+    why = f": fill and drain {parts.fill_and_drain:.1%}, imbalance and messages {parts.imbalance:.1%}" if parts else ""
+    return f"bubble {plan.prediction.bubble:.1%}{why}"
+
+
+def _too_large_text(plan: Plan) -> str:
+    """A remark if one device cannot even hold what does not depend on the micro-batches."""
+    memories = [stage.memory for stage in plan.stages]
+    least = sum(memory.parameters + memory.gradients + memory.optimizer for memory in memories)
+    return ", which could not hold the model" if least > plan.stages[0].device.memory_bytes else ""
 
 
 def _sizes(plan: Plan) -> str:
@@ -92,24 +116,69 @@ def _sizes(plan: Plan) -> str:
     return str(runs[0][0]) if len(runs) == 1 else " + ".join(f"{number} x {size}" for size, number in runs)
 
 
-def _stage_table(plan: Plan) -> list[str]:
+def _stage_table(plan: Plan, width: int) -> list[str]:
     rank = ["rank"] if plan.chunks > 1 else []
     head = ["stage", *rank, "device", "layers", "modules", "parameters"]
     head += ["forward", "recompute", "backward", "send", "memory"]
     rows = [_stage_row(plan, index, stage) for index, stage in enumerate(plan.stages)]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    room = WIDTH - sum(widths) - 2 * (len(widths) - 1)
+    room = width - sum(widths) - 2 * (len(widths) - 1)
     modules = head.index("modules")
     device = head.index("device")
-    for column, least in ((modules, 15), (device, 8)):
+    for column, least in ((modules, LEAST_MODULES), (device, 8)):
         if room < 0:
             cut = min(-room, max(0, widths[column] - least))
             widths[column] -= cut
             room += cut
-    rows = [[_shortened(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    paths = _distinct_paths(plan)
+    for row, (first, last) in zip(rows, paths, strict=True):
+        row[modules] = _range_text(first, last, widths[modules])
+        row[device] = _shortened(row[device], widths[device])
     size = max(plan.micro_batch_sizes)
     note = f"seconds of one micro-batch of {size} samples; memory, and its share of the device's"
-    return [*_aligned([head, *rows], widths, left={device, modules}), note]
+    return [*_aligned([head, *rows], width, left={"device", "modules"}), *textwrap.wrap(note, width)]
+
+
+def _distinct_paths(plan: Plan) -> list[tuple[str, str]]:
+    """First and last module of each stage, without the folders that all of them lie in."""
+    paths = [path.split(".") for stage in plan.stages for path in stage.module_paths]
+    shared = 0
+    while len({tuple(path[: shared + 1]) for path in paths}) == 1 and all(len(path) > shared + 1 for path in paths):
+        shared += 1
+    names = [one_line(".".join(path[shared:])) for path in paths]
+    return list(zip(names[::2], names[1::2], strict=True))
+
+
+def _range_text(first: str, last: str, width: int) -> str:
+    """`first .. last`, of which each may have half of the room, and what the other leaves."""
+    if first == last:
+        return _short_path(first, width)
+    room = width - len(" .. ")
+    end = _short_path(last, max(room // 2, room - len(first)))
+    return f"{_short_path(first, room - len(end))} .. {end}"
+
+
+def _short_path(path: str, width: int) -> str:
+    """A module path that keeps what tells it apart: numbers and its last name go last.
+
+    >>> _short_path("layers.15.self_attn.q_proj", 20), _short_path("layers.15.self_attn.q_proj", 12)
+    ('15.self_attn.q_proj', '15..q_proj')
+    """
+    parts = path.split(".")
+    for place in range(len(parts) - 1):
+        if len(_joined(parts)) <= width:
+            break
+        if not parts[place].isdecimal():
+            parts[place] = ""
+    return _shortened(_joined(parts), width)
+
+
+def _joined(parts: list[str]) -> str:
+    """The path with `..` for parts left out, which nothing stands for in front."""
+    text = ".".join(parts).lstrip(".")
+    while "..." in text:
+        text = text.replace("...", "..")
+    return text
 
 
 def _stage_row(plan: Plan, index: int, stage: Stage) -> list[str]:
@@ -131,7 +200,7 @@ def _stage_row(plan: Plan, index: int, stage: Stage) -> list[str]:
     ]
 
 
-def _memory_table(plan: Plan) -> list[str]:
+def _memory_table(plan: Plan, width: int) -> list[str]:
     """A row for each stage, or for each rank where it has several."""
     head = ["rank" if plan.chunks > 1 else "stage", *(name.replace("_", " ") for name in _CLASSES), "device"]
     rows = [
@@ -142,19 +211,28 @@ def _memory_table(plan: Plan) -> list[str]:
         ]
         for index, memory in enumerate(plan.device_memories)
     ]
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return ["predicted peak memory", *_aligned([head, *rows], widths, left=set())]
+    return ["predicted peak memory", *_aligned([head, *rows], width, left=set())]
 
 
-def _aligned(rows: list[list[str]], widths: list[int], left: set[int]) -> list[str]:
-    """Rows as lines, columns two spaces apart, numbers to the right."""
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def _aligned(rows: list[list[str]], width: int, left: set[str]) -> list[str]:
+    """Rows as lines, columns two spaces apart, numbers to the right; what is wider goes on below."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    tables = [[0]]
+    for column in range(1, len(widths)):
+        if len(tables[-1]) > 1 and sum(widths[one] + 2 for one in tables[-1]) + widths[column] > width:
+            tables.append([0])
+        tables[-1].append(column)
+    lines: list[str] = []
+    for columns in tables:
+        lines.extend([""] if lines else [])
+        lines.extend(
+            "  ".join(
+                row[column].ljust(widths[column]) if rows[0][column] in left else row[column].rjust(widths[column])
+                for column in columns
+            ).rstrip()
+            for row in rows
+        )
+    return lines
 
 
 def _shortened(text: str, width: int) -> str:

@@ -32,10 +32,10 @@ def seconds_text(seconds: float) -> str:
 def count_text(count: float) -> str:
     """A count such as `"1.20 M"`; whole below 1000.
 
-    >>> count_text(1_200_000), count_text(12)
-    ('1.20 M', '12')
+    >>> count_text(1_200_000), count_text(8e9), count_text(12)
+    ('1.20 M', '8.00 B', '12')
     """
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if abs(count) >= scale:
             return f"{_three_digits(count / scale)} {unit}"
     return f"{count:.0f}"

@@ -177,7 +177,7 @@ def test_micro_batches_add_up_and_are_nearly_equal(batch_size, data):
         (bytes_text(80 * 2**30), "80.0 GiB"),
         (seconds_text(2e-6), "2.00 us"),
         (seconds_text(125), "125 s"),
-        (count_text(7_000_000_000), "7.00 G"),
+        (count_text(7_000_000_000), "7.00 B"),
     ],
 )
 def test_sizes_for_people(text, expected):

@@ -1,15 +1,20 @@
+import pytest
+
 from planner.from_profile import plan_from_profile
+from planner.plan.bubble import bubble_parts
+from planner.plan.report import plan_report
 from profiler.device import Link
 
 GOLDEN = """\
 K = 2 stages, M = 8 micro-batches of 3 x 2 + 5 x 1 samples, batch 11, schedule gpipe, AdamW
-predicted step 18.5 s (optimizer 1.01 s), 0.5941 samples/s, bubble 30.4%
+predicted step 18.5 s (optimizer 1.01 s), 0.5941 samples/s
+bubble 30.4%: fill and drain 11.1%, imbalance and messages 19.3%
 1.37 x one device (25.4 s), proven optimal for these predictions
 without the rule M >= 4K: K = 2, M = 3, step 14.3 s, 23% less; set micro_batches_per_stage=1 for it
 
-stage  device  layers  modules                parameters  forward  recompute  backward     send         memory
-    0  cuda:0     0-0  blocks.0....cks.0.out      1.00 k   500 ms         no    750 ms  1.40 ms  1.34 MiB  88%
-    1  cuda:1     1-2  blocks.1....cks.2.out       264 k   1.00 s         no    1.50 s  1.40 ms  2.67 MiB  67%
+stage  device  layers  modules        parameters  forward  recompute  backward     send         memory
+    0  cuda:0     0-0  0.in .. 0.out      1.00 K   500 ms         no    750 ms  1.40 ms  1.34 MiB  88%
+    1  cuda:1     1-2  1.in .. 2.out       264 K   1.00 s         no    1.50 s  1.40 ms  2.67 MiB  67%
 seconds of one micro-batch of 2 samples; memory, and its share of the device's
 
 predicted peak memory
@@ -42,3 +47,34 @@ def test_the_report_fits_one_screen_and_says_this(profile_of, device):
     text = repr(plan)
     assert max(len(line) for line in text.splitlines()) <= 110
     assert text == str(plan) == GOLDEN
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 110, 200])
+def test_the_report_is_as_wide_as_the_screen(profile_of, device, width):
+    text = plan_report(plan_of(profile_of, device), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    words = set(str(plan_of(profile_of, device)).split())
+    assert {word for word in words if word[0].isdigit()} <= set(text.split())  # narrower, and complete
+
+
+def test_the_bubble_is_that_of_filling_and_draining_and_of_imbalance(profile_of, device):
+    """Equal stages and messages that take no time leave (K - 1) / (M + K - 1), arXiv 1811.06965, section 2.3."""
+    row = (0.25, 0.25, 0.5, 10, 4, 0, 0)
+    even = profile_of({("a", size): [[value * size for value in row]] * 4 for size in (1, 4)})
+    plan = plan_from_profile(even, [device("a")] * 2, batch_size=8, stages=2, micro_batches=8)
+    assert bubble_parts(plan) == pytest.approx((1 / 9, 0.0))
+    uneven = plan_from_profile(even, [device("a")] * 2, batch_size=8, stages=2, micro_batches=8, cut_at=["blocks.1"])
+    assert bubble_parts(uneven).fill_and_drain == pytest.approx(1 / 9)
+    assert sum(bubble_parts(uneven)) == pytest.approx(uneven.prediction.bubble)
+    assert bubble_parts(uneven).imbalance > 0.2
+
+
+def test_one_device_that_could_not_hold_the_model_is_said_to_be(profile_of, device):
+    row = (0.25, 0.25, 0.5, 10, 4, 0, 0)
+    rows = {("a", size): [[value * size for value in row]] * 4 for size in (1, 4)}
+    profile = profile_of(rows, parameters=[(1000, True)] * 4, readers=[(0,), (1,), (2,), (3,)])
+    tight = plan_from_profile(profile, [device("a", 6000)] * 2, batch_size=8)
+    assert "which could not hold the model" in str(tight)
+    assert "which could not hold the model" not in str(
+        plan_from_profile(profile, [device("a", 2**20)] * 2, batch_size=8)
+    )

@@ -16,12 +16,13 @@ from executor.world import check_world_size
 from planner import Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName
 from planner.plan.timeline import save_timeline_json
-from profiler import ForeignPlanError, LayerSequence, trace
+from profiler import ForeignPlanError, LayerSequence
 from tests.executor.rich_training import Training, X, plans_of, sequence
 from tests.executor.test_checkpoint import load_and_go_on, save_after_two
 from tests.executor.test_pipeline import report, tracks
 from tests.executor.test_skips import BATCH, cuts_of, ladder
 from tests.executor.test_skips import Y as LADDER_Y
+from tests.executor.test_skips import traced as traced_ladder
 from tests.executor.test_skips import train as train_ladder
 from tests.executor.trained_cases import BATCH_SIZE, CASES, M, Trained, assert_same, case, random_segments, train
 from tests.executor.trained_cases import traced as traced_case
@@ -82,9 +83,11 @@ def test_processes_with_chunks_train_as_one(
     assert set().union(*(part.gradients for part in parts)) == set(whole.gradients)
 
 
-def test_each_process_walks_the_list_of_its_rank(plan_for: Callable[..., Plan]) -> None:
-    traced = trace(ladder(), LADDER_Y)
-    plan = plan_for(traced, cuts_of(ladder())[:3], batch_size=BATCH, micro_batches=M, schedule="interleaved", chunks=2)
+def test_each_process_walks_the_list_of_its_rank(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
+) -> None:
+    traced = inherited(traced_ladder, "3")
+    plan = plan_for(traced, cuts_of(traced)[:3], batch_size=BATCH, micro_batches=M, schedule="interleaved", chunks=2)
     whole = train_ladder(plan)
     for rank, (part, actions) in enumerate(launch(train_and_list, plan)):
         assert actions == [str(action) for action in plan.actions()[rank]]
@@ -107,7 +110,10 @@ def predictions(plan: Plan) -> list[torch.Tensor]:
     return [training.pipe.predict(x) for x in (X, X[:1], X[:3].flip(0), torch.cat((X, X)))]
 
 
-def test_chunks_predict_for_any_number_of_samples(plan_for: Callable[..., Plan]) -> None:
+def test_chunks_predict_for_any_number_of_samples(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
+) -> None:
+    inherited(sequence)
     settings: dict[str, Any] = {"batch_size": 10, "micro_batches": 4, "schedule": "interleaved"}
     whole = predictions(plan_for(sequence(), **settings))
     folded = plan_for(sequence(), [1, 2, 3], **settings, chunks=2)
@@ -139,7 +145,10 @@ def test_steps_are_measured_in_a_row_for_each_rank(
     assert {"rank 0", "rank 1"} <= set(tracks(real))
 
 
-def test_checkpoints_go_from_chunks_to_stages_and_back(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+def test_checkpoints_go_from_chunks_to_stages_and_back(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence], tmp_path: Path
+) -> None:
+    inherited(sequence)
     plans = plans_of(plan_for, schedule="interleaved")
     layers = len(sequence())
     cuts = [round(layers * cut / 4) for cut in range(1, 4)]

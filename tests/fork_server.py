@@ -9,6 +9,9 @@ A fork finds what a fresh process would: its environment, arguments, folder, cor
 and random numbers that nobody else draws. Only the seed of Python's hashes is the server's, so two servers take turns:
 ranks still disagree on the order of a set. What is read when an interpreter starts cannot be changed in a fork; where
 it differs, a fresh process is started.
+
+The processes of one run of the tests have one pair of servers together, which the first that needs them starts. What
+many ranks trace alike, their server has traced before (`tests.executor.known_traces`).
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ import os
 import runpy
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +61,14 @@ READ_LATE = {
     "GPIPE_AUTOPLAN_CACHE",
     "GPIPE_AUTOPLAN_TIMEOUT_S",
     "PYTEST_CURRENT_TEST",
+    "PYTEST_XDIST_WORKER",
+    "GPIPE_TEST_TRACE",  # INHERITED
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when it first asks for it
 }
 SERVERS = 2
+INHERITED = "GPIPE_TEST_TRACE"
+"""Variable that names what forks inherit: search path, module, function and its text argument, a line each."""
+RUN = "PYTEST_XDIST_TESTRUNUID"  # names a run of the tests in all its processes
 LONGEST_START_S = 300.0  # a server that loads what it preloads on a busy machine
 _LONGEST_REQUEST_BYTES = 2**18
 
@@ -77,7 +88,9 @@ def forks() -> Iterator[Callable[..., Any]]:
 
     def start(module: str, *arguments: str, environment: Mapping[str, str], **settings: Any) -> Any:
         if not servers:
-            servers.extend(ForkServer(at_start) for _ in range(SERVERS))
+            run = os.environ.get(RUN)
+            addresses = [f"\0gpipe-autoplan-{run}-{number}" if run else "" for number in range(SERVERS)]
+            servers.extend(ForkServer(at_start, address=address) for address in addresses)
         server = servers[next(turns)]
         how = server.start if server.suits(environment) else start_process
         return how(module, *arguments, environment=environment, **settings)
@@ -149,17 +162,47 @@ class Fork:
 
 
 class ForkServer:
-    """A server, seen by the tests; it ends with this process.
+    """A server, seen by the tests; it ends with this process, or with the last of those that share it.
 
     Args:
         environment: of forks, but for what is read late.
         preloaded: modules that forks have at hand.
+        address: where processes that share it find it, in Linux's abstract namespace; empty for one of our own.
     """
 
-    def __init__(self, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], preloaded: Sequence[str] = PRELOADED, *, address: str = ""
+    ) -> None:
         self._environment = dict(environment)
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+        if address:
+            self._requests = self._found_or_started(address, preloaded)
+        else:
+            self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._start(theirs, preloaded)
         self._requests.settimeout(LONGEST_START_S)
+
+    def _found_or_started(self, address: str, preloaded: Sequence[str]) -> socket.socket:
+        """A connection to the server at an address, which one process alone can take."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.suppress(OSError):  # another has it
+            listener.bind(address)
+            listener.listen()
+            self._start(listener, preloaded)
+        listener.close()
+        deadline = time.monotonic() + LONGEST_START_S
+        while True:
+            requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                requests.connect(address)
+                return requests
+            except ConnectionRefusedError:  # it does not listen yet
+                requests.close()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _start(self, theirs: socket.socket, preloaded: Sequence[str]) -> None:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(__file__).resolve()), str(theirs.fileno()), *preloaded],
@@ -199,17 +242,23 @@ class ForkServer:
         return Fork(int(self._requests.recv(32)), channel)
 
     def close(self) -> None:
-        """End the server; forks end with their parent."""
+        """End the server if nobody else has it; forks end with their parent."""
         self._requests.close()
-        self._process.wait(60)
+        if self._process is not None:
+            self._process.wait()
 
 
-def serve(requests: socket.socket) -> Request | None:
-    """Fork once for each request: returns in each fork, and with None when nobody is left to ask."""
+def serve(given: socket.socket) -> Request | None:
+    """Fork once for each request: returns in each fork, and with None when nobody is left to ask.
+
+    Args:
+        given: a connection to the one process that asks, or where several connect.
+    """
+    listeners, clients = ([given], []) if _listens(given) else ([], [given])
     running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that says that it has ended
     ended: dict[socket.socket, int] = {}  # and have been told of; their numbers stay taken until that has been heard
     while True:
-        watched: list[Any] = [requests, *running, *ended]
+        watched: list[Any] = [*listeners, *clients, *running, *ended]
         ready = select.select(watched, [], [])[0]
         for about in ready:
             if about in ended:
@@ -221,15 +270,24 @@ def serve(requests: socket.socket) -> Request | None:
                 ended[channel] = process
                 with contextlib.suppress(BrokenPipeError):  # nobody wants to know
                     channel.send(str(_code_of(process)).encode())
-        if requests in ready:
+        for listener in set(listeners).intersection(ready):
+            client, _ = listener.accept()
+            if _is_ours(client):
+                clients.append(client)
+        for requests in [client for client in clients if client in ready]:
             message, received, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST_BYTES, 250)
             if not message:
-                return None
+                requests.close()
+                clients.remove(requests)
+                if not clients:
+                    return None
+                continue
             request = Request(**json.loads(message))
             *descriptors, channel_descriptor = received
+            _make(request.environment.get(INHERITED, ""))
             process = os.fork()
             if not process:
-                for each in (requests, *ended, *(channel for _, channel in running.values())):
+                for each in (*listeners, *clients, *ended, *(channel for _, channel in running.values())):
                     each.close()  # before its number is another's
                 _become(request, descriptors)
                 return request
@@ -238,6 +296,29 @@ def serve(requests: socket.socket) -> Request | None:
                 os.close(descriptor)
             running[os.pidfd_open(process)] = process, socket.socket(fileno=channel_descriptor)
             requests.send(str(process).encode())
+
+
+@cache
+def _make(inherited: str) -> None:
+    """Trace what this and later forks inherit, unless that was done."""
+    if inherited:
+        path, *named = inherited.split("\n")
+        own, sys.path[:] = list(sys.path), path.split(os.pathsep)
+        importlib.import_module("tests.executor.known_traces").make(*named)
+        sys.path[:] = own
+        gc.freeze()
+
+
+def _listens(given: socket.socket) -> bool:
+    return bool(given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _is_ours(client: socket.socket) -> bool:
+    """Whether a process of this user's has connected: anybody can."""
+    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if user != os.getuid():
+        client.close()
+    return bool(user == os.getuid())
 
 
 def _code_of(process: int) -> int:
@@ -263,6 +344,8 @@ def _become(request: Request, descriptors: Sequence[int]) -> None:
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
     sys.argv[:] = ["-c", *request.arguments]
+    if INHERITED in os.environ:
+        sys.modules["tests.executor.known_traces"].inherit()
     for library in ("numpy.random", "torch.random"):  # Python seeds its own random numbers anew in a fork
         if library in sys.modules:
             sys.modules[library].seed()

@@ -1,7 +1,7 @@
 """Plans with made-up predictions, for tests of what runs them."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from profiler.device import Device
 from profiler.sample_spec import SampleSpec
 from profiler.tracing.dataflow import skip_values
 from profiler.tracing.sequence import LayerSequence
+from tests import fork_server
+from tests.executor import known_traces
 
 PlanFor = Callable[..., Plan]
 Segments = Sequence[Sequence[tuple[int, int]]]  # for each stage the recomputed segments
@@ -34,10 +36,7 @@ def one_thread() -> None:
 
 
 def shared_traces() -> Callable[[nn.Module, Plan], LayerSequence]:
-    """Stands in for `traced_as_planned`: a model is traced once, which takes longer than all else that pipelines do.
-
-    For tests that build many pipelines for a model that they leave as it is.
-    """
+    """Stands in for `traced_as_planned` in a rank: the pipelines of a model that is left as it is share its trace."""
     traced: dict[tuple[int, SampleSpec], tuple[nn.Module, LayerSequence]] = {}
 
     def look_up(model: nn.Module, plan: Plan) -> LayerSequence:
@@ -51,18 +50,38 @@ def shared_traces() -> Callable[[nn.Module, Plan], LayerSequence]:
 
 @pytest.fixture
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pipelines of a test share a trace where they have a model in common."""
-    monkeypatch.setattr(pipeline, "traced_as_planned", shared_traces())
+    """Pipelines take the layers that a test has traced for its plan, where their model is like the one it traced."""
+    monkeypatch.setattr(pipeline, "traced_as_planned", known_traces.known_trace)
 
 
 @pytest.fixture
-def plan_for() -> PlanFor:
+def inherited(monkeypatch: pytest.MonkeyPatch, traced_once: None) -> Callable[..., LayerSequence]:
+    """`sequence = inherited(function, "argument")`: what the function returns, which ranks do not trace again either.
+
+    For models that many ranks train: their servers trace each once.
+    """
+
+    def make(function: Callable[[str], LayerSequence], argument: str = "") -> LayerSequence:
+        monkeypatch.setenv(fork_server.INHERITED, known_traces.named(function, argument))
+        return function(argument)
+
+    return make
+
+
+@pytest.fixture
+def plan_for() -> Iterator[PlanFor]:
     """Builds a plan from cuts: `plan_for(sequence, [3, 5], batch_size=10, micro_batches=4, recompute=True)`.
 
     `recompute` is one flag, one flag a stage, or for each stage its segments; `batch_size` is that of all replicas;
     with `chunks` stages go round the ranks so often; with `skips` values go past stages that do not read them.
     """
-    return _plan
+
+    def make(sequence: LayerSequence, *cuts: Any, **settings: Any) -> Plan:
+        known_traces.remember(sequence)
+        return _plan(sequence, *cuts, **settings)
+
+    yield make
+    known_traces.forget()
 
 
 def _plan(

@@ -101,7 +101,7 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def sequence() -> LayerSequence:
+def sequence(_: str = "") -> LayerSequence:
     return trace(Rich(), X)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from executor import Pipeline
 from planner import Plan
-from profiler import trace
+from profiler import LayerSequence, trace
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 IDS = torch.tensor([[0, 1], [2, 1], [3, 3], [1, 0]])
@@ -109,6 +110,14 @@ def sample_of(model: nn.Module) -> Tensor:
     return IDS if isinstance(model, SparsePair) else X
 
 
+@cache
+def traced(kind: type[nn.Module]) -> tuple[nn.Module, LayerSequence]:
+    """A model that keeps its weights, and its layers."""
+    torch.manual_seed(0)
+    model = kind()
+    return model, trace(model, sample_of(model))
+
+
 def by_hand(model: nn.Module, x: Tensor, target: Tensor, loss_fn: Callable[..., Tensor]) -> list[Tensor]:
     """Gradients of one-sample micro-batches in float64, each found apart and then added."""
     total: list[Tensor | None] = [None for _ in model.parameters()]
@@ -146,12 +155,10 @@ def test_gradients_that_share_memory(
     micro-batch added: gradients were off by 75 % of their scale with K = 2, right with K = 1. And two parameters that
     shared it were wrong with any K, as with torch alone.
     """
-    torch.manual_seed(0)
-    model = kind()
+    model, sequence = traced(kind)
     target = torch.linspace(0, 1, 4)
     x = sample_of(model)
     expected = by_hand(model, x, target, loss_of)
-    sequence = trace(model, x)
     for stages in range(1, min(3, len(sequence)) + 1):
         for cuts in combinations(range(1, len(sequence)), stages - 1):
             plan = plan_for(sequence, cuts, batch_size=4, micro_batches=4 // settings.get("replicas", 1), **settings)

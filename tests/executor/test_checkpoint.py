@@ -15,9 +15,9 @@ from torch.nn import functional
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from planner import ArgumentError, ExecutionError, Plan
-from profiler import trace
+from profiler import LayerSequence, trace
 from tests.executor.fault_trials import plan_of
-from tests.executor.rich_training import Rich, Training, X, plans_of
+from tests.executor.rich_training import Rich, Training, X, plans_of, sequence
 
 
 def save_after_two(plan: Plan, path: Path) -> list[float]:
@@ -33,7 +33,10 @@ def load_and_go_on(plan: Plan, path: Path) -> list[float]:
     return training.steps(3)
 
 
-def test_saved_with_three_stages_goes_on_with_any_number(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+def test_saved_with_three_stages_goes_on_with_any_number(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence], tmp_path: Path
+) -> None:
+    inherited(sequence)
     plans, others = plans_of(plan_for), plans_of(plan_for, recompute=True)
     expected = save_after_two(plans[1], tmp_path / "1")
     assert launch(save_after_two, plans[3], (tmp_path / "3",)) == [expected] * 3

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,16 @@ from executor.world import check_world_size
 from planner import Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName
 from planner.plan.timeline import save_timeline_json
-from profiler import ForeignPlanError, trace
+from profiler import ForeignPlanError, LayerSequence
 from tests.executor.rich_training import Training, X, plans_of, sequence
 from tests.executor.test_checkpoint import load_and_go_on, save_after_two
-from tests.executor.test_pipeline import (
-    BATCH_SIZE,
-    CASES,
-    M,
-    Trained,
-    assert_same,
-    case,
-    model_of,
-    random_segments,
-    report,
-    tracks,
-    train,
-)
+from tests.executor.test_pipeline import report, tracks
 from tests.executor.test_skips import BATCH, cuts_of, ladder
 from tests.executor.test_skips import Y as LADDER_Y
+from tests.executor.test_skips import traced as traced_ladder
 from tests.executor.test_skips import train as train_ladder
+from tests.executor.trained_cases import BATCH_SIZE, CASES, M, Trained, assert_same, case, random_segments, train
+from tests.executor.trained_cases import traced as traced_case
 
 INTERLEAVED = [name for name, record in SCHEDULES.items() if record.most_chunks > 1]
 
@@ -48,15 +40,14 @@ def random_cuts(chance: random.Random, layers: int, stages: int) -> tuple[list[i
 @pytest.mark.parametrize(("name", "schedule"), list(zip(CASES, cycle(INTERLEAVED), strict=False)))
 def test_chunks_change_no_bit(name: str, schedule: ScheduleName, plan_for: Callable[..., Plan]) -> None:
     """Nor does the schedule, as long as gradients are summed in the order of the micro-batches."""
-    current = case(name)
-    traced = trace(model_of(current), current.inputs)
+    current, traced = case(name), traced_case(name)
     settings: dict[str, Any] = {"batch_size": BATCH_SIZE, "micro_batches": M}
-    whole = train(plan_for(traced, **settings, schedule="1f1b"), current)
+    whole = train(plan_for(traced, **settings, schedule="1f1b"), current, evaluates=False)
     chance = random.Random(name)
     for ranks, chunks in ((2, 2), (3, 2), (2, 3)):
         cuts, segments = random_cuts(chance, len(traced), ranks * chunks)
         plan = plan_for(traced, cuts, **settings, schedule=schedule, chunks=chunks, recompute=segments)
-        assert_same(train(plan, current), whole)
+        assert_same(train(plan, current, evaluates=False), whole)
 
 
 @pytest.mark.parametrize(
@@ -69,16 +60,22 @@ def test_chunks_change_no_bit(name: str, schedule: ScheduleName, plan_for: Calla
     ],
 )
 def test_processes_with_chunks_train_as_one(
-    name: str, ranks: int, chunks: int, schedule: ScheduleName, micro_batches: int, plan_for: Callable[..., Plan]
+    name: str,
+    ranks: int,
+    chunks: int,
+    schedule: ScheduleName,
+    micro_batches: int,
+    plan_for: Callable[..., Plan],
+    inherited: Callable[..., LayerSequence],
 ) -> None:
     """Tied weights, buffers, dropout, values that are relayed from chunk to chunk, any M."""
-    current = case(name)
-    traced = trace(current.make(), current.inputs)
+    current, traced = case(name), inherited(traced_case, name)
+    evaluates = name == "cnn"  # each process traces the model once more for it
     settings: dict[str, Any] = {"batch_size": BATCH_SIZE, "micro_batches": micro_batches}
-    whole = train(plan_for(traced, **settings, schedule="1f1b"), current)
+    whole = train(plan_for(traced, **settings, schedule="1f1b"), current, evaluates=evaluates)
     cuts, segments = random_cuts(random.Random(7), len(traced), ranks * chunks)
     plan = plan_for(traced, cuts, **settings, schedule=schedule, chunks=chunks, recompute=segments)
-    parts: list[Trained] = launch(train, plan, (current,))
+    parts: list[Trained] = launch(partial(train, evaluates=evaluates), plan, (current,))
     assert len(parts) == ranks
     for part in parts:
         assert_same(part, whole)
@@ -86,9 +83,11 @@ def test_processes_with_chunks_train_as_one(
     assert set().union(*(part.gradients for part in parts)) == set(whole.gradients)
 
 
-def test_each_process_walks_the_list_of_its_rank(plan_for: Callable[..., Plan]) -> None:
-    traced = trace(ladder(), LADDER_Y)
-    plan = plan_for(traced, cuts_of(ladder())[:3], batch_size=BATCH, micro_batches=M, schedule="interleaved", chunks=2)
+def test_each_process_walks_the_list_of_its_rank(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
+) -> None:
+    traced = inherited(traced_ladder, "3")
+    plan = plan_for(traced, cuts_of(traced)[:3], batch_size=BATCH, micro_batches=M, schedule="interleaved", chunks=2)
     whole = train_ladder(plan)
     for rank, (part, actions) in enumerate(launch(train_and_list, plan)):
         assert actions == [str(action) for action in plan.actions()[rank]]
@@ -111,7 +110,10 @@ def predictions(plan: Plan) -> list[torch.Tensor]:
     return [training.pipe.predict(x) for x in (X, X[:1], X[:3].flip(0), torch.cat((X, X)))]
 
 
-def test_chunks_predict_for_any_number_of_samples(plan_for: Callable[..., Plan]) -> None:
+def test_chunks_predict_for_any_number_of_samples(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
+) -> None:
+    inherited(sequence)
     settings: dict[str, Any] = {"batch_size": 10, "micro_batches": 4, "schedule": "interleaved"}
     whole = predictions(plan_for(sequence(), **settings))
     folded = plan_for(sequence(), [1, 2, 3], **settings, chunks=2)
@@ -121,9 +123,10 @@ def test_chunks_predict_for_any_number_of_samples(plan_for: Callable[..., Plan])
         assert all(torch.equal(one, other) for one, other in zip(part, whole, strict=True))
 
 
-def test_steps_are_measured_in_a_row_for_each_rank(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    current = case("gpt")
-    traced = trace(current.make(), current.inputs)
+def test_steps_are_measured_in_a_row_for_each_rank(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence], tmp_path: Path
+) -> None:
+    current, traced = case("gpt"), inherited(traced_case, "gpt")
     cuts = [round(len(traced) * cut / 4) for cut in range(1, 4)]
     plan = plan_for(
         traced, cuts, batch_size=BATCH_SIZE, micro_batches=M, schedule="interleaved", chunks=2, recompute=True
@@ -142,7 +145,10 @@ def test_steps_are_measured_in_a_row_for_each_rank(plan_for: Callable[..., Plan]
     assert {"rank 0", "rank 1"} <= set(tracks(real))
 
 
-def test_checkpoints_go_from_chunks_to_stages_and_back(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+def test_checkpoints_go_from_chunks_to_stages_and_back(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence], tmp_path: Path
+) -> None:
+    inherited(sequence)
     plans = plans_of(plan_for, schedule="interleaved")
     layers = len(sequence())
     cuts = [round(layers * cut / 4) for cut in range(1, 4)]

@@ -11,7 +11,7 @@ from tests.executor.conftest import _plan as plan_for
 from tests.executor.same_result import DROPOUT, M, differing, random_plan, train
 
 
-@pytest.mark.parametrize(("name", "schedule", "stages"), [("gpt2", "1f1b", 3), ("bert", "gpipe", 4)])
+@pytest.mark.parametrize(("name", "schedule", "stages"), [("bert", "1f1b", 4)])
 def test_random_cuts_train_the_same(name: str, schedule: ScheduleName, stages: int) -> None:
     case = BY_NAME[name].build(dropout=DROPOUT)
     sequence = trace(case.model, case.sample)

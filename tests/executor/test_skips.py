@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import cast
 
 import pytest
@@ -15,7 +16,9 @@ from executor.measure.measured import Recorded, measured_frame
 from planner import Plan
 from planner.plan.actions import Action
 from planner.plan.schedules import SCHEDULES, Objective, ScheduleName, ScheduleRecord
-from profiler import ForeignPlanError, trace
+from profiler import ForeignPlanError, LayerSequence, trace
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 M = 4
 BATCH = 10  # micro-batches of 3, 3, 2, 2
@@ -61,9 +64,14 @@ def train(plan: Plan, depth: int = 3) -> dict[str, Tensor]:
     return {"losses": torch.stack(losses), **{name: value.clone() for name, value in pipe.state_dict().items()}}
 
 
-def cuts_of(model: nn.Module) -> list[int]:
+@cache
+def traced(depth: str = "3") -> LayerSequence:
+    return trace(ladder(int(depth)), X)
+
+
+def cuts_of(sequence: LayerSequence) -> list[int]:
     """Between the steps."""
-    layers = trace(model, X).layers
+    layers = sequence.layers
     down = [layer.index for layer in layers if any(name.startswith("down") for name in layer.parameters)]
     return [*down[1:], *(layer.index for layer in layers if "aten.cat.default" in layer.operations)]
 
@@ -72,10 +80,10 @@ def cuts_of(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_skipping_stages_changes_no_bit(plan_for: Callable[..., Plan], schedule: ScheduleName, recompute: bool) -> None:
     depth = 4
-    sequence = trace(ladder(depth), X)
+    sequence = traced(str(depth))
     settings = {"batch_size": BATCH, "micro_batches": M, "schedule": schedule}
     whole = train(plan_for(sequence, **settings), depth)
-    plan = plan_for(sequence, cuts_of(ladder(depth)), **settings, recompute=recompute, skips=True)
+    plan = plan_for(sequence, cuts_of(sequence), **settings, recompute=recompute, skips=True)
     assert [skip.ends for skip in plan.skips] == [(1, 4), (2, 6), (3, 5)]
     found = train(plan, depth)
     assert found.keys() == whole.keys()
@@ -94,16 +102,16 @@ def test_an_order_that_nobody_has_heard_of_trains_the_same(
 
     record = ScheduleRecord(two_each, lambda number, count: min(2, count), Objective.WORK, "made up")
     monkeypatch.setitem(cast(dict[str, ScheduleRecord], SCHEDULES), "two each", record)
-    sequence = trace(ladder(), X)
+    sequence = traced()
     settings = {"batch_size": BATCH, "micro_batches": M, "schedule": "two each", "recompute": True}
     whole = train(plan_for(sequence, **settings))
-    found = train(plan_for(sequence, cuts_of(ladder()), **settings, skips=True))
+    found = train(plan_for(sequence, cuts_of(sequence), **settings, skips=True))
     assert all(torch.equal(value, whole[name]) for name, value in found.items())
 
 
 def test_stages_between_neither_receive_nor_send_it(plan_for: Callable[..., Plan]) -> None:
-    sequence = trace(ladder(), X)
-    plan = plan_for(sequence, cuts_of(ladder()), batch_size=BATCH, micro_batches=M, skips=True)
+    sequence = traced()
+    plan = plan_for(sequence, cuts_of(sequence), batch_size=BATCH, micro_batches=M, skips=True)
     pipe = Pipeline(ladder(), plan, loss_fn=nn.functional.mse_loss)
     call = pipe._feed.call("step", (X,), {}, Y, training=True)
     program = pipe._calls.program(call, call.own[0])
@@ -117,12 +125,12 @@ def test_stages_between_neither_receive_nor_send_it(plan_for: Callable[..., Plan
                 assert not set(skip.values) & set(names)
 
 
-def test_skips_between_processes(plan_for: Callable[..., Plan]) -> None:
+def test_skips_between_processes(plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]) -> None:
     """Also where the neighbour and the stage before it are one process."""
-    sequence = trace(ladder(), X)
+    sequence = inherited(traced, "3")
     settings = {"batch_size": BATCH, "micro_batches": M, "schedule": "1f1b", "recompute": True}
     whole = train(plan_for(sequence, **settings))
-    plan = plan_for(sequence, cuts_of(ladder()), **settings, skips=True, ranks=(0, 1, 1, 2, 0, 2))
+    plan = plan_for(sequence, cuts_of(sequence), **settings, skips=True, ranks=(0, 1, 1, 2, 0, 2))
     parts = launch(train, plan)
     assert {name for part in parts for name in part} == whole.keys()
     for part in parts:
@@ -131,7 +139,7 @@ def test_skips_between_processes(plan_for: Callable[..., Plan]) -> None:
 
 def test_transfers_are_measured_where_somebody_waited(plan_for: Callable[..., Plan]) -> None:
     """What skips stages is there long before it is received: how long it took nobody knows."""
-    plan = plan_for(trace(ladder(), X), cuts_of(ladder()), batch_size=BATCH, micro_batches=M, skips=True)
+    plan = plan_for(traced(), cuts_of(traced()), batch_size=BATCH, micro_batches=M, skips=True)
     spans = {
         "1F0": (0.0, 0.1),
         "1SEND_F0": (0.1, 0.1),
@@ -147,8 +155,8 @@ def test_transfers_are_measured_where_somebody_waited(plan_for: Callable[..., Pl
 
 
 def test_a_plan_that_skips_a_reader_is_refused(plan_for: Callable[..., Plan]) -> None:
-    sequence = trace(ladder(), X)
-    plan = plan_for(sequence, cuts_of(ladder()), batch_size=BATCH, micro_batches=M, skips=True)
+    sequence = traced()
+    plan = plan_for(sequence, cuts_of(sequence), batch_size=BATCH, micro_batches=M, skips=True)
     first, second = plan.skips
     wrong = plan.model_copy(update={"skips": (first.model_copy(update={"values": second.values}), second)})
     with pytest.raises(ForeignPlanError, match=f"sends {second.values[0]} from stage 1 to stage 3; this model uses"):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from executor import Pipeline
 from planner import plan_from_profile
-from profiler import Cluster, Link, NotTraceableError, profile, trace
+from profiler import Cluster, LayerSequence, Link, NotTraceableError, profile, trace
 from profiler.conditions.check import values_made_up
 from profiler.machine.local import local_devices
 from profiler.observe.random_states import python_and_numpy_states
@@ -22,7 +23,7 @@ from tests.coverage.model_list import Case
 
 X = torch.linspace(-1, 1, 48).reshape(12, 4)
 TARGET = torch.tensor([0, 1, 2] * 4)
-DEPTH = 3
+DEPTH = 2
 
 Layers = Callable[["Dropping", Tensor], Tensor]
 
@@ -103,13 +104,18 @@ def with_data(model: Dropping, x: Tensor) -> Tensor:
 KINDS: list[Layers] = [of_torch, as_an_item, all_at_first, of_python, of_numpy, one_or_the_other, with_data]
 
 
+@cache
+def traced(layers: Layers) -> tuple[Dropping, LayerSequence]:
+    torch.manual_seed(0)
+    model = Dropping(layers)
+    return model, trace(model, X)
+
+
 @pytest.mark.parametrize("layers", KINDS, ids=lambda layers: layers.__name__)
 def test_both_ways_are_the_models(layers: Layers) -> None:
     """Layer drop in the root's own forward pass was refused: no submodule could be called as it is in its place."""
-    torch.manual_seed(0)
-    model = Dropping(layers)
     before = python_and_numpy_states()
-    sequence = trace(model, X)
+    model, sequence = traced(layers)
     assert python_and_numpy_states() == before
     assert len(sequence.sample.chances) == 1
     assert len(sequence.sample.decisions) == (layers is with_data)
@@ -120,19 +126,19 @@ def test_both_ways_are_the_models(layers: Layers) -> None:
     assert all(eager_difference(sequence, of, seed) <= 1e-5 for seed in range(8))  # all layers, none, and between
     whole = run(sequence, of)
     assert all(same_bits(run(sequence, of, cuts), whole) for cuts in some_cuts(sequence))
-    again = trace(model, SampleSpec.model_validate_json(sequence.sample.to_json()))
-    assert again.fingerprint == sequence.fingerprint
-    assert again.sample == sequence.sample
+    if layers in (of_torch, of_numpy, with_data):  # the numbers of torch, of others, and what else is decided
+        again = trace(model, SampleSpec.model_validate_json(sequence.sample.to_json()))
+        assert again.fingerprint == sequence.fingerprint
+        assert again.sample == sequence.sample
 
 
 @pytest.mark.parametrize("layers", [of_torch, of_python], ids=lambda each: each.__name__)
 def test_it_trains_the_same_for_every_number_of_stages(layers: Layers) -> None:
     """Which layers a micro-batch leaves out depends on seed, step and micro-batch, not on stages or recompute."""
-    torch.manual_seed(0)
-    model = Dropping(layers)
+    model, sequence = traced(layers)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     measured = profile(
-        trace(model, X),
+        sequence,
         Cluster(devices=local_devices(1).devices, link=Link(latency_s=1e-4, bytes_per_s=1e9)),
         sample=X,
         loss_fn=functional.cross_entropy,
@@ -142,7 +148,7 @@ def test_it_trains_the_same_for_every_number_of_stages(layers: Layers) -> None:
         progress=False,
     )
     losses, gradients = [], []
-    cases: list[tuple[int, Literal["never", "always"]]] = [(1, "never"), (3, "never"), (3, "always")]
+    cases: list[tuple[int, Literal["never", "always"]]] = [(1, "never"), (3, "always")]
     for stages, recompute in cases:
         own = Dropping(layers)
         own.load_state_dict(state)
@@ -152,7 +158,7 @@ def test_it_trains_the_same_for_every_number_of_stages(layers: Layers) -> None:
         pipe = Pipeline(own, plan, loss_fn=functional.cross_entropy, seed=1)
         losses.append([pipe.step(X, target=TARGET).item() for _ in range(2)])
         gradients.append({name: p.grad for name, p in pipe.named_parameters() if p.grad is not None})
-    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1]
     assert losses[0][0] != losses[0][1]
     for other in gradients[1:]:
         assert other.keys() == gradients[0].keys()
@@ -166,7 +172,7 @@ def test_it_is_traced_without_values() -> None:
 
 def test_what_is_measured_leaves_nothing_out() -> None:
     """Else a layer's time would be that of a layer or of nothing, as chance has it."""
-    sequence = trace(Dropping(of_torch), X)
+    _, sequence = traced(of_torch)
     with values_made_up():
         found = [
             len(run(sequence, Case(Dropping(of_torch), X, functional.cross_entropy, TARGET)).gradients)
@@ -177,7 +183,7 @@ def test_what_is_measured_leaves_nothing_out() -> None:
 
 def test_where_few_are_left_out_all_can_be_dear() -> None:
     """The FLOPs of a layer are those of the dearer way."""
-    rarely = trace(Dropping(of_torch), X)
+    _, rarely = traced(of_torch)
     plain = trace(Dropping(lambda model, x: nn.Sequential(*model.layers)(x)), X)
     assert sum(layer.flops for layer in rarely.layers) == sum(layer.flops for layer in plain.layers)
 

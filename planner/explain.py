@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pandas
 
+from planner.cost.layer_costs import Indices
 from planner.cost.ledger import Counts, classes_that_count
 from planner.plan.actions import ActionKind
 from planner.plan.plan import Plan
@@ -273,29 +275,51 @@ def memory_over_time(plan: Plan) -> pandas.DataFrame:
     rows: list[tuple[int, float, float]] = []
     for index, stage in enumerate(plan.stages):
         memory = stage.memory
-        in_flight, transient = (
+        in_flight, deferred, transient = (
             sum(getattr(memory, name) for name in classes_that_count(counts))
-            for counts in (Counts.IN_FLIGHT, Counts.TRANSIENT)
+            for counts in (Counts.IN_FLIGHT, Counts.WAITING, Counts.TRANSIENT)
         )
-        always = memory.total - in_flight - transient
+        always = memory.total - in_flight - deferred - transient
         changes = _changes(plan, timeline, index)
-        under_way, most, samples = 0, 0, []
-        for _, more, _ in changes:
-            under_way += more
-            most = max(most, under_way)
-            samples.append(under_way)
+        samples = np.cumsum([[change.samples, change.waiting] for change in changes], axis=0)
         computing = 0
         rows.append((index, 0.0, float(always)))
-        for (time_s, _, busier), now in zip(changes, samples, strict=True):
-            computing += busier
-            held = in_flight * now / most
-            rows.append((index, time_s, always + held + (transient if computing else 0)))
+        most, most_waiting = _at_the_most(samples, in_flight, deferred)
+        for change, (now, waiting) in zip(changes, samples.tolist(), strict=True):
+            computing += change.busier
+            held = min(in_flight + deferred, in_flight * now / most + deferred * waiting / most_waiting)
+            rows.append((index, change.time_s, always + held + (transient if computing else 0)))
     frame = pandas.DataFrame(rows, columns=["stage", "time_s", "bytes"])
     return frame.drop_duplicates(["stage", "time_s"], keep="last", ignore_index=True)
 
 
-def _changes(plan: Plan, timeline: Timeline, stage: int) -> list[tuple[float, int, int]]:
-    """(time, samples that come under way, work that begins), in order of time, ends before beginnings."""
+def _at_the_most(samples: Indices, in_flight: int, deferred: int) -> tuple[int, int]:
+    """Samples under way and waiting at the moment that these bytes, the most of a stage, are of.
+
+    Were it another moment, bytes for each sample would follow of which that one had fewer than some other.
+    """
+    if not deferred:
+        return int(samples[:, 0].max()), 1
+    moments = sorted({(now, waiting) for now, waiting in samples.tolist() if now and waiting})
+
+    def exceeded(moment: tuple[int, int]) -> float:
+        each, other = in_flight / moment[0], deferred / moment[1]
+        return float(max(each * now + other * waiting for now, waiting in moments))
+
+    return min(moments, key=exceeded)
+
+
+class _Change(NamedTuple):
+    """Samples that come under way and samples whose weights wait, and work that begins."""
+
+    time_s: float
+    samples: int
+    waiting: int
+    busier: int
+
+
+def _changes(plan: Plan, timeline: Timeline, stage: int) -> list[_Change]:
+    """In order of time, ends before beginnings."""
     changes = []
     begun: dict[int, float] = {}
     for event in timeline.events:
@@ -303,12 +327,15 @@ def _changes(plan: Plan, timeline: Timeline, stage: int) -> list[tuple[float, in
         if action.stage != stage or event.lane.startswith("link"):
             continue
         size = plan.micro_batch_sizes[action.micro_batch]
+        begin_s, end_s = begun.get(action.micro_batch, event.start_s), event.end_s
         if action.kind is ActionKind.F:
-            changes += [(event.start_s, size, 1), (event.end_s, 0, -1)]
+            changes += [_Change(event.start_s, size, 0, 1), _Change(end_s, 0, 0, -1)]
         elif action.kind is ActionKind.R:
             begun[action.micro_batch] = event.start_s
-        elif action.kind is ActionKind.W:
-            changes += [(event.start_s, 0, 1), (event.end_s, 0, -1)]
+        elif action.kind is ActionKind.B:
+            changes += [_Change(begin_s, 0, 0, 1), _Change(end_s, -size, 0, -1)]
+        elif action.kind is ActionKind.I:
+            changes += [_Change(begin_s, 0, size, 1), _Change(end_s, -size, 0, -1)]
         else:
-            changes += [(begun.get(action.micro_batch, event.start_s), 0, 1), (event.end_s, -size, -1)]
-    return sorted(changes, key=lambda change: (change[0], change[2]))
+            changes += [_Change(event.start_s, 0, 0, 1), _Change(end_s, 0, -size, -1)]
+    return sorted(changes, key=lambda change: (change.time_s, change.busier))

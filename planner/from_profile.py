@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.cost.layer_costs import CostModel, ParameterRanges
 from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
-from planner.plan.schedules import SCHEDULES, one_chunk_schedules
+from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.rules import most_stages, rules_of
 from planner.settings import SettingKeywords, Settings
 from planner.solve.passed_over import time_for_plan, with_unused
@@ -82,8 +83,10 @@ def make_problem(
         device if limit == device.memory_bytes else device.model_copy(update={"memory_bytes": limit})
         for device, limit in zip(given, asked.memory_limits, strict=True)
     )
+    costs = CostModel(profile)
+    asked = replace(asked, schedules=_measured_schedules(asked, costs, limited))
     problem = Problem(
-        costs=CostModel(profile),
+        costs=costs,
         parameters=ParameterRanges(profile),
         devices=limited,
         classes=device_classes(limited, rules),
@@ -94,6 +97,25 @@ def make_problem(
     )
     _check_profile(problem, most_stages(asked, len(profile.layers)))
     return problem
+
+
+def _measured_schedules(settings: Settings, costs: CostModel, devices: Sequence[Device]) -> tuple[ScheduleName, ...]:
+    """Of the schedules asked for those that the profile has seconds for.
+
+    Raises:
+        ProfileError: there is none left.
+    """
+    if all(costs.splits_backward(device.kind) for device in devices if costs.measured_sizes(device.kind)):
+        return settings.schedules
+    left = tuple(name for name in settings.schedules if not SCHEDULES[name].splits_backward)
+    if not left:
+        kinds = {device.kind for device in devices if not costs.splits_backward(device.kind)}
+        raise ProfileError(
+            f"schedule {settings.schedules[0]!r} takes gradients of parameters apart, and the profile has 0 seconds of "
+            f"that on {min(kinds)!r}: it was not measured, or nothing can be taken apart; profile the model again, or "
+            f"choose one of {', '.join(map(repr, one_chunk_schedules()))}"
+        )
+    return left
 
 
 def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:
@@ -110,12 +132,6 @@ def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:
 def _check_profile(problem: Problem, most: int) -> None:
     """The profile knows the devices, the optimizer, a link where one is needed, and micro-batches of some M."""
     settings = problem.settings
-    for name in settings.schedules:
-        if SCHEDULES[name].splits_backward:
-            raise ProfileError(
-                f"schedule {name!r} takes gradients of parameters apart, and the profile has 0 seconds of that: it was "
-                f"not measured; choose one of {', '.join(map(repr, one_chunk_schedules()))}"
-            )
     for device in problem.devices:
         problem.costs.measured_sizes(device.kind)
         problem.costs.optimizer(device.kind, problem.optimizer)

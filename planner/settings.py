@@ -12,7 +12,9 @@ from planner.plan.schedules import (
     SCHEDULES,
     ScheduleName,
     check_chunks,
+    chunk_schedules,
     one_chunk_schedules,
+    split_schedules,
 )
 from profiler.device import Device
 from profiler.errors import ArgumentError, InfeasibleError
@@ -41,19 +43,23 @@ _MOST = {
 }
 
 
+_ONLY_WHOLE: tuple[tuple[str, str | None], ...] = (("skips", "direct"), ("pinned", None))
+"""Settings that are for one stage a rank and a backward pass in one: with that value, or any."""
+
+
 class SettingKeywords(TypedDict, total=False):
     """Keywords of `autoplan` and `plan_from_profile` that say what is asked of a plan; all may be left out.
 
     Attributes:
         schedule: order of forward and backward passes, a key of `planner.plan.schedules.SCHEDULES`, `"gpipe"` by
-            default; `"auto"` takes the fastest one that fits.
+            default; `"auto"` takes the fastest one that fits, of those that the profile and the other settings allow.
         recompute: `"auto"` (default) recomputes no more than must be for a stage to fit or the step to be fast,
             `"always"` every stage as a whole, as GPipe does, `"never"` nothing.
         skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or
             `"direct"`, past them, where that fits: stages between need no memory and no time for them, and ranks that
             are no neighbours talk.
-        chunks: stages a rank, of a schedule that has several ("interleaved"); 1 by default. Each is kept or recomputed
-            as a whole, and there are at least 2 ranks.
+        chunks: stages a rank, of a schedule that has several ("interleaved"); 1 by default, `"auto"` to have it chosen.
+            Each is kept or recomputed as a whole, and there are at least 2 ranks.
         stages: K, if it is to be fixed; all chunks of all ranks.
         max_stages: largest K.
         micro_batches: M, if it is to be fixed; at most 16,384 in any case.
@@ -73,7 +79,7 @@ class SettingKeywords(TypedDict, total=False):
     schedule: ScheduleName
     recompute: RecomputeMode
     skips: SkipMode
-    chunks: int
+    chunks: int | Literal["auto"]
     stages: int | None
     max_stages: int | None
     micro_batches: int | None
@@ -94,6 +100,7 @@ class Settings:
     Attributes:
         batch_size: samples of a mini-batch, over all replicas.
         schedules: those to choose from.
+        choose_chunks: whether any number of chunks will do, where the schedule may have several.
         memory_limits: bytes for each device, the device's own where no limit was given.
         pinned: module paths and positions of devices.
     """
@@ -103,6 +110,7 @@ class Settings:
     recompute: RecomputeMode = "auto"
     skips: SkipMode = "relayed"
     chunks: int = 1
+    choose_chunks: bool = False
     stages: int | None = None
     max_stages: int
     micro_batches: int | None = None
@@ -132,6 +140,7 @@ class Settings:
         if not devices:
             raise ArgumentError("got 0 devices; give at least 1")
         check_count("batch_size", batch_size, most=MOST_SAMPLES)
+        choose_chunks = given.get("chunks") == "auto" and bool(given.pop("chunks"))
         for name, most in _MOST.items():
             if name in given:
                 check_count(name, given[name], most=most)
@@ -152,10 +161,13 @@ class Settings:
             raise ArgumentError("micro_batch_sizes is empty; name at least one size, or leave it out")
         chunks = given.get("chunks", 1)
         _check_chunks(chunks, schedule, given, len(devices))
+        if choose_chunks:
+            _check_choice_of_chunks(schedule, given)
         most = min(len(devices) * chunks, given.pop("max_stages", len(devices) * chunks))
         settings = cls(
             batch_size=batch_size,
-            schedules=one_chunk_schedules() if schedule == "auto" else (schedule,),
+            schedules=_schedules(schedule, given, choose_chunks=choose_chunks),
+            choose_chunks=choose_chunks,
             max_stages=most,
             micro_batch_sizes=None if sizes is None else frozenset(sizes),
             replicas=None if replicas == "auto" else replicas,
@@ -235,11 +247,41 @@ def _batch_too_small_text(batch: int, stages: int, per_stage: int) -> str:
     )
 
 
+def _schedules(schedule: ScheduleName, given: Mapping[str, Any], *, choose_chunks: bool) -> tuple[ScheduleName, ...]:
+    """Those to choose from; one that is named and cannot go together with another setting is refused."""
+    for_neighbours = [name for name, value in _ONLY_WHOLE if given.get(name) and value in (None, given[name])]
+    if schedule == "auto":
+        split = () if for_neighbours else split_schedules()
+        return one_chunk_schedules() + split + (chunk_schedules() if choose_chunks else ())
+    if SCHEDULES[schedule].splits_backward and for_neighbours:
+        name = for_neighbours[0]
+        raise ArgumentError(
+            f"{name} is {shown(given[name])}, and schedule {schedule!r} splits the backward pass, for which there are "
+            f"no such plans; leave {name} out, or choose one of {', '.join(map(repr, one_chunk_schedules()))}"
+        )
+    return (schedule,)
+
+
+def _check_choice_of_chunks(schedule: ScheduleName, given: Mapping[str, Any]) -> None:
+    """Several chunks a rank, as they may be chosen, go together with the other settings."""
+    if schedule != "auto" and schedule not in chunk_schedules():
+        raise ArgumentError(
+            f"chunks is 'auto', and schedule {schedule!r} has at most 1 a rank; several are for "
+            f"{', '.join(map(repr, chunk_schedules()))}"
+        )
+    for name, value in _ONLY_WHOLE:
+        if given.get(name) and value in (None, given[name]):
+            raise ArgumentError(
+                f"chunks is 'auto' and {name} is {shown(given[name])}, which is for one chunk a rank; leave one of "
+                "them out"
+            )
+
+
 def _check_chunks(chunks: int, schedule: ScheduleName, given: Mapping[str, Any], devices: int) -> None:
     """Several chunks a rank go together with the other settings."""
     if chunks == 1:
         return
-    able = ", ".join(repr(name) for name, record in SCHEDULES.items() if record.most_chunks > 1)
+    able = ", ".join(map(repr, chunk_schedules()))
     if schedule == "auto":
         raise ArgumentError(f'schedule is "auto", which is for one chunk a rank, and chunks is {chunks}; name {able}')
     check_chunks(schedule, given.get("stages", chunks), chunks)
@@ -248,7 +290,7 @@ def _check_chunks(chunks: int, schedule: ScheduleName, given: Mapping[str, Any],
             f"chunks is {chunks}, and there would be 1 rank; give at least 2 devices and {2 * chunks} stages, or leave "
             "chunks out"
         )
-    for name, value in (("skips", "direct"), ("pinned", None)):
+    for name, value in _ONLY_WHOLE:
         if given.get(name) and value in (None, given[name]):
             raise ArgumentError(
                 f"chunks is {chunks} and {name} is {shown(given[name])}, which is for one chunk a rank; leave one of "

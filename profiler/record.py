@@ -176,6 +176,8 @@ class LayerCost(Value):
             include the loss function.
         recompute_s: median seconds of recomputing that forward pass in the backward phase.
         backward_s: median seconds of the backward pass.
+        weight_s: the part of it that makes gradients of parameters and can be a pass of its own; 0 if not measured.
+        weight_kept_bytes: what lives from the rest of the backward pass until that one.
         spread: relative spread of the timings, (third quartile - first quartile) / median of forward + backward.
         kept_bytes: bytes created by this layer that are kept until the backward pass, in distinct storages; parameters
             and what enters the layer are not counted. Stages keep at most the sum of their layers'.
@@ -194,6 +196,8 @@ class LayerCost(Value):
     forward_s: Seconds
     recompute_s: Seconds
     backward_s: Seconds
+    weight_s: Seconds = 0.0
+    weight_kept_bytes: Bytes = 0
     spread: RelativeError
     kept_bytes: Bytes
     transient_bytes: Bytes

@@ -29,8 +29,8 @@ Floats: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.intp]
 
-_TIMES = ("forward_s", "recompute_s", "backward_s")
-_SIZES = ("kept_bytes", "transient_bytes", "output_bytes", "output_gradient_bytes")
+_TIMES = ("forward_s", "recompute_s", "backward_s", "weight_s")
+_SIZES = ("kept_bytes", "transient_bytes", "output_bytes", "output_gradient_bytes", "weight_kept_bytes")
 _IN_STAGE = ("held_bytes", "workspace_bytes")
 
 
@@ -48,10 +48,12 @@ class LayerArrays:
     forward_s: Floats
     recompute_s: Floats
     backward_s: Floats
+    weight_s: Floats
     kept_bytes: Floats
     transient_bytes: Floats
     output_bytes: Floats
     output_gradient_bytes: Floats
+    weight_kept_bytes: Floats
     held_bytes: Floats
     workspace_bytes: Floats
 
@@ -64,11 +66,13 @@ class LayerSeconds:
         forward_s: of forward passes.
         recompute_s: of forward passes again, if the layer is recomputed.
         backward_s: of backward passes.
+        weight_s: the part of them that can be a pass of its own.
     """
 
     forward_s: Floats
     recompute_s: Floats
     backward_s: Floats
+    weight_s: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,6 +181,13 @@ class CostModel:
                 position_below[key] = len(stacked)
                 stacked.append(rows)
         return StageStack(self, position, position_below, *map(np.stack, zip(*map(_stage_bytes, stacked), strict=True)))
+
+    def splits_backward(self, device_kind: str) -> bool:
+        """Whether gradients of parameters were measured apart on that kind of device."""
+        return any(cost.weight_s for rows in self._rows_of(device_kind) for cost in rows)
+
+    def _rows_of(self, device_kind: str) -> list[list[LayerCost]]:
+        return [rows for (kind, _), rows in self._rows.items() if kind == device_kind]
 
     def optimizer(self, device_kind: str, name: str) -> OptimizerCost:
         """What a step of that optimizer costs on that kind of device.

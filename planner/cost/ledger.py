@@ -35,7 +35,7 @@ from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRa
 from planner.cost.messages import Message
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
+from planner.plan.schedules import ONE_CHUNK, Held, Ring, ScheduleName
 from profiler.record import OptimizerCost
 
 Range: TypeAlias = tuple[int, int] | EllipsisType
@@ -70,6 +70,8 @@ class Counts(Enum):
     """Once, with the larger of the figures for a large and a small micro-batch."""
     IN_FLIGHT = auto()
     """For each micro-batch in flight, of its own size; how many, the schedule's record says."""
+    WAITING = auto()
+    """For each micro-batch that waits for the gradients of its parameters, of its own size; how many, likewise."""
     UNDER_WAY = auto()
     """For the messages under way at a boundary; how many, the figure says."""
     TRANSIENT = auto()
@@ -102,6 +104,8 @@ class Basis:
         micro_batches: how a replica's samples are cut.
         ahead_bytes: see `Message`.
         ring: ranks, and chunks of each.
+        held: micro-batches in flight and waiting at the moment that is looked at, where several might need most; by
+            default as many in flight as ever are.
     """
 
     costs: CostModel
@@ -112,6 +116,7 @@ class Basis:
     micro_batches: MicroBatches
     ahead_bytes: int = AHEAD_BYTES
     ring: Ring = ONE_CHUNK
+    held: Held | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,6 +283,13 @@ ROWS: tuple[RangeRow | Row, ...] = (
         lambda at: at.layers.output_bytes,
         Form.IN_PARTS,
     ),
+    Row(
+        "kept for the gradients of parameters",
+        "deferred",
+        Of.LAYERS,
+        Counts.WAITING,
+        lambda at: at.layers.weight_kept_bytes,
+    ),
     *WHOLE_ROWS[1:],
     Row(
         "values of a segment",
@@ -300,7 +312,13 @@ ROWS: tuple[RangeRow | Row, ...] = (
         "receive_buffers",
         Of.FIRST_BOUNDARY,
         Counts.UNDER_WAY,
-        lambda at: at.message.at_receiver(at.basis.schedule, at.basis.micro_batches, at.number, at.basis.ring),
+        lambda at: at.message.at_receiver(
+            at.basis.schedule,
+            at.basis.micro_batches,
+            at.number,
+            at.basis.ring,
+            None if at.basis.held is None else at.basis.held[0],
+        ),
     ),
     Row(
         "messages under way after the stage",
@@ -347,6 +365,7 @@ class Ledger:
     Attributes:
         message: what crosses after each layer.
         in_flight: how many micro-batches of the larger and of the smaller size are, a row for each number.
+        waiting: how many wait for the gradients of their parameters, likewise.
     """
 
     def __init__(
@@ -361,8 +380,10 @@ class Ledger:
         large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
         message = self.message = Message.behind(large, small, basis.ahead_bytes)
         self._numbers = numbers
-        flying = [split.in_flight(basis.schedule, number, basis.ring) for number in numbers]
-        self.in_flight = np.array(flying, dtype=np.float64)
+        held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]
+        if basis.held is not None:
+            held = [(split.larger_first(basis.held[0]), split.larger_first(basis.held[1])) for _ in numbers]
+        self.in_flight, self.waiting = np.array(held, dtype=np.float64).swapaxes(0, 1)
         self._large = self._small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage)
         if not split.equal:
             self._small = Figures(basis, sizes[1], small, message, numbers[0], layers_of_stage)
@@ -380,13 +401,13 @@ class Ledger:
             at = replace(self._large, message=message or self.message)
             figures = [row.figure(replace(at, number=number)) for number in self._numbers]
             return np.stack([np.asarray(figure, dtype=np.float64) for figure in figures])
-        if row.counts is Counts.IN_FLIGHT:
-            many, few = self.in_flight.T
+        if row.counts in {Counts.IN_FLIGHT, Counts.WAITING}:
+            many, few = (self.in_flight if row.counts is Counts.IN_FLIGHT else self.waiting).T
             large, small = row.figure(self._large), row.figure(self._small)
             if isinstance(large, np.ndarray):
                 many, few = many[:, None], few[:, None]
-            in_flight: Floats = many * large + few * small
-            return in_flight
+            of_each: Floats = many * large + few * small
+            return of_each
         return self.moments(row)[None]
 
     def moments(self, row: Row) -> Floats:

@@ -69,7 +69,12 @@ class Message:
         return under_way
 
     def at_receiver(
-        self, schedule: ScheduleName, micro_batches: MicroBatches, number: int, ring: Ring = ONE_CHUNK
+        self,
+        schedule: ScheduleName,
+        micro_batches: MicroBatches,
+        number: int,
+        ring: Ring = ONE_CHUNK,
+        flying: int | None = None,
     ) -> Floats:
         """Bytes under way at the stage that it comes to.
 
@@ -81,13 +86,15 @@ class Message:
             micro_batches: how a replica's samples are cut.
             number: of the stage from the end, 1 for the last.
             ring: ranks, and chunks of each.
+            flying: how many micro-batches are under way, where the schedule does not say it.
         """
         sent_back = np.minimum(self._ahead(SENDS_AHEAD, np.minimum(*self.gradients)), micro_batches.count)
         gradients: Floats = sent_back * np.maximum(*self.gradients)
         if SCHEDULES[schedule].keeps_all:
             return gradients
         large, small = self.outputs
-        flying = sum(micro_batches.in_flight(schedule, number, ring))
+        if flying is None:
+            flying = sum(micro_batches.in_flight(schedule, number, ring))
         posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small))
         soon = np.minimum(flying + posted_ahead, micro_batches.count)
         soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))

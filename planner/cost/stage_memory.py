@@ -11,7 +11,7 @@ from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRa
 from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, RangeFigures, Row, range_rows, rows_of
 from planner.cost.messages import Message
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
+from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Held, Ring, ScheduleName
 from planner.plan.stage import Segment, StageMemory
 from profiler.device import Device
 from profiler.record import OptimizerCost
@@ -49,10 +49,12 @@ def stage_memory(
     segments: Sequence[Segment],
     skips: StageSkips = NO_SKIPS,
     ring: Ring = ONE_CHUNK,
+    held: Sequence[Held] = (),
 ) -> StageMemory:
     """Peak bytes of the stage of layers [first, stop).
 
-    Of the chunks of a rank the first has what a process has once, whatever its layers.
+    Of the chunks of a rank the first has what a process has once, whatever its layers. Where the backward pass is
+    split, the moment counts at which micro-batches in flight and waiting ones need most together.
 
     Args:
         costs: costs of the layers.
@@ -67,17 +69,33 @@ def stage_memory(
         segments: what is recomputed.
         skips: of the values alive at its boundaries those that do not come from, or go to, its neighbours.
         ring: ranks, and chunks of each.
+        held: micro-batches in flight and waiting, at all moments that may need most; by default as the schedule's
+            record has it.
     """
-    basis = Basis(costs, parameters, device.kind, optimizer, schedule, micro_batches, ring=ring)
+    moments = held or SCHEDULES[schedule].held(number, micro_batches.count, ring)
+    bases = [
+        Basis(costs, parameters, device.kind, optimizer, schedule, micro_batches, ring=ring, held=moment)
+        for moment in moments
+    ]
+    said = [_memory_at(basis, number, first, stop, segments, skips) for basis in bases]
+    return max(said, key=lambda memory: memory.total)
+
+
+def _memory_at(
+    basis: Basis, number: int, first: int, stop: int, segments: Sequence[Segment], skips: StageSkips
+) -> StageMemory:
+    """Bytes of the stage at one moment, see `stage_memory`."""
+    costs, micro_batches, ring = basis.costs, basis.micro_batches, basis.ring
     sizes = micro_batches.largest, micro_batches.smallest
     large, small = (
-        _without(costs.layers(device.kind, size), range(max(0, first - 1), stop), past)
+        _without(costs.layers(basis.device_kind, size), range(max(0, first - 1), stop), past)
         for size, past in zip(sizes, skips.past, strict=True)
     )
     stage = _Stage(first, stop, segments, Ledger(basis, (number,), (large, small), (first, stop)), skips)
     found = {**dict.fromkeys(StageMemory.model_fields, 0.0), "transient": stage.peak()}
     for range_row in range_rows():
-        found[range_row.memory_class] += float(range_row.figure(RangeFigures(parameters, optimizer, (first, stop))))
+        figures = RangeFigures(basis.parameters, basis.optimizer, (first, stop))
+        found[range_row.memory_class] += float(range_row.figure(figures))
     later_chunk = ring.chunks > 1 and number <= ring.ranks * (ring.chunks - 1)
     for row in rows_of(*(of for of in Of if not (later_chunk and of is Of.STAGE)), form=stage.form):
         found[row.memory_class] += stage.bytes_of(row)

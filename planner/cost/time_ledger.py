@@ -33,6 +33,8 @@ class Pass(Enum):
     FORWARD = auto()
     RECOMPUTE = auto()
     BACKWARD = auto()
+    WEIGHTS = auto()
+    """The part of the backward pass that schedules which split it take apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ PASS_ROWS: tuple[PassRow, ...] = (
     PassRow("forward pass", Pass.FORWARD, lambda layers: layers.forward_s),
     PassRow("forward pass again", Pass.RECOMPUTE, lambda layers: layers.recompute_s),
     PassRow("backward pass", Pass.BACKWARD, lambda layers: layers.backward_s),
+    PassRow("gradients of parameters, of the backward pass", Pass.WEIGHTS, lambda layers: layers.weight_s),
 )
 MESSAGE_ROWS: tuple[MessageRow, ...] = (
     MessageRow("latency", lambda link, size_bytes: link.latency_s),

@@ -17,13 +17,13 @@ from planner.cost.layer_costs import Floats, Indices, Mask
 from planner.kernel.compiled import compiled
 
 NONE = -1
-"""No pass: they are numbered as in an array of shape (2, K, M), forward passes first."""
+"""No pass: they are numbered as in an array of shape (passes, K, M), forward passes first."""
 NOT_YET = -1.0
 """When a pass is done that has not begun."""
 
 
 class _Walk(NamedTuple):
-    """How far the passes are, each of shape (2, K, M).
+    """How far the passes are, each of shape (passes, K, M).
 
     Attributes:
         done_s: when each is done, or `NOT_YET`.
@@ -37,29 +37,29 @@ class _Walk(NamedTuple):
 
 
 @compiled
-def longest_path(
-    orders: Indices, forward: Floats, backward: Floats, shares: Floats, sends: Floats
-) -> tuple[float, float, Floats, Floats]:
+def longest_path(orders: Indices, seconds: Floats, shares: Floats, sends: Floats) -> tuple[float, float, Floats]:
     """The longest path of a schedule.
 
     Args:
-        orders: passes of each rank, shape (ranks, 2 M chunks), see `planner.plan.schedules`.
-        forward: seconds of the forward pass of each stage for a large micro-batch, shape (K,).
-        backward: likewise.
-        shares: of that for each micro-batch, forward and backward, shape (2, M).
+        orders: passes of each rank, see `planner.plan.schedules`.
+        seconds: of each kind of pass, stage by stage, for a large micro-batch, shape (2, K), or (3, K) where the
+            backward pass is split.
+        shares: of that for each micro-batch, shape (2, M) or (3, M).
         sends: seconds of outputs and of gradients of each micro-batch, shape (2, M).
 
     Returns:
-        Its length, the messages' part of it, and how many large micro-batches' forward and backward passes of each
-        stage are on it, of shape (K,): the length is the sum of all three. Infinite if passes wait for each other.
+        Its length, the messages' part of it, and how many large micro-batches' passes of each kind and stage are on it,
+        of the shape of `seconds`: these, weighted, and the messages add up to the length. Infinite if passes wait for
+        each other.
     """
-    stages, micro_batches = len(forward), shares.shape[1]
-    there = 2, stages, micro_batches
+    kinds, stages = seconds.shape
+    micro_batches = shares.shape[1]
+    there = kinds, stages, micro_batches
     walk = _Walk(np.full(there, NOT_YET), np.full(there, NONE), np.zeros(there, dtype=np.bool_))
-    last = _walked(walk, orders, np.stack((forward, backward)), shares, sends)
-    on_path, on_links = np.zeros((2, stages)), 0.0
+    last = _walked(walk, orders, seconds, shares, sends)
+    on_path, on_links = np.zeros((kinds, stages)), 0.0
     if last == NONE:
-        return np.inf, on_links, on_path[0], on_path[1]
+        return np.inf, on_links, on_path
     length_s = walk.done_s.ravel()[last]
     while last != NONE:
         back, place = last // (stages * micro_batches), last % (stages * micro_batches)
@@ -68,7 +68,7 @@ def longest_path(
         if walk.by_message[back, stage, batch]:
             on_links += sends[back, batch]
         last = walk.before[back, stage, batch]
-    return length_s, on_links, on_path[0], on_path[1]
+    return length_s, on_links, on_path
 
 
 @compiled
@@ -109,7 +109,7 @@ def _pass(walk: _Walk, turn: int, rank: int, ranks: int, clock_s: float, last: i
     back, stage = place // chunks, place % chunks * ranks + rank
     source = stage - 1 if back == 0 else stage + 1
     walk.before[back, stage, batch] = last
-    if 0 <= source < stages:
+    if back < len(sends) and 0 <= source < stages:
         sent_s = walk.done_s[back, source, batch]
         if sent_s == NOT_YET:
             return NONE

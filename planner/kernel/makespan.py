@@ -78,7 +78,12 @@ def makespan_s(schedule: ScheduleName, seconds: Floats, chunks: int = 1) -> floa
     if rows <= W and SCHEDULES[schedule].splits_backward:
         raise ValueError(f"{schedule} takes seconds of W, and of {rows} rows none is theirs")
     orders = orders_of(schedule, stages // chunks, micro_batches, chunks)
-    return float(_walked_s(orders, np.ascontiguousarray(seconds)))
+    return walked_s(orders, seconds)
+
+
+def walked_s(orders: Indices, seconds: Floats) -> float:
+    """The same for passes of shape (ranks, passes)."""
+    return float(walked(orders, np.ascontiguousarray(seconds)))
 
 
 @lru_cache(maxsize=64)
@@ -88,7 +93,7 @@ def orders_of(schedule: ScheduleName, ranks: int, micro_batches: int, chunks: in
 
 
 @compiled
-def _walked_s(orders: Indices, seconds: Floats) -> float:
+def walked(orders: Indices, seconds: Floats) -> float:
     """Steps 1 to 4; infinite if all wait for each other."""
     _, stages, micro_batches = seconds.shape
     ranks, most = orders.shape

@@ -188,6 +188,7 @@ def make_schedule(
     recompute: Sequence[bool],
     skips: Sequence[tuple[int, int]] = (),
     chunks: int = 1,
+    orders: Sequence[Order] | None = None,
 ) -> Schedule:
     """The lists of actions of a schedule.
 
@@ -198,6 +199,7 @@ def make_schedule(
         recompute: for each stage whether it recomputes a segment before each backward pass.
         skips: pairs of stages, not neighbours, of which the first sends to the second past those between.
         chunks: stages a rank.
+        orders: the passes of each rank, of a schedule that each plan has its own of.
 
     Returns:
         One list of actions a rank.
@@ -219,7 +221,7 @@ def make_schedule(
     back = ActionKind.I if SCHEDULES[name].splits_backward else ActionKind.B
     return tuple(
         tuple(_with_transfers(order, micro_batches, back, recompute[rank::ranks], peers[rank::ranks]))
-        for rank, order in enumerate(rank_orders(name, ranks, micro_batches, chunks))
+        for rank, order in enumerate(orders or rank_orders(name, ranks, micro_batches, chunks))
     )
 
 

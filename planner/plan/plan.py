@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
-from planner.plan.schedules import DEFAULT_SCHEDULE, MOST_CHUNKS, ScheduleName, check_chunks, known
+from planner.plan.order_text import check_order_texts, order_of_text
+from planner.plan.schedules import DEFAULT_SCHEDULE, MOST_CHUNKS, SCHEDULES, ScheduleName, check_chunks, known
 from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
 from planner.plan.unused import Unused
 from profiler.errors import ArgumentError, PlanFileError
@@ -81,6 +82,8 @@ class Plan(Value):
         micro_batch_sizes: samples of each micro-batch of one replica in order; replica r takes samples
             `[r * n, (r + 1) * n)` of the mini-batch with `n = batch_size / replicas`, which they add up to.
         schedule: order of the passes on each stage, one of `planner.plan.schedules.SCHEDULES`.
+        orders: the passes of each stage as letters, F, I and W, of a schedule that each plan has its own of;
+            micro-batches take each of them in order.
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
         optimizer: class name of the optimizer that the predictions assume.
         chunks: stages a rank, of a schedule that has several: stage k runs on rank k mod (K / chunks).
@@ -98,6 +101,7 @@ class Plan(Value):
     micro_batch_sizes: tuple[Samples, ...] = Field(min_length=1, max_length=MOST_MICRO_BATCHES)
     schedule: ScheduleName = DEFAULT_SCHEDULE
     chunks: int = Field(default=1, gt=0, le=MOST_CHUNKS)
+    orders: tuple[str, ...] = ()
     replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -120,13 +124,15 @@ class Plan(Value):
 
         One list a stage, or one a rank where ranks have several chunks.
         """
+        count = self.M if micro_batches is None else micro_batches
         return make_schedule(
             self.schedule,
             stages=self.K,
-            micro_batches=self.M if micro_batches is None else micro_batches,
+            micro_batches=count,
             recompute=[bool(stage.recompute) for stage in self.stages],
             skips=[skip.ends for skip in self.skips],
             chunks=self.chunks,
+            orders=[order_of_text(text, count) for text in self.orders],
         )
 
     @property
@@ -204,6 +210,7 @@ class Plan(Value):
                     )
                 reached = segment.stop
         self._check_skips()
+        self._check_orders()
         return self
 
     def _check_chunks(self) -> None:
@@ -226,6 +233,16 @@ class Plan(Value):
                 )
             if stage.devices != self.stages[position % ranks].devices:
                 raise ValueError(f"stages {position % ranks} and {position} are of one rank and on unlike devices")
+
+    def _check_orders(self) -> None:
+        if not SCHEDULES[self.schedule].made_for_plan:
+            if self.orders:
+                raise ValueError(f"there are {len(self.orders)} orders, and schedule {self.schedule!r} has its own")
+            return
+        try:
+            check_order_texts(self.orders, self.K, self.M)
+        except ArgumentError as problem:
+            raise ValueError(str(problem)) from problem
 
     def _check_skips(self) -> None:
         if len({skip.ends for skip in self.skips}) != len(self.skips):

@@ -202,11 +202,13 @@ def _stage_row(plan: Plan, index: int, stage: Stage) -> list[str]:
 
 def _memory_table(plan: Plan, width: int) -> list[str]:
     """A row for each stage, or for each rank where it has several."""
-    head = ["rank" if plan.chunks > 1 else "stage", *(name.replace("_", " ") for name in _CLASSES), "device"]
+    deferred = any(memory.deferred for memory in plan.device_memories)
+    names = [name for name in _CLASSES if deferred or name != "deferred"]
+    head = ["rank" if plan.chunks > 1 else "stage", *(name.replace("_", " ") for name in names), "device"]
     rows = [
         [
             str(index),
-            *(bytes_text(getattr(memory, name)) for name in _CLASSES),
+            *(bytes_text(getattr(memory, name)) for name in names),
             bytes_text(plan.stages[index].device.memory_bytes),
         ]
         for index, memory in enumerate(plan.device_memories)

@@ -60,6 +60,10 @@ def pass_of(number: int, micro_batches: int, chunks: int = 1) -> tuple[PassKind,
     return PassKind(kind), chunk, micro_batch
 
 
+Held: TypeAlias = tuple[int, int]
+"""Micro-batches in flight, and those that wait for the gradients of their parameters, at one moment."""
+
+
 class Ring(NamedTuple):
     """Over how many ranks the stages go, and how often they go round: stage c * ranks + r is chunk c of rank r.
 
@@ -99,6 +103,8 @@ class ScheduleRecord:
         source: where it was published.
         most_chunks: chunks that a rank may have, at most.
         splits_backward: whether the gradients of the parameters have passes of their own.
+        made_for_plan: whether each plan has orders of its own, found from what its stages take and may hold; `order` is
+            then one that any plan could have.
     """
 
     order: Callable[[int, int, int, int], Order]
@@ -107,6 +113,7 @@ class ScheduleRecord:
     source: str
     most_chunks: int = 1
     splits_backward: bool = False
+    made_for_plan: bool = False
 
     @property
     def keeps_all(self) -> bool:
@@ -127,6 +134,13 @@ class ScheduleRecord:
             return _most_under_way(self.order, rank, ranks, micro_batches, chunks)[chunk]
         return micro_batches if self.in_flight is None else self.in_flight(number, micro_batches)
 
+    def held(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> tuple[Held, ...]:
+        """What a stage holds at the moments at which it may need most memory; see `most_in_flight` and `most_held`."""
+        if not self.splits_backward:
+            return ((self.most_in_flight(number, micro_batches, ring), 0),)
+        # of such an order the number from the end says as much as rank and ranks where there are enough ranks
+        return most_held(self.order(ring.ranks - number, ring.ranks, micro_batches, 1), micro_batches)
+
     @property
     def last_turns_around(self) -> bool:
         """Whether on the last stage each backward pass follows its forward pass, and nothing is recomputed."""
@@ -145,6 +159,35 @@ def _most_under_way(
         now[chunk] += change[kind]
         most[chunk] = max(most[chunk], now[chunk])
     return tuple(most)
+
+
+def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
+    """What a stage holds at once, where another moment has not as many of both.
+
+    While the gradients of inputs are made, a micro-batch is still in flight and counts among the waiting ones, too:
+    what it will keep is there before what it kept is free.
+
+    >>> most_held(SCHEDULES["zb-h1"].order(1, 3, 8, 1), 8)
+    ((2, 2),)
+    """
+    flying = waiting = 0
+    seen: set[Held] = set()
+    for number in order:
+        kind, _, _ = pass_of(number, micro_batches)
+        if kind is PassKind.FORWARD:
+            flying += 1
+            seen.add((flying, waiting))
+        elif kind is PassKind.BACKWARD:
+            waiting += 1
+            seen.add((flying, waiting))
+            flying -= 1
+        else:
+            waiting -= 1
+    return tuple(one for one in sorted(seen) if not any(one != other and _covers(other, one) for other in seen))
+
+
+def _covers(more: Held, less: Held) -> bool:
+    return more[0] >= less[0] and more[1] >= less[1]
 
 
 def _gpipe_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
@@ -256,6 +299,14 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1, figure 2",
         splits_backward=True,
     ),
+    "zb": ScheduleRecord(
+        _zb_h1_order,
+        min,
+        Objective.WORK,
+        "after Qi et al., arXiv 2401.10241, sections 3 and 4: as far ahead as memory allows (ZB-H2 at its upper end)",
+        splits_backward=True,
+        made_for_plan=True,
+    ),
 }
 DEFAULT_SCHEDULE: ScheduleName = "gpipe"
 
@@ -269,6 +320,16 @@ def known(name: ScheduleName) -> ScheduleName:
     if name not in SCHEDULES:
         raise ArgumentError(f"schedule {name!r} is none of {', '.join(SCHEDULES)}")
     return name
+
+
+def split_schedules() -> tuple[ScheduleName, ...]:
+    """Those that split the backward pass."""
+    return tuple(name for name, record in SCHEDULES.items() if record.splits_backward)
+
+
+def chunk_schedules() -> tuple[ScheduleName, ...]:
+    """Those that may have several chunks a rank."""
+    return tuple(name for name, record in SCHEDULES.items() if record.most_chunks > 1)
 
 
 def one_chunk_schedules() -> tuple[ScheduleName, ...]:

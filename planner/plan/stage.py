@@ -134,6 +134,8 @@ class StageMemory(Value):
         gradients: of trainable parameters.
         optimizer: state of the optimizer.
         activations: what all micro-batches in flight keep for the backward pass, stage inputs included.
+        deferred: what micro-batches keep until the gradients of their parameters are made, where these have a pass of
+            their own. It counts with the activations for the moment at which both together need most.
         transient: the largest moment on top of that (one recomputed micro-batch, temporaries).
         receive_buffers: messages under way: outputs and gradients, and with 1F1B inputs.
         reserve: fixed cost of the process and its allocator.
@@ -143,6 +145,7 @@ class StageMemory(Value):
     gradients: PredictedBytes
     optimizer: PredictedBytes
     activations: PredictedBytes
+    deferred: PredictedBytes = 0
     transient: PredictedBytes
     receive_buffers: PredictedBytes
     reserve: PredictedBytes
@@ -155,6 +158,7 @@ class StageMemory(Value):
             + self.gradients
             + self.optimizer
             + self.activations
+            + self.deferred
             + self.transient
             + self.receive_buffers
             + self.reserve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,9 @@ from planner.cost.layer_costs import Floats
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.cost.transfers import boundary_s
-from planner.kernel.makespan import makespan_s
+from planner.kernel.makespan import B, W, makespan_s, walked_s
+from planner.plan.order_text import order_of_text
+from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
 from planner.solve.problem import Candidate, Problem
 
@@ -44,12 +47,14 @@ class Balance:
         stages: in pipeline order.
         step_s: seconds of the step, all-reduce and optimizer included.
         lower_bound_s: no plan for the same problem is faster.
+        orders: the passes of each stage as letters, where the plan has its own.
     """
 
     candidate: Candidate
     stages: tuple[StageChoice, ...]
     step_s: float
     lower_bound_s: float
+    orders: tuple[str, ...] = ()
 
     @property
     def _order(self) -> tuple[int, int, int, tuple[int, ...]]:
@@ -83,7 +88,9 @@ def fits(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]
     )
 
 
-def evaluate_s(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> float:
+def evaluate_s(
+    problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...], orders: Sequence[str] = ()
+) -> float:
     """Seconds of the step of a plan: the simulator's number."""
     split = candidate.split
     large, small = (stage_seconds(problem, size, stages) for size in (split.largest, split.smallest))
@@ -93,9 +100,13 @@ def evaluate_s(problem: Problem, candidate: Candidate, stages: tuple[StageChoice
     )
     ends = [sum(end_seconds(problem, candidate, stage)) for stage in stages]
     ranks = len(stages) // candidate.ring.chunks
-    return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + max(
-        sum(ends[rank::ranks]) for rank in range(ranks)
-    )
+    end_s = max(sum(ends[rank::ranks]) for rank in range(ranks))
+    if SCHEDULES[candidate.schedule].splits_backward:
+        seconds[B] -= seconds[W]
+    if not orders:
+        return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + end_s
+    passes = np.array([order_of_text(text, split.count) for text in orders], dtype=np.int64)
+    return walked_s(passes, seconds) + end_s
 
 
 def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> tuple[float, float]:
@@ -110,7 +121,7 @@ def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> t
 
 
 def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) -> Floats:
-    """Seconds of F, R, B, SEND_F and SEND_B of every stage for a micro-batch of that size, shape (5, K)."""
+    """Seconds of F, R, B, SEND_F, SEND_B and W, which is a part of B, of every stage for that size, shape (6, K)."""
     outputs, gradients = boundary_s(problem.link, problem.at_boundaries(size))
     rows = []
     for stage in stages:
@@ -123,6 +134,7 @@ def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) 
                 costs.backward_s[stage.first : stage.stop].sum() + sum(recompute_s[:-1]),
                 outputs[stage.stop],
                 gradients[stage.first],
+                costs.weight_s[stage.first : stage.stop].sum(),
             )
         )
     return np.array(rows, dtype=np.float64).T

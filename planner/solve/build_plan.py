@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
+from planner.kernel.makespan import SEND_B, SEND_F
+from planner.plan.order_text import order_of_text
 from planner.plan.plan import Plan, Prediction
+from planner.plan.schedules import SCHEDULES, most_held
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageTimes
 from planner.solve.balance import Balance, StageChoice, end_seconds, stage_seconds
@@ -37,6 +40,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         micro_batch_sizes=candidate.split.sizes,
         schedule=candidate.schedule,
         chunks=candidate.ring.chunks,
+        orders=found.orders,
         replicas=candidate.replicas,
         optimizer=problem.optimizer,
         stages=stages_of(problem, found, routes),
@@ -78,7 +82,10 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
     if routes:
         stops = [stage.stop for stage in found.stages]
         for size, table in seconds.items():
-            table[-2:] = neighbour_s(problem.link, problem.at_boundaries(size), size, stops, routes)
+            table[SEND_F : SEND_B + 1] = neighbour_s(problem.link, problem.at_boundaries(size), size, stops, routes)
+    names = ["forward_s", "recompute_s", "backward_s", "send_forward_s", "send_backward_s"]
+    if SCHEDULES[found.candidate.schedule].splits_backward:
+        names.append("weight_s")
     left = [list(group.members) for group in problem.classes]
     ranks = len(found.stages) // found.candidate.ring.chunks
     members_of = [
@@ -90,13 +97,7 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
         times = tuple(
             StageTimes(
                 micro_batch_size=size,
-                **dict(
-                    zip(
-                        ("forward_s", "recompute_s", "backward_s", "send_forward_s", "send_backward_s"),
-                        (float(value) for value in seconds[size][:, index]),
-                        strict=True,
-                    )
-                ),
+                **dict(zip(names, (float(value) for value in seconds[size][:, index]), strict=False)),
             )
             for size in sizes
         )
@@ -116,7 +117,7 @@ def _stage(
     routes: Sequence[Route],
 ) -> Stage:
     profile = problem.costs.profile
-    first, stop = choice.first, choice.stop
+    first, stop, count = choice.first, choice.stop, found.candidate.split.count
     names = dict.fromkeys(name for layer in profile.layers[first:stop] for name in layer.parameters)
     elements = {parameter.name: parameter.elements for parameter in profile.parameters}
     all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice)
@@ -145,6 +146,7 @@ def _stage(
             segments=choice.segments,
             skips=stage_skips(routes, index, found.candidate.split),
             ring=found.candidate.ring,
+            held=most_held(order_of_text(found.orders[index], count), count) if found.orders else (),
         ),
     )
 

@@ -21,6 +21,7 @@ from planner.cost.layer_costs import Floats, prefix_sums
 from planner.cost.time_ledger import end_s
 from planner.kernel.critical_path import longest_path
 from planner.kernel.makespan import orders_of
+from planner.plan.schedules import SCHEDULES
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.deadline import Deadline
 
@@ -57,6 +58,10 @@ def chunk_bound(plans: ChunkPlans, deadline: Deadline, enough_s: float = np.inf)
     """The bound of a candidate; once it is above `enough_s` nobody asks how far."""
     program = _Program(plans)
     end_s = _end_s(plans)
+    if SCHEDULES[plans.candidate.schedule].made_for_plan:
+        program.note_any_order()
+        bound_s, seconds = program.solved()
+        return ChunkBound(bound_s * CERTAINTY + end_s, seconds[: plans.stages])
     best_s, bound_s = np.inf, 0.0
     seconds = best = program.even()
     for _ in range(MOST_PROGRAMS):
@@ -82,7 +87,7 @@ def _end_s(plans: ChunkPlans) -> float:
 
 
 class _Program:
-    """The linear program: seconds of all stages forward and backward, and above all paths the makespan.
+    """The linear program: seconds of all stages for each kind of pass, and above all paths the makespan.
 
     Args:
         plans: of the candidate.
@@ -92,8 +97,9 @@ class _Program:
         candidate, stages = plans.candidate, plans.stages
         count, many = candidate.split.count, candidate.split.number_largest
         self._orders = orders_of(candidate.schedule, plans.ranks, count, candidate.ring.chunks)
-        layers = [np.diff(sums, axis=-1).min(axis=1) for sums in (plans.forward_s, plans.backward_s)]  # (2 sizes, L)
+        layers = [np.diff(sums, axis=-1).min(axis=1) for sums in plans.passes_s]  # (2 sizes, L) each
         larger = np.arange(count) < many
+        self._split = candidate.split
         self._shares = np.array([np.where(larger, 1.0, _least_ratio(small, large)) for large, small in layers])
         cuts = np.flatnonzero(plans.problem.rules.allowed)[1:-1]
         least = [
@@ -101,58 +107,73 @@ class _Program:
             for sums in (plans.outputs_s, plans.gradients_s)
         ]
         self._sends = np.array([np.where(larger, large, small) for large, small in least])
-        self._scale_s = float(layers[0][0].sum() + layers[1][0].sum())  # numbers near one for the solver
-        forward, backward = layers[0][0] / self._scale_s, layers[1][0] / self._scale_s
-        self._stages = stages
+        self._scale_s = float(sum(one[0].sum() for one in layers))  # numbers near one for the solver
+        scaled = np.array([one[0] / self._scale_s for one in layers])
+        self._kinds, self._stages = len(layers), stages
         self._rows: list[Floats] = []
         self._limits: list[float] = []
-        self._totals = np.array([forward.sum(), backward.sum()])
-        self._least = np.array([forward.min(), backward.min()])
-        self._order_of_layers(forward, backward)
+        self._totals, self._least = scaled.sum(axis=1), scaled.min(axis=1)
+        self._order_of_layers(scaled)
 
-    def _row(self, forward: Floats, backward: Floats, makespan: float, limit: float) -> None:
-        """One condition: the weighted sum is at most the limit."""
-        self._rows.append(np.concatenate((forward, backward, [makespan])))
+    def _row(self, weights: Floats, makespan: float, limit: float) -> None:
+        """One condition: the sum weighted so, of shape (kinds, K), is at most the limit."""
+        self._rows.append(np.append(weights, makespan))
         self._limits.append(limit)
 
-    def _order_of_layers(self, forward: Floats, backward: Floats) -> None:
-        """What cuts could give."""
-        none, number = np.zeros(self._stages), len(forward)
-        sums = prefix_sums(forward), prefix_sums(backward)
+    def _order_of_layers(self, layers: Floats) -> None:
+        """What cuts could give, of seconds of each kind of pass and layer."""
+        sums = prefix_sums(layers)
         for stage in range(self._stages):
-            own = none.copy()
-            own[stage] = 1.0
-            self._row(_least_ratio(backward, forward) * own, -own, 0.0, 0.0)
-            self._row(-own, _least_ratio(forward, backward) * own, 0.0, 0.0)
+            for other in range(1, self._kinds):
+                for upper, lower in ((other, 0), (0, other)):
+                    ratio = np.zeros((self._kinds, self._stages))
+                    ratio[lower, stage], ratio[upper, stage] = _least_ratio(layers[upper], layers[lower]), -1.0
+                    self._row(ratio, 0.0, 0.0)
             if stage == self._stages - 1:
                 continue
-            first = np.where(np.arange(self._stages) <= stage, 1.0, 0.0)
-            after = number - (self._stages - 1 - stage)
-            for place, total in enumerate(sums):
-                weights = (first, none) if place == 0 else (none, first)
-                self._row(-weights[0], -weights[1], 0.0, -float(total[stage + 1]))
-                self._row(weights[0], weights[1], 0.0, float(total[after]))
+            after = layers.shape[1] - (self._stages - 1 - stage)
+            for kind, total in enumerate(sums):
+                first = np.zeros((self._kinds, self._stages))
+                first[kind, : stage + 1] = 1.0
+                self._row(-first, 0.0, -float(total[stage + 1]))
+                self._row(first, 0.0, float(total[after]))
 
     def even(self) -> Floats:
-        """Equal seconds of all stages, shape (2 K,)."""
+        """Equal seconds of all stages, shape (kinds K,)."""
         return np.repeat(self._totals / self._stages, self._stages) * self._scale_s
 
     def note_path(self, seconds: Floats) -> float:
-        """Add the longest path for these seconds, shape (2 K,); its length."""
-        forward, backward = seconds[: self._stages], seconds[self._stages :]
-        length_s, links_s, on_forward, on_backward = longest_path(
-            self._orders, forward, backward, self._shares, self._sends
-        )
-        self._row(on_forward, on_backward, -1.0, -links_s / self._scale_s)
+        """Add the longest path for these seconds, shape (kinds K,); its length."""
+        each = np.ascontiguousarray(seconds.reshape(self._kinds, self._stages))
+        length_s, links_s, on_path = longest_path(self._orders, each, self._shares, self._sends)
+        self._row(on_path, -1.0, -links_s / self._scale_s)
         return length_s
+
+    def note_any_order(self) -> None:
+        """Add paths that there are in any order of passes, see `planner.solve.any_order`."""
+        totals = self._shares.sum(axis=1)
+        last = self._shares[:, -1]
+        forward, backward, weights = range(3)
+        for stage in range(self._stages):
+            path = np.zeros((3, self._stages))
+            path[forward, :stage] = 1.0
+            path[forward, stage], path[backward, stage] = totals[forward], totals[backward]
+            there_s = stage * self._sends[0, 0]
+            own = path.copy()
+            own[weights, stage] = totals[weights]
+            self._row(own, -1.0, -there_s / self._scale_s)
+            path[backward, :stage] = last[backward]
+            path[weights, 0] += last[weights]
+            self._row(path, -1.0, -(there_s + stage * self._sends[1, -1]) / self._scale_s)
 
     def solved(self) -> tuple[float, Floats]:
         """The least makespan above all paths so far, and the seconds of the stages that have it."""
         count = self._stages
-        whole = np.zeros((2, 2 * count + 1))
-        whole[0, :count] = whole[1, count:-1] = 1.0
+        whole = np.zeros((self._kinds, self._kinds * count + 1))
+        for kind in range(self._kinds):
+            whole[kind, kind * count : (kind + 1) * count] = 1.0
         answer = linprog(
-            np.r_[np.zeros(2 * count), 1.0],
+            np.r_[np.zeros(self._kinds * count), 1.0],
             A_ub=np.array(self._rows),
             b_ub=self._limits,
             A_eq=whole,

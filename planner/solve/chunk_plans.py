@@ -21,7 +21,8 @@ from planner.cost.layer_costs import Floats, Indices, prefix_sums
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import layer_seconds
 from planner.cost.transfers import boundary_s
-from planner.kernel.makespan import makespan_s
+from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, makespan_s
+from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
 from planner.solve.balance import Balance, StageChoice, end_seconds, evaluate_s
 from planner.solve.problem import Candidate, Problem
@@ -39,12 +40,14 @@ class ChunkChoice:
         stops: index after the last layer of each stage.
         classes: position in `Problem.classes` of each rank's devices.
         recompute: whether each stage is recomputed.
+        orders: the passes of each stage as letters, where the plan has its own.
     """
 
     step_s: float
     stops: Stops
     classes: tuple[int, ...]
     recompute: tuple[bool, ...]
+    orders: tuple[str, ...] = ()
 
 
 class ChunkPlans:
@@ -57,7 +60,10 @@ class ChunkPlans:
     Attributes:
         ranks: how many there are.
         stages: K.
+        tries_all: whether `fitted` finds the fastest of all plans with its cuts.
     """
+
+    tries_all = True
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
@@ -69,10 +75,11 @@ class ChunkPlans:
         kinds = [group.device.kind for group in problem.classes]
         seconds = [[layer_seconds(problem.costs, kind, size) for kind in kinds] for size in self.sizes]
         # sums of layers [0, i), shape (2, C, L + 1)
-        self.forward_s, self.recompute_s, self.backward_s = (
+        self.forward_s, self.recompute_s, self.backward_s, self.weight_s = (
             np.array([[prefix_sums(getattr(costs, name)) for costs in sized] for sized in seconds])
-            for name in ("forward_s", "recompute_s", "backward_s")
+            for name in ("forward_s", "recompute_s", "backward_s", "weight_s")
         )
+        self._splits = SCHEDULES[candidate.schedule].splits_backward
         between = [boundary_s(problem.link, problem.at_boundaries(size)) for size in self.sizes]
         self.outputs_s, self.gradients_s = (np.array(side) for side in zip(*between, strict=True))
         self._bytes: dict[tuple[int, int, int, int, bool], tuple[int, int]] = {}
@@ -80,20 +87,34 @@ class ChunkPlans:
 
     def step_s(self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool] = ()) -> float:
         """Seconds of the step, up to rounding; nothing is recomputed by default. Whether it fits is not asked."""
+        seconds = self.seconds(stops, classes, recompute)
+        return makespan_s(self.candidate.schedule, seconds, self.candidate.ring.chunks) + self.end_s(stops, classes)
+
+    @property
+    def passes_s(self) -> tuple[Floats, ...]:
+        """Of each kind of pass the sums over layers: forward and backward, the latter in two where it is split."""
+        if not self._splits:
+            return self.forward_s, self.backward_s
+        return self.forward_s, self.backward_s - self.weight_s, self.weight_s
+
+    def seconds(self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool] = ()) -> Floats:
+        """Of all passes and messages, as `planner.kernel.makespan.makespan_s` has them."""
         first, stop = np.array((0, *stops[:-1])), np.array(stops)
         group = np.array([*classes] * self.candidate.ring.chunks)
-        seconds = np.zeros((5, self.stages, 2))
+        seconds = np.zeros((6 if self._splits else 5, self.stages, 2))
         for size in range(2):
-            seconds[0, :, size] = _between(self.forward_s[size], group, first, stop)
+            seconds[F, :, size] = _between(self.forward_s[size], group, first, stop)
             if any(recompute):
-                seconds[1, :, size] = _between(self.recompute_s[size], group, first, stop) * np.array(recompute)
-            seconds[2, :, size] = _between(self.backward_s[size], group, first, stop)
-            seconds[3, :, size] = self.outputs_s[size][stop]
-            seconds[4, :, size] = self.gradients_s[size][first]
-        each = np.repeat(seconds, self._counts, axis=2)
-        return makespan_s(self.candidate.schedule, each, self.candidate.ring.chunks) + self._end_s(stops, classes)
+                seconds[R, :, size] = _between(self.recompute_s[size], group, first, stop) * np.array(recompute)
+            seconds[B, :, size] = _between(self.backward_s[size], group, first, stop)
+            seconds[SEND_F, :, size] = self.outputs_s[size][stop]
+            seconds[SEND_B, :, size] = self.gradients_s[size][first]
+            if self._splits:
+                seconds[W, :, size] = _between(self.weight_s[size], group, first, stop)
+                seconds[B, :, size] -= seconds[W, :, size]
+        return np.repeat(seconds, self._counts, axis=2)
 
-    def _end_s(self, stops: Stops, classes: Sequence[int]) -> float:
+    def end_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """Of the slowest rank's all-reduce and optimizer step."""
         spent = [0.0] * self.ranks
         for index, (first, stop) in enumerate(pairwise((0, *stops))):
@@ -178,7 +199,7 @@ class ChunkPlans:
                 number=self.stages - stage,
                 first=first,
                 stop=stop,
-                segments=_segments(first, stop, recomputed),
+                segments=segments_of_stage(first, stop, recomputed),
                 ring=self.candidate.ring,
             )
             self._bytes[key] = memory.total - memory.transient, memory.transient
@@ -193,11 +214,12 @@ class ChunkPlans:
         """
         stages = tuple(
             StageChoice(
-                first, stop, choice.classes[index % self.ranks], _segments(first, stop, choice.recompute[index])
+                first, stop, choice.classes[index % self.ranks], segments_of_stage(first, stop, choice.recompute[index])
             )
             for index, (first, stop) in enumerate(pairwise((0, *choice.stops)))
         )
-        return Balance(self.candidate, stages, evaluate_s(self.problem, self.candidate, stages), lower_bound_s)
+        step_s = evaluate_s(self.problem, self.candidate, stages, choice.orders)
+        return Balance(self.candidate, stages, step_s, lower_bound_s, choice.orders)
 
 
 def _between(sums: Floats, group: Indices, first: Indices, stop: Indices) -> Floats:
@@ -206,5 +228,6 @@ def _between(sums: Floats, group: Indices, first: Indices, stop: Indices) -> Flo
     return seconds
 
 
-def _segments(first: int, stop: int, recomputed: bool) -> tuple[Segment, ...]:
+def segments_of_stage(first: int, stop: int, recomputed: bool) -> tuple[Segment, ...]:
+    """Of a stage that is kept or recomputed as a whole."""
     return (Segment(first=first, stop=stop),) if recomputed else ()

@@ -25,12 +25,13 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats
-from planner.plan.schedules import Ring
+from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.units import bytes_text
 from planner.solve.balance import TIE, Balance
 from planner.solve.chunk_bound import ChunkBound, chunk_bound, least_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
 from planner.solve.deadline import Deadline
+from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
 
 FEW_CUTS = 2_000
@@ -61,19 +62,23 @@ class _Waiting(NamedTuple):
     bound: ChunkBound | None
 
 
-def chunk_balance(problem: Problem) -> Balance | None:
+def chunk_balance(problem: Problem, reached: Balance | None = None) -> Balance | None:
     """The fastest plan with as many chunks a rank as the settings say; None when none was found that fits.
+
+    Args:
+        problem: with schedules that all may have so many chunks.
+        reached: the best plan of other schedules: returned if nothing faster is found, and its lower bound counts.
 
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
     deadline = Deadline(problem.settings.time_limit_s)
     patience = PATIENCE if problem.settings.time_limit_s is None else np.inf
-    best: Balance | None = None
-    lower_bound_s, in_vain = np.inf, 0
+    best = reached
+    lower_bound_s, in_vain = np.inf if reached is None else reached.lower_bound_s, 0
     queue = [
         _Waiting(least_s(plans), plans.candidate.split.count, position, plans, None)
-        for position, plans in enumerate(ChunkPlans(problem, candidate) for candidate in candidates(problem))
+        for position, plans in enumerate(plans_of(problem, candidate) for candidate in candidates(problem))
     ]
     heapq.heapify(queue)
     while queue:
@@ -99,10 +104,17 @@ def chunk_balance(problem: Problem) -> Balance | None:
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Every schedule, R, M and number of ranks that the settings allow."""
     chunks, stages = problem.settings.chunks, problem.settings.stages
+    fewest = 1 if chunks == 1 else FEW_RANKS
     for candidate in problem.candidates():
         most = problem.most_stages(candidate.replicas, candidate.split.count) // chunks
-        for ranks in range(FEW_RANKS, most + 1) if stages is None else (stages // chunks,):
+        for ranks in range(fewest, most + 1) if stages is None else (stages // chunks,):
             yield replace(candidate, ring=Ring(ranks, chunks))
+
+
+def plans_of(problem: Problem, candidate: Candidate) -> ChunkPlans:
+    """The plans of a candidate: with the schedule's order, or with orders of their own."""
+    own = SCHEDULES[candidate.schedule].made_for_plan
+    return OwnOrderPlans(problem, candidate) if own else ChunkPlans(problem, candidate)
 
 
 def nothing_fits_text(problem: Problem) -> str:
@@ -111,7 +123,7 @@ def nothing_fits_text(problem: Problem) -> str:
     every = list(candidates(problem))
     picks = np.linspace(0, len(every) - 1, min(len(every), MOST_LOOKED_AT)).round().astype(int)
     for pick in picks:
-        plans = ChunkPlans(problem, every[pick])
+        plans = plans_of(problem, every[pick])
         bound = chunk_bound(plans, Deadline(None), enough_s=0.0)
         found = _Climb(plans, bound, Deadline(None)).nearest()
         if found is not None and (nearest is None or found[0] < nearest[0]):
@@ -122,11 +134,14 @@ def nothing_fits_text(problem: Problem) -> str:
     rank = max(range(plans.ranks), key=lambda rank: plans.over_bytes(rank, stops, classes))
     device = problem.classes[classes[rank]].device
     more = plans.over_bytes(rank, stops, classes)
+    chunks, fewer = f"{problem.settings.chunks} chunks a rank", "Try fewer chunks"
+    if problem.settings.chunks == 1:
+        chunks, fewer = f"schedule {' or '.join(map(repr, problem.settings.schedules))}", "Try another schedule"
     return (
-        f"no plan with {problem.settings.chunks} chunks a rank was found that fits the memory. The nearest one has "
+        f"no plan with {chunks} was found that fits the memory. The nearest one has "
         f"{plans.ranks} ranks and M = {plans.candidate.split.count} micro-batches; its rank {rank} needs "
         f"{bytes_text(device.memory_bytes + more)} and device {device.name} ({device.kind}) has "
-        f"{bytes_text(device.memory_bytes)}: {more} bytes ({bytes_text(more)}) too many. Try fewer chunks"
+        f"{bytes_text(device.memory_bytes)}: {more} bytes ({bytes_text(more)}) too many. {fewer}"
         + ("" if problem.settings.recompute == "auto" else ', recompute="auto"')
         + ", more devices or a smaller batch"
     )
@@ -192,7 +207,7 @@ class _Climb:
         return score.over_bytes, stops, classes
 
     def _best_of_all(self, orders: Sequence[tuple[int, ...]], below_s: float) -> tuple[ChunkChoice | None, float]:
-        """The best of all cuts, and the least that any takes if all fit without recompute."""
+        """The best of all cuts, and the least that any may take: where orders are made, one not found may be faster."""
         every = [
             (*inner, self._layers)
             for inner in itertools.combinations(self._places, self._plans.stages - 1)
@@ -207,6 +222,8 @@ class _Climb:
             if step_s >= reached_s:
                 break
             best = self._plans.fitted(stops, classes, reached_s) or best
+        if self._plans.tries_all:
+            return best, below_s if best is None else best.step_s
         return best, at_best[0][0] if at_best else np.inf
 
     def _starts(self) -> list[Stops]:

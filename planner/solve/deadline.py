@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 LABELS_PER_S = 5_000_000
 """Labels that `planner.kernel.search` tries in a second, at least [fitted: 10 to 50 million]."""
 UNLIMITED = 2**62
@@ -25,8 +27,13 @@ class Deadline:
         return self._stop_at is not None and time.monotonic() >= self._stop_at
 
     @property
+    def left_s(self) -> float:
+        """Seconds that are left; infinite without a limit."""
+        return np.inf if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
+
+    @property
     def labels(self) -> int:
         """Labels that a search may try in what is left."""
         if self._stop_at is None:
             return UNLIMITED
-        return int(LABELS_PER_S * max(0.0, self._stop_at - time.monotonic()))
+        return int(LABELS_PER_S * self.left_s)

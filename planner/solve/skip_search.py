@@ -29,6 +29,7 @@ from planner.plan.plan import Plan
 from planner.plan.stage import Segment, Stage
 from planner.rules import FREE
 from planner.solve import chunk_search
+from planner.solve.all_schedules import balance_of_all, families, is_plain
 from planner.solve.balance import Balance, StageChoice
 from planner.solve.build_plan import make_plan, stages_of
 from planner.solve.deadline import Deadline
@@ -59,7 +60,7 @@ def best_plan(problem: Problem) -> Plan | None:
     """
     values = _values(problem)
     if not values:
-        relayed = balance_any(problem) if problem.settings.chunks == 1 else chunk_search.chunk_balance(problem)
+        relayed = balance_of_all(problem)
         return None if relayed is None else make_plan(problem, relayed)
     deadline = Deadline(problem.settings.time_limit_s)
     problem = _with_share_of_time(problem)
@@ -79,7 +80,8 @@ def best_plan(problem: Problem) -> Plan | None:
 
 def no_plan_text(problem: Problem) -> str:
     """Why there is none. Cures are those of relaying, which is tried in any case."""
-    if problem.settings.chunks > 1:
+    problem = next(families(problem))
+    if not is_plain(problem.settings):
         return chunk_search.nothing_fits_text(problem)
     text = nothing_fits_text(with_fewer_classes(problem))
     if _values(problem):

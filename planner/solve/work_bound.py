@@ -56,6 +56,8 @@ def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:
     even share of the work at least. On equal devices see `_cut_bound`.
     """
     split, classes = candidate.split, problem.classes
+    if SCHEDULES[candidate.schedule].splits_backward:
+        return _split_bound(problem, candidate)
     pairs = [
         [layer_seconds(problem.costs, group.device.kind, size) for group in classes]
         for size in (split.largest, split.smallest)
@@ -86,6 +88,22 @@ def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:
         return _cut_bound(problem, candidate, large[0], 0 * large[0], steady * large[0], links)
     work = (split.number_largest - 1) * large[0] + (split.count - split.number_largest) * small[0]
     return _cut_bound(problem, candidate, large[0], large[0] - small[0], work, links)
+
+
+def _split_bound(problem: Problem, candidate: Candidate) -> WorkBound:
+    """Where the gradients of parameters may wait: a micro-batch goes forward to a stage, which then does all its work.
+
+    That is path 1 of `planner.solve.any_order` with the stage's weights at its end; links take no time here.
+    """
+    split = candidate.split
+    sized = [
+        [layer_seconds(problem.costs, group.device.kind, size) for group in problem.classes]
+        for size in (split.largest, split.smallest)
+    ]
+    forward = np.min([costs.forward_s for costs in sized[0]], axis=0)
+    large, small = (np.min([costs.forward_s + costs.backward_s for costs in one], axis=0) for one in sized)
+    work = split.number_largest * large + (split.count - split.number_largest) * small
+    return _cut_bound(problem, candidate, forward, forward, work - forward, np.zeros(problem.layers + 1))
 
 
 def _link_seconds(problem: Problem, candidate: Candidate, passes: tuple[Floats, Floats]) -> Floats:

@@ -33,7 +33,7 @@ def allocations() -> Iterator[list[int]]:
 
 def stage_bytes(memory: Sequence[LayerMemory]) -> StageBytes:
     """What the planner makes of the layers' memory."""
-    nothing = {"forward_s": 0.0, "recompute_s": 0.0, "backward_s": 0.0, "spread": 0.0}
+    nothing: dict[str, Any] = {"forward_s": 0.0, "recompute_s": 0.0, "backward_s": 0.0, "spread": 0.0}
     return StageBytes.of(
         [
             LayerCost(

@@ -28,11 +28,13 @@ def build_profile(
     links: tuple[Link, ...] = (Link(latency_s=0.0, bytes_per_s=1.0),),
     input_bytes: int = 0,
     reserve_bytes: int = 0,
+    weights: Sequence[tuple[float, float]] | None = None,
 ) -> Profile:
     """A profile from plain numbers.
 
     `rows[kind, size][layer]` are the values of `FIELDS`; `parameters` are (bytes, trainable), and `readers[layer]` the
-    positions of the parameters that the layer reads.
+    positions of the parameters that the layer reads. `weights[layer]` are the share of its backward pass that makes
+    gradients of parameters, and the share of what it keeps that they need.
     """
     layers = len(next(iter(rows.values())))
     readers = readers or [()] * layers
@@ -44,6 +46,8 @@ def build_profile(
                 "device_kind": kind,
                 "spread": 0.0,
                 **{name: (float if name.endswith("_s") else int)(v) for name, v in zip(FIELDS, row, strict=True)},
+                "weight_s": row[2] * weights[layer][0] if weights else 0.0,
+                "weight_kept_bytes": int(row[3] * weights[layer][1]) if weights else 0,
             }
         )
         for (kind, size), table in rows.items()

@@ -12,6 +12,7 @@ from planner.explain import explain
 from planner.from_profile import plan_from_profile
 from planner.kernel.critical_path import longest_path
 from planner.kernel.makespan import makespan_s, orders_of
+from planner.plan.schedules import SCHEDULES
 from planner.solve import chunk_search
 from planner.solve.build_plan import make_plan
 from planner.solve.chunk_bound import chunk_bound, least_s
@@ -111,7 +112,7 @@ def test_the_bound_is_below_every_cut(profiles, device, data):
 
 
 @given(
-    st.sampled_from(["interleaved", "interleaved-lean"]),
+    st.sampled_from(["interleaved", "interleaved-lean", "zb-h1"]),
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 9),
@@ -120,25 +121,23 @@ def test_the_bound_is_below_every_cut(profiles, device, data):
 def test_the_longest_path_is_the_makespan_and_a_line_below_it(name, ranks, chunks, count, seed):
     """Messages of no length wait for nothing but their sender."""
     random = np.random.default_rng(seed)
+    kinds = 3 if SCHEDULES[name].splits_backward else 2
+    chunks = min(chunks, SCHEDULES[name].most_chunks)
     stages = ranks * chunks
-    shares = np.ones((2, count))
     orders = orders_of(name, ranks, count, chunks)
 
-    def seconds():
-        return random.random(stages), random.random(stages)
-
-    def steps_s(forward, backward):
-        rows = np.zeros((5, stages, count))
-        rows[0], rows[2] = forward[:, None], backward[:, None]
+    def steps_s(seconds):
+        rows = np.zeros((6, stages, count))
+        for row, of_stages in zip((0, 2, 5), seconds, strict=False):
+            rows[row] = of_stages[:, None]
         return makespan_s(name, rows, chunks)
 
-    here, there = seconds(), seconds()
-    path = longest_path(orders, here[0], here[1], shares, np.zeros((2, count)))
-    length_s, links_s, on_forward, on_backward = path
+    here, there = random.random((2, kinds, stages))
+    length_s, links_s, on_path = longest_path(orders, here, np.ones((kinds, count)), np.zeros((2, count)))
     assert links_s == 0.0
-    assert length_s == pytest.approx(steps_s(*here))
-    assert on_forward @ here[0] + on_backward @ here[1] == pytest.approx(length_s)
-    assert on_forward @ there[0] + on_backward @ there[1] <= steps_s(*there) * (1 + ROUGH)
+    assert length_s == pytest.approx(steps_s(here))
+    assert (on_path * here).sum() == pytest.approx(length_s)
+    assert (on_path * there).sum() <= steps_s(there) * (1 + ROUGH)
 
 
 def uniform(layers, *, sizes=(1, 2)):

@@ -97,6 +97,7 @@ def test_memory_by_hand(profile_of, device):
         "gradients": 100,
         "optimizer": 200,
         "activations": 4 * (8 + 20) + 8 * 3,
+        "deferred": 0,
         "transient": 6,
         "receive_buffers": 4 * (2 + 6 + 4),  # gradients posted and read, outputs and gradients that leave; all short
         "reserve": 5,

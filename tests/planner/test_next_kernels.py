@@ -17,7 +17,7 @@ KIND = "cpu/1 thread"
 
 
 def _cost(size: int, workspace_bytes: int) -> LayerCost:
-    nothing = {"forward_s": 0.0, "recompute_s": 0.0, "backward_s": 0.0, "spread": 0.0}
+    nothing: dict[str, Any] = {"forward_s": 0.0, "recompute_s": 0.0, "backward_s": 0.0, "spread": 0.0}
     in_stage = InStage(forward_bytes=0, backward_bytes=0, last_backward_bytes=0, workspace_bytes=workspace_bytes)
     return LayerCost(
         layer=0,

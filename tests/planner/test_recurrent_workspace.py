@@ -1,6 +1,7 @@
 """What oneDNN's LSTM keeps grows by pages; sizes between two that were measured have room for it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def _cost(size: int, *calls: tuple[int, int, int, int], more_bytes: int = 0, is_
         Workspace(**dict(zip(names, call, strict=True)), size_bytes=_law(*call) + more_bytes, is_kept=is_kept)
         for call in calls
     )
-    nothing = {"forward_s": 0.0, "recompute_s": 0.0, "backward_s": 0.0, "spread": 0.0}
+    nothing: dict[str, Any] = {"forward_s": 0.0, "recompute_s": 0.0, "backward_s": 0.0, "spread": 0.0}
     total = sum(workspace.size_bytes for workspace in workspaces)
     return LayerCost(
         layer=0,

@@ -1,0 +1,82 @@
+"""The best plan of all schedules that are asked for: each family of them has a search of its own.
+
+1. Schedules with one stage a rank and a backward pass in one: `planner.solve.balancer`.
+2. Those that split the backward pass, and those with several chunks a rank, for each number of chunks:
+   `planner.solve.chunk_search`, which looks for nothing that is slower than the best plan so far.
+
+Time that is given is shared equally among the families that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.plan.schedules import SCHEDULES
+from planner.settings import Settings
+from planner.solve.balance import Balance
+from planner.solve.chunk_search import FEW_RANKS, chunk_balance
+from planner.solve.deadline import Deadline
+from planner.solve.many_devices import balance_any
+from planner.solve.problem import Problem
+
+CHUNKS_TRIED = (2, 3, 4)
+"""Chunks a rank that are tried where they are to be chosen [chosen: more send more, and gain ever less]."""
+
+
+def balance_of_all(problem: Problem) -> Balance | None:
+    """The fastest plan, and what no plan of any of the schedules is below.
+
+    Raises:
+        ProfileError: the profile lacks a device kind or the optimizer.
+    """
+    deadline = Deadline(problem.settings.time_limit_s)
+    best: Balance | None = None
+    every = [*families(problem)]
+    for number, family in enumerate(every):
+        shared = family
+        if problem.settings.time_limit_s is not None:
+            share_s = max(deadline.left_s, 0.0) / (len(every) - number)
+            shared = replace(family, settings=replace(family.settings, time_limit_s=share_s))
+        best = balance_any(shared) if is_plain(shared.settings) else chunk_balance(shared, best)
+    return best
+
+
+def families(problem: Problem) -> Iterator[Problem]:
+    """The problem once for each search, with the schedules and chunks that it is for."""
+    settings = problem.settings
+    names = {
+        kind: tuple(name for name in settings.schedules if _kind(name) == kind) for kind in ("plain", "split", "chunks")
+    }
+    plain = names["plain"] or (names["chunks"] if settings.chunks == 1 else ())
+    if plain:
+        yield replace(problem, settings=replace(settings, schedules=plain))
+    if names["split"]:
+        yield replace(problem, settings=replace(settings, schedules=names["split"]))
+    for chunks in CHUNKS_TRIED if settings.choose_chunks else (settings.chunks,):
+        chosen = with_chunks(settings, chunks, problem.layers) if chunks > 1 and names["chunks"] else None
+        if chosen is not None:
+            yield replace(problem, settings=replace(chosen, schedules=names["chunks"]))
+
+
+def with_chunks(settings: Settings, chunks: int, layers: int) -> Settings | None:
+    """The settings for so many chunks a rank; None where they do not allow 2 ranks of them."""
+    if settings.chunks == chunks:
+        return settings
+    devices = len(settings.memory_limits)
+    limited = settings.max_stages < devices
+    most = min(settings.max_stages if limited else devices * chunks, layers)
+    fixed = settings.stages
+    if most < FEW_RANKS * chunks or (fixed is not None and (fixed % chunks or fixed < FEW_RANKS * chunks)):
+        return None
+    return replace(settings, chunks=chunks, max_stages=most)
+
+
+def _kind(name: str) -> str:
+    record = SCHEDULES[name]
+    return "split" if record.splits_backward else "chunks" if record.most_chunks > 1 else "plain"
+
+
+def is_plain(settings: Settings) -> bool:
+    """Whether the search for one stage a rank and whole backward passes is for them."""
+    return settings.chunks == 1 and not any(SCHEDULES[name].splits_backward for name in settings.schedules)

@@ -1,0 +1,63 @@
+"""What no order of the passes takes less than, for stages of known seconds: the bound of schedules that make their own.
+
+Let stage k take f, i, w for a micro-batch, head_k be the seconds until the first input is there, tail_k those from
+its last backward pass until the first stage has made the last gradients, its last pass of weights included; and n_k the
+most micro-batches that it can hold. Micro-batches go forward, and back, in order; messages wait for nothing here.
+
+1. A stage does all its work after head_k. Passes of weights that it does after its last backward pass take as long as
+   they take, or the tail is longer:
+
+       T >= head_k + sum of f + i + max(sum of w, tail_k).
+
+   For let x of the weights' seconds lie before the end of that pass: it ends at head_k + sum of f + i + x or later, and
+   max(sum of w - x, tail_k) + x is no less than max(sum of w, tail_k).
+2. Its first gradient is there when the first micro-batch has been to the end and back to it. All backward passes and
+   weights come after that, and all forward passes but the first n_k, for there is room for no more.
+3. At the end of its last forward pass all but n_k backward passes are done; that micro-batch goes to the end and back,
+   and then its own backward pass and the tail follow.
+4. With n_k in flight at most, micro-batch m goes forward after m - n_k is back: those of number M - 1, M - 1 - n_k, ...
+   go to the end and back one after the other.
+
+A stage that is recomputed takes r more for each backward pass that does not follow its own forward pass; if it does,
+the stage has nothing to do while the micro-batch is behind it. The smaller of the two counts in 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats, Indices, prefix_sums
+from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W
+
+
+def any_order_s(seconds: Floats, most: Indices) -> float:
+    """No order of these passes takes less.
+
+    Args:
+        seconds: as `planner.kernel.makespan.makespan_s` has them, shape (6, K, M).
+        most: micro-batches that each stage can hold, shape (K,).
+    """
+    _, stages, count = seconds.shape
+    return max(_by_stage_s(seconds, stage, min(int(most[stage]), count)) for stage in range(stages))
+
+
+def _by_stage_s(seconds: Floats, stage: int, most: int) -> float:
+    """The same from what one stage has to do."""
+    count = seconds.shape[2]
+    forward, backward, weights = seconds[F, stage], seconds[B, stage], seconds[W, stage]
+    head_s = seconds[F, :stage, 0].sum() + seconds[SEND_F, :stage, 0].sum()
+    tail_s = weights[-1]
+    if stage:
+        back_s = seconds[SEND_B, 1 : stage + 1, -1].sum() + seconds[B, :stage, -1].sum()
+        tail_s = max(tail_s, back_s + seconds[W, 0, -1])
+    behind = seconds[F, stage + 1 :].sum(axis=0) + seconds[B, stage + 1 :].sum(axis=0)
+    behind = behind + seconds[SEND_F, stage:-1].sum(axis=0) + seconds[SEND_B, stage + 1 :].sum(axis=0)
+    again_s = np.minimum(seconds[R, stage], behind).sum()
+    own_s = head_s + forward.sum() + backward.sum() + again_s + max(weights.sum(), tail_s)
+    first_s = head_s + forward[0] + behind[0]
+    back_first_s = first_s + forward[most:].sum() + backward.sum() + max(weights.sum(), tail_s)
+    last_s = head_s + forward.sum() + backward[: count - most].sum() + behind[-1] + backward[-1] + tail_s
+    rounds = np.arange(count - 1, -1, -most)
+    before_s = prefix_sums(forward)[rounds[-1]]
+    rounds_s = head_s + before_s + (forward[rounds] + behind[rounds] + backward[rounds]).sum() + tail_s
+    return float(max(own_s, back_first_s, last_s, rounds_s))

@@ -1,0 +1,175 @@
+"""Plans of schedules whose order is made for each plan: cuts, recompute and order together.
+
+    plans = OwnOrderPlans(problem, candidate)
+    choice = plans.fitted((2, 5, 8), (0, 0, 0))              # stages of layers 0-1, 2-4, 5-7
+
+What a stage may hold follows from its device and its layers, and the order from that (`planner.solve.own_orders`); so
+recompute makes room to run ahead, and is tried wherever there is not room for all micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cost.stage_memory import stage_memory
+from planner.kernel.list_scheduler import Room
+from planner.plan.order_text import order_text
+from planner.plan.stage import StageMemory
+from planner.solve.any_order import any_order_s
+from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
+from planner.solve.own_orders import best_orders
+from planner.solve.problem import Candidate, Problem
+
+MOST_TRIED = 32
+"""Sets of stages to recompute that are tried at once; of more, one stage changes at a time [chosen]."""
+
+
+class _Room(NamedTuple):
+    """Of one stage, see `planner.kernel.list_scheduler.Room`."""
+
+    free: float
+    flying: float
+    waiting: float
+
+    @property
+    def over(self) -> float:
+        """Bytes that one micro-batch needs too many; at most 0 if it fits."""
+        return self.flying + self.waiting - self.free
+
+    def most(self, count: int) -> int:
+        """Micro-batches in flight at most, beside one that waits."""
+        return count if not self.flying else min(count, int((self.free - self.waiting) // self.flying))
+
+    def holds_all(self, count: int) -> bool:
+        """Whether the order need not look at memory."""
+        return count * (self.flying + self.waiting) <= self.free
+
+
+class OwnOrderPlans(ChunkPlans):
+    """Plans of one schedule, R, M and number of stages, as `ChunkPlans`, with orders of their own."""
+
+    tries_all = False
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        super().__init__(problem, candidate)
+        self._rooms: dict[tuple[int, int, int, int, bool], _Room] = {}
+
+    def fitted(self, stops: Stops, classes: tuple[int, ...], below_s: float = np.inf) -> ChunkChoice | None:
+        """The fastest plan found with these cuts that fits; None if none does, or none takes less than `below_s`."""
+        if self.at_best_s(stops, classes) >= below_s:
+            return None
+        modes = [self._modes(stage, stops, classes) for stage in range(self.stages)]
+        best: ChunkChoice | None = None
+        for recompute in self._chosen(modes):
+            found = self._ordered(stops, classes, recompute, below_s if best is None else best.step_s)
+            if found is not None and found.step_s < (below_s if best is None else best.step_s):
+                best = found
+        if best is not None and np.prod([len(mode) for mode in modes]) > MOST_TRIED:
+            best = self._one_by_one(best, modes)
+        return best
+
+    def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
+        """What no order and no recompute of these cuts takes less than."""
+        modes = [self._modes(stage, stops, classes) for stage in range(self.stages)]
+        if not all(modes):
+            return np.inf
+        count = self.candidate.split.count
+        seconds = self.seconds(stops, classes, [mode == (True,) for mode in modes])
+        most = [
+            max(self._room(stage, stops, classes, flag).most(count) for flag in mode)
+            for stage, mode in enumerate(modes)
+        ]
+        return any_order_s(seconds, np.array(most)) + self.end_s(stops, classes)
+
+    def over_bytes(self, rank: int, stops: Stops, classes: Sequence[int]) -> int:
+        """Bytes that a stage needs beyond its device for one micro-batch, recomputed or not; 0 if it fits."""
+        mode = self.problem.settings.recompute
+        flags = {"always": (True,), "never": (False,), "auto": (False, True)}[mode]
+        return max(0, int(min(self._room(rank, stops, classes, flag).over for flag in flags)))
+
+    def _modes(self, stage: int, stops: Stops, classes: Sequence[int]) -> tuple[bool, ...]:
+        """Whether to recompute a stage: what fits, and makes sense."""
+        mode = self.problem.settings.recompute
+        flags = {"always": (True,), "never": (False,), "auto": (False, True)}[mode]
+        rooms = {flag: self._room(stage, stops, classes, flag) for flag in flags}
+        if len(flags) > 1 and rooms[False].holds_all(self.candidate.split.count):
+            return (False,)
+        return tuple(flag for flag, room in rooms.items() if room.over <= 0)
+
+    def _chosen(self, modes: Sequence[tuple[bool, ...]]) -> Iterator[tuple[bool, ...]]:
+        """All sets of stages to recompute where they are few; else as few stages as may be, and as many."""
+        if not all(modes):
+            return iter(())
+        if np.prod([len(mode) for mode in modes]) <= MOST_TRIED:
+            return itertools.product(*modes)
+        return iter({tuple(mode[0] for mode in modes), tuple(mode[-1] for mode in modes)})
+
+    def _one_by_one(self, best: ChunkChoice, modes: Sequence[tuple[bool, ...]]) -> ChunkChoice:
+        """Change single stages as long as the step becomes shorter."""
+        for stage, mode in enumerate(modes):
+            if len(mode) > 1:
+                flags = best.recompute
+                changed = (*flags[:stage], not flags[stage], *flags[stage + 1 :])
+                found = self._ordered(best.stops, best.classes, changed, best.step_s)
+                if found is not None and found.step_s < best.step_s:
+                    best = found
+        return best
+
+    def _ordered(
+        self, stops: Stops, classes: tuple[int, ...], recompute: tuple[bool, ...], below_s: float
+    ) -> ChunkChoice | None:
+        """With the fastest order found, if any may take less than `below_s`."""
+        rooms = [self._room(stage, stops, classes, flag) for stage, flag in enumerate(recompute)]
+        seconds = self.seconds(stops, classes, recompute)
+        least_s = any_order_s(seconds, np.array([room.most(self.candidate.split.count) for room in rooms]))
+        if least_s + self.end_s(stops, classes) >= below_s:
+            return None
+        found = best_orders(seconds, Room(*map(np.array, zip(*rooms, strict=True))), least_s)
+        if found is None:
+            return None
+        makespan_s, orders = found
+        count = self.candidate.split.count
+        texts = tuple(order_text(tuple(order), count) for order in orders.tolist())
+        return ChunkChoice(makespan_s + self.end_s(stops, classes), stops, classes, recompute, texts)
+
+    def _room(self, stage: int, stops: Stops, classes: Sequence[int], recomputed: bool) -> _Room:
+        """What a stage may hold: bytes of its device less what is there in any case, and of each micro-batch.
+
+        The first one is of the larger size, and so is the next where there are two; so no moment needs more than these
+        three figures say.
+        """
+        first, group = stops[stage - 1] if stage else 0, classes[stage]
+        key = stage, group, first, stops[stage], recomputed
+        if key not in self._rooms:
+            one, more_flying, more_waiting = (
+                self._memory(stage, group, first, stops[stage], recomputed, held) for held in ((1, 1), (2, 1), (1, 2))
+            )
+            flying = more_flying.activations - one.activations
+            waiting = more_waiting.deferred - one.deferred
+            limit = self.problem.classes[group].device.memory_bytes
+            self._rooms[key] = _Room(float(limit - one.total + flying + waiting), float(flying), float(waiting))
+        return self._rooms[key]
+
+    def _memory(
+        self, stage: int, group: int, first: int, stop: int, recomputed: bool, held: tuple[int, int]
+    ) -> StageMemory:
+        """Bytes of a stage that holds so many micro-batches."""
+        device = self.problem.classes[group].device
+        return stage_memory(
+            self.problem.costs,
+            self.problem.parameters,
+            device,
+            self.candidate.schedule,
+            self.candidate.split,
+            self.problem.costs.optimizer(device.kind, self.problem.optimizer),
+            number=self.stages - stage,
+            first=first,
+            stop=stop,
+            segments=segments_of_stage(first, stop, recomputed),
+            ring=self.candidate.ring,
+            held=(held,),
+        )

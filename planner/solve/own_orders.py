@@ -1,0 +1,86 @@
+"""Orders for one plan of a schedule that splits the backward pass: the fastest of those that fit.
+
+Which settings of `planner.kernel.list_scheduler` are best depends on the stages, so all are tried: how many
+micro-batches may be in flight before those that come back go first (as with 1F1B, as with ZB-H2, or all), whether that
+is a limit, and how long a stage rather waits than do weights. Beside them stand two orders that are always the same:
+ZB-H1, and 1F1B whose passes of weights follow at once, which needs the least memory.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats, Indices
+from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
+from planner.kernel.makespan import walked_s
+from planner.plan.schedules import Held, Order, most_held, rank_orders
+from planner.solve.balance import TIE
+
+PATIENCE = (0.0, 0.5, 1.0)
+"""Parts of a pass of weights that a stage rather waits [chosen]."""
+CLOSE = 1e-3
+"""Relative distance from the bound at which an order is good enough [chosen]."""
+MOST_TRIES, WORK_OF_TRIES = 1_000, 20_000
+"""Moves of single passes that are tried, and micro-batches of stages that all of them look at [chosen: 3 ms]."""
+FEW_PASSES = 4_000
+"""Passes of a step up to which all settings are tried, and beyond which half of them are [chosen]."""
+
+
+def best_orders(seconds: Floats, room: Room, least_s: float = 0.0) -> tuple[float, Indices] | None:
+    """The fastest orders found that fit, and their makespan; None if some stage cannot hold one micro-batch.
+
+    Args:
+        seconds: as `planner.kernel.makespan.makespan_s` has them, shape (6, K, M).
+        room: what stages may hold.
+        least_s: no order takes less; nothing better is looked for than one that takes as long.
+    """
+    _, stages, count = seconds.shape
+    seconds = np.ascontiguousarray(seconds)
+    best: tuple[float, Indices] | None = None
+    for orders, held in _fixed(stages, count):
+        if all(_fits(room, stage, moments) for stage, moments in enumerate(held)):
+            best = _faster(best, orders, seconds)
+    behind = stages - np.arange(stages)
+    every = np.full(stages, count)
+    leads = [(behind, behind), (behind, every), (2 * behind - 1, every), (every, every)]
+    if stages * count * 3 <= FEW_PASSES:
+        leads.append((2 * behind - 1, 2 * behind - 1))
+    for lead, most in leads:
+        for patience in PATIENCE if stages * count * 3 <= FEW_PASSES else PATIENCE[::2]:
+            orders = listed(seconds, room, lead, most, patience)
+            if orders[-1, -1] == NOTHING:
+                return None
+            best = _faster(best, orders, seconds)
+    if best is None or best[0] <= least_s * (1 + CLOSE):
+        return best
+    tries = min(MOST_TRIES, WORK_OF_TRIES // (stages * count))
+    return _faster(best, exchanged(best[1], seconds, room, tries, least_s * (1 + CLOSE)), seconds)
+
+
+def _faster(best: tuple[float, Indices] | None, orders: Indices, seconds: Floats) -> tuple[float, Indices]:
+    """The faster one; of equal ones the first, which needs less memory."""
+    makespan_s = walked_s(orders, seconds)
+    return (makespan_s, orders) if best is None or makespan_s < best[0] * (1 - TIE) else best
+
+
+def _fits(room: Room, stage: int, moments: tuple[Held, ...]) -> bool:
+    """Whether a stage can hold so many micro-batches at each of these moments."""
+    flying, waiting, free = room.flying[stage], room.waiting[stage], room.free[stage]
+    return all(many * flying + others * waiting <= free for many, others in moments)
+
+
+@lru_cache(maxsize=64)
+def _fixed(stages: int, count: int) -> tuple[tuple[Indices, tuple[tuple[Held, ...], ...]], ...]:
+    """The two orders that are always the same, and what their stages hold."""
+    at_once = [_weights_at_once(order, count) for order in rank_orders("1f1b", stages, count)]
+    return tuple(
+        (np.array(orders, dtype=np.int64), tuple(most_held(order, count) for order in orders))
+        for orders in (rank_orders("zb-h1", stages, count), at_once)
+    )
+
+
+def _weights_at_once(order: Order, count: int) -> Order:
+    """Each backward pass in two, one after the other."""
+    return tuple(part for number in order for part in ((number,) if number < count else (number, number + count)))

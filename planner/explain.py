@@ -18,8 +18,10 @@ import pandas
 from planner.cost.layer_costs import Indices
 from planner.cost.ledger import Counts, classes_that_count
 from planner.plan.actions import ActionKind
+from planner.plan.explanation import Explanation
 from planner.plan.plan import Plan
 from planner.plan.simulator import Timeline, simulate_plan
+from planner.sentences import sentences_on
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError, InfeasibleError
 from profiler.record import Profile
@@ -36,25 +38,29 @@ CLOSE = 1e-9
 """Relative difference below which two times count as equal."""
 
 
-def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
-    """One row a stage: what it is busy with, whether it holds up the others, and what its limits are.
+def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
+    """Three sentences, and one row a stage: what it is busy with, whether it holds up the others, and its limits.
 
     Args:
         plan: what to explain.
-        profile: what the plan was made from; with it two columns say what the step would take with the cut after the
-            stage one layer earlier or later, its best recompute included (missing where that does not fit).
+        profile: what the plan was made from, which a plan made in this process knows itself. With it two columns say
+            what the step would take with the cut after the stage one layer earlier or later, its best recompute
+            included (missing where that does not fit), and a sentence what would help most: twice the memory,
+            bandwidth or batch, or a device more, each of which is planned for `planner.sentences.SEARCH_S`.
 
     Returns:
-        Columns: `forward_s`, `backward_s` (recompute included) and the longest transfers from the stage for the largest
-        micro-batch; `bottleneck`, whether the stage or its link takes the longest of all in `"forward"`, `"backward"`,
-        `"both"` or `""`; `busy`, the share of the time before the optimizer that it computes, and `memory_share` of its
-        device, both with all chunks of its rank; `recomputed_layers`; `memory_binds`, whether its memory costs time: it
-        recomputes, or (with the profile) has no room for one layer more of a neighbour's; `cut_earlier_s` and
-        `cut_later_s`, seconds of the step.
+        `sentences`, and columns: `forward_s`, `backward_s` (recompute included) and the longest transfers from the
+        stage for the largest micro-batch; `bottleneck`, whether the stage or its link takes the longest of all in
+        `"forward"`, `"backward"`, `"both"` or `""`; `busy`, the share of the time before the optimizer that it
+        computes, and `memory_share` of its device, both with all chunks of its rank; `recomputed_layers`;
+        `memory_binds`, whether its memory costs time: it recomputes, or (with the profile) has no room for one layer
+        more of a neighbour's; `cut_earlier_s` and `cut_later_s`, seconds of the step.
 
     Raises:
         ForeignPlanError: the profile is not the plan's.
     """
+    profile = profile or plan.profile
+    problem = None if profile is None else _problem_of(plan, profile)
     timeline = simulate_plan(plan)
     size = max(plan.micro_batch_sizes)
     rows = [_row(plan, index, size) for index in range(plan.K)]
@@ -72,14 +78,15 @@ def explain(plan: Plan, profile: Profile | None = None) -> pandas.DataFrame:
     shares = _memory_shares(plan)
     frame["memory_share"] = [shares[index % ranks] for index in range(plan.K)]
     frame["memory_binds"] = frame["recomputed_layers"] > 0
-    if profile is not None:
-        problem = _problem_of(plan, profile)
+    if problem is not None:
         cuts = [stage.stop_layer for stage in plan.stages[:-1]]
         for column, step in (("cut_earlier_s", -1), ("cut_later_s", +1)):
             moved = [_with_cuts_s(plan, problem, [*cuts[:k], cuts[k] + step, *cuts[k + 1 :]]) for k in range(len(cuts))]
             frame[column] = [*moved, float("nan")]
         frame["memory_binds"] |= pandas.Series(_full(plan, frame))
-    return frame
+    explanation = Explanation(frame)
+    explanation.sentences = sentences_on(plan, frame, problem)
+    return explanation
 
 
 def _memory_shares(plan: Plan) -> list[float]:

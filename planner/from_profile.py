@@ -63,7 +63,7 @@ def plan_from_profile(
     plan = best_plan(time_for_plan(problem))
     if plan is None:
         raise InfeasibleError(no_plan_text(problem))
-    return with_unused(problem, plan, time.monotonic() - began_s)
+    return with_unused(problem, plan, time.monotonic() - began_s).made_from(profile)
 
 
 def make_problem(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from executor.commands.options import PICTURE, Output
-from planner.plan.units import bytes_text, count_text, seconds_text
+from planner.plan.units import bytes_text, seconds_text
 from profiler.errors import ArgumentError
 from profiler.files import replace_file
 from profiler.text import one_line
@@ -91,19 +91,16 @@ def print_frame(frame: pandas.DataFrame, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(json.loads(frame.to_json(orient="records")), indent=2))
         return
-    cells = {
-        str(name).removesuffix("_s").removesuffix("_bytes").replace("_", " "): [
-            cell_text(str(name), value) for value in frame[name]
-        ]
-        for name in frame.columns
-    }
-    left = {head for head, name in zip(cells, frame.columns, strict=True) if _is_text(frame[name])}
+    cells, left = {}, set()
+    for name in frame.columns:
+        head = str(name).removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+        rows = [cell_text(str(name), value) for value in frame[name]]
+        if any(rows):  # what is empty in every row is left out
+            cells[head] = rows
+        if any(isinstance(value, str) for value in frame[name]):
+            left.add(head)
     for columns in _fitting(cells, left):
         _print_table({head: cells[head] for head in columns}, left)
-
-
-def _is_text(column: pandas.Series[Any]) -> bool:
-    return any(isinstance(value, str) for value in column)
 
 
 SHORTEST_TEXT = 16
@@ -134,15 +131,14 @@ def _least_width(head: str, rows: Sequence[str], is_text: bool) -> int:
 
 
 def _print_table(cells: Mapping[str, Sequence[str]], left: Collection[str]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, BETWEEN, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, BETWEEN, 0, 0))
     for head, rows in cells.items():
         is_text = head in left
         table.add_column(
-            head,
+            head.replace(" ", "\n"),
             justify="left" if is_text else "right",
             no_wrap=not is_text,
             overflow="fold",
@@ -174,7 +170,7 @@ def _percent(share: float) -> str:
 
 
 _UNITS: dict[str, Callable[[float], str]] = {
-    "_per_s": lambda rate: f"{count_text(rate)}/s",
+    "_per_s": lambda rate: f"{rate:.4g}/s",
     "_s": seconds_text,
     "_bytes": bytes_text,
     **dict.fromkeys(("bubble", "gap", "share", "busy"), _percent),

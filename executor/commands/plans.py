@@ -48,7 +48,10 @@ def explain(plan_file: Path, profile_file: Path | None, as_json: bool) -> None:
     from profiler.record import Profile
 
     measured = None if profile_file is None else Profile.load(profile_file)
-    print_frame(_loaded(plan_file).explain(measured).reset_index(), as_json=as_json)
+    explanation = _loaded(plan_file).explain(measured)
+    if not as_json:
+        click.echo("\n".join(explanation.sentences))
+    print_frame(explanation.reset_index(), as_json=as_json)
 
 
 @click.command()
@@ -70,7 +73,7 @@ def diff(plan_file: Path, other_file: Path, as_json: bool) -> None:
     if not as_json:
         for column in ("this", "other"):
             frame[column] = [cell_text(name, value) for name, value in zip(frame.quantity, frame[column], strict=True)]
-        frame = frame.rename(columns={"this": "A", "other": "B", "other / this": "B / A"})
+        frame = frame.rename(columns={"this": "A", "other": "B", "other / this": "B/A"})
     print_frame(frame, as_json=as_json)
 
 

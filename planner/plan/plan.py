@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import isclose
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,9 +28,11 @@ from profiler.value import Value, read_file, write_atomically
 if TYPE_CHECKING:
     import pandas
 
+    from planner.plan.explanation import Explanation
     from profiler.record import Profile
 
 PLAN_SCHEMA_VERSION: Final = 2
+_MADE_FROM: Final = "made_from_profile"
 ROUNDING: Final = 1e-9
 """Relative difference of two numbers of a plan that must be one, at most."""
 
@@ -283,8 +285,24 @@ class Plan(Value):
 
         return plan_frame(self)
 
-    def explain(self, profile: Profile | None = None) -> pandas.DataFrame:
-        """Why these cuts: busy times, bottlenecks and limits of each stage; with the profile, what others would cost.
+    @property
+    def profile(self) -> Profile | None:
+        """What the plan was made from, if that was in this process; it is in no file and goes to no other process."""
+        return self.__dict__.get(_MADE_FROM)
+
+    def made_from(self, profile: Profile) -> Self:
+        """This plan, which knows its profile from now on."""
+        self.__dict__[_MADE_FROM] = profile  # no field: two plans are equal whoever knows their profile
+        return self
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        return {**state, "__dict__": {name: v for name, v in state["__dict__"].items() if name != _MADE_FROM}}
+
+    def explain(self, profile: Profile | None = None) -> Explanation:
+        """Why these cuts: three sentences, and busy times, bottlenecks and limits of each stage.
+
+        With the profile, which a plan made in this process knows itself, also what others would cost.
 
         See `planner.explain.explain`.
         """

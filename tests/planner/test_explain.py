@@ -1,6 +1,7 @@
 """What a plan says of itself and of others, against plans made for the purpose."""
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 
 from planner.explain import what_if
 from planner.from_profile import plan_from_profile
+from planner.plan.plan import Plan
+from planner.plan.units import seconds_text
 from profiler.device import Link
-from profiler.errors import ForeignPlanError
+from profiler.errors import ForeignPlanError, PlanFileError
 
 
 @pytest.fixture
@@ -22,6 +25,11 @@ def profile(profile_of):
         optimizer=(0.001, 2.0),
         links=(Link(latency_s=0.01, bytes_per_s=1e6),),
     )
+
+
+def loaded(plan):
+    """As from a file."""
+    return Plan.parse_json(plan.to_json(), source="plan", error=PlanFileError)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -52,7 +60,7 @@ def test_memory_binds_where_a_stage_recomputes_or_is_full(profile, device):
     needs = [stage.memory.total for stage in roomy.stages]
     full = [device(memory_bytes=needs[0]), device(), device()]
     plan = plan_from_profile(profile, full, **asked, pinned={f"blocks.{2 * stage}": stage for stage in range(3)})
-    assert plan.explain()["memory_binds"].tolist() == [False] * 3
+    assert loaded(plan).explain()["memory_binds"].tolist() == [False] * 3
     assert plan.explain(profile)["memory_binds"].tolist() == [True, False, False]
     short = [device(memory_bytes=needs[0] - 1), device(), device()]
     plan = plan_from_profile(profile, short, **asked, pinned={f"blocks.{2 * stage}": stage for stage in range(3)})
@@ -61,9 +69,12 @@ def test_memory_binds_where_a_stage_recomputes_or_is_full(profile, device):
 
 def test_a_foreign_profile_explains_nothing(profile, device):
     plan = plan_from_profile(profile, [device()] * 2, batch_size=16)
-    assert "cut_later_s" not in plan.explain()
+    assert "cut_later_s" not in loaded(plan).explain()
+    assert loaded(plan).profile is pickle.loads(pickle.dumps(plan)).profile is None
+    assert loaded(plan) == plan == pickle.loads(pickle.dumps(plan))
     with pytest.raises(ForeignPlanError, match="not made from this profile"):
         plan.explain(profile.model_copy(update={"reserve_bytes": 1}))
+    assert plan.profile is profile
 
 
 def test_plans_compare(profile, device):
@@ -102,3 +113,31 @@ def test_memory_over_time_peaks_at_the_predicted_peak(profile, device, schedule,
         assert rows["bytes"].max() == pytest.approx(memory.total)
         assert rows["bytes"].iloc[-1] == pytest.approx(memory.total - memory.activations - memory.transient)
         assert np.all(np.diff(rows["time_s"]) > 0)
+
+
+def test_three_sentences_say_what_limits_what_is_next_and_what_would_help(profile, device):
+    plan = plan_from_profile(profile, [device()] * 3, batch_size=24, micro_batches=12, stages=3)
+    explanation = plan.explain()
+    limit, next_best, help_ = explanation.sentences
+    computing = explanation["forward_s"] + explanation["backward_s"]
+    assert limit.startswith(f"Stage {computing.argmax()} on ")
+    moved = explanation[["cut_earlier_s", "cut_later_s"]].min().min()
+    assert seconds_text(moved) in next_best
+    assert help_.startswith("What would help most is ")
+    assert str(explanation).startswith(limit)
+    assert f"<p>{limit}</p>" in explanation._repr_html_()
+    assert "stage" in str(explanation.head(1))
+    (one, _) = loaded(plan).explain().sentences
+    assert one == limit
+
+
+def test_a_slow_link_is_said_to_limit_the_step(profile, device):
+    slow = profile.model_copy(update={"links": (Link(latency_s=30.0, bytes_per_s=1e6),)})
+    plan = plan_from_profile(slow, [device()] * 2, batch_size=24, stages=2)
+    limit, _, help_ = plan.explain().sentences
+    assert limit.startswith("The link after stage 0 limits the step")
+    assert "twice the bandwidth" not in help_.partition(":")[0]  # its latency counts, not its bandwidth
+    assert (
+        plan_from_profile(slow, [device()], batch_size=24).explain().sentences[1]
+        == "There is one stage: no cut to move."
+    )

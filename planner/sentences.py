@@ -1,0 +1,131 @@
+"""A plan's explanation in three sentences: what limits the step, what the next-best cuts cost, what would help most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas
+
+from planner.plan.plan import Plan
+from planner.plan.units import seconds_text
+from planner.solve.problem import Problem
+from profiler.errors import PlanError
+
+SEARCH_S = 2.0
+"""Seconds that the search for each other plan may take [chosen]."""
+WORTH_NAMING = 0.005
+"""Part of the step below which a gain is none [chosen]."""
+UNLIKE = 0.01
+"""By what part a stage is longer than others for that to be said."""
+TWICE = 2
+
+
+def sentences_on(plan: Plan, frame: pandas.DataFrame, problem: Problem | None) -> tuple[str, ...]:
+    """What a person would say.
+
+    Args:
+        plan: what is explained.
+        frame: the table of `Plan.explain`.
+        problem: what its profile says with nothing but recompute free; None where there is no profile.
+    """
+    limit = _limit(plan, frame)
+    if problem is None:
+        return (limit, "With the profile that it was made from, other cuts and other hardware can be compared.")
+    return (limit, _next_best(plan, frame), _most_help(plan, problem))
+
+
+def _limit(plan: Plan, frame: pandas.DataFrame) -> str:
+    computing = frame["forward_s"] + frame["backward_s"]
+    sending = frame[["send_forward_s", "send_backward_s"]].max(axis=1)  # each direction has a link of its own
+    slowest = int(computing.to_numpy().argmax())
+    bubble = f"devices idle {plan.prediction.bubble:.0%} of the time"
+    if float(sending.max()) > float(computing.max()):
+        stage = int(sending.to_numpy().argmax())
+        return (
+            f"The link after stage {stage} limits the step: a micro-batch's messages take "
+            f"{seconds_text(float(sending[stage]))}, longer than any stage computes, and {bubble}."
+        )
+    mean_s = float(computing.mean())
+    over = float(computing[slowest]) / mean_s - 1 if mean_s else 0.0
+    than = f", {over:.0%} longer than the mean" if over >= UNLIKE else ""
+    return (
+        f"Stage {slowest} on {plan.stages[slowest].device.name} limits the step: it computes "
+        f"{seconds_text(float(computing[slowest]))} for each of {plan.M} micro-batches{than}, and {bubble}."
+    )
+
+
+def _next_best(plan: Plan, frame: pandas.DataFrame) -> str:
+    moved = [
+        (float(frame[column][stage]), stage, words)
+        for column, words in (("cut_earlier_s", "earlier"), ("cut_later_s", "later"))
+        for stage in range(plan.K - 1)
+        if not pandas.isna(frame[column][stage])
+    ]
+    if not moved:
+        return "No cut can be moved by a layer and still fit." if plan.K > 1 else "There is one stage: no cut to move."
+    step_s, stage, words = min(moved)
+    more = step_s / plan.prediction.step_s - 1
+    cost = f"{more:.1%} more" if more > 0 else "no more"
+    would = f"the step would take {seconds_text(step_s)}, {cost}"
+    return f"The next-best cut after stage {stage} is one layer {words}: {would}."
+
+
+def _most_help(plan: Plan, problem: Problem) -> str:
+    """The best of twice the memory, bandwidth, batch, and one device more."""
+    now = plan.prediction.samples_per_s
+    gains = {}
+    for words, changed in _changes(plan, problem):
+        found = _samples_per_s(changed)
+        if found is not None:
+            gains[words] = found / now - 1
+    helpful = {words: gain for words, gain in gains.items() if gain > WORTH_NAMING}
+    tried = ", ".join(gains)
+    if not helpful:
+        return f"Nothing of what was tried would help by more than {WORTH_NAMING:.1%}: {tried}."
+    most = max(helpful, key=lambda words: helpful[words])
+    others = [f"{words} {gain:.0%}" for words, gain in helpful.items() if words != most]
+    rest = f" ({', '.join(others)})" if others else ""
+    return f"What would help most is {most}: {helpful[most]:.0%} more samples/s{rest}."
+
+
+def _changes(plan: Plan, problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Keywords of `plan_from_profile` for what is asked of this plan with one thing changed."""
+    from profiler.device import Cluster
+
+    devices, link = problem.devices, problem.link
+    ranks = plan.ranks
+    asked: dict[str, Any] = {
+        "batch_size": plan.batch_size,
+        "schedule": plan.schedule,
+        "chunks": plan.chunks,
+        "replicas": plan.replicas,
+        "skips": problem.settings.skips,
+        "micro_batches_per_stage": min(4, max(1, plan.M // ranks)),
+        "time_limit_s": SEARCH_S,
+        "optimizer": plan.optimizer,
+        "profile": problem.costs.profile,
+    }
+    roomy = tuple(device.model_copy(update={"memory_bytes": TWICE * device.memory_bytes}) for device in devices)
+    yield "twice the memory", {**asked, "devices": Cluster(devices=roomy, link=link)}
+    if link is not None and plan.K > 1:
+        faster = link.model_copy(update={"bytes_per_s": TWICE * link.bytes_per_s})
+        yield "twice the bandwidth", {**asked, "devices": Cluster(devices=devices, link=faster)}
+    if link is not None:
+        more = (*devices, *devices[-plan.replicas :])
+        name = "a device more" if plan.replicas == 1 else f"{plan.replicas} devices more"
+        yield name, {**asked, "devices": Cluster(devices=more, link=link)}
+    yield (
+        "twice the batch",
+        {**asked, "devices": Cluster(devices=devices, link=link), "batch_size": TWICE * plan.batch_size},
+    )
+
+
+def _samples_per_s(keywords: dict[str, Any]) -> float | None:
+    """Throughput of the best plan; None if there is none, or the profile does not reach so far."""
+    from planner.from_profile import plan_from_profile
+
+    try:
+        return plan_from_profile(keywords.pop("profile"), keywords.pop("devices"), **keywords).prediction.samples_per_s
+    except PlanError:
+        return None

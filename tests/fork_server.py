@@ -62,6 +62,7 @@ READ_LATE = {
     "GPIPE_AUTOPLAN_TIMEOUT_S",
     "PYTEST_CURRENT_TEST",
     "PYTEST_XDIST_WORKER",
+    "TORCHELASTIC_RUN_ID",
     "GPIPE_TEST_TRACE",  # INHERITED
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it when it first asks for it
 }

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from profiler import trace
-from tests.coverage.fidelity import is_single, largest_share
+from tests.coverage.fidelity import eager_difference, is_single, largest_share
 from tests.coverage.model_list import MODELS, Entry
+from tests.coverage.test_coverage import ALIKE, CLOSE, HERE, check_faithful, part_of, traced
 
 SECONDS_AT_MOST = 30
 GIB_AT_MOST = 2
@@ -102,3 +103,21 @@ def test_deep_models_are_cut_finely_and_alike(entry: Entry) -> None:
     print(f"\n{entry.name}: {len(deep)} layers, {kinds[1]} kinds ({kinds[0]} of 4 blocks), at most {share:.1%}{single}")
     assert share <= LARGEST_SHARE or is_single(layer)
     assert kinds[1] <= kinds[0]
+
+
+@pytest.mark.benchmark
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ALIKE)
+def test_models_like_others_are_faithful(name: str) -> None:
+    """The others are in tests/coverage/test_coverage.py."""
+    check_faithful(name)
+    if name == "AmoebaNet-D":  # in float64, where batch normalization over one sample amplifies nothing
+        model = traced(name)
+        assert all(eager_difference(model.sequence, part_of(model.case, size)) <= CLOSE for size in (1, 3))
+
+
+@pytest.mark.benchmark
+def test_no_operation_is_only_in_models_that_are_like_others() -> None:
+    """Else `make test` would not see what the others see."""
+    seen = {operation for name in HERE for operation in traced(name).sequence.operations}
+    assert {name: new for name in ALIKE if (new := {*traced(name).sequence.operations} - seen)} == {}

@@ -163,11 +163,11 @@ def random_fault(kind: str, ranks: int, folder: Path, random_numbers: random.Ran
     return Fault(kind, rank, random_numbers.uniform(0.0, 0.5), str(folder / f"mark-{uuid.uuid4().hex}"))
 
 
-def launch_trial(plan: Plan, fault: Fault, folder: Path) -> Outcome:
+def launch_trial(plan: Plan, fault: Fault, folder: Path, timeout_s: float = TIMEOUT_S) -> Outcome:
     """Run under `launch`, in this process."""
     with _Leftovers(folder) as leftovers:
         try:
-            launch(train, plan, (fault,), timeout_s=TIMEOUT_S)
+            launch(train, plan, (fault,), timeout_s=timeout_s)
             error = "none"
         except ExecutionError as problem:
             error = str(problem)

@@ -27,6 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from profiler import trace
+from tests.executor import known_traces
 from tests.executor.fault_trials import SPEECHLESS, STUCK, Deep, Fault, X, began, expected, random_fault, train
 
 LAST_WORDS = "endless action"  # the fault whose rank cannot be interrupted: its error is printed before it is ended
@@ -130,7 +131,8 @@ def port_of_store() -> int:
 def main(folder: Path, kinds: str, trials: int, timeout_s: float) -> None:
     torch.set_num_threads(1)
     plan = Plan.load(folder / "plan.json")
-    trace(Deep(), X)  # loads all that the forks will need
+    known_traces.remember(trace(Deep(), X))  # loads all that the forks will need
+    known_traces.inherit()
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port_of_store()),

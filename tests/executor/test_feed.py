@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from executor import Pipeline, launch, pipeline
+from executor import Pipeline, launch
 from executor.batch import feed
 from executor.batch.calls import BatchForm, inputs_read
 from executor.batch.stand_in import StandIn
@@ -22,7 +22,6 @@ from planner import ArgumentError, ExecutionError, Plan
 from profiler import LayerSequence, trace
 from profiler.machine import channel
 from profiler.tracing.sample import describe_sample
-from tests.executor.conftest import shared_traces
 
 TOKENS, WIDTH = 6, 9
 
@@ -70,8 +69,14 @@ def sequence_of(model: nn.Module) -> LayerSequence:
     return trace(model, batch_of(8)[0], batch_dims={"ids": 1})
 
 
+@cache
+def traced(_: str = "") -> LayerSequence:
+    return sequence_of(made()[0])
+
+
 # Uneven ones, others than planned, and back; each number of tokens is traced for training and for evaluation.
 SHAPES = {"nothing": [(8, TOKENS), (5, TOKENS), (3, 4), (8, TOKENS)], "loader": [(8, TOKENS), (5, TOKENS)]}
+AS_PLANNED = {"nothing": [(8, TOKENS), (5, TOKENS), (8, TOKENS)]}
 
 
 @cache
@@ -82,14 +87,14 @@ def made() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, copy.deepcopy(model.state_dict())
 
 
-def trained(plan: Plan, way: str) -> dict[str, Any]:
+def trained(plan: Plan, way: str, shapes: list[tuple[int, int]]) -> dict[str, Any]:
     """What comes of some steps, evaluations and predictions."""
     model, start = made()
     model.load_state_dict(start)
     pipe = Pipeline(model, plan, loss_fn=loss_of)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     found: dict[str, Any] = {"losses": [], "predicted": []}
-    batches: Any = [batch_of(*shape) for shape in SHAPES[way]]
+    batches: Any = [batch_of(*shape) for shape in shapes]
     if way == "loader":
         batches = pipe.batches(batches if pipe.rank == 0 else None)
     for inputs, target in batches:
@@ -103,24 +108,30 @@ def trained(plan: Plan, way: str) -> dict[str, Any]:
     return found
 
 
-def trained_both_ways(plan: Plan) -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "traced_as_planned", shared_traces())
-        return [trained(plan, way) for way in SHAPES]
+def trained_in_all_ways(plan: Plan, shapes: dict[str, list[tuple[int, int]]]) -> list[dict[str, Any]]:
+    return [trained(plan, way, shapes[way]) for way in shapes]
 
 
 @pytest.mark.parametrize(
-    ("cuts", "settings"),
-    [((2, 6), {}), ((5,), {"replicas": 2, "schedule": "1f1b"}), ((3, 5, 8), {"ranks": [0, 1, 0, 1]})],
+    ("cuts", "settings", "shapes"),
+    [
+        ((2, 6), {}, SHAPES),
+        ((5,), {"replicas": 2, "schedule": "1f1b"}, AS_PLANNED),
+        ((3, 5, 8), {"ranks": [0, 1, 0, 1]}, AS_PLANNED),
+    ],
 )
 def test_rank_0_alone_has_the_data(
-    cuts: tuple[int, ...], settings: dict[str, Any], plan_for: Callable[..., Plan]
+    cuts: tuple[int, ...],
+    settings: dict[str, Any],
+    shapes: dict[str, list[tuple[int, int]]],
+    plan_for: Callable[..., Plan],
+    inherited: Callable[..., LayerSequence],
 ) -> None:
     """Keywords, nests, integers, masks, other dimensions, uneven and other batches than planned; in every bit."""
     replicas = settings.get("replicas", 1)
-    plan = plan_for(sequence_of(Masked()), cuts, batch_size=8, micro_batches=4 // replicas, **settings)
-    by_one = trained_both_ways(plan)
-    for rank, parts in enumerate(launch(trained_both_ways, plan)):
+    plan = plan_for(inherited(traced), cuts, batch_size=8, micro_batches=4 // replicas, **settings)
+    by_one = trained_in_all_ways(plan, shapes)
+    for rank, parts in enumerate(launch(trained_in_all_ways, plan, (shapes,))):
         for part, alone in zip(parts, by_one, strict=True):
             assert part["losses"] == alone["losses"]
             assert all(torch.equal(value, alone["weights"][name]) for name, value in part["weights"].items())

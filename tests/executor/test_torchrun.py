@@ -13,7 +13,8 @@ import torch
 
 from executor import Pipeline
 from planner import ForeignPlanError, Plan
-from profiler.machine.workers import run_workers
+from profiler.machine.workers import KEEP_FREED_MEMORY, run_workers
+from tests.executor import on_host
 from tests.executor.fault_trials import Deep, plan_of
 from tests.executor.under_torchrun import train
 
@@ -130,34 +131,43 @@ def hosts() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
-def run_on(hosts: Sequence[Sequence[str]], folder: Path) -> None:
+def run_on(hosts: Sequence[Sequence[str]], folder: Path, start_fork: Callable[..., Any]) -> None:
     """One rank on each host, without torchrun's agents, which take 3 s each; with them in tests/benchmarks."""
+    path = [entry for entry in sys.path if entry]
     variables = {
+        **KEEP_FREED_MEMORY,
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "WORLD_SIZE": "2",
         "MASTER_ADDR": HOSTS[0][0],
         "MASTER_PORT": "29511",
         "GLOO_SOCKET_IFNAME": "cable0",
     }
-    running = [
-        subprocess.Popen(
-            [*host, sys.executable, str(SCRIPT), str(folder)],
-            env={**variables, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
+    said = folder / "said"
+    with said.open("w") as output:
+        files = (output.fileno(), output.fileno())
+        running = [
+            start_fork(
+                str(Path(on_host.__file__).resolve()),
+                host[-1],
+                str(folder),
+                environment={**variables, "RANK": str(rank)},
+                output=files,
+                search_path=path,
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        codes = [process.wait(240) for process in running]
+    assert codes == [0, 0], said.read_text()
 
 
 def test_two_hosts_train_as_one(
-    plan_for: Callable[..., Plan], tmp_path: Path, alone: dict[str, Any], hosts: list[list[str]]
+    plan_for: Callable[..., Plan],
+    tmp_path: Path,
+    alone: dict[str, Any],
+    hosts: list[list[str]],
+    start_fork: Callable[..., Any],
 ) -> None:
     folder = prepare(tmp_path / "run", plan_of(plan_for, 2))
-    run_on(hosts, folder)
+    run_on(hosts, folder, start_fork)
     check_equal(results(folder, 2), alone)

@@ -3,11 +3,13 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from executor.watch.position import Phase
 from executor.watch.watch import Watch
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
+from profiler.machine.workers import KEEP_FREED_MEMORY
 from tests.executor.fault_trials import free_port, plan_of
 
 ENDED: list[tuple[int, Notice | None]] = [(2, {"finished": 0}), (2, None)]  # rank 2 without a call
@@ -166,7 +169,12 @@ except Exception as problem:
 """
 
 
-def test_no_output_disables_it(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+def test_no_output_disables_it(
+    plan_for: Callable[..., Plan],
+    start_fork: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a closed standard error the watching thread died of its message, and the ranks waited without end.
 
     Of three ranks one has it closed, one has a full disk, and the last, which is stuck, a pipe that nobody reads.
@@ -180,28 +188,39 @@ def test_no_output_disables_it(plan_for: Callable[..., Plan], tmp_path: Path) ->
             os.write(written, b"x" * 4096)
     os.set_blocking(written, True)
     variables = {
-        "PYTHONPATH": path,
         "WORLD_SIZE": "3",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": "none",  # then a rank says its error at once, from the watching thread
         TIMEOUT_VARIABLE: "3",
     }
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**KEEP_FREED_MEMORY, **os.environ, "OMP_NUM_THREADS": "1", **variables}
+    ranks: list[Any] = [
+        subprocess.Popen(
+            ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", SCRIPT, "plan.json", "error-0"],
+            env={**environment, "PYTHONPATH": path, "RANK": "0"},
+        )
+    ]
     with Path("/dev/full").open("w") as full:
-        ranks = [
-            subprocess.Popen(
-                ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", SCRIPT, "plan.json", f"error-{rank}"],
-                env={**os.environ, **variables, "RANK": str(rank)},
-                cwd=tmp_path,
-                stderr=stderr,
+        for rank, stderr in ((1, full.fileno()), (2, written)):
+            ranks.append(
+                start_fork(
+                    str(script),
+                    "plan.json",
+                    f"error-{rank}",
+                    environment={**environment, "RANK": str(rank)},
+                    output=(1, stderr),
+                    search_path=path.split(os.pathsep),
+                )
             )
-            for rank, (closed, stderr) in enumerate([("2>&-", None), ("", full), ("", written)])
-        ]
     try:
-        codes = [rank.wait(timeout=60) for rank in ranks]
+        codes = [rank.wait(60) for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
+            rank.send_signal(signal.SIGKILL)
             rank.wait()
         os.close(read)
         os.close(written)

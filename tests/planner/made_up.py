@@ -1,8 +1,11 @@
 """Made-up profiles from plain numbers."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+from planner.plan.actions import make_schedule
+from planner.plan.schedules import ScheduleName
 from profiler.device import Link
 from profiler.record import LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
 from profiler.sample_spec import SampleSpec
@@ -82,3 +85,12 @@ def build_profile(
         input_bytes=input_bytes,
         reserve_bytes=reserve_bytes,
     )
+
+
+@cache
+def most_held(schedule: ScheduleName, number: int, micro_batches: int) -> int:
+    """Most micro-batches that a stage has under way, counted in its list of actions; its number is from the end."""
+    held = [0]
+    for action in make_schedule(schedule, stages=number, micro_batches=micro_batches, recompute=(False,) * number)[0]:
+        held.append(held[-1] + (action.kind == "F") - (action.kind == "B"))
+    return max(held)

@@ -49,7 +49,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @given(st.data())
-@settings(max_examples=30, suppress_health_check=SLOW)
+@settings(max_examples=12, suppress_health_check=SLOW)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_balancer_finds_the_optimum_of_every_fixed_m(profiles, oracle, device, schedule, data):
     profile = data.draw(profiles(most_layers=6))
@@ -71,7 +71,7 @@ def test_balancer_finds_the_optimum_of_every_fixed_m(profiles, oracle, device, s
 
 
 @given(st.data())
-@settings(max_examples=40, suppress_health_check=SLOW)
+@settings(max_examples=16, suppress_health_check=SLOW)
 def test_balancer_finds_the_optimum_over_everything(profiles, oracle, device, data):
     profile = data.draw(profiles(most_layers=4))
     batch_size = data.draw(st.integers(2, 8))

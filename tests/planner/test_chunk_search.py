@@ -26,7 +26,7 @@ from tests.planner.test_chunk_plans import problem_of
 
 ROUGH = 1e-9
 SLOW = settings(
-    max_examples=40,
+    max_examples=12,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 

@@ -13,6 +13,7 @@ from planner.kernel.segments import INSIDE, START, StageCosts
 from planner.settings import SettingKeywords
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
+from tests.planner.made_up import most_held
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -46,7 +47,7 @@ def test_no_plan_overflows_less(profiles, oracle, device, schedule, data):
                 one.kind,
                 *span,
                 sizes,
-                sizes if schedule == "gpipe" else sizes[: len(stages) - stage],
+                sizes[: most_held(schedule, len(stages) - stage, count)],
                 known.patterns(*span)[0],
             )
             - one.memory_bytes

@@ -9,6 +9,7 @@ from planner.settings import SettingKeywords
 from planner.solve import many_devices
 from planner.solve.balancer import balance
 from planner.solve.many_devices import balance_any, with_fewer_classes
+from tests.planner.made_up import most_held
 
 CLOSE = 1e-9
 FUNCTION_SCOPED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
@@ -45,7 +46,7 @@ def test_plans_of_merged_classes_lie_between_their_bound_and_the_best_of_all(pro
     assert len(set(used)) == len(used), "a device runs one stage"
     known = oracle(profile, tuple(devices), 8, mode, 1, (schedule,))
     for stage, one in enumerate(found.stages):
-        held = [2] * (4 if schedule == "gpipe" else min(4, len(used) - stage))
+        held = [2] * most_held(schedule, len(used) - stage, 4)
         segments = [(segment.first, segment.stop) for segment in one.segments]
         own = problem.classes[one.device_class].device
         assert known.memory(own.kind, one.first, one.stop, [2] * 4, held, segments) <= own.memory_bytes + CLOSE

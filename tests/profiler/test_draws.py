@@ -16,7 +16,7 @@ class Noisy(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.2))
-            for _ in range(4)
+            for _ in range(3)
         )
 
     def forward(self, x: Tensor) -> Tensor:

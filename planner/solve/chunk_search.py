@@ -45,7 +45,8 @@ MOST_ORDERS = 60
 MOST_PASSES, FEWEST_TRIED = 2_000_000, 300
 """Passes, of all cuts tried of one candidate together, and how many cuts are tried at least [chosen: 0.5 s]."""
 PATIENCE = 6
-"""Candidates searched in vain before the search ends, if there is no time limit."""
+"""Candidates that are searched in vain before the search ends, those left out of which all cuts are tried, if there is
+no time limit."""
 MOST_LOOKED_AT = 12
 """Candidates, spread over all, of which one is named that is near to fitting."""
 FEW_RANKS = 2
@@ -92,10 +93,11 @@ def chunk_balance(problem: Problem, reached: Balance | None = None) -> Balance |
             bound = chunk_bound(entry.plans, deadline, reached_s)
             heapq.heappush(queue, entry._replace(bound_s=max(entry.bound_s, bound.step_s), bound=bound))
             continue
-        choice, least_of_all_s = _Climb(entry.plans, entry.bound, deadline).found(reached_s)
+        climb = _Climb(entry.plans, entry.bound, deadline)
+        choice, least_of_all_s = climb.found(reached_s)
         lower_bound_s = min(lower_bound_s, max(entry.bound_s, least_of_all_s))
         found = None if choice is None else entry.plans.balance(choice)
-        in_vain += 1
+        in_vain += not climb.tries_all_cuts
         if found is not None and found.better_than(best):
             best, in_vain = found, 0
     return None if best is None else replace(best, lower_bound_s=min(lower_bound_s, best.step_s))
@@ -172,9 +174,8 @@ class _Climb:
         Args:
             below_s: slower ones are not looked for where all cuts are tried.
         """
-        cuts = self._plans.stages - 1
         orders = list(_orders(self._plans))
-        if math.comb(len(self._places), cuts) * len(orders) <= FEW_CUTS and len(orders) < MOST_ORDERS:
+        if self.tries_all_cuts:
             return self._best_of_all(orders, below_s)
         for start in self._starts():
             for classes in orders:
@@ -185,6 +186,12 @@ class _Climb:
                 break
             self._climbed(self._kicked(stops), classes)
         return (self._best()[2].choice if self._tried else None), 0.0
+
+    @property
+    def tries_all_cuts(self) -> bool:
+        """Whether there are so few ways to cut and to order devices that all are tried."""
+        orders = sum(1 for _ in _orders(self._plans))
+        return math.comb(len(self._places), self._plans.stages - 1) * orders <= FEW_CUTS and orders < MOST_ORDERS
 
     @property
     def _over(self) -> bool:

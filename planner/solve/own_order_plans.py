@@ -17,7 +17,8 @@ import numpy as np
 
 from planner.cost.stage_memory import stage_memory
 from planner.kernel.list_scheduler import Room
-from planner.plan.order_text import order_text
+from planner.plan.order_text import order_of_text, order_text
+from planner.plan.schedules import Held, most_held
 from planner.plan.stage import StageMemory
 from planner.solve.any_order import any_order_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
@@ -70,7 +71,24 @@ class OwnOrderPlans(ChunkPlans):
                 best = found
         if best is not None and np.prod([len(mode) for mode in modes]) > MOST_TRIED:
             best = self._one_by_one(best, modes)
-        return best
+        return best if best is None or self._fits(best) else None
+
+    def _fits(self, choice: ChunkChoice) -> bool:
+        """Whether all stages fit as the report counts: smaller micro-batches may need more of some messages."""
+        count = self.candidate.split.count
+        starts = (0, *choice.stops)
+        return self.candidate.split.equal or all(
+            self._memory(
+                stage,
+                group := choice.classes[stage],
+                starts[stage],
+                starts[stage + 1],
+                choice.recompute[stage],
+                *most_held(order_of_text(text, count), count),
+            ).total
+            <= self.problem.classes[group].device.memory_bytes
+            for stage, text in enumerate(choice.orders)
+        )
 
     def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """What no order and no recompute of these cuts takes less than."""
@@ -139,25 +157,24 @@ class OwnOrderPlans(ChunkPlans):
     def _room(self, stage: int, stops: Stops, classes: Sequence[int], recomputed: bool) -> _Room:
         """What a stage may hold: bytes of its device less what is there in any case, and of each micro-batch.
 
-        The first one is of the larger size, and so is the next where there are two; so no moment needs more than these
-        three figures say.
+        A micro-batch counts with what the second or the last one needs: the more of them, the larger or the smaller.
         """
         first, group = stops[stage - 1] if stage else 0, classes[stage]
         key = stage, group, first, stops[stage], recomputed
         if key not in self._rooms:
-            one, more_flying, more_waiting = (
-                self._memory(stage, group, first, stops[stage], recomputed, held) for held in ((1, 1), (2, 1), (1, 2))
+            count = self.candidate.split.count
+            one, two, before, last = (
+                self._memory(stage, group, first, stops[stage], recomputed, held)
+                for held in ((many, many) for many in (1, min(2, count), max(1, count - 1), count))
             )
-            flying = more_flying.activations - one.activations
-            waiting = more_waiting.deferred - one.deferred
+            flying = max(two.activations - one.activations, last.activations - before.activations)
+            waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
             limit = self.problem.classes[group].device.memory_bytes
             self._rooms[key] = _Room(float(limit - one.total + flying + waiting), float(flying), float(waiting))
         return self._rooms[key]
 
-    def _memory(
-        self, stage: int, group: int, first: int, stop: int, recomputed: bool, held: tuple[int, int]
-    ) -> StageMemory:
-        """Bytes of a stage that holds so many micro-batches."""
+    def _memory(self, stage: int, group: int, first: int, stop: int, recomputed: bool, *held: Held) -> StageMemory:
+        """Bytes of a stage that holds so many micro-batches, at the moment that needs most."""
         device = self.problem.classes[group].device
         return stage_memory(
             self.problem.costs,
@@ -171,5 +188,5 @@ class OwnOrderPlans(ChunkPlans):
             stop=stop,
             segments=segments_of_stage(first, stop, recomputed),
             ring=self.candidate.ring,
-            held=(held,),
+            held=held,
         )

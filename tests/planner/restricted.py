@@ -19,8 +19,8 @@ from tests.planner.made_up import build_profile
 
 CLOSE = 1e-8
 SIZES = (1, 5, 14)
-ONE_CHUNK = ("gpipe", "1f1b")
-"""Schedules of one stage for each rank: those that the search in parts is for."""
+ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb")
+"""Schedules of one stage for each rank."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def problems(draw: st.DrawFn, *, most_layers: int, most_devices: int) -> Asked:
         links=(Link(latency_s=pick.randint(0, 8) / 16, bytes_per_s=pick.choice([8.0, 64.0, 1024.0])),),
         input_bytes=pick.randint(0, 3),
         reserve_bytes=pick.randint(0, 10),
+        weights=[(pick.uniform(0, 0.6), pick.uniform(0, 1.2)) for _ in range(layers)],
     )
     whole_bytes = sum(cost.kept_bytes + cost.output_bytes for cost in profile.costs if cost.micro_batch_size == 1)
     alike = draw(st.booleans())

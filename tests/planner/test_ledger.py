@@ -1,23 +1,29 @@
 """What the search counts for a stage is what the report says and the simulator's memory peaks at, byte for byte."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from planner.cost.ledger import ROWS, Counts, Form, Of, RangeRow, Row, rows_of
+from planner.cost.stage_memory import stage_memory
 from planner.from_profile import make_problem
 from planner.kernel.least_overflow import least_bad
 from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
 from planner.kernel.tables import segment_costs, stage_needs
+from planner.plan.actions import ActionKind
+from planner.plan.schedules import Ring, split_schedules
 from planner.plan.stage import StageMemory
 from planner.settings import SettingKeywords
 from planner.solve.balance import Balance, StageChoice, evaluate_s
 from planner.solve.build_plan import make_plan
+from planner.solve.chunk_search import plans_of
 from planner.solve.infeasible import _memory
+from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
@@ -209,3 +215,87 @@ def test_a_row_more_is_counted_everywhere(row, profiles, device, monkeypatch):
         check_that_all_count_alike(profiles, device, data)
 
     check()
+
+
+@given(st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None, phases=[Phase.generate])
+def test_of_split_backward_passes_all_count_the_same_bytes(profiles, device, data):
+    """The search, the report, the peak over time, and the walk through the list of actions."""
+    profile = data.draw(profiles(kinds=("a",), sizes=SIZES))
+    if data.draw(st.booleans()):
+        profile = with_details(data, profile)
+    kept = [data.draw(st.integers(0, 50)) for _ in profile.layers]
+    costs = [
+        cost.model_copy(
+            update={"weight_s": cost.backward_s / 2, "weight_kept_bytes": kept[cost.layer] * cost.micro_batch_size}
+        )
+        for cost in profile.costs
+    ]
+    profile = profile.model_copy(update={"costs": tuple(costs)})
+    layers = len(profile.layers)
+    cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
+    stops, stages = (*cuts, layers), len(cuts) + 1
+    batch_size = data.draw(st.integers(stages, 14))
+    asked: SettingKeywords = {
+        "micro_batches_per_stage": 1,
+        "micro_batches": data.draw(st.integers(stages, batch_size)),
+        "schedule": data.draw(st.sampled_from(split_schedules())),
+    }
+    problem = make_problem(profile, [device("a")] * stages, batch_size=batch_size, optimizer=None, settings=asked)
+    (candidate,) = problem.candidates()
+    plans = plans_of(problem, replace(candidate, ring=Ring(stages, 1)))
+    flags = tuple(data.draw(st.booleans()) for _ in range(stages))
+    choice = plans.fitted(stops, (0,) * stages)
+    assert choice is not None
+    if not choice.orders:
+        choice = replace(choice, recompute=flags)
+    plan = make_plan(problem, plans.balance(choice))
+    over_time = plan.memory_over_time()
+    for index, stage in enumerate(plan.stages):
+        said = stage.memory
+        assert over_time[over_time["stage"] == index]["bytes"].max() == said.total
+        moments = held_in(plan, index)
+        counted = [bytes_at(problem, candidate, index, stages, stage, held) for held in moments]
+        assert max(memory.total for memory in counted) == said.total
+        if isinstance(plans, OwnOrderPlans):
+            room = plans._room(index, stops, (0,) * stages, choice.recompute[index])
+            needs = max(many * room.flying + others * room.waiting for many, others in moments)
+            counted_by_search = device("a").memory_bytes - room.free + needs
+            assert counted_by_search >= said.total or not candidate.split.equal
+            if candidate.split.equal and not said.receive_buffers:  # fewer messages are posted where more is in flight
+                assert counted_by_search == said.total
+        else:
+            recomputed = frozenset([0] if choice.recompute[index] else [])
+            assert plans.rank_bytes(index, stops, (0,) * stages, recomputed) == said.total
+
+
+def held_in(plan, stage):
+    """Micro-batches in flight and waiting, whenever a forward pass or one for gradients of inputs is under way."""
+    flying = waiting = 0
+    seen = set()
+    for action in plan.actions()[stage]:
+        flying += action.kind is ActionKind.F
+        waiting += action.kind is ActionKind.I
+        if action.kind in {ActionKind.F, ActionKind.I}:
+            seen.add((flying, waiting))
+        flying -= action.kind is ActionKind.I
+        waiting -= action.kind is ActionKind.W
+    assert flying == waiting == 0
+    return seen
+
+
+def bytes_at(problem, candidate, index, stages, stage, held):
+    return stage_memory(
+        problem.costs,
+        problem.parameters,
+        stage.device,
+        candidate.schedule,
+        candidate.split,
+        problem.costs.optimizer("a", problem.optimizer),
+        number=stages - index,
+        first=stage.first_layer,
+        stop=stage.stop_layer,
+        segments=stage.recompute,
+        ring=Ring(stages, 1),
+        held=(held,),
+    )

@@ -1,6 +1,5 @@
 """Whatever happens in a worker, the caller gets results or one error, and no process is left."""
 
-import inspect
 import os
 import random
 import signal
@@ -9,12 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import nbformat
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from nbclient import NotebookClient
 from torch import Tensor, nn
 
 from executor import Pipeline, launch
@@ -101,33 +98,6 @@ def test_a_killed_worker_ends_all_though_its_forks_live(plan_for: Callable[..., 
 def test_a_swapped_argument_is_refused(plan_for: Callable[..., Plan]) -> None:
     with pytest.raises(ArgumentError, match="call launch"):
         launch(make_plan(plan_for), print)  # type: ignore[arg-type]
-
-
-CELL = """
-import torch
-from torch import Tensor, nn
-from executor import Pipeline, launch
-from planner import Plan
-
-{definitions}
-
-def train(plan):
-    torch.manual_seed(0)
-    pipe = Pipeline(Fragile(), plan, loss_fn=mean)
-    return [pipe.step(torch.ones(8, 4), target=torch.zeros(8, 1)).item() for _ in range(2)]
-
-plan = Plan.load({path!r})
-assert launch(train, plan) == [train(plan)] * 2
-"""
-
-
-@pytest.mark.filterwarnings("ignore")  # what Jupyter's own client warns of
-def test_a_notebook_launches_what_its_cells_define(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
-    make_plan(plan_for).save(tmp_path / "plan.json")
-    definitions = "\n".join(inspect.getsource(each) for each in (Fragile, mean))
-    cell = CELL.format(definitions=definitions, path=str(tmp_path / "plan.json"))
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
 
 
 SCRIPT = """

@@ -31,6 +31,7 @@ def assert_close(found: dict[str, Tensor | None], expected: dict[str, Tensor | N
         assert same, name
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("name", BODIES)
 def test_the_other_branch_is_an_error(plan_for: PlanFor, name: str) -> None:
     model, x, target, other = branching(name)

@@ -15,6 +15,8 @@ from planner import ArgumentError, ExecutionError, Plan, PlanError
 from profiler import trace
 from tests.coverage.model_list import transformers
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 X = torch.linspace(-1, 1, 10 * 12).reshape(10, 3, 4)  # with M = 4: micro-batches of 3, 3, 2, 2
 Y = torch.arange(10) % 5
 
@@ -225,7 +227,6 @@ def bert() -> nn.Module:
 IDS = torch.arange(10 * 6).reshape(10, 6) % 40
 
 
-@pytest.mark.usefixtures("traced_once")
 def test_a_model_of_transformers_returns_its_own_class(plan_for: Callable[..., Plan]) -> None:
     """The second batch is smaller, and its sequences are shorter than planned."""
     model = bert()

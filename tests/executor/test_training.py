@@ -16,6 +16,8 @@ from executor import Pipeline, launch
 from planner import ArgumentError, Plan
 from profiler import trace
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 X = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
 Y = torch.arange(8) % 4
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

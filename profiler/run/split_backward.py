@@ -20,9 +20,10 @@ modules are rewritten by hand.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from profiler.torch_private import OpOverload, run_engine
+from profiler.torch_private import OpOverload, run_engine, storage_of
 from profiler.tracing.sequence import Layer
 
 Function: TypeAlias = Callable[..., tuple[Any, ...]]
@@ -72,8 +73,14 @@ class DeferredWeights:
     Attributes:
         anchor: makes autograd come to operations of which no input needs a gradient.
         entries: in the order in which I came to them.
+        watching: whether what operations save is noted, for `kept_bytes`.
+        elsewhere: storages that live longer anyway, which are not noted.
+        saved: of each storage that they saved its bytes, if they are watched; weights are not among them.
     """
 
+    watching: bool = False
+    elsewhere: frozenset[int] = frozenset()
+    saved: dict[int, int] = field(default_factory=dict)
     anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
     entries: list[_Entry] = field(default_factory=list)
 
@@ -102,8 +109,19 @@ class DeferredWeights:
             )
 
     def kept_bytes(self) -> int:
-        """Bytes of the gradients that wait; what the operations have saved is not among them."""
-        return sum(entry.gradient.nbytes for entry in self.entries)
+        """Bytes that live between I and W, of distinct storages, if operations were watched."""
+        gradients = {storage_of(entry.gradient): _storage_bytes(entry.gradient) for entry in self.entries}
+        return sum((self.saved | gradients).values())
+
+    def note(self, value: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Something that an operation saves."""
+        if storage_of(value) not in self.elsewhere.union(map(storage_of, weights)):
+            self.saved[storage_of(value)] = _storage_bytes(value)
+        return value
+
+
+def _storage_bytes(value: Tensor) -> int:
+    return value.untyped_storage().nbytes()
 
 
 class _Entry(NamedTuple):
@@ -142,7 +160,8 @@ class _Separated(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [value.detach().requires_grad_(need) for value, need in zip(inputs, needs, strict=True)]
             weights = tuple(weight.detach().requires_grad_() for weight in call.weights)
-            output = call.operation(*call.spread(leaves, weights), **call.kwargs)
+            with _noting(call.store, weights):
+                output = call.operation(*call.spread(leaves, weights), **call.kwargs)
         ctx.wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         ctx.weights, ctx.edges, ctx.store = weights, call.edges, call.store
         ctx.output = get_gradient_edge(output)
@@ -157,6 +176,13 @@ class _Separated(torch.autograd.Function):
         ctx.store.entries.append(_Entry(ctx.output, ctx.weights, ctx.edges, gradient))
         rest = iter(found)
         return (None, None, *(next(rest) if need else None for need in ctx.needs_input_grad[2:]))
+
+
+def _noting(store: DeferredWeights, weights: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """What operations inside save is noted, if the store watches."""
+    if not store.watching:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda value: store.note(value, weights), lambda value: value)
 
 
 _store: DeferredWeights | None = None
@@ -313,15 +339,16 @@ def _is_plain_operand(node: fx.Node, user: fx.Node) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether the node changes nothing, draws nothing, and returns one tensor, which nobody writes."""
+    """Whether the node changes nothing, draws nothing, and returns tensors, which nobody writes."""
     target = node.target
+    if target is operator.getitem:
+        return not any(_writes(user, node) for user in node.users)
     if node.op != "call_function" or not isinstance(target, OpOverload) or target in SEPARABLE:
         return False
     schema = target._schema
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    returns = schema.returns
-    if len(returns) != 1 or str(returns[0].type) != "Tensor":
+    if any(str(returned.type) != "Tensor" for returned in schema.returns):
         return False
     return not any(_writes(user, node) for user in node.users)
 

@@ -50,6 +50,10 @@ class Case:
             replicas=self.replicas,
         )
 
+    def with_schedule(self, schedule: ScheduleName) -> Case:
+        """The same with another schedule."""
+        return dataclasses.replace(self, schedule=schedule)
+
     @property
     def whole(self) -> Case:
         """The same micro-batches in one stage, with a backward pass in one."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from profiler.torch_private import OpOverload, run_engine, storage_of
+from profiler.torch_private import OpOverload, run_engine, schema_of, storage_of
 from profiler.tracing.sequence import Layer
 
 Function: TypeAlias = Callable[..., tuple[Any, ...]]
@@ -345,7 +345,7 @@ def _is_pure(node: fx.Node) -> bool:
         return not any(_writes(user, node) for user in node.users)
     if node.op != "call_function" or not isinstance(target, OpOverload) or target in SEPARABLE:
         return False
-    schema = target._schema
+    schema = schema_of(target)
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     if any(str(returned.type) != "Tensor" for returned in schema.returns):
@@ -360,5 +360,5 @@ def _writes(user: fx.Node, node: fx.Node) -> bool:
         return user.op == "call_method" or not callable(target) or getattr(target, "__name__", "").endswith("_")
     return any(
         value is node and argument.alias_info is not None and argument.alias_info.is_write
-        for value, argument in zip(user.args, target._schema.arguments, strict=False)
+        for value, argument in zip(user.args, schema_of(target).arguments, strict=False)
     )

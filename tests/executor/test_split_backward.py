@@ -43,6 +43,11 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.clone()
+
+
 def trained(**settings: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model, x, y = Several(), torch.randint(0, 30, (10, 6)), torch.randint(0, 30, (10, 6))
@@ -52,7 +57,7 @@ def trained(**settings: Any) -> dict[str, Tensor]:
         model, plan_for(sequence, cuts, batch_size=10, micro_batches=4, **settings), loss_fn=loss_fn, seed=3
     )
     pipe.step(x, target=y)
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def test_split_gradients_are_those_of_a_whole_pass() -> None:
@@ -135,7 +140,7 @@ def test_what_waits_lies_in_memory_of_its_own() -> None:
         model.zero_grad()
         plan = plan_for(sequence, [1], batch_size=4, micro_batches=4, schedule=schedule)
         Pipeline(model, plan, loss_fn=functional.mse_loss).step(x.expand(4, 4), target=torch.ones(4, 4))
-        grads[schedule] = [parameter.grad.clone() for parameter in model.parameters()]
+        grads[schedule] = [*map(gradient_of, model.parameters())]
     assert all(map(torch.equal, grads["1f1b"], grads["zb-h1"]))
 
 

@@ -32,6 +32,7 @@ from profiler.run.parameter_pool import ParameterPool
 from profiler.timing.optimizers import optimizer_cost
 from profiler.timing.repeats import computing_with
 from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
+from profiler.timing.weight_passes import measured_weights
 from profiler.tracing.sample import call_arguments
 from profiler.tracing.sequence import LayerSequence
 from profiler.workload import Workload
@@ -231,7 +232,15 @@ def _timings(
         min(room.window_bytes(size, entries) for size, entries in memory.items()),
     )
     budget_s = (1 - OPTIMIZER_SHARE) * workload.time_budget_s
-    return time_layers(layers, refusals, budget_s=budget_s, sweep_done=workload.bar.update)
+    timings = time_layers(layers, refusals, budget_s=budget_s, sweep_done=workload.bar.update)
+    watch = backend_of(place).stopwatch(place)
+    for size, of_layers in timings.items():
+        parts = measured_weights(workload.sequence, runners[size], size, watch)
+        timings[size] = [
+            replace(timing, weight_s=part.share * timing.backward_s, weight_kept_bytes=part.kept_bytes)
+            for timing, part in zip(of_layers, parts, strict=True)
+        ]
+    return timings
 
 
 def layer_costs(
@@ -253,6 +262,8 @@ def layer_costs(
                     forward_s=timing.forward_s,
                     recompute_s=timing.forward_s,  # the same calls once more
                     backward_s=timing.backward_s,
+                    weight_s=timing.weight_s,
+                    weight_kept_bytes=timing.weight_kept_bytes,
                     spread=timing.spread,
                     kept_bytes=memory[size][index].kept_bytes,
                     transient_bytes=memory[size][index].transient_bytes,

@@ -29,6 +29,7 @@ from executor.run.program import Program, compiled_program
 from executor.run.stage_runner import MicroBatch, StageLayers
 from executor.state.placement import Placement
 from planner.plan.plan import Plan
+from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.tracing.sample import TRACED_BATCH_SIZE_AT_LEAST, batch_extent, of_other_shapes, tensor_leaves
@@ -314,7 +315,13 @@ class Calls:
             here, own = sequence.on(self._devices[index]), self._placement.read_by[index]
             past = {name for skip in self._plan.skips if skip.passes_by(index) for name in skip.values}
             layers[index] = StageLayers(
-                here, stage.first_layer, stage.stop_layer, stage.recompute, own, past=frozenset(past)
+                here,
+                stage.first_layer,
+                stage.stop_layer,
+                stage.recompute,
+                own,
+                past=frozenset(past),
+                splits=SCHEDULES[self._plan.schedule].splits_backward,
             )
         return _Version(sequence, layers)
 

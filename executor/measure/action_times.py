@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from planner.plan.actions import Action, ActionKind
+from planner.plan.actions import COMPUTING, Action
 from profiler.machine.backend import backend_of
 from profiler.machine.stopwatches import Marks
 
 STEPS_KEPT = 20  # of the last ones
-_COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class ActionTimes:
     def read(self) -> tuple[TimedAction, ...]:
         """The actions of the last step that computed."""
         actions = () if self._current is None else _timed(self._current)
-        return tuple(timed for timed in actions if timed.action.kind in _COMPUTED)
+        return tuple(timed for timed in actions if timed.action.kind in COMPUTING)
 
 
 def _timed(step: _Step) -> tuple[TimedAction, ...]:

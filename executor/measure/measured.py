@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from executor.measure.action_times import TimedAction, TimedStep
-from planner.plan.actions import Action, ActionKind
+from planner.plan.actions import COMPUTING, Action, ActionKind
 from planner.plan.plan import Plan
 from planner.plan.simulator import Event, Timeline, simulate_plan
 from profiler.machine.backend import backend_of
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     import pandas
 
 _PASSES = {
-    ActionKind.F: "forward_s",
-    ActionKind.R: "recompute_s",
-    ActionKind.B: "backward_s",
+    "forward_s": (ActionKind.F,),
+    "recompute_s": (ActionKind.R,),
+    "backward_s": (ActionKind.B, ActionKind.I, ActionKind.W),
+    "weight_s": (ActionKind.W,),
 }
+"""Passes whose seconds are those of a field of `StageTimes`."""
 _TRANSFERS = {ActionKind.SEND_F: "send_forward_s", ActionKind.SEND_B: "send_backward_s"}
 WAITED_S = 200e-6
 """A receive that waited longer found its message not there yet: it arrived at the end of the wait. One whose message is
@@ -75,7 +77,7 @@ def _on_one_clock(processes: Sequence[Recorded], number: int) -> dict[Action, tu
 
 
 def _timeline(plan: Plan, spans: Mapping[Action, tuple[float, float]]) -> Timeline:
-    computed = [action for action in spans if action.kind in _PASSES]
+    computed = [action for action in spans if action.kind in COMPUTING]
     lists = plan.K // plan.chunks
     kind = "rank" if plan.chunks > 1 else "stage"
     events = [
@@ -145,9 +147,10 @@ def measured_frame(plan: Plan, processes: Sequence[Recorded]) -> pandas.DataFram
     ]
     actions = [step.actions for process in processes for step in process.steps]
     for index, stage in enumerate(plan.stages):
-        for kind, field in _PASSES.items():
-            seconds = _pass_seconds(index, kind, actions)
-            rows.append((index, field, _predicted(plan, index, field), 0.0 if seconds is None else seconds))
+        for field, kinds in _PASSES.items():
+            seconds = _pass_seconds(index, kinds, actions)
+            if field != "weight_s" or seconds is not None:
+                rows.append((index, field, _predicted(plan, index, field), 0.0 if seconds is None else seconds))
         if index < len(predicted.idle_s):  # where ranks have several chunks, in the row of the first
             idle_s = median(timeline.idle_s[index] for timeline in timelines) if timelines else nan
             rows.append((index, "idle_s", predicted.idle_s[index], idle_s))
@@ -204,11 +207,12 @@ def _predicted(plan: Plan, stage: int, field: str) -> float:
     return fmean(getattr(plan.stages[stage].times_at(size), field) for size in plan.micro_batch_sizes)
 
 
-def _pass_seconds(stage: int, kind: ActionKind, steps: Sequence[Sequence[TimedAction]]) -> float | None:
-    """Mean over the micro-batches, median over the steps; None if there was no such pass."""
+def _pass_seconds(stage: int, kinds: Sequence[ActionKind], steps: Sequence[Sequence[TimedAction]]) -> float | None:
+    """Sum of these passes, mean over the micro-batches, median over the steps; None if there was none of them."""
     means = []
     for actions in steps:
-        durations = [a.duration_s for a in actions if a.action.stage == stage and a.action.kind is kind]
-        if durations:
-            means.append(fmean(durations))
+        passes = [timed for timed in actions if timed.action.stage == stage and timed.action.kind in kinds]
+        if passes:
+            micro_batches = {timed.action.micro_batch for timed in passes}
+            means.append(sum(timed.duration_s for timed in passes) / len(micro_batches))
     return median(means) if means else None

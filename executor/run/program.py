@@ -15,13 +15,12 @@ from executor.run.message import MessageForm, TensorSpec
 from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from executor.run.stage_runner import StageLayers
 from executor.run.transport import Transfer
-from planner.plan.actions import Action, ActionKind
+from planner.plan.actions import COMPUTING, Action, ActionKind
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
 from profiler.tracing.sequence import BoundaryValue
 
 _GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
-_COMPUTED = frozenset({ActionKind.F, ActionKind.R, ActionKind.B})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +102,7 @@ def compiled_program(
     remote = []
     for action in lists:
         move = None
-        if action.kind not in _COMPUTED:
+        if action.kind not in COMPUTING:
             move = moves.of(action)
             if move.is_remote and action.kind in RECEIVES:
                 remote.append(move.transfer)
@@ -138,6 +137,8 @@ def _seconds(plan: Plan) -> Callable[[Action], float]:
         ActionKind.F: [entry.forward_s for entry in times],
         ActionKind.R: [entry.recompute_s for entry in times],
         ActionKind.B: [entry.backward_s for entry in times],
+        ActionKind.I: [entry.backward_s - entry.weight_s for entry in times],
+        ActionKind.W: [entry.weight_s for entry in times],
     }
     return lambda action: table[action.kind][action.stage]
 

@@ -157,8 +157,11 @@ class _Work:
         if action.kind is ActionKind.R:
             runner.recompute(layers, batch, before)
             return
+        if action.kind is ActionKind.W:
+            runner.weights(batch)
+            return
         received = self._incoming.pop(place, {})
-        if action.kind is ActionKind.B:
+        if action.kind is ActionKind.B or action.kind is ActionKind.I:
             self._outgoing[place] = runner.backward(layers, batch, received, before)
         elif self._training:
             self._outgoing[place] = runner.forward(layers, batch, received, before, keep=instruction.keep)

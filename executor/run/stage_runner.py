@@ -7,6 +7,9 @@ what enters it; B walks the parts backward and recomputes each of these just bef
     F         |======| |-----------| |======| |-----------|
     R                                         |===========|     before the gradient arrives
     B         |<=====| |====|<=====| |<=====| |<==========|     one segment's saved values exist at a time
+
+Where the schedule splits it, B is I, which leaves gradients of parameters to a later W, see
+`profiler.run.split_backward`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from planner.plan.stage import Segment
 from profiler.errors import ArgumentError
 from profiler.observe.random_states import generators_of
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
+from profiler.run.split_backward import DeferredWeights, deferred_parameters
 from profiler.run.stage_function import (
     Moved,
     Pass,
@@ -79,6 +83,7 @@ class StageLayers:
         parameters: by (layer, name), see `StageFunction`.
         constants: of the graph by name, where they are others than those that the stage's buffers hold.
         past: names of values that skip the stage.
+        splits: whether the backward pass leaves gradients of parameters to a pass of their own.
 
     Attributes:
         entering: what the stage receives, from whichever stage.
@@ -94,15 +99,21 @@ class StageLayers:
         parameters: Mapping[tuple[int, str], Tensor],
         constants: Mapping[str, Tensor] | None = None,
         past: frozenset[str] = frozenset(),
+        *,
+        splits: bool = False,
     ) -> None:
         self.sequence = sequence
+        self.splits = splits
         self.leaving = tuple(value for value in sequence.boundaries[stop] if value.name not in past)
         self.constants = constants or {}
         self.is_last = stop == len(sequence)
         recomputed = {segment.first for segment in segments}
         borders = sorted({first, stop, *recomputed, *(segment.stop for segment in segments)})
+        deferred = deferred_parameters(sequence.layers[first:stop], parameters) if splits else frozenset()
         self.parts = tuple(
-            StagePart(StageFunction(sequence, begin, end, parameters, past=past), begin in recomputed)
+            StagePart(
+                StageFunction(sequence, begin, end, parameters, past=past, deferred=deferred), begin in recomputed
+            )
             for begin, end in pairwise(borders)
         )
         self.entering = self.parts[0].function.entering
@@ -122,6 +133,7 @@ class _StepState:
     accumulators: list[Accumulators] = field(default_factory=list)
     entering: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     kept: dict[tuple[int, int], Pass] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], DeferredWeights] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     statistics: dict[int, list[Moved]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -185,7 +197,7 @@ class StageRunner:
             place = (index, position)
             leaves = state.entering[place] = leaves_of(values, part.function.entering)
             if not part.is_recomputed or (keep and position == layers.last_recomputed):
-                values, results = self._run(layers, position, batch, carried)
+                values, results = self._run(layers, position, batch, carried, keep=True)
                 state.kept[place] = Pass(leaves, roots_of(values))
             else:
                 with keeping_nothing():
@@ -207,13 +219,15 @@ class StageRunner:
     def _recompute(self, layers: StageLayers, position: int, batch: MicroBatch, before: int | None) -> None:
         place = (batch.index, position)
         buffers = self._state.buffers[before] if before is not None else {}
-        values, _ = self._run(layers, position, batch, buffers)
+        values, _ = self._run(layers, position, batch, buffers, keep=True)
         self._state.kept[place] = Pass(self._state.entering[place], roots_of(values))
 
     def backward(
         self, layers: StageLayers, batch: MicroBatch, gradients: Mapping[str, Tensor], before: int | None
     ) -> dict[str, Tensor]:
         """The backward pass of one micro-batch, with the recompute of all segments but the last.
+
+        Of a stage that splits it, gradients of parameters are left to `weights`.
 
         Args:
             layers: the stage's layers.
@@ -237,6 +251,13 @@ class StageRunner:
             state.accumulators[position].own()
             gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
         return dict(gradients)
+
+    def weights(self, batch: MicroBatch) -> None:
+        """The gradients of parameters that `backward` has left, in its order."""
+        state = self._state
+        for place in sorted((place for place in state.deferred if place[0] == batch.index), reverse=True):
+            state.deferred.pop(place).run()
+            state.accumulators[place[1]].own()
 
     def evaluate(self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The forward pass without gradient."""
@@ -275,15 +296,25 @@ class StageRunner:
         return self._state.statistics[index]
 
     def _run(
-        self, layers: StageLayers, position: int, batch: MicroBatch, buffers: Mapping[str, Tensor]
+        self,
+        layers: StageLayers,
+        position: int,
+        batch: MicroBatch,
+        buffers: Mapping[str, Tensor],
+        *,
+        keep: bool = False,
     ) -> tuple[dict[str, Tensor], Results]:
         """A forward pass of one part; `buffers` are those that earlier micro-batches have written."""
         part = layers.parts[position]
+        store = None
+        if keep and layers.splits:
+            store = self._state.deferred[batch.index, position] = DeferredWeights()
         results = part.function.forward(
             self._state.entering[batch.index, position],
             self._inputs(batch, part),
             {**self.buffers, **buffers} if buffers else self.buffers,
             seed=partial(self._seed_draw, batch.index),
+            store=store,
         )
         if not layers.is_last or position != len(layers.parts) - 1:
             return results.values, results

@@ -90,6 +90,8 @@ _OTHER_END = {
     ActionKind.SEND_B: (ActionKind.RECV_B, -1),
     ActionKind.RECV_B: (ActionKind.SEND_B, +1),
 }
+COMPUTING = frozenset(ActionKind) - _OTHER_END.keys()
+"""What a rank does itself; the others move messages."""
 _NUMBER = "(0|[1-9][0-9]*)"
 _TOKEN = re.compile(
     f"{_NUMBER}({'|'.join(sorted(ActionKind, key=len, reverse=True))}){_NUMBER}(?:@{_NUMBER})?", re.ASCII

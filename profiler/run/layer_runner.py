@@ -25,6 +25,7 @@ from profiler.left_out_sizes import NOT_FAKEABLE, in_one_line, is_out_of_memory
 from profiler.machine.backend import device_of_first
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.parameter_pool import ParameterPool
+from profiler.run.split_backward import DeferredWeights, deferrable, deferring, split_function
 from profiler.run.stage_function import StageFunction, layout_hook
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import LayerSequence
@@ -144,6 +145,11 @@ class LayerRunner:
         with self._autocasting():
             self._prelude = dict(zip(prelude.names, prelude.function(*sources), strict=True))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the layers run."""
+        return self._device
+
     def hold(self, layers: range) -> None:
         """Have the parameters of these layers on the device before they are run."""
         if isinstance(self._parameters, ParameterPool):
@@ -176,15 +182,28 @@ class LayerRunner:
             entered.values[name] = entered.values[name].clone()
         return entered
 
-    def forward(self, index: int, entered: Entered) -> dict[str, Tensor]:
+    def deferred(self, index: int) -> tuple[bool, ...]:
+        """Which of a layer's parameters get their gradients in a pass of their own, if the backward pass is split."""
+        layer = self._sequence.layers[index]
+        read = [self._sequence.parameters[name] for name in layer.parameters]
+        able = deferrable(layer.function, len(read))
+        return tuple(one and parameter.requires_grad for one, parameter in zip(able, read, strict=True))
+
+    def forward(self, index: int, entered: Entered, *, store: DeferredWeights | None = None) -> dict[str, Tensor]:
         """The layer's forward pass; after the last layer the loss if there is one.
+
+        Args:
+            index: of the layer.
+            entered: it, prepared.
+            store: takes the gradients that can wait for a pass of their own, if the backward pass is split.
 
         Returns:
             What the layer computes and what of that is read later.
         """
         layer = self._sequence.layers[index]
-        with self._autocasting():
-            outputs = layer.function(
+        function = layer.function if store is None else split_function(layer.function, self.deferred(index))
+        with self._autocasting(), deferring(store):
+            outputs = function(
                 *[self._parameters[index, name] for name in layer.parameters],
                 *[self._buffers[name] for name in layer.buffers],
                 *[entered.values[name] for name in layer.values],

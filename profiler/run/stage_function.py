@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from profiler.machine.backend import device_of_first
+from profiler.run.split_backward import DeferredWeights, deferring, split_function
 from profiler.torch_private import run_engine
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.draws import Seeder, draws_seeded_by
@@ -91,6 +92,8 @@ class StageFunction:
         parameters: by (layer index, name): the tensor that this layer reads and whose `.grad` it adds to.
         device: where the layers run; by default where the first of the parameters is.
         past: names of values alive at both ends that do not come here; none of the layers reads them.
+        deferred: numbers (`id`) of parameters whose gradients can be left to a pass of their own, see
+            `profiler.run.split_backward`.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class StageFunction:
         *,
         device: torch.device | None = None,
         past: frozenset[str] = frozenset(),
+        deferred: frozenset[int] = frozenset(),
     ) -> None:
         layers = sequence.layers[first:stop]
         entering, leaving = (
@@ -125,7 +129,7 @@ class StageFunction:
         self.draws_random = any(layer.draws for layer in layers)
         self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
         self._copied = _written(layers)
-        self._steps = _steps(layers, parameters, frozenset(self.leaving))
+        self._steps = _steps(layers, parameters, frozenset(self.leaving), deferred)
         self.parameters: tuple[Tensor, ...] = tuple(tensor for step in self._steps for tensor in step.parameters)
 
     def forward(
@@ -135,6 +139,7 @@ class StageFunction:
         buffers: Mapping[str, Tensor],
         *,
         seed: Seeder | None = None,
+        store: DeferredWeights | None = None,
     ) -> Results:
         """Run the layers on one micro-batch.
 
@@ -143,9 +148,11 @@ class StageFunction:
             inputs: the model's inputs by name, at least those of `self.inputs`.
             buffers: current buffers by name, at least those of `self.buffers`; they are not changed.
             seed: seeds the random generators before each operation that draws from them.
+            store: takes the gradients of the deferred parameters, for a later pass; without, the backward pass makes
+                all gradients.
         """
         try:
-            with self.autocasting():
+            with self.autocasting(), deferring(store):
                 return self._forward(leaves, inputs, buffers, seed)
         finally:
             draws_seeded_by(None, 0)
@@ -295,7 +302,10 @@ def _take_writes(
 
 
 def _steps(
-    layers: Sequence[Layer], parameters: Mapping[tuple[int, str], Tensor], leaving: frozenset[str]
+    layers: Sequence[Layer],
+    parameters: Mapping[tuple[int, str], Tensor],
+    leaving: frozenset[str],
+    deferred: frozenset[int],
 ) -> tuple[_Step, ...]:
     """Each layer with its parameters, and the values that nothing needs after it."""
     needed = set(leaving)
@@ -304,11 +314,12 @@ def _steps(
         own = {name for _, name in layer.written_buffers}
         own.update(name for entry in layer.statistics for name in (entry.mean, entry.variance, entry.count))
         touched = dict.fromkeys((*layer.values, *layer.outputs))
+        read = tuple(parameters[layer.index, name] for name in layer.parameters)
         steps.append(
             _Step(
                 layer=layer,
-                function=layer.function,
-                parameters=tuple(parameters[layer.index, name] for name in layer.parameters),
+                function=split_function(layer.function, tuple(id(parameter) in deferred for parameter in read)),
+                parameters=read,
                 buffers=layer.buffers,
                 values=layer.values,
                 outputs=layer.outputs,

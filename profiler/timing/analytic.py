@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from profiler.observe.flops import FLOP_FORMULAS
 from profiler.record import Estimate, LayerCost, OptimizerCost, WithoutFormula
 from profiler.run.layer_runner import LayerRunner, backward, keep
 from profiler.timing.optimizers import state_bytes
+from profiler.timing.weight_passes import gone_forward
 from profiler.torch_private import schema_of, storage_of
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
@@ -126,10 +128,22 @@ class Operations:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What a layer does with one micro-batch."""
+    """What a layer does with one micro-batch.
+
+    Attributes:
+        forward: its forward pass.
+        backward: its backward pass.
+        inputs: what is left of that if it is split, for the gradients of its inputs.
+        weights: the pass for the gradients of its parameters. Both together may be more than the whole, for fused
+            operations run twice then.
+        weight_kept_bytes: what lives from one to the other.
+    """
 
     forward: Operations
     backward: Operations
+    inputs: Operations
+    weights: Operations
+    weight_kept_bytes: int
 
 
 @sees_both_branches
@@ -238,7 +252,24 @@ def _seen(
     forward = meter.take()
     with meter:
         go_back()
-    return LayerWork(forward, meter.take()), entered.caught.keys()
+    whole = meter.take()
+    parts = _parts(runner, index, values, gradients.keys(), meter)
+    return LayerWork(forward, whole, *parts), entered.caught.keys()
+
+
+def _parts(
+    runner: LayerRunner, index: int, values: Mapping[str, Tensor], trained: Set[str], meter: _Meter
+) -> tuple[Operations, Operations, int]:
+    """Both parts of a layer's backward pass if it is split, and the bytes that wait for the second."""
+    if not any(runner.deferred(index)):
+        return meter.take(), meter.take(), 0
+    store, go_back = gone_forward(runner, index, values, trained, watching=True)
+    with meter:
+        go_back()
+    inputs, kept_bytes = meter.take(), store.kept_bytes()
+    with meter:
+        store.run()
+    return inputs, meter.take(), kept_bytes
 
 
 def work_between(below: LayerWork, above: LayerWork, share: float) -> LayerWork | None:
@@ -249,9 +280,14 @@ def work_between(below: LayerWork, above: LayerWork, share: float) -> LayerWork 
     """
     if below.forward.names != above.forward.names or below.backward.names != above.backward.names:
         return None
+    if below.inputs.names != above.inputs.names or below.weights.names != above.weights.names:
+        return None
     return LayerWork(
         _between(below.forward, above.forward, share),
         _between(below.backward, above.backward, share),
+        _between(below.inputs, above.inputs, share),
+        _between(below.weights, above.weights, share),
+        ceil((1 - share) * below.weight_kept_bytes + share * above.weight_kept_bytes),
     )
 
 
@@ -267,6 +303,12 @@ def _between(below: Operations, above: Operations, share: float) -> Operations:
 def seconds_of(work: LayerWork, rates: Rates) -> tuple[float, float]:
     """Forward and backward seconds."""
     return float(work.forward.seconds(rates).sum()), float(work.backward.seconds(rates).sum())
+
+
+def weight_seconds_of(work: LayerWork, rates: Rates) -> float:
+    """Seconds of the backward pass that can be a pass of their own: the same share of it as of both parts together."""
+    inputs_s, weights_s = float(work.inputs.seconds(rates).sum()), float(work.weights.seconds(rates).sum())
+    return seconds_of(work, rates)[1] * weights_s / (inputs_s + weights_s) if weights_s else 0.0
 
 
 def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float) -> Estimate:

@@ -22,6 +22,7 @@ from profiler.timing.analytic import (
     estimate_of,
     estimated_optimizer,
     seconds_of,
+    weight_seconds_of,
     work_between,
     work_of_layers,
 )
@@ -136,6 +137,9 @@ def _timings(work: Sequence[LayerWork], rates: Rates) -> list[LayerTiming]:
     timings: list[Any] = []
     for layer in work:
         if id(layer) not in cache:
-            cache[id(layer)] = LayerTiming(*seconds_of(layer, rates), spread=0.0)
+            weight_s = weight_seconds_of(layer, rates)
+            cache[id(layer)] = LayerTiming(
+                *seconds_of(layer, rates), spread=0.0, weight_s=weight_s, weight_kept_bytes=layer.weight_kept_bytes
+            )
         timings.append(cache[id(layer)])
     return timings

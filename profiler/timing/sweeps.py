@@ -52,12 +52,16 @@ class LayerTiming:
         backward_s: median of backward passes, as part of a stage.
         spread: interquartile range of forward and backward together, as a share of their median.
         workspace_bytes: the most that a kernel allocated inside itself; None where nobody looked.
+        weight_s: the part of `backward_s` that can be a pass of its own.
+        weight_kept_bytes: what lives from the rest of the backward pass until that one.
     """
 
     forward_s: float
     backward_s: float
     spread: float
     workspace_bytes: int | None = None
+    weight_s: float = 0.0
+    weight_kept_bytes: int = 0
 
 
 Pair: TypeAlias = tuple[float, float]  # seconds of a forward and of a backward pass

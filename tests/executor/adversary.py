@@ -15,7 +15,7 @@ from torch import Tensor
 import executor.pipeline
 from executor import Pipeline
 from planner import Plan, plan_from_profile
-from planner.plan.schedules import ScheduleName
+from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import Cluster, LayerSequence, profile, trace
 from tests.executor.conftest import _plan as plan_for
 from tests.executor.same_result import random_segments
@@ -50,10 +50,15 @@ class Case:
             replicas=self.replicas,
         )
 
+    def with_schedule(self, schedule: ScheduleName) -> Case:
+        """The same with another schedule."""
+        return dataclasses.replace(self, schedule=schedule)
+
     @property
     def whole(self) -> Case:
-        """The same micro-batches in one stage."""
-        return dataclasses.replace(self, cuts=(), recompute=((),), skips=False)
+        """The same micro-batches in one stage, with a backward pass in one."""
+        schedule = "1f1b" if SCHEDULES[self.schedule].splits_backward else self.schedule
+        return dataclasses.replace(self, cuts=(), recompute=((),), skips=False, schedule=schedule)
 
 
 def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int | None = None) -> Case:
@@ -70,7 +75,7 @@ def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int 
         batch_size=batch_size,
         micro_batches=micro_batches,
         cuts=cuts,
-        schedule=chance.choice(("gpipe", "1f1b")),
+        schedule=chance.choice(("gpipe", "1f1b", "zb-h1")),
         recompute=tuple(map(tuple, segments)) if chance.random() < 0.5 else ((),) * stages,
         skips=chance.random() < 0.5,
         replicas=replicas,

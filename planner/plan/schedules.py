@@ -139,7 +139,7 @@ class ScheduleRecord:
         if not self.splits_backward:
             return ((self.most_in_flight(number, micro_batches, ring), 0),)
         # of such an order the number from the end says as much as rank and ranks where there are enough ranks
-        return most_held(self.order(ring.ranks - number, ring.ranks, micro_batches, 1), micro_batches)
+        return _held(self.order, ring.ranks - number, ring.ranks, micro_batches)
 
     @property
     def last_turns_around(self) -> bool:
@@ -159,6 +159,11 @@ def _most_under_way(
         now[chunk] += change[kind]
         most[chunk] = max(most[chunk], now[chunk])
     return tuple(most)
+
+
+@lru_cache(maxsize=4096)
+def _held(order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int) -> tuple[Held, ...]:
+    return most_held(order(rank, ranks, micro_batches, 1), micro_batches)
 
 
 def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:

@@ -61,9 +61,11 @@ class ChunkPlans:
         ranks: how many there are.
         stages: K.
         tries_all: whether `fitted` finds the fastest of all plans with its cuts.
+        walks: through all passes that it takes to find out what cuts are worth.
     """
 
     tries_all = True
+    walks = 1
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
@@ -145,6 +147,10 @@ class ChunkPlans:
             if step_s < min(below_s, np.inf if best is None else best.step_s):
                 best = ChunkChoice(step_s, stops, classes, recompute)
         return best
+
+    def finished(self, choice: ChunkChoice) -> ChunkChoice:
+        """The plan with what is looked for around the best cuts alone: nothing where the schedule says the order."""
+        return choice
 
     def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """Seconds of the step with as little recompute as the settings allow, whether it fits or not."""

@@ -96,7 +96,7 @@ def chunk_balance(problem: Problem, reached: Balance | None = None) -> Balance |
         climb = _Climb(entry.plans, entry.bound, deadline)
         choice, least_of_all_s = climb.found(reached_s)
         lower_bound_s = min(lower_bound_s, max(entry.bound_s, least_of_all_s))
-        found = None if choice is None else entry.plans.balance(choice)
+        found = None if choice is None else entry.plans.balance(entry.plans.finished(choice))
         in_vain += not climb.tries_all_cuts
         if found is not None and found.better_than(best):
             best, in_vain = found, 0
@@ -165,7 +165,9 @@ class _Climb:
         self._demanded = {int(place) for place in np.flatnonzero(rules.demanded)}
         self._layers = plans.problem.layers
         self._chance = random.Random(0)
-        self._most_tried = max(FEWEST_TRIED, MOST_PASSES // (2 * plans.stages * plans.candidate.split.count))
+        self._most_tried = max(
+            FEWEST_TRIED, MOST_PASSES // (2 * plans.walks * plans.stages * plans.candidate.split.count)
+        )
         self._tried: dict[tuple[Stops, tuple[int, ...]], _Score] = {}
 
     def found(self, below_s: float) -> tuple[ChunkChoice | None, float]:

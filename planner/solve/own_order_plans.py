@@ -10,11 +10,14 @@ recompute makes room to run ahead, and is tried wherever there is not room for a
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from planner.cost.layer_costs import Floats, Indices
 from planner.cost.stage_memory import stage_memory
 from planner.kernel.list_scheduler import Room
 from planner.plan.order_text import order_of_text, order_text
@@ -22,11 +25,12 @@ from planner.plan.schedules import Held, most_held
 from planner.plan.stage import StageMemory
 from planner.solve.any_order import any_order_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
-from planner.solve.own_orders import best_orders
+from planner.solve.own_orders import best_orders, moved
 from planner.solve.problem import Candidate, Problem
 
-MOST_TRIED = 32
-"""Sets of stages to recompute that are tried at once; of more, one stage changes at a time [chosen]."""
+MOST_TRIED = 1_000
+"""Micro-batches of stages that are looked at for all sets of stages to recompute; of more sets, one stage changes at a
+time [chosen]."""
 
 
 class _Room(NamedTuple):
@@ -54,6 +58,7 @@ class OwnOrderPlans(ChunkPlans):
     """Plans of one schedule, R, M and number of stages, as `ChunkPlans`, with orders of their own."""
 
     tries_all = False
+    walks = 16
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         super().__init__(problem, candidate)
@@ -69,9 +74,19 @@ class OwnOrderPlans(ChunkPlans):
             found = self._ordered(stops, classes, recompute, below_s if best is None else best.step_s)
             if found is not None and found.step_s < (below_s if best is None else best.step_s):
                 best = found
-        if best is not None and np.prod([len(mode) for mode in modes]) > MOST_TRIED:
+        if best is not None and self._many_sets(modes):
             best = self._one_by_one(best, modes)
         return best if best is None or self._fits(best) else None
+
+    def finished(self, choice: ChunkChoice) -> ChunkChoice:
+        """The plan with single passes moved so that the step is shorter."""
+        seconds = self.seconds(choice.stops, choice.classes, choice.recompute)
+        rooms, least_s = self._rooms_of(choice.stops, choice.classes, choice.recompute, seconds)
+        count = self.candidate.split.count
+        orders = np.array([order_of_text(text, count) for text in choice.orders], dtype=np.int64)
+        end_s = self.end_s(choice.stops, choice.classes)
+        found = self._choice(moved((choice.step_s - end_s, orders), seconds, rooms, least_s), choice)
+        return found if found.step_s < choice.step_s and self._fits(found) else choice
 
     def _fits(self, choice: ChunkChoice) -> bool:
         """Whether all stages fit as the report counts: smaller micro-batches may need more of some messages."""
@@ -107,7 +122,7 @@ class OwnOrderPlans(ChunkPlans):
         """Bytes that a stage needs beyond its device for one micro-batch, recomputed or not; 0 if it fits."""
         mode = self.problem.settings.recompute
         flags = {"always": (True,), "never": (False,), "auto": (False, True)}[mode]
-        return max(0, int(min(self._room(rank, stops, classes, flag).over for flag in flags)))
+        return int(max(0.0, min(self._room(rank, stops, classes, flag).over for flag in flags)))
 
     def _modes(self, stage: int, stops: Stops, classes: Sequence[int]) -> tuple[bool, ...]:
         """Whether to recompute a stage: what fits, and makes sense."""
@@ -122,9 +137,13 @@ class OwnOrderPlans(ChunkPlans):
         """All sets of stages to recompute where they are few; else as few stages as may be, and as many."""
         if not all(modes):
             return iter(())
-        if np.prod([len(mode) for mode in modes]) <= MOST_TRIED:
+        if not self._many_sets(modes):
             return itertools.product(*modes)
         return iter({tuple(mode[0] for mode in modes), tuple(mode[-1] for mode in modes)})
+
+    def _many_sets(self, modes: Sequence[tuple[bool, ...]]) -> bool:
+        """Whether there are so many sets of stages to recompute that not all are tried."""
+        return math.prod(len(mode) for mode in modes) * self.stages * self.candidate.split.count > MOST_TRIED
 
     def _one_by_one(self, best: ChunkChoice, modes: Sequence[tuple[bool, ...]]) -> ChunkChoice:
         """Change single stages as long as the step becomes shorter."""
@@ -141,18 +160,27 @@ class OwnOrderPlans(ChunkPlans):
         self, stops: Stops, classes: tuple[int, ...], recompute: tuple[bool, ...], below_s: float
     ) -> ChunkChoice | None:
         """With the fastest order found, if any may take less than `below_s`."""
-        rooms = [self._room(stage, stops, classes, flag) for stage, flag in enumerate(recompute)]
         seconds = self.seconds(stops, classes, recompute)
-        least_s = any_order_s(seconds, np.array([room.most(self.candidate.split.count) for room in rooms]))
+        rooms, least_s = self._rooms_of(stops, classes, recompute, seconds)
         if least_s + self.end_s(stops, classes) >= below_s:
             return None
-        found = best_orders(seconds, Room(*map(np.array, zip(*rooms, strict=True))), least_s)
-        if found is None:
-            return None
+        found = best_orders(seconds, rooms, least_s)
+        return None if found is None else self._choice(found, ChunkChoice(np.inf, stops, classes, recompute))
+
+    def _choice(self, found: tuple[float, Indices], plan: ChunkChoice) -> ChunkChoice:
+        """A plan with these orders."""
         makespan_s, orders = found
         count = self.candidate.split.count
         texts = tuple(order_text(tuple(order), count) for order in orders.tolist())
-        return ChunkChoice(makespan_s + self.end_s(stops, classes), stops, classes, recompute, texts)
+        return replace(plan, step_s=makespan_s + self.end_s(plan.stops, plan.classes), orders=texts)
+
+    def _rooms_of(
+        self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool], seconds: Floats
+    ) -> tuple[Room, float]:
+        """What the stages may hold, and what no order takes less than."""
+        rooms = [self._room(stage, stops, classes, flag) for stage, flag in enumerate(recompute)]
+        least_s = any_order_s(seconds, np.array([room.most(self.candidate.split.count) for room in rooms]))
+        return Room(*map(np.array, zip(*rooms, strict=True))), least_s
 
     def _room(self, stage: int, stops: Stops, classes: Sequence[int], recomputed: bool) -> _Room:
         """What a stage may hold: bytes of its device less what is there in any case, and of each micro-batch.
@@ -163,15 +191,22 @@ class OwnOrderPlans(ChunkPlans):
         key = stage, group, first, stops[stage], recomputed
         if key not in self._rooms:
             count = self.candidate.split.count
-            one, two, before, last = (
-                self._memory(stage, group, first, stops[stage], recomputed, held)
-                for held in ((many, many) for many in (1, min(2, count), max(1, count - 1), count))
-            )
-            flying = max(two.activations - one.activations, last.activations - before.activations)
-            waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
-            limit = self.problem.classes[group].device.memory_bytes
-            self._rooms[key] = _Room(float(limit - one.total + flying + waiting), float(flying), float(waiting))
+            all_bytes = self._memory(*key, (count, count)).total
+            fits = all_bytes <= self.problem.classes[group].device.memory_bytes
+            self._rooms[key] = _Room(np.inf, 0.0, 0.0) if fits else self.limited_room(*key)
         return self._rooms[key]
+
+    def limited_room(self, stage: int, group: int, first: int, stop: int, recomputed: bool) -> _Room:
+        """The same, also where there is room for all micro-batches."""
+        count = self.candidate.split.count
+        one, two, before, last = (
+            self._memory(stage, group, first, stop, recomputed, (many, many))
+            for many in (1, min(2, count), max(1, count - 1), count)
+        )
+        flying = max(two.activations - one.activations, last.activations - before.activations)
+        waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
+        limit = self.problem.classes[group].device.memory_bytes
+        return _Room(float(limit - one.total + flying + waiting), float(flying), float(waiting))
 
     def _memory(self, stage: int, group: int, first: int, stop: int, recomputed: bool, *held: Held) -> StageMemory:
         """Bytes of a stage that holds so many micro-batches, at the moment that needs most."""

@@ -22,8 +22,10 @@ PATIENCE = (0.0, 0.5, 1.0)
 """Parts of a pass of weights that a stage rather waits [chosen]."""
 CLOSE = 1e-3
 """Relative distance from the bound at which an order is good enough [chosen]."""
-MOST_TRIES, WORK_OF_TRIES = 1_000, 20_000
-"""Moves of single passes that are tried, and micro-batches of stages that all of them look at [chosen: 3 ms]."""
+MOST_TRIES, WORK_OF_TRIES = 8_000, 120_000
+"""Moves of single passes that are tried, and micro-batches of stages that all of them look at [chosen: 10 ms]."""
+FEW_TO_MOVE = 64
+"""Micro-batches of stages up to which passes are moved for all cuts, and not for the best ones alone [chosen]."""
 FEW_PASSES = 4_000
 """Passes of a step up to which all settings are tried, and beyond which half of them are [chosen]."""
 
@@ -53,10 +55,17 @@ def best_orders(seconds: Floats, room: Room, least_s: float = 0.0) -> tuple[floa
             if orders[-1, -1] == NOTHING:
                 return None
             best = _faster(best, orders, seconds)
-    if best is None or best[0] <= least_s * (1 + CLOSE):
+    if best is None or stages * count > FEW_TO_MOVE:
         return best
-    tries = min(MOST_TRIES, WORK_OF_TRIES // (stages * count))
-    return _faster(best, exchanged(best[1], seconds, room, tries, least_s * (1 + CLOSE)), seconds)
+    return moved(best, seconds, room, least_s)
+
+
+def moved(best: tuple[float, Indices], seconds: Floats, room: Room, least_s: float) -> tuple[float, Indices]:
+    """Orders with passes moved so that the step is shorter; see `best_orders`."""
+    if best[0] <= least_s * (1 + CLOSE):
+        return best
+    tries = min(MOST_TRIES, WORK_OF_TRIES // seconds[0].size)
+    return _faster(best, exchanged(best[1], np.ascontiguousarray(seconds), room, tries, least_s * (1 + CLOSE)), seconds)
 
 
 def _faster(best: tuple[float, Indices] | None, orders: Indices, seconds: Floats) -> tuple[float, Indices]:

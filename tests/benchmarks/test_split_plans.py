@@ -15,7 +15,7 @@ from tests.benchmarks.exhaustive_orders import any_below
 from tests.planner.test_split_plans import MOST_OVER, drawn, problem_of
 
 PROBLEMS = 600
-NODES = 2_000_000
+NODES = 500_000
 SEARCHED = (1.0001, 1.001, MOST_OVER)
 
 

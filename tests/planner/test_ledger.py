@@ -258,7 +258,7 @@ def test_of_split_backward_passes_all_count_the_same_bytes(profiles, device, dat
         counted = [bytes_at(problem, candidate, index, stages, stage, held) for held in moments]
         assert max(memory.total for memory in counted) == said.total
         if isinstance(plans, OwnOrderPlans):
-            room = plans._room(index, stops, (0,) * stages, choice.recompute[index])
+            room = plans.limited_room(index, 0, stage.first_layer, stage.stop_layer, choice.recompute[index])
             needs = max(many * room.flying + others * room.waiting for many, others in moments)
             counted_by_search = device("a").memory_bytes - room.free + needs
             assert counted_by_search >= said.total or not candidate.split.equal

@@ -159,18 +159,22 @@ def _range_text(first: str, last: str, width: int) -> str:
 
 
 def _short_path(path: str, width: int) -> str:
-    """A module path that keeps what tells it apart: numbers and its last name go last.
+    """A module path that keeps what tells it apart, its numbers, and its last name where there is room for it.
 
-    >>> _short_path("layers.15.self_attn.q_proj", 20), _short_path("layers.15.self_attn.q_proj", 12)
-    ('15.self_attn.q_proj', '15..q_proj')
+    >>> [_short_path("layers.15.self_attn.q_proj", width) for width in (20, 12, 9)]
+    ['15.self_attn.q_proj', '15..q_proj', 'layers.15']
     """
     parts = path.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
     for place in range(len(parts) - 1):
         if len(_joined(parts)) <= width:
             break
         if not parts[place].isdecimal():
             parts[place] = ""
-    return _shortened(_joined(parts), width)
+    short = _joined(parts)
+    if len(short) > width and numbers:
+        short = ".".join(path.split(".")[: numbers[-1] + 1])
+    return _shortened(short, width)
 
 
 def _joined(parts: list[str]) -> str:

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -85,28 +86,14 @@ class DeferredWeights:
     entries: list[_Entry] = field(default_factory=list)
 
     def run(self) -> None:
-        """W: adds to the parameters' `.grad`."""
-        edges: list[GradientEdge] = []
-        gradients: list[Tensor] = []
-        entries = deque(self.entries)
+        """W: adds to the parameters' `.grad`, of each as soon as its sum is complete."""
+        entries: list[_Entry | None] = list(self.entries)
         self.entries = []
-        while entries:
-            entry = entries.popleft()  # each is freed as soon as it is done
-            found = torch.autograd.grad([entry.output], entry.weights, [entry.gradient], allow_unused=True)
-            for edge, gradient in zip(entry.edges, found, strict=True):
-                if gradient is not None:
-                    edges.append(edge)
-                    gradients.append(gradient)
-        if edges:
-            run_engine(
-                tuple(edges),
-                tuple(gradients),
-                keep_graph=False,
-                create_graph=False,
-                inputs=(),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+        for group in _sharing_parameters(entries):
+            taken = deque(entries[position] for position in group)
+            for position in group:
+                entries[position] = None
+            _add_gradients(taken)
 
     def kept_bytes(self) -> int:
         """Bytes that live between I and W, of distinct storages, if operations were watched."""
@@ -140,6 +127,62 @@ class _Entry(NamedTuple):
     gradient: Tensor
 
 
+def _add_gradients(entries: deque[_Entry | None]) -> None:
+    """Gradients of the parameters that these operations lead to; each is freed as soon as it is done."""
+    edges: list[GradientEdge] = []
+    gradients: list[Tensor] = []
+    while entries:
+        entry = entries.popleft()
+        assert entry is not None
+        found = _gradients_of(entry.weights, entry.output, entry.gradient, keep_graph=False)
+        for edge, gradient in zip(entry.edges, found, strict=True):
+            if gradient is not None:
+                edges.append(edge)
+                gradients.append(gradient)
+    if edges:
+        run_engine(
+            tuple(edges),
+            tuple(gradients),
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+
+
+def _sharing_parameters(entries: Sequence[_Entry | None]) -> list[list[int]]:
+    """Positions of entries that lead to the same parameters together, for a sum has an order; all others apart.
+
+    The gradients of one group exist at a time, so that W takes no more memory than a whole backward pass.
+    """
+    groups: dict[Any, list[int]] = {}  # by parameter's node
+    ends = [_ends(entry.edges) if entry is not None else frozenset() for entry in entries]
+    for position, own in enumerate(ends):
+        known = {id(group): group for group in map(groups.get, own) if group is not None}
+        joined = sorted(chain(*known.values())) if len(known) > 1 else next(iter(known.values()), [])
+        joined.append(position)
+        for other in joined if len(known) > 1 else (position,):
+            groups.update(dict.fromkeys(ends[other], joined))
+    return list({id(group): group for group in groups.values()}.values())
+
+
+def _ends(edges: Sequence[GradientEdge]) -> frozenset[Any]:
+    """The nodes at which autograd adds to parameters, of all that these edges lead to."""
+    seen: set[Any] = {edge.node for edge in edges}
+    waiting = list(seen)
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        if not node.next_functions:
+            found.add(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return frozenset(found)
+
+
 class _Call(NamedTuple):
     """One call of a separable operation."""
 
@@ -151,6 +194,33 @@ class _Call(NamedTuple):
     store: DeferredWeights
 
 
+def _gradients_of(
+    wanted: Sequence[Tensor | GradientEdge], output: GradientEdge, gradient: Tensor, *, keep_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` without what it checks in Python."""
+    return run_engine(
+        (output,),
+        (gradient,),
+        keep_graph=keep_graph,
+        create_graph=False,
+        inputs=tuple(wanted),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+
+
+class _Source(torch.autograd.Function):
+    """Where an operand's gradient ends in the operation's own graph; a leaf would hold the operand's memory until W."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("gradients are taken before they come here")
+
+
 class _Separated(torch.autograd.Function):
     """The operation in a graph of its own."""
 
@@ -158,21 +228,27 @@ class _Separated(torch.autograd.Function):
     def forward(ctx: Any, _: Tensor, call: _Call, *inputs: Tensor) -> Tensor:
         needs = ctx.needs_input_grad[2:]
         with torch.enable_grad():
-            leaves = [value.detach().requires_grad_(need) for value, need in zip(inputs, needs, strict=True)]
+            leaves = [
+                _Source.apply(call.store.anchor, value) if need else value.detach()  # type: ignore[no-untyped-call]
+                for value, need in zip(inputs, needs, strict=True)
+            ]
             weights = tuple(weight.detach().requires_grad_() for weight in call.weights)
             with _noting(call.store, weights):
                 output = call.operation(*call.spread(leaves, weights), **call.kwargs)
-        ctx.wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        ctx.set_materialize_grads(False)  # none is not zero: optimizers tell them apart
+        ctx.wanted = [get_gradient_edge(leaf) for leaf, need in zip(leaves, needs, strict=True) if need]
         ctx.weights, ctx.edges, ctx.store = weights, call.edges, call.store
         ctx.output = get_gradient_edge(output)
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         found: Sequence[Tensor | None] = ()
         if ctx.wanted:
-            found = torch.autograd.grad([ctx.output], ctx.wanted, [gradient], retain_graph=True, allow_unused=True)
+            found = _gradients_of(ctx.wanted, ctx.output, gradient, keep_graph=True)
         ctx.store.entries.append(_Entry(ctx.output, ctx.weights, ctx.edges, gradient))
         rest = iter(found)
         return (None, None, *(next(rest) if need else None for need in ctx.needs_input_grad[2:]))
@@ -213,7 +289,9 @@ def separated(operation: Callable[..., Tensor], places: tuple[int, ...], *args: 
     places = tuple(place for place in places if args[place].requires_grad)
     if not places:
         return operation(*args, **kwargs)
-    weights = tuple(args[place] for place in places)
+    # A node for each use, in the place of the whole operation's: the engine takes the latest first, so W adds up in the
+    # same order. Those of one operation come in the order of its operands.
+    weights = tuple([args[place].view_as(args[place]) for place in reversed(places)][::-1])
     inputs = [place for place, value in enumerate(args) if isinstance(value, Tensor) and place not in places]
 
     def spread(leaves: Sequence[Tensor], deferred: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.split_backward import DeferredWeights, deferrable, deferring, split_function
 from profiler.run.stage_function import StageFunction, layout_hook
+from profiler.torch_private import storage_of
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import LayerSequence
 
@@ -188,6 +189,12 @@ class LayerRunner:
         read = [self._sequence.parameters[name] for name in layer.parameters]
         able = deferrable(layer.function, len(read))
         return tuple(one and parameter.requires_grad for one, parameter in zip(able, read, strict=True))
+
+    def store(self, index: int, *, watching: bool) -> DeferredWeights:
+        """For a layer's gradients that can wait; if it watches, what lives without them is none of what they keep."""
+        parameters = [self._parameters[index, name] for name in self._sequence.layers[index].parameters]
+        held = [*self.sources.values(), *parameters]
+        return DeferredWeights(watching, frozenset(storage_of(value) for value in held if isinstance(value, Tensor)))
 
     def forward(self, index: int, entered: Entered, *, store: DeferredWeights | None = None) -> dict[str, Tensor]:
         """The layer's forward pass; after the last layer the loss if there is one.

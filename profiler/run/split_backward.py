@@ -76,7 +76,7 @@ class DeferredWeights:
         entries: in the order in which I came to them.
         watching: whether what operations save is noted, for `kept_bytes`.
         elsewhere: storages that live longer anyway, which are not noted.
-        saved: of each storage that they saved its bytes, if they are watched; weights are not among them.
+        saved: of each storage that they saved its bytes, if they are watched; weights that are computed are among them.
     """
 
     watching: bool = False
@@ -97,12 +97,14 @@ class DeferredWeights:
 
     def kept_bytes(self) -> int:
         """Bytes that live between I and W, of distinct storages, if operations were watched."""
-        gradients = {storage_of(entry.gradient): _storage_bytes(entry.gradient) for entry in self.entries}
-        return sum((self.saved | gradients).values())
+        for entry in self.entries:
+            for value in (entry.gradient, *entry.weights):
+                self.note(value)
+        return sum(self.saved.values())
 
-    def note(self, value: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    def note(self, value: Tensor) -> Tensor:
         """Something that an operation saves."""
-        if storage_of(value) not in self.elsewhere.union(map(storage_of, weights)):
+        if storage_of(value) not in self.elsewhere:
             self.saved[storage_of(value)] = _storage_bytes(value)
         return value
 
@@ -233,7 +235,7 @@ class _Separated(torch.autograd.Function):
                 for value, need in zip(inputs, needs, strict=True)
             ]
             weights = tuple(weight.detach().requires_grad_() for weight in call.weights)
-            with _noting(call.store, weights):
+            with _noting(call.store):
                 output = call.operation(*call.spread(leaves, weights), **call.kwargs)
         ctx.set_materialize_grads(False)  # none is not zero: optimizers tell them apart
         ctx.wanted = [get_gradient_edge(leaf) for leaf, need in zip(leaves, needs, strict=True) if need]
@@ -254,11 +256,11 @@ class _Separated(torch.autograd.Function):
         return (None, None, *(next(rest) if need else None for need in ctx.needs_input_grad[2:]))
 
 
-def _noting(store: DeferredWeights, weights: Sequence[Tensor]) -> AbstractContextManager[object]:
+def _noting(store: DeferredWeights) -> AbstractContextManager[object]:
     """What operations inside save is noted, if the store watches."""
     if not store.watching:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda value: store.note(value, weights), lambda value: value)
+    return torch.autograd.graph.saved_tensors_hooks(store.note, lambda value: value)
 
 
 _store: DeferredWeights | None = None
@@ -304,6 +306,16 @@ def separated(operation: Callable[..., Tensor], places: tuple[int, ...], *args: 
     call = _Call(operation, spread, kwargs, weights, tuple(map(get_gradient_edge, weights)), _store)
     result: Tensor = _Separated.apply(_store.anchor, call, *(args[place] for place in inputs))  # type: ignore[no-untyped-call]
     return result
+
+
+def is_separable(node: fx.Node) -> bool:
+    """Whether an operation of a graph is one of `SEPARABLE`; gradients of an embedding may be sparse, those are not."""
+    if node.target is _aten.embedding.default:
+        sparse = dict(
+            zip(("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"), node.args, strict=False)
+        )
+        return not {**sparse, **node.kwargs}.get("sparse", False)
+    return node.target in SEPARABLE
 
 
 def deferred_parameters(layers: Sequence[Layer], parameters: Mapping[tuple[int, str], Tensor]) -> frozenset[int]:
@@ -368,7 +380,7 @@ def _with_separated(module: fx.GraphModule, deferred: tuple[bool, ...]) -> fx.Gr
     side = _weight_side([node for node, is_deferred in zip(placeholders, deferred, strict=True) if is_deferred])
     for node in module.graph.nodes:
         places = tuple(place for place, value in enumerate(node.args) if isinstance(value, fx.Node) and value in side)
-        if node.target in SEPARABLE and places:
+        if is_separable(node) and places:
             copies[node].args = (node.target, places, *copies[node].args)
             copies[node].target = separated
     return fx.GraphModule(dict(module.named_children()), graph, class_name=type(module).__name__)
@@ -402,7 +414,7 @@ def _all_separable(parameter: fx.Node, side: frozenset[fx.Node]) -> bool:
                 if user not in seen:
                     seen.add(user)
                     waiting.append(user)
-            elif user.target not in SEPARABLE or not _is_plain_operand(node, user):
+            elif not is_separable(user) or not _is_plain_operand(node, user):
                 return False
     return True
 
@@ -421,7 +433,7 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return not any(_writes(user, node) for user in node.users)
-    if node.op != "call_function" or not isinstance(target, OpOverload) or target in SEPARABLE:
+    if node.op != "call_function" or not isinstance(target, OpOverload) or is_separable(node):
         return False
     schema = schema_of(target)
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:

@@ -133,16 +133,13 @@ class LayerWork:
     Attributes:
         forward: its forward pass.
         backward: its backward pass.
-        inputs: what is left of that if it is split, for the gradients of its inputs.
-        weights: the pass for the gradients of its parameters. Both together may be more than the whole, for fused
-            operations run twice then.
-        weight_kept_bytes: what lives from one to the other.
+        inputs: what is left of that if it is split and gradients of parameters wait; nothing where none can.
+        weight_kept_bytes: what lives until then.
     """
 
     forward: Operations
     backward: Operations
     inputs: Operations
-    weights: Operations
     weight_kept_bytes: int
 
 
@@ -259,17 +256,15 @@ def _seen(
 
 def _parts(
     runner: LayerRunner, index: int, values: Mapping[str, Tensor], trained: Set[str], meter: _Meter
-) -> tuple[Operations, Operations, int]:
-    """Both parts of a layer's backward pass if it is split, and the bytes that wait for the second."""
+) -> tuple[Operations, int]:
+    """I of a layer, and the bytes that wait for W."""
     if not any(runner.deferred(index)):
-        return meter.take(), meter.take(), 0
-    store, go_back = gone_forward(runner, index, values, trained, watching=True)
+        return meter.take(), 0
+    store = runner.store(index, watching=True)
+    go_back = gone_forward(runner, index, values, trained, store)
     with meter:
         go_back()
-    inputs, kept_bytes = meter.take(), store.kept_bytes()
-    with meter:
-        store.run()
-    return inputs, meter.take(), kept_bytes
+    return meter.take(), store.kept_bytes()
 
 
 def work_between(below: LayerWork, above: LayerWork, share: float) -> LayerWork | None:
@@ -280,13 +275,12 @@ def work_between(below: LayerWork, above: LayerWork, share: float) -> LayerWork 
     """
     if below.forward.names != above.forward.names or below.backward.names != above.backward.names:
         return None
-    if below.inputs.names != above.inputs.names or below.weights.names != above.weights.names:
+    if below.inputs.names != above.inputs.names:
         return None
     return LayerWork(
         _between(below.forward, above.forward, share),
         _between(below.backward, above.backward, share),
         _between(below.inputs, above.inputs, share),
-        _between(below.weights, above.weights, share),
         ceil((1 - share) * below.weight_kept_bytes + share * above.weight_kept_bytes),
     )
 
@@ -306,9 +300,10 @@ def seconds_of(work: LayerWork, rates: Rates) -> tuple[float, float]:
 
 
 def weight_seconds_of(work: LayerWork, rates: Rates) -> float:
-    """Seconds of the backward pass that can be a pass of their own: the same share of it as of both parts together."""
-    inputs_s, weights_s = float(work.inputs.seconds(rates).sum()), float(work.weights.seconds(rates).sum())
-    return seconds_of(work, rates)[1] * weights_s / (inputs_s + weights_s) if weights_s else 0.0
+    """By how many seconds the backward pass is shorter if gradients of parameters wait."""
+    if not work.weight_kept_bytes:
+        return 0.0
+    return max(0.0, float(work.backward.seconds(rates).sum() - work.inputs.seconds(rates).sum()))
 
 
 def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float) -> Estimate:

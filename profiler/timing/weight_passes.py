@@ -1,9 +1,10 @@
 """What part of each layer's backward pass can wait for a pass of its own, and what is kept until then.
 
-    forward, I and W of one layer after the other, as `profiler.run.split_backward` runs them
+    forward, B; forward, I and W of one layer after the other, as `profiler.run.split_backward` runs them
 
-W's part of both passes together is what is measured; seconds follow from it and from those of the whole backward pass,
-which were measured where the layer stands.
+What counts is how much sooner than B the gradients of the inputs are there: I's seconds are those of the whole backward
+pass, which were measured where the layer stands, less that share. Calls and graphs of single operations make both
+passes together longer than the whole, for small layers much; then nothing can wait.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from torch import Tensor
 from profiler.machine.stopwatches import Stopwatch
 from profiler.run.layer_runner import LayerRunner, backward, keep
 from profiler.run.split_backward import DeferredWeights
-from profiler.torch_private import storage_of
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
 ROUNDS = 3
-"""Passes of each distinct layer, the first of which does not count."""
+"""Passes of each distinct layer that count; one more warms up."""
 
 
 class WeightPass(NamedTuple):
     """What a layer leaves for W.
 
     Attributes:
-        share: W's part of the backward pass, 0 where all gradients are made in I.
+        share: by how much of the backward pass I is shorter; 0 where it makes all gradients, or takes as long.
         kept_bytes: what lives from I until W.
     """
 
@@ -74,35 +74,38 @@ def _made_up(value: BoundaryValue, size: int, device: torch.device) -> Tensor:
 def _measured(runner: LayerRunner, index: int, values: Mapping[str, Tensor], watch: Stopwatch) -> WeightPass:
     shares = []
     kept_bytes = 0
-    for number in range(ROUNDS):
-        store, backward_pass = gone_forward(runner, index, values, None, watching=not number)
-        watch.lap(backward_pass)
+    for number in range(1 + ROUNDS):
+        watch.lap(gone_forward(runner, index, values, None, None))
+        store = runner.store(index, watching=not number)
+        watch.lap(gone_forward(runner, index, values, None, store))
         kept_bytes = kept_bytes or store.kept_bytes()
-        watch.lap(store.run)
-        rest_s, weight_s = watch.take()
-        shares.append(weight_s / (rest_s + weight_s) if weight_s else 0.0)
+        store.run()
+        whole_s, inputs_s = watch.take()
+        shares.append(max(0.0, 1 - inputs_s / whole_s) if whole_s else 0.0)
     return WeightPass(median(shares[1:]), kept_bytes)
 
 
 def gone_forward(
-    runner: LayerRunner, index: int, values: Mapping[str, Tensor], trained: Set[str] | None, *, watching: bool
-) -> tuple[DeferredWeights, Callable[[], None]]:
-    """A layer after its forward pass: what takes gradients for W, and I, ready to be called.
+    runner: LayerRunner,
+    index: int,
+    values: Mapping[str, Tensor],
+    trained: Set[str] | None,
+    store: DeferredWeights | None,
+) -> Callable[[], None]:
+    """The backward pass of a layer that has gone forward, or with a store I, ready to be called.
 
     Args:
         runner: of the layer.
         index: of the layer.
         values: alive at the boundary before it.
         trained: names of what is alive after it and gets a gradient; None for all that can have one.
-        watching: whether what is kept for W is noted.
+        store: takes what can wait for W; None for a backward pass in one.
     """
     entered = runner.enter(index, values)
-    sources = frozenset(storage_of(value) for value in runner.sources.values() if isinstance(value, Tensor))
-    store = DeferredWeights(watching, sources)
     leaving = runner.leaving(index, entered, runner.forward(index, entered, store=store))
     gradients = {
         name: torch.ones_like(value)
         for name, value in leaving.items()
         if value.requires_grad and (trained is None or name in trained)
     }
-    return store, backward(keep(entered, leaving), gradients)
+    return backward(keep(entered, leaving), gradients)

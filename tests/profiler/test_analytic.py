@@ -118,7 +118,7 @@ def test_a_fit_finds_the_rates_that_times_were_made_with():
             generator.integers(0, 3, count),
         )
 
-    layers = [LayerWork(some(), some(), some(), some(), 0) for _ in range(60)]
+    layers = [LayerWork(some(), some(), some(), 0) for _ in range(60)]
     costs = []
     for index, layer in enumerate(layers):
         forward_s, backward_s = seconds_of(layer, true)

@@ -305,9 +305,9 @@ def _at_the_most(samples: Indices, in_flight: int, deferred: int) -> tuple[int, 
 
     Were it another moment, bytes for each sample would follow of which that one had fewer than some other.
     """
-    if not deferred:
-        return int(samples[:, 0].max()), 1
     moments = sorted({(now, waiting) for now, waiting in samples.tolist() if now and waiting})
+    if not deferred or not moments:  # a file may say so of a schedule in which nothing waits
+        return int(samples[:, 0].max()), 1
 
     def exceeded(moment: tuple[int, int]) -> float:
         each, other = in_flight / moment[0], deferred / moment[1]

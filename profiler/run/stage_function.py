@@ -152,7 +152,7 @@ class StageFunction:
                 all gradients.
         """
         try:
-            with self.autocasting(), deferring(store):
+            with self.autocasting(), deferring(store) if store is not None else contextlib.nullcontext():
                 return self._forward(leaves, inputs, buffers, seed)
         finally:
             draws_seeded_by(None, 0)

@@ -101,7 +101,7 @@ def test_a_swapped_argument_is_refused(plan_for: Callable[..., Plan]) -> None:
 
 
 SCRIPT = """
-import atexit, sys, time
+import atexit, signal, sys, time
 from executor import launch
 from planner import Plan
 
@@ -110,6 +110,7 @@ def wait(plan):
     print("begun", flush=True)
     time.sleep(600)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 launch(wait, Plan.load(sys.argv[1]))
 """
 

@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def built(*_: Any) -> Any:
         raise AssertionError("the model was built before the options were looked at")
 
-    monkeypatch.setattr(command, "_built", built)
+    monkeypatch.setattr("executor.commands.models.built_by", built)
     return tmp_path
 
 

@@ -287,15 +287,22 @@ def command_lines(options: dict[str, list[str]], seed: int, count: int) -> Itera
         count: how many.
     """
     chance = random.Random(seed)
-    usual = {"plan": ["shop_model.py:build"], "show": ["plan.json"], "run": ["plan.json", "shop_model.py:train"]}
+    model, plan = ["shop_model.py:build"], ["plan.json"]
+    usual = {
+        **dict.fromkeys(("plan", "profile", "trace", "estimate"), model),
+        **dict.fromkeys(("show", "explain", "validate", "plot"), plan),
+        "diff": [*plan, *plan],
+        "what-if": ["profile.json"],
+        "run": [*plan, "shop_model.py:train"],
+    }
     for _ in range(count):
         command = chance.choice(list(options))
-        line = list(usual[command])
+        line = list(usual.get(command, []))
         for place in range(len(line)):
             if chance.random() < 0.3:
                 line[place] = chance.choice(VALUES)
         for _ in range(chance.choice((0, 1, 1, 2, 3))):
-            line += [chance.choice(options[command]), chance.choice(VALUES)]
+            line += [chance.choice(options[command] or ["--help"]), chance.choice(VALUES)]
         if chance.random() < 0.05:
             line.append(chance.choice(VALUES))
         yield [command if chance.random() < 0.98 else chance.choice(VALUES), *line]

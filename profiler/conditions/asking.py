@@ -29,6 +29,7 @@ from profiler.conditions.reading import COMPARISONS, CONDITIONS, NUMBERS, Spot, 
 from profiler.conditions.sources import followed_from
 from profiler.conditions.spelled_out import spelled_out
 from profiler.errors import NotTraceableError
+from profiler.observe.counts import counts_now
 from profiler.observe.source_place import Place, keep_together_advice, place_now, place_of_node, setting_advice
 from profiler.opaque.operators import LIBRARY
 from profiler.sample_spec import Decision
@@ -67,6 +68,7 @@ class Questions:
         self._lots: set[tuple[str, str]] = set()  # where random numbers decide
         self._left_open: dict[int, NotTraceableError] = {}  # by position of a decision that chance alone may excuse
         self._places: list[Place] = []
+        self._counts: list[Mapping[str, int | float]] = []  # before each decision
         self._values: dict[Any, tuple[Any, ...]] = {}  # symbol of a number -> what it is in each of the runs
 
     def same_again(self) -> Questions:
@@ -169,6 +171,7 @@ class Questions:
             answer = False
         self.decisions.append(Decision(module=spot.module, line=spot.line, answer=answer))
         self._places.append(place)
+        self._counts.append({} if self._ways is None else counts_now())
         return answer
 
     def _asked(self, ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -249,7 +252,9 @@ class Questions:
         """What keeps a decision in the graph: a check, or a mark where random numbers make it."""
         decision = self.decisions[site]
         chance = self._is_chance(value, site)
-        return Lot(decision, self._places[site], numbers) if chance else Check(decision, numbers)
+        if chance:
+            return Lot(decision, self._places[site], self._counts[site], numbers)
+        return Check(decision, numbers)
 
     def _is_chance(self, value: fx.Node, site: int) -> bool:
         """Whether random numbers alone decide, as with layer drop: both ways are needed then.

@@ -6,7 +6,7 @@ if torch.rand(()) < 0.9:          lt = rand(()) < 0.9
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,20 @@ class Lot:
     Args:
         decision: where, and which way was traced.
         place: where, for messages.
+        counts: what the model had counted before it asked, see `profiler.observe.counts`.
         numbers: see `Check`.
     """
 
-    def __init__(self, decision: Decision, place: Place, numbers: Callable[..., tuple[Any, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        decision: Decision,
+        place: Place,
+        counts: Mapping[str, int | float],
+        numbers: Callable[..., tuple[Any, ...]] | None = None,
+    ) -> None:
         self.decision = decision
         self.place = place
+        self.counts = counts
         self.__name__ = self.__qualname__ = f"lot[{decision.code}]"
         self._numbers = numbers
 

@@ -24,11 +24,15 @@ from torch import Tensor, fx, nn
 
 from profiler.conditions.chance import EitherWay, Lot, Ways
 from profiler.errors import NotTraceableError
+from profiler.observe.counts import counted_apart
 from profiler.observe.source_place import keep_together_advice, setting_advice
 from profiler.tracing.build_layer import attribute, symbolic_shape
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.meaning import digest_of, has_effect, is_source, meaning, operation_text, read_by, source_text
 from profiler.tracing.refusals import written_from_outside
+
+MOST_TRIED_TOGETHER = 2
+"""Conditions of which every combination is traced: none, both, the first and the second."""
 
 
 class _Apart(Exception):  # noqa: N818 - caught and turned into an error of our tree
@@ -79,6 +83,10 @@ def _put_together(first: TracedGraph, traced: Callable[[Ways], TracedGraph]) -> 
         trace = _Trace.of(first if known else traced(Ways(places, tuple(answers))))
         if len(trace.lots) != count:
             raise _Apart(f"one of them asks {len(trace.lots)} times, another {count} times")
+        for lot, known_lot in zip(trace.lots, _lots(first), strict=True):
+            counted = counted_apart(_lot(lot).counts, _lot(known_lot).counts)
+            if counted and count > MOST_TRIED_TOGETHER:
+                raise _Apart(f"{counted!r} counts which way was taken, and not every number of times can be tried")
         return trace
 
     no, yes = along([False] * count), along([True] * count)

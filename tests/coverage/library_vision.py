@@ -51,6 +51,12 @@ def vit_pytorch() -> Iterator[Candidate]:
     )  # fmt: skip
 
 
+def _coca(model: Any, **settings: Any) -> nn.Module:
+    made: nn.Module = model(**settings)
+    nn.init.normal_(made.get_parameter("text_decoder.text_projection"), std=0.2)  # the library leaves it as memory was
+    return made
+
+
 def _masked(kind: type[nn.Module], **settings: int) -> nn.Module:
     vit = found("vit_pytorch:ViT")
     encoder = vit(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=2, mlp_dim=64, pool="mean")
@@ -93,7 +99,7 @@ def other_transformers() -> Iterator[Candidate]:
         text_cfg={"context_length": 16, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2},
     )  # fmt: skip
     yield entry(
-        "open_clip_torch", "open_clip.coca_model:CoCa", _pictures_and_texts, embed_dim=32,
+        "open_clip_torch", "open_clip.coca_model:CoCa", _pictures_and_texts, build=_coca, embed_dim=32,
         multimodal_cfg={"context_length": 16, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2},
         vision_cfg={
             "image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "attentional_pool": True,

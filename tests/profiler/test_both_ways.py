@@ -39,6 +39,7 @@ class Dropping(nn.Module):
         )
         self.other = nn.Linear(4, 4)
         self.layerdrop = 0.4
+        self.dropped = 0
         self._layers = layers
 
     def forward(self, x: Tensor) -> Tensor:
@@ -238,3 +239,43 @@ def test_ways_that_do_not_meet_are_refused(layers: Layers, message: str) -> None
     assert "in the model, " in str(caught.value)
     assert "random numbers decide which way the forward pass takes" in str(caught.value)
     assert "this is layer drop: set layerdrop to 0" in str(caught.value)
+
+
+def at_exactly_one(model: Dropping, x: Tensor) -> Tensor:
+    """Of four layers, none, two or all are left out in the ways that are traced."""
+    dropped = 0
+    for layer in model.layers:
+        if torch.rand([]) < model.layerdrop:
+            dropped += 1
+            continue
+        x = layer(x)
+    return x * 2 if dropped == 1 else x
+
+
+def in_a_list(model: Dropping, x: Tensor) -> Tensor:
+    kept = []
+    for layer in model.layers:
+        if torch.rand([]) < model.layerdrop:
+            continue
+        x = layer(x)
+        kept.append(layer)
+    return x * 2 if len(kept) == 1 else x
+
+
+def in_an_attribute(model: Dropping, x: Tensor) -> Tensor:
+    model.dropped = 0
+    for layer in model.layers:
+        if torch.rand([]) < model.layerdrop:
+            model.dropped += 1
+        else:
+            x = layer(x)
+    found, model.dropped = model.dropped, 0
+    return x * 2 if found == 1 else x
+
+
+@pytest.mark.parametrize("layers", [at_exactly_one, in_a_list, in_an_attribute], ids=lambda each: each.__name__)
+def test_a_count_of_ways_taken_is_refused(layers: Layers) -> None:
+    """No trace left exactly one of four layers out, so the graph was the model's but for that: wrong without error."""
+    model = Dropping(layers, depth=4)
+    with pytest.raises(NotTraceableError, match="counts which way was taken, and not every number of times can be "):
+        trace(model, X)

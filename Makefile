@@ -5,7 +5,7 @@ RUN := .venv/bin/python
 SURVEYED := .survey/.installed
 LIBRARIES := .survey/libraries/.installed
 
-.PHONY: demo test lint bench coverage survey libraries
+.PHONY: demo test slow durations lint bench coverage survey libraries
 
 demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py
@@ -14,8 +14,17 @@ demo: $(INSTALLED)
 # time: most of them wait for imports and for each other's processes. Each worker takes the tests of a file in a row
 # (worksteal), for they share what is traced and built. Bytecode is kept, also where the environment says otherwise: each
 # process that a test starts would compile all our sources anew, for 0.14 s [measured].
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q
+
 test: $(INSTALLED)
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q --numprocesses 2 --dist worksteal
+	@$(PYTEST) --numprocesses 2 --dist worksteal -m "not slow"
+
+# The tests of tests/slow.txt, which take twice as long as all others together.
+slow: $(INSTALLED)
+	@$(PYTEST) --numprocesses 2 --dist worksteal -m slow
+
+durations: $(INSTALLED)
+	@$(PYTEST) --durations-to-list -m "not slow"
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff check

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 
 from tests.fork_server import READ_LATE, forks
+from tests.processor_time import Durations, mark_slow
 
 os.environ["COLUMNS"] = "110"  # what the command prints is as wide as the terminal
 os.environ["MPLBACKEND"] = "Agg"  # draw into memory; subprocesses inherit it
@@ -29,6 +30,20 @@ hypothesis.settings.load_profile("project")
 
 FRESH = ("fresh_processes", "gpu", "benchmark")  # tests with one of these marks have workers as users have them
 _GPU_FOLDER = Path(__file__).parent / "gpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-to-list", action="store_true", help="add to tests/slow.txt")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--durations-to-list"):
+        config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow(items)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -16,7 +16,7 @@ CONTRIBUTING = ROOT / ".github" / "CONTRIBUTING.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.md"))
 PAGES = (FRONT_PAGE, CONTRIBUTING, *NOTEBOOKS, ROOT / "tests" / "benchmarks" / "README.md")
 MOST_WORDS = 900
-SMALLER = {"blocks=8": "blocks=1"}
+SMALLER = {"blocks=8": "blocks=1", "batch_size=64": "batch_size=16", "torch.zeros(64,": "torch.zeros(16,"}
 """What an example is run with in place of what the page says: every line runs, in less time."""
 
 

@@ -13,6 +13,7 @@ import networkx
 import pytest
 
 from profiler.machine.backend import BACKENDS
+from tests.processor_time import KEPT, slow_tests
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("profiler", "planner", "executor")  # the lowest floor first
@@ -287,3 +288,11 @@ def test_the_wheel_works_from_another_folder(
     result = python("-c", code, str(site))
     assert result.stdout.split() == [str(site), "Plan"], result.stderr
     assert (site / "bin" / "autoplan").is_file()
+
+
+def test_every_slow_test_is_there() -> None:
+    """One that has another name by now would be run by `make test`."""
+    listed = {name.partition("[")[0] for name in [*slow_tests(), *KEPT]}
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in {name.partition("::")[0] for name in listed}}
+    gone = [name for name in listed if f"def {name.partition('::')[2]}(" not in texts[name.partition("::")[0]]]
+    assert gone == []

@@ -31,7 +31,8 @@ from planner.plan.stage import Segment
 from profiler.errors import ArgumentError
 from profiler.observe.random_states import generators_of
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
-from profiler.run.split_backward import DeferredWeights, deferred_parameters
+from profiler.run.separable import deferred_parameters
+from profiler.run.split_backward import DeferredWeights
 from profiler.run.stage_function import (
     Moved,
     Pass,

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from profiler.machine.backend import device_of_first
-from profiler.run.split_backward import DeferredWeights, deferring, split_function
+from profiler.run.separable import split_function
+from profiler.run.split_backward import DeferredWeights, deferring
 from profiler.torch_private import run_engine
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.draws import Seeder, draws_seeded_by

@@ -13,7 +13,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, cast
 from unittest import mock
 
@@ -34,6 +34,7 @@ from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
 from profiler.torch_private import CAUSAL_MASK_TEST, depends_on_data, lazy_graph_modules, parsed_move
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
 from profiler.tracing.harmless_changes import each_call_alike, same_calls, same_graphs
+from profiler.tracing.left_out import LeftOut, left_out
 from profiler.tracing.plain_data import DataAsOperations
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
 from profiler.tracing.sample import (
@@ -60,6 +61,7 @@ class TracedGraph:
         out_spec: structure of the model's output.
         decisions: on values of tensors; the graph checks each.
         chances: conditions that random numbers decide, with their usual answers; the graph has both ways.
+        left_out: place in the output -> what stands there for a value that no layer can return.
     """
 
     module: fx.GraphModule
@@ -67,6 +69,7 @@ class TracedGraph:
     out_spec: pytree.TreeSpec
     decisions: tuple[Decision, ...]
     chances: tuple[Decision, ...] = ()
+    left_out: Mapping[int, LeftOut] = field(default_factory=dict)
 
 
 class Asking(Protocol):
@@ -109,7 +112,7 @@ def export_graph(
     """
     before = attributes_of(model)
     with each_call_alike(model) as calls:
-        module, program, questions, decisions = _exported(model, spec, training, dynamic, called_as_is, ask)
+        module, program, questions, decisions, foreign = _exported(model, spec, training, dynamic, called_as_is, ask)
         between = calls[0] if calls else before  # of a graph, export runs the nodes without calling it
         changed = changed_names(before, between)
 
@@ -123,7 +126,7 @@ def export_graph(
         _refuse_limited_batches(program, questions)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)
-    return _tidy(module, program, spec, decisions)
+    return _tidy(module, program, spec, decisions, foreign)
 
 
 def _same_graphs(model: nn.Module, *of_the_calls: Any) -> bool:
@@ -145,12 +148,12 @@ def _same_calls(model: nn.Module, spec: SampleSpec, training: bool) -> bool:
 
 def _exported(
     model: nn.Module, spec: SampleSpec, training: bool, dynamic: bool, called_as_is: Sequence[str], ask: Asking
-) -> tuple[Any, ExportedProgram, BatchQuestions, Sequence[Decision]]:
-    """The graph of one call of the model, as a module with the model's own parameters, and what it asked meanwhile."""
+) -> tuple[Any, ExportedProgram, BatchQuestions, Sequence[Decision], Mapping[int, LeftOut]]:
+    """The graph of one call of the model, as a module with the model's own parameters, and what came up meanwhile."""
     device = device_of_first(model.parameters())
     size = max(spec.batch_size, TRACED_BATCH_SIZE_AT_LEAST) if dynamic else spec.batch_size
     call = example_arguments(spec, size, device)
-    with mode_of(model, training), _spelled_out(model, call.kwargs):
+    with mode_of(model, training), _spelled_out(model, call.kwargs), left_out(model) as foreign:
         shapes = _dynamic_shapes(model, spec) if dynamic else None
         calls = OpaqueCalls(model, called_as_is, REHEARSED_SIZES if dynamic else (size,))
         functions = FunctionCalls(model)
@@ -198,7 +201,7 @@ def _exported(
                 )
     calls.put_into(module)
     functions.put_into(module)
-    return module, program, questions, values.decided
+    return module, program, questions, values.decided, foreign
 
 
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -338,7 +341,13 @@ def _refuse_limited_batches(program: ExportedProgram, questions: BatchQuestions)
             )
 
 
-def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec, decisions: Sequence[Decision]) -> TracedGraph:
+def _tidy(
+    module: Any,
+    program: ExportedProgram,
+    spec: SampleSpec,
+    decisions: Sequence[Decision],
+    foreign: Mapping[int, LeftOut],
+) -> TracedGraph:
     """Drop guards and dead nodes, read batch extents from inputs, and find the placeholders of tensor leaves."""
     graph: fx.Graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -356,7 +365,8 @@ def _tidy(module: Any, program: ExportedProgram, spec: SampleSpec, decisions: Se
             continue
         if node.op != "call_function" or not may_write(node):
             graph.erase_node(node)
-    return TracedGraph(module, tuple(inputs), program.call_spec.out_spec, tuple(decisions))
+    out_spec = program.call_spec.out_spec
+    return TracedGraph(module, tuple(inputs), out_spec, tuple(decisions), left_out=dict(foreign))
 
 
 def _refuse_moving_instance_norms(graph: fx.Graph) -> None:

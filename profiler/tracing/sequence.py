@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from profiler.machine.backend import device_of_first
 from profiler.sample_spec import SampleSpec
 from profiler.tracing.batch_norm import BatchStatistics
+from profiler.tracing.left_out import LeftOut
 from profiler.tracing.retarget import function_on
 
 if TYPE_CHECKING:
@@ -212,9 +213,10 @@ class LayerSequence:
         """One line: how many layers, parameters and distinct layers, and what traced them."""
         elements = sum(parameter.numel() for parameter in self.parameters.values())
         distinct = len({layer.signature for layer in self.layers})
+        foreign = sorted({leaf[0].kind for leaf in self.outputs if isinstance(leaf[0], LeftOut)})
         return (
             f"LayerSequence({len(self)} layers, {distinct} distinct, {elements:,} parameters, {self.fingerprint}, "
-            f"{self.sample.means})"
+            f"{self.sample.means}{'; left out of its output: ' * bool(foreign)}{', '.join(foreign)})"
         )
 
     def to_frame(self) -> pandas.DataFrame:

@@ -263,7 +263,10 @@ def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int
         ),
         operations=tuple(operation_name(node) for node in _operations(traced)),
         prelude_positions=frozenset(i for i, n in enumerate(_operations(traced)) if n not in body.last_use),
-        outputs=tuple(leaf.name if isinstance(leaf, fx.Node) else (leaf,) for leaf in output.args[0]),
+        outputs=tuple(
+            leaf.name if isinstance(leaf, fx.Node) else (traced.left_out.get(place, leaf),)
+            for place, leaf in enumerate(output.args[0])
+        ),
         output_shapes={node.name: _shape(node.meta["val"]) for node in output.all_input_nodes},
         output_tree=traced.out_spec,
         parameters=parameters,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from profiler import LayerSequence
 from profiler.run.loss import loss_of, model_output
-from profiler.run.split_backward import DeferredWeights, deferred_parameters
+from profiler.run.separable import deferred_parameters
+from profiler.run.split_backward import DeferredWeights
 from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.tracing.sample import tensor_leaves
 from tests.coverage.fidelity import Traced

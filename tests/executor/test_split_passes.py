@@ -11,7 +11,8 @@ from torch.nn import functional
 from executor import Pipeline
 from profiler import profile, trace
 from profiler.run import split_backward
-from profiler.run.split_backward import DeferredWeights, deferrable
+from profiler.run.separable import deferrable
+from profiler.run.split_backward import DeferredWeights
 from tests.executor.adversary import Subject, random_case, wrong
 from tests.executor.conftest import _plan as plan_for
 from tests.models.random_models import random_recipe

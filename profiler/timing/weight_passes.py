@@ -22,7 +22,9 @@ from profiler.run.split_backward import DeferredWeights
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
 ROUNDS = 3
-"""Passes of each distinct layer that count; one more warms up."""
+"""Passes of each distinct layer that count, at most; one more warms up."""
+ENOUGH_S = 0.3
+"""After so much of them no further one is made: of layers that take long one says enough [chosen]."""
 
 
 class WeightPass(NamedTuple):
@@ -74,6 +76,7 @@ def _made_up(value: BoundaryValue, size: int, device: torch.device) -> Tensor:
 def _measured(runner: LayerRunner, index: int, values: Mapping[str, Tensor], watch: Stopwatch) -> WeightPass:
     shares = []
     kept_bytes = 0
+    spent_s = 0.0
     for number in range(1 + ROUNDS):
         watch.lap(gone_forward(runner, index, values, None, None))
         store = runner.store(index, watching=not number)
@@ -82,6 +85,9 @@ def _measured(runner: LayerRunner, index: int, values: Mapping[str, Tensor], wat
         store.run()
         whole_s, inputs_s = watch.take()
         shares.append(max(0.0, 1 - inputs_s / whole_s) if whole_s else 0.0)
+        spent_s += whole_s + inputs_s
+        if number and spent_s > ENOUGH_S:
+            break
     return WeightPass(median(shares[1:]), kept_bytes)
 
 

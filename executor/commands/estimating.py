@@ -14,12 +14,13 @@ from executor.commands.models import Built, model_options, source_of
 from executor.commands.options import (
     FILE,
     PICTURE,
+    REPLICAS,
     SAMPLES,
     Asking,
+    FloatType,
     Numbers,
     Output,
     ParamType,
-    Replicas,
     SecondsOption,
     Size,
     Within,
@@ -49,7 +50,7 @@ BACKWARD = 2
 @click.option("--devices", required=True, metavar="TEXT", help="Such as 8xA100-80GB, 16xRTX4090:pcie4 or 64xH100:ndr.")
 @click.option("--batch-size", type=SAMPLES, required=True, help="Samples in a mini-batch.")
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
-@click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Run the model in an autocast region.")
+@click.option("--autocast", type=FloatType(), help="Run the model in an autocast region.")
 @click.option(
     "--schedule",
     type=click.Choice([*SCHEDULES, "auto"], case_sensitive=False),
@@ -57,7 +58,7 @@ BACKWARD = 2
     show_default=True,
     help="Order of forward and backward passes.",
 )
-@click.option("--replicas", type=Replicas(), default="auto", show_default=True, help="Pipelines side by side.")
+@click.option("--replicas", type=REPLICAS, default="auto", show_default=True, help="Pipelines side by side.")
 @click.option(
     "--time-limit",
     "time_limit_s",

@@ -159,18 +159,32 @@ class Devices(ParamType):
         return str(value)
 
 
-class Replicas(ParamType):
-    """A count, or `auto`."""
+class CountOrAuto(ParamType):
+    """A count up to `most`, or `auto`."""
 
-    name = "replicas"
+    name = "count"
+
+    def __init__(self, what: str, most: int) -> None:
+        self.what, self.most = what, most
 
     def convert(self, value: Any, param: Asking, ctx: Within) -> int | str:
         """The count, or `auto`."""
         if value == "auto":
             return "auto"
         if not isinstance(value, int) and not re.fullmatch("[+-]?[0-9]+", str(value)):
-            self.fail(f"{shown(value)} is neither a number of pipelines nor auto", param, ctx)
-        return Whole(MOST_DEVICES).convert(value, param, ctx)
+            self.fail(f"{shown(value)} is neither a number of {self.what} nor auto", param, ctx)
+        return Whole(self.most).convert(value, param, ctx)
+
+
+class FloatType(click.Choice[str]):
+    """A floating-point type of 16 bits, by torch's name or the short one."""
+
+    def __init__(self) -> None:
+        super().__init__(["bfloat16", "float16"])
+
+    def convert(self, value: Any, param: Asking, ctx: Within) -> str:
+        """Torch's name."""
+        return super().convert({"bf16": "bfloat16", "fp16": "float16"}.get(value, value), param, ctx)
 
 
 class Input(click.Path):
@@ -236,5 +250,6 @@ _LONGEST_NAME = 255  # bytes, on the usual file systems
 FILE = Input()
 PICTURE = Output((".pdf", ".png", ".svg"), folder_is_made=False)
 SAMPLES, STAGES, MICRO_BATCHES = Whole(MOST_SAMPLES), Whole(MOST_LAYERS), Whole(MOST_MICRO_BATCHES)
-CHUNKS = Whole(MOST_CHUNKS)
+CHUNKS = CountOrAuto("stages", MOST_CHUNKS)
+REPLICAS = CountOrAuto("pipelines", MOST_DEVICES)
 THREADS = Whole(MOST_THREADS)

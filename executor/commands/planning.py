@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from executor.commands.models import model_options, source_of
-from executor.commands.options import STAGES, Numbers, Output
+from executor.commands.options import STAGES, FloatType, Numbers, Output
 from executor.commands.output import json_option, plan_outputs, present, print_frame
 from executor.commands.settings import MEASURING, PLANNING, batch_dims_of, with_options
 from profiler.sample_spec import LEAST_STAGES
@@ -86,7 +86,7 @@ def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None,
     metavar="K",
     help="Layers are fine enough for so many.",
 )
-@click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help="Trace in an autocast region.")
+@click.option("--autocast", type=FloatType(), help="Trace in an autocast region.")
 @json_option
 def trace(*, stages: int, autocast: str | None, as_json: bool, **given: Any) -> None:
     """Print the layers that a model is cut into: modules, parameters, work, and what crosses after each.

@@ -10,14 +10,15 @@ import click
 from executor.commands.options import (
     CHUNKS,
     MICRO_BATCHES,
+    REPLICAS,
     SAMPLES,
     STAGES,
     THREADS,
     Assignment,
     Devices,
+    FloatType,
     MemoryLimit,
     Numbers,
-    Replicas,
     SecondsOption,
 )
 from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -47,7 +48,7 @@ MEASURING: tuple[Option[Any], ...] = (
     click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for."),
     click.option(
         "--autocast",
-        type=click.Choice(["bfloat16", "float16"]),
+        type=FloatType(),
         help="Run the model and its loss in an autocast region.",
     ),
     click.option(
@@ -70,7 +71,10 @@ PLANNING: tuple[Option[Any], ...] = (
         help="Order of forward and backward passes; auto takes the fastest that fits.",
     ),
     click.option(
-        "--chunks", type=CHUNKS, metavar="V", help="Stages a device, of an interleaved schedule.  [default: 1]"
+        "--chunks",
+        type=CHUNKS,
+        metavar="V",
+        help="Stages a device, of an interleaved schedule; auto takes the fastest.  [default: 1]",
     ),
     click.option("--stages", type=STAGES, metavar="K", help="Number of stages.  [default: the best]"),
     click.option("--max-stages", type=STAGES, metavar="K", help="Largest number of stages."),
@@ -79,7 +83,7 @@ PLANNING: tuple[Option[Any], ...] = (
     ),
     click.option("--micro-batches-per-stage", type=MICRO_BATCHES, help="M is at least this times K.  [default: 4]"),
     click.option("--micro-batch-sizes", type=Numbers(), metavar="N,...", help="The only sizes of micro-batches."),
-    click.option("--replicas", type=Replicas(), default=1, show_default=True, help="Pipelines side by side, or auto."),
+    click.option("--replicas", type=REPLICAS, default=1, show_default=True, help="Pipelines side by side, or auto."),
     click.option(
         "--memory-limit",
         type=MemoryLimit(),

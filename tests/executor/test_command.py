@@ -175,7 +175,9 @@ def test_plan_passes_on_what_it_is_told(folder: Path, planned: dict[str, Any]) -
             "--schedule auto --replicas auto --time-limit 2.5",
             {"schedule": "auto", "replicas": "auto", "time_limit_s": 2.5},
         ),
-        ("--autocast bfloat16 --threads 3", {"autocast": torch.bfloat16, "threads": 3}),
+        ("--autocast bf16 --threads 3", {"autocast": torch.bfloat16, "threads": 3}),
+        ("--schedule interleaved --chunks auto", {"schedule": "interleaved", "chunks": "auto"}),
+        ("--schedule interleaved --chunks 2", {"schedule": "interleaved", "chunks": 2}),
     ],
 )
 def test_every_setting_can_be_given(folder: Path, planned: dict[str, Any], options: str, told: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from executor.layout import layout_of
 from executor.measure.action_times import TimedAction
 from executor.measure.clocks import clock_offset_s
 from executor.measure.measured import Recorded, measured_frame, real_timelines
-from executor.plan_check import check_model, device_of, traced_as_planned
+from executor.plan_check import check_model, device_of, takes_target, traced_as_planned
 from executor.run.outputs import check_joinable, whole_output
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
@@ -130,6 +130,7 @@ class Pipeline:
             self._layout = layout_of(plan, self.rank, world_size)
             self._sequence = traced_as_planned(model, plan)
             check_model(model, self._sequence, plan)
+            self._takes_target = takes_target(self._sequence, loss_fn)
             self._place(loss_fn, seed, initialize)
         # All meet before process groups are made: nothing could end the wait for one that is stuck.
         with self.watch.call(Phase.CONSTRUCTION, {"the call": "the end of the construction"}):
@@ -214,7 +215,8 @@ class Pipeline:
             args: what the model is called with, the whole mini-batch: on rank 0, and on all other ranks either the same
                 or none, as `batches` does; then what they read comes from rank 0. From its first call on each of
                 `step`, `evaluate` and `predict` takes its data in one of these ways.
-            target: passed to `loss_fn`; tensors have the batch as dimension 0. Given where `args` are.
+            target: passed to `loss_fn`; tensors have the batch as dimension 0. Given where `args` are. Where the model
+                computes its loss itself and takes an argument of this name, it is that.
             scaler: scales the gradients, where half precision would lose small ones; call its `step` and `update` as
                 usual. Of several processes each needs torch's `ShardedGradScaler`, which lets all skip a step alike.
             kwargs: what the model is called with.
@@ -229,6 +231,7 @@ class Pipeline:
                 were before. But those that earlier steps had left, of a plan without replicas, may hold a part of this
                 step's.
         """
+        target = self._outside_of_model(target, kwargs)
         with self.watch.call(Phase.PREPARATION, self._feed.given("step", args, kwargs, target)):
             refuse_other_modes(self.plan, self._devices.values(), self._frozen)
             call = self._feed.call("step", args, kwargs, target, training=True)
@@ -250,6 +253,13 @@ class Pipeline:
             self.watch.log.step = self._steps
         return loss
 
+    def _outside_of_model(self, target: Any, kwargs: dict[str, Any]) -> Any:
+        """The target of the loss function; one that is the model's joins its other arguments."""
+        if self._takes_target and target is not None:
+            kwargs["target"] = target
+            return None
+        return target
+
     def _compare_first_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
         """In the one process that is always given all data."""
         if self._compares and self.rank == 0:
@@ -265,6 +275,7 @@ class Pipeline:
         Raises:
             NotTraceableError: in evaluation mode the model reads parameters elsewhere than in training.
         """
+        target = self._outside_of_model(target, kwargs)
         with self.watch.call(Phase.PREPARATION, self._feed.given("evaluate", args, kwargs, target)):
             call = self._evaluated("evaluate", args, kwargs, target)
             loss = self._loss.of(self._own_losses(call.own))

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from planner.plan.plan import Plan
-from profiler.errors import ForeignPlanError, PlanError, PlanFileError
+from profiler.errors import ArgumentError, ForeignPlanError, PlanError, PlanFileError
 from profiler.machine.backend import BACKENDS
+from profiler.run.loss import LossFunction
 from profiler.tracing.dataflow import skip_users
+from profiler.tracing.sample import keywords_of
 from profiler.tracing.sequence import LayerSequence
 from profiler.tracing.tracing import trace
 
@@ -52,6 +54,22 @@ def traced_as_planned(model: nn.Module, plan: Plan) -> LayerSequence:
         raise PlanFileError(
             f"the plan's sample does not describe a call of a model ({type(problem).__name__}: {problem}); plan again"
         ) from problem
+
+
+def takes_target(sequence: LayerSequence, loss_fn: LossFunction | None) -> bool:
+    """Whether the `target` of a step is an argument of the model, which computes its loss itself.
+
+    Raises:
+        ArgumentError: the model takes an argument by a name under which `step` takes something else.
+    """
+    names = keywords_of(sequence.sample)
+    for name, what in (("target", "what the loss function compares with"), ("scaler", "what scales gradients")):
+        if name in names and (name == "scaler" or loss_fn is not None):
+            raise ArgumentError(
+                f"the model takes an argument {name!r} by keyword, and step takes {what} by this name; plan with a "
+                "sample that gives the model its arguments by position"
+            )
+    return "target" in names
 
 
 def check_model(model: nn.Module, sequence: LayerSequence, plan: Plan) -> None:

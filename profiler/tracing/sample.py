@@ -195,6 +195,11 @@ def _structure(tree: str) -> pytree.TreeSpec:
         raise ArgumentError(f"the sample's structure {problem}") from problem
 
 
+def keywords_of(spec: SampleSpec) -> frozenset[str]:
+    """Names of the arguments that the model is given by keyword."""
+    return frozenset(sample_tree.loads(spec.tree)[1])
+
+
 def of_other_shapes(sample: Any, spec: SampleSpec) -> SampleSpec | None:
     """The spec of a sample that differs in extents alone (a longer sequence, say); None if it differs in more."""
     leaves, tree = pytree.tree_flatten(call_arguments(sample))

@@ -124,7 +124,7 @@ def stepped(case: Case, plan: Plan) -> Run:
     """One step of training by a plan, all stages in this process."""
     pipe = Pipeline(case.model, plan, loss_fn=case.loss_fn)
     args, kwargs = call_arguments(case.sample)
-    loss = pipe.step(*args, target=case.target, **kwargs)
+    loss = pipe.step(*args, **kwargs) if case.target is None else pipe.step(*args, target=case.target, **kwargs)
     gradients = {name: held.grad for name, held in pipe.named_parameters() if held.grad is not None}
     return Run((), loss, gradients, {})
 

@@ -644,3 +644,32 @@ def test_a_copy_of_a_slice_stays_a_copy_behind_a_boundary(plan_for: Callable[...
         Pipeline(model, plan, loss_fn=functional.cross_entropy).step(X, target=Y)
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class TakesTarget(nn.Module):
+    """As forecasting models of other libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, context: Tensor, target: Tensor) -> Tensor:
+        return (self.last(self.first(context).tanh()) - target).square().mean()
+
+
+def test_a_model_may_take_an_argument_named_target(plan_for: Callable[..., Plan]) -> None:
+    """`step` took it for the loss function's, and said that the model was called with other arguments than traced."""
+    torch.manual_seed(0)
+    model, batch = TakesTarget(), {"context": torch.randn(8, 4), "target": torch.randn(8, 1)}
+    expected = model(**batch)
+    expected.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    plan = plan_for(trace(model, batch), [1], batch_size=8, micro_batches=2)
+    pipe = Pipeline(model, plan)
+    for loss in (pipe.step(**batch), pipe.evaluate(**batch)):
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    with pytest.raises(ArgumentError, match="takes an argument 'target' by keyword, and step takes what the loss"):
+        Pipeline(model, plan, loss_fn=functional.mse_loss)

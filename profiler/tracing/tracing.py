@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from profiler.conditions.check import Check
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.observe.ambient import as_in_training
 from profiler.quantities import MOST_LAYERS, check_count
@@ -382,5 +383,7 @@ def _fingerprint(root: fx.GraphModule, bounds: Sequence[tuple[int, int]], spec: 
         if node.op == "get_attr":
             lines.append(f"{node.target} {value_text(attribute(root, str(node.target)))}")
         elif node.op != "placeholder" or node.users:
-            lines.append(node.name + " " + node_text(node, lambda argument: argument.name))
+            # A number is checked as it is, or as one that a condition is made of, which an earlier trace does not say.
+            name = "condition" if isinstance(node.target, Check) else node.name
+            lines.append(name + " " + node_text(node, lambda argument: argument.name))
     return digest(lines)

@@ -42,6 +42,27 @@ def test_a_trace_without_values_repeats_the_decisions() -> None:
     assert again.sample == sequence.sample
 
 
+class Padded(nn.Module):
+    """As torchaudio's Conformer masks what lies after the end of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        longest = int(torch.max(lengths).item())
+        outside = torch.arange(longest).expand(len(lengths), longest) >= lengths.unsqueeze(1)
+        return self.linear(x).masked_fill(outside.unsqueeze(-1), 0.0)
+
+
+def test_a_number_is_checked_by_one_name() -> None:
+    """The trace of the sample and that of decisions named the check otherwise: the plan was one of another model."""
+    model = Padded()
+    sequence = trace(model, (torch.randn(4, 6, 4), torch.tensor([6, 3, 6, 2])))
+    assert len(sequence.sample.decisions) == 1
+    assert trace(model, sequence.sample).fingerprint == sequence.fingerprint
+
+
 def test_a_change_further_up_in_the_file_does_not_matter() -> None:
     model, x, *_ = branching("truth")
     sequence = trace(model, x)

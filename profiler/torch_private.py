@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._ops import HigherOrderOperator, OpOverload
@@ -110,6 +110,8 @@ INFERENCE_MODE = PatchPoint(lambda: torch._C, "_InferenceMode")
 """Made by `torch.inference_mode`, which a graph cannot hold."""
 CAUSAL_MASK_TEST = PatchPoint(lambda: nn.modules.transformer, "_detect_is_causal_mask")
 """Looks at a mask's values, for a shortcut that transformers can do without; a graph cannot (PR 91171)."""
+MODULE_CALL = PatchPoint(lambda: fx.Tracer, "call_module")
+"""Puts a module on the stack of those that are called, and leaves it there if the call raises (seen in torch 2.13)."""
 EXTENT_FIXED = PatchPoint(_shape_environment, "_set_replacement")
 """Told that a dynamic extent can only be one number, where the forward pass has asked for it."""
 EXPORTING_FLAG = PatchPoint(lambda: torch.compiler, "_is_exporting_flag")

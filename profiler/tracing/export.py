@@ -31,7 +31,13 @@ from profiler.observe.source_place import Place, explanation, place_of, place_of
 from profiler.opaque.custom_function_tracing import FunctionCalls
 from profiler.opaque.module_tracing import OpaqueCalls
 from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
-from profiler.torch_private import CAUSAL_MASK_TEST, depends_on_data, lazy_graph_modules, parsed_move
+from profiler.torch_private import (
+    CAUSAL_MASK_TEST,
+    MODULE_CALL,
+    depends_on_data,
+    lazy_graph_modules,
+    parsed_move,
+)
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
 from profiler.tracing.harmless_changes import each_call_alike, same_calls, same_graphs
 from profiler.tracing.left_out import LeftOut, left_out
@@ -170,6 +176,7 @@ def _exported(
                 questions.watched(),
                 DataAsOperations(model),
                 CAUSAL_MASK_TEST.replaced_by(_is_causal),
+                MODULE_CALL.replaced_by(_called),
                 mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
                 lazy_graph_modules(),
             ):
@@ -207,6 +214,20 @@ def _exported(
 def _is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
     """What `nn.TransformerEncoder` would find out by looking at a mask's values: a shortcut that it can do without."""
     return is_causal is True
+
+
+_call = MODULE_CALL.original
+
+
+def _called(tracer: Any, *args: Any) -> Any:
+    """Calls a module; one that raises, which models may catch, is taken from the stack of those that are called."""
+    before = dict(tracer.module_stack)
+    try:
+        return _call(tracer, *args)
+    except BaseException:
+        for path in [path for path in tracer.module_stack if path not in before]:
+            del tracer.module_stack[path]
+        raise
 
 
 _move = nn.Module.to

@@ -260,3 +260,35 @@ def test_a_branch_on_data_names_module_and_line() -> None:
 def test_what_cannot_be_traced(model: Any, sample: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         trace(model, sample)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class Trying(nn.Module):
+    """Finds out by trying which of its modules take lengths, as speechbrain's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x, lengths=None)
+            except TypeError:
+                x = block(x)
+        return x
+
+
+def test_a_call_that_fails_and_is_caught_leaves_no_trace() -> None:
+    """torch kept the module on the stack of those that are called: `Unexpected key _export_root.blocks.0`."""
+    sequence = trace(Trying(), torch.randn(4, 4))
+    assert sequence.sample.front_end == "export"
+    assert [layer.name.split(".")[1] for layer in sequence.layers] == list("001122")

@@ -40,6 +40,7 @@ from profiler.torch_private import (
 )
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
 from profiler.tracing.harmless_changes import each_call_alike, same_calls, same_graphs
+from profiler.tracing.held_elsewhere import name_held_elsewhere
 from profiler.tracing.left_out import LeftOut, left_out
 from profiler.tracing.plain_data import DataAsOperations
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
@@ -195,6 +196,7 @@ def _exported(
             raise NotTraceableError(
                 explanation(model, problem, place), modules=place.modules, functions=place.functions
             ) from problem
+        name_held_elsewhere(module, model)
         values.put_into(module)
         if dynamic and questions.places:
             one = example_arguments(spec, 1, device)

@@ -660,7 +660,8 @@ class TakesTarget(nn.Module):
 def test_a_model_may_take_an_argument_named_target(plan_for: Callable[..., Plan]) -> None:
     """`step` took it for the loss function's, and said that the model was called with other arguments than traced."""
     torch.manual_seed(0)
-    model, batch = TakesTarget(), {"context": torch.randn(8, 4), "target": torch.randn(8, 1)}
+    model = TakesTarget()
+    batch: dict[str, Any] = {"context": torch.randn(8, 4), "target": torch.randn(8, 1)}
     expected = model(**batch)
     expected.backward()
     gradients = [parameter.grad for parameter in model.parameters()]

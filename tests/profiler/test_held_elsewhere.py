@@ -1,0 +1,81 @@
+"""Parameters and buffers that a model reads from somewhere else than the module that has them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from profiler import trace
+from tests.coverage.fidelity import eager_difference, run, same_bits, some_cuts
+from tests.coverage.model_list import Case
+
+X, TARGET = torch.linspace(-1, 1, 32).reshape(8, 4), torch.tensor([0, 1, 2, 3] * 2)
+
+
+class Helper:
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Holding(nn.Module):
+    """Two weights and a scale, which `read` gets from where it likes."""
+
+    def __init__(self, read: Callable[["Holding", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.weight, self.other = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("scale", torch.rand(4) + 0.5)
+        self.held: dict[str, Any] = {"weight": self.weight, "list": [self.other], "scale": self.scale}
+        self.helper = Helper(self.other)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self, self.first(x)).tanh() @ self.other
+
+
+def from_a_dict(model: Holding, x: Tensor) -> Tensor:
+    """As the cells of `ncps` do."""
+    return x @ model.held["weight"]
+
+
+def from_a_list(model: Holding, x: Tensor) -> Tensor:
+    return x @ model.held["list"][0] + x @ model.weight
+
+
+def from_a_helper(model: Holding, x: Tensor) -> Tensor:
+    return model.helper(x)
+
+
+def a_buffer(model: Holding, x: Tensor) -> Tensor:
+    return x @ model.weight * model.held["scale"]
+
+
+def in_a_region(model: Holding, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x @ model.held["weight"]
+    return x @ model.weight + y
+
+
+KINDS = [from_a_dict, from_a_list, from_a_helper, a_buffer, in_a_region]
+
+
+@pytest.mark.parametrize("read", KINDS, ids=lambda read: read.__name__)
+def test_they_are_the_models_own(read: Callable[[Holding, Tensor], Tensor]) -> None:
+    """They were constants of the graph, which no optimizer moved; the first step's comparison alone said so."""
+    torch.manual_seed(0)
+    model = Holding(read)
+    sequence = trace(model, X)
+    case = Case(model, X, functional.cross_entropy, TARGET)
+    assert eager_difference(sequence, case, 0) <= 1e-6
+    whole = run(sequence, case)
+    assert all(same_bits(run(sequence, case, cuts), whole) for cuts in some_cuts(sequence))
+    assert not [name for layer in sequence.layers for name in layer.buffers if name != "scale"]
+    with torch.device("meta"):
+        on_meta = trace(Holding(read), X.to("meta"))
+    assert on_meta.fingerprint == sequence.fingerprint

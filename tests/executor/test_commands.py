@@ -80,9 +80,13 @@ def test_validate(files: dict[str, Path], tmp_path: Path) -> None:
         assert result.stderr.startswith("autoplan: error: "), text
 
 
-@pytest.mark.parametrize("what", ["timeline", "memory"])
+@pytest.mark.parametrize("what", ["timeline", "memory", "memory-over-time", "balance", "layers"])
 def test_plot(files: dict[str, Path], tmp_path: Path, what: str) -> None:
-    assert autoplan("plot", files["gpipe"], "--what", what, "-o", tmp_path / "picture.png").exit_code == 0
+    profile = ("--profile", files["profile"])
+    arguments = ("plot", files["gpipe"], "--what", what, "-o", tmp_path / "picture.png")
+    needed, wrong = (profile, ()) if what == "layers" else ((), profile)
+    assert autoplan(*arguments, *wrong).exit_code == 2
+    assert autoplan(*arguments, *needed).exit_code == 0
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -79,17 +79,30 @@ def diff(plan_file: Path, other_file: Path, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("files", metavar="FILE...", type=FILE, nargs=-1, required=True)
-def validate(files: tuple[Path, ...]) -> None:
+@click.argument("files", metavar="[FILE...]", type=FILE, nargs=-1)
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of plan files instead.")
+@json_option
+def validate(files: tuple[Path, ...], schema: bool, as_json: bool) -> None:
     """Check plan and profile files; the exit code is 5 if one of them is damaged.
 
     \b
     Examples:
-      autoplan validate plan.json
       autoplan validate plan.json profile.json
+      autoplan validate --schema > plan.schema.json
     """
-    for file in files:
-        click.echo(f"{file}: {_described(file)}")
+    if schema == bool(files):
+        raise click.UsageError("give files to check, or --schema alone")
+    if schema:
+        from planner.plan.plan_schema import schema_text
+
+        click.echo(schema_text(), nl=False)
+        return
+    found = {str(file): _described(file) for file in files}
+    if as_json:
+        click.echo(json.dumps([{"file": file, "holds": holds} for file, holds in found.items()], indent=2))
+        return
+    for file, holds in found.items():
+        click.echo(f"{file}: {holds}")
 
 
 def _described(file: Path) -> str:

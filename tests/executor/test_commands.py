@@ -80,6 +80,15 @@ def test_validate(files: dict[str, Path], tmp_path: Path) -> None:
         assert result.stderr.startswith("autoplan: error: "), text
 
 
+def test_validate_as_json_and_its_schema(files: dict[str, Path]) -> None:
+    printed = autoplan("validate", files["gpipe"], files["profile"], "--json").stdout
+    found = json.loads(printed)
+    assert [entry["file"] for entry in found] == [str(files["gpipe"]), str(files["profile"])]
+    assert found[0]["holds"].startswith("a sound plan; K = ")
+    assert json.loads(autoplan("validate", "--schema").stdout)["additionalProperties"] is False
+    assert autoplan("validate").exit_code == autoplan("validate", "--schema", files["gpipe"]).exit_code == 2
+
+
 @pytest.mark.parametrize("what", ["timeline", "memory", "memory-over-time", "balance", "layers"])
 def test_plot(files: dict[str, Path], tmp_path: Path, what: str) -> None:
     profile = ("--profile", files["profile"])

@@ -176,3 +176,6 @@ def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = dict(line.split(maxsplit=1) for line in autoplan("env").stdout.splitlines())
     assert shown["GPIPE_AUTOPLAN_TIMEOUT_S"] == "77"
     assert shown["torch"][0].isdigit()
+    facts = json.loads(autoplan("env", "--json").stdout)
+    assert facts["torch"] == shown["torch"].strip()
+    assert any(name.startswith("device ") and "GiB" in fact for name, fact in facts.items())

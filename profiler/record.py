@@ -405,6 +405,11 @@ class Profile(Value):
         text = read_file(path, "profile", ProfileError)
         return cls.parse_json(text, source=str(path), error=ProfileError)
 
+    def _repr_html_(self) -> str:
+        from profiler.views import profile_html
+
+        return profile_html(self)
+
 
 def _fields(profile: Profile) -> dict[str, Any]:
     return {name: getattr(profile, name) for name in Profile.model_fields}

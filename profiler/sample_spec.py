@@ -45,6 +45,8 @@ class TensorLeaf(Value):
     """A tensor in the sample.
 
     Attributes:
+        kind: tells it from a `ConstantLeaf`.
+        shape: extents of its dimensions.
         dtype: torch name without the prefix, `"float32"`.
         batch_dim: dimension that grows with the batch; None for a tensor that every micro-batch gets whole.
     """
@@ -67,7 +69,12 @@ class TensorLeaf(Value):
 
 
 class ConstantLeaf(Value):
-    """Anything else in the sample; the graph is specialized to it."""
+    """Anything else in the sample; the graph is specialized to it.
+
+    Attributes:
+        kind: tells it from a `TensorLeaf`.
+        value: the same in every call.
+    """
 
     kind: Literal["constant"] = "constant"
     value: bool | int | float | str | None

@@ -57,6 +57,9 @@ IN_ONE_FILE = {
 VIEWS = {
     ("planner.plan.plan", "planner.explain"),
     ("planner.plan.plan", "planner.plan.report"),
+    ("planner.plan.plan", "planner.plan.html"),
+    ("profiler.record", "profiler.views"),
+    ("profiler.tracing.sequence", "profiler.views"),
     ("profiler.tracing.sequence", "profiler.tracing.dataflow"),
 }
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
 
 import click
+
+from executor.commands.output import json_option
 
 _PACKAGES = ("gpipe-autoplan", "torch", "numpy", "numba", "scipy", "pandas", "networkx", "pydantic", "transformers")
 _VARIABLES = (
@@ -22,14 +25,18 @@ _VARIABLES = (
 
 
 @click.command()
-def env() -> None:
+@json_option
+def env(as_json: bool) -> None:
     """Print versions, devices and settings, to paste into an issue.
 
     \b
     Examples:
       autoplan env
-      autoplan env > environment.txt
+      autoplan env --json
     """
+    if as_json:
+        click.echo(json.dumps(dict(_facts()), indent=2))
+        return
     for name, value in _facts():
         click.echo(f"{name:<16} {value}")
 

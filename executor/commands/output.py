@@ -46,7 +46,7 @@ def plan_outputs(command: Command) -> Command:
 def present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | None) -> None:
     """Print a plan as a report or as JSON, and write its pictures."""
     if timeline is not None:
-        from planner.plan.timeline import plot_timeline
+        from planner.pictures.timeline import plot_timeline
 
         write_picture(plot_timeline(plan), timeline)
     if trace is not None:

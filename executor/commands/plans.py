@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,17 +79,30 @@ def diff(plan_file: Path, other_file: Path, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("files", metavar="FILE...", type=FILE, nargs=-1, required=True)
-def validate(files: tuple[Path, ...]) -> None:
+@click.argument("files", metavar="[FILE...]", type=FILE, nargs=-1)
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of plan files instead.")
+@json_option
+def validate(files: tuple[Path, ...], schema: bool, as_json: bool) -> None:
     """Check plan and profile files; the exit code is 5 if one of them is damaged.
 
     \b
     Examples:
-      autoplan validate plan.json
       autoplan validate plan.json profile.json
+      autoplan validate --schema > plan.schema.json
     """
-    for file in files:
-        click.echo(f"{file}: {_described(file)}")
+    if schema == bool(files):
+        raise click.UsageError("give files to check, or --schema alone")
+    if schema:
+        from planner.plan.plan_schema import schema_text
+
+        click.echo(schema_text(), nl=False)
+        return
+    found = {str(file): _described(file) for file in files}
+    if as_json:
+        click.echo(json.dumps([{"file": file, "holds": holds} for file, holds in found.items()], indent=2))
+        return
+    for file, holds in found.items():
+        click.echo(f"{file}: {holds}")
 
 
 def _described(file: Path) -> str:
@@ -111,7 +125,14 @@ def _described(file: Path) -> str:
     return f"a sound plan; K = {plan.K}, M = {plan.M}, {plan.schedule}"
 
 
-_PICTURES = {"timeline": "plot_timeline", "memory": "plot_memory"}
+_PICTURES = {
+    "timeline": ("planner.pictures.timeline", "plot_timeline"),
+    "memory": ("planner.pictures.memory", "plot_memory"),
+    "memory-over-time": ("planner.pictures.memory", "plot_memory_over_time"),
+    "balance": ("planner.pictures.layers", "plot_balance"),
+    "layers": ("planner.pictures.layers", "plot_layers"),
+}
+"""What can be drawn of a plan: the module and the function that takes the plan."""
 
 
 @click.command()
@@ -120,18 +141,24 @@ _PICTURES = {"timeline": "plot_timeline", "memory": "plot_memory"}
 @click.option(
     "--what", type=click.Choice(tuple(_PICTURES)), default="timeline", show_default=True, help="What it shows."
 )
-def plot(plan_file: Path, output: Path, what: str) -> None:
-    """Draw a plan: its predicted step, or the memory of its stages.
+@click.option("--profile", "profile_file", type=FILE, help="What the plan was made from; for `--what layers`.")
+def plot(plan_file: Path, output: Path, what: str, profile_file: Path | None) -> None:
+    """Draw a plan: its predicted step, the memory or the balance of its stages, or its cuts among the layers.
 
     \b
     Examples:
       autoplan plot plan.json -o step.png
-      autoplan plot plan.json -o memory.svg --what memory
+      autoplan plot plan.json -o cuts.svg --what layers --profile profile.json
     """
-    from planner.plan import timeline
+    from profiler.record import Profile
 
+    if (what == "layers") != (profile_file is not None):
+        needs = "needs --profile, which says what each layer costs" if what == "layers" else "takes no --profile"
+        raise click.UsageError(f"--what {what} {needs}")
     made = _loaded(plan_file)
-    write_picture(getattr(timeline, _PICTURES[what])(made), output)
+    module, function = _PICTURES[what]
+    given = () if profile_file is None else (Profile.load(profile_file),)
+    write_picture(getattr(import_module(module), function)(made, *given), output)
 
 
 def _loaded(file: Path) -> Plan:

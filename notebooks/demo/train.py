@@ -31,7 +31,8 @@ from text import batches, train_and_held_out
 from executor import Pipeline, launch
 from executor.checkpoint import save_checkpoint
 from planner import Plan, autoplan
-from planner.plan.timeline import plot_timeline, save_timeline_json
+from planner.pictures.timeline import plot_timeline
+from planner.plan.timeline import save_timeline_json
 
 LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 3  # the first steps fill allocators and caches and are not compared with the prediction

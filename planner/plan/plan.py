@@ -328,3 +328,8 @@ class Plan(Value):
         return plan_report(self)
 
     __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        from planner.plan.html import plan_html
+
+        return plan_html(self)

@@ -32,7 +32,7 @@ def plan_report(plan: Plan, width: int = WIDTH) -> str:
         width: columns of the screen; a table that is wider goes on below, with its first column again.
     """
     width = max(width, NARROWEST)
-    return "\n".join([*_headline(plan, width), "", *_stage_table(plan, width), "", *_memory_table(plan, width)])
+    return "\n".join([*headline(plan, width), "", *_stage_table(plan, width), "", *_memory_table(plan, width)])
 
 
 def plan_frame(plan: Plan) -> pandas.DataFrame:
@@ -64,7 +64,8 @@ def plan_frame(plan: Plan) -> pandas.DataFrame:
     return pandas.DataFrame(rows).rename_axis("stage")
 
 
-def _headline(plan: Plan, width: int) -> list[str]:
+def headline(plan: Plan, width: int) -> list[str]:
+    """What a plan is and what its step takes, in lines of that width."""
     prediction = plan.prediction
     gap = prediction.gap
     speedup = prediction.one_device_s / prediction.step_s
@@ -116,11 +117,16 @@ def _sizes(plan: Plan) -> str:
     return str(runs[0][0]) if len(runs) == 1 else " + ".join(f"{number} x {size}" for size, number in runs)
 
 
-def _stage_table(plan: Plan, width: int) -> list[str]:
+def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """What each stage holds and takes: the heads of the columns, and one row a stage."""
     rank = ["rank"] if plan.chunks > 1 else []
     head = ["stage", *rank, "device", "layers", "modules", "parameters"]
     head += ["forward", "recompute", "backward", "send", "memory"]
-    rows = [_stage_row(plan, index, stage) for index, stage in enumerate(plan.stages)]
+    return head, [_stage_row(plan, index, stage) for index, stage in enumerate(plan.stages)]
+
+
+def _stage_table(plan: Plan, width: int) -> list[str]:
+    head, rows = stage_rows(plan)
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     room = width - sum(widths) - 2 * (len(widths) - 1)
     modules = head.index("modules")

@@ -19,6 +19,10 @@ class Segment(Value):
     time. The last segment of a stage is the first that goes back: it is recomputed by an action of its own, R, before
     the gradient of the stage's outputs arrives, and not at all where that backward pass follows the forward pass
     directly. The others are recomputed inside B.
+
+    Attributes:
+        first: index of its first layer.
+        stop: index after its last layer.
     """
 
     first: Index
@@ -35,6 +39,7 @@ class StageTimes(Value):
     """Predicted seconds of one stage for one micro-batch of a given size.
 
     Attributes:
+        micro_batch_size: samples.
         forward_s: forward pass, action F.
         recompute_s: recomputing the last recomputed segment, action R; 0 when all is kept.
         backward_s: backward pass, action B, with the recompute of all other segments.

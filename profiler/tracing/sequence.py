@@ -238,6 +238,11 @@ class LayerSequence:
             }
         )
 
+    def _repr_html_(self) -> str:
+        from profiler.views import sequence_html
+
+        return sequence_html(self)
+
     def travel_frame(self) -> pandas.DataFrame:
         """What travels and why: one row for each boundary and value that is read after it.
 

@@ -80,9 +80,22 @@ def test_validate(files: dict[str, Path], tmp_path: Path) -> None:
         assert result.stderr.startswith("autoplan: error: "), text
 
 
-@pytest.mark.parametrize("what", ["timeline", "memory"])
+def test_validate_as_json_and_its_schema(files: dict[str, Path]) -> None:
+    printed = autoplan("validate", files["gpipe"], files["profile"], "--json").stdout
+    found = json.loads(printed)
+    assert [entry["file"] for entry in found] == [str(files["gpipe"]), str(files["profile"])]
+    assert found[0]["holds"].startswith("a sound plan; K = ")
+    assert json.loads(autoplan("validate", "--schema").stdout)["additionalProperties"] is False
+    assert autoplan("validate").exit_code == autoplan("validate", "--schema", files["gpipe"]).exit_code == 2
+
+
+@pytest.mark.parametrize("what", ["timeline", "memory", "memory-over-time", "balance", "layers"])
 def test_plot(files: dict[str, Path], tmp_path: Path, what: str) -> None:
-    assert autoplan("plot", files["gpipe"], "--what", what, "-o", tmp_path / "picture.png").exit_code == 0
+    profile = ("--profile", files["profile"])
+    arguments = ("plot", files["gpipe"], "--what", what, "-o", tmp_path / "picture.png")
+    needed, wrong = (profile, ()) if what == "layers" else ((), profile)
+    assert autoplan(*arguments, *wrong).exit_code == 2
+    assert autoplan(*arguments, *needed).exit_code == 0
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -163,3 +176,6 @@ def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = dict(line.split(maxsplit=1) for line in autoplan("env").stdout.splitlines())
     assert shown["GPIPE_AUTOPLAN_TIMEOUT_S"] == "77"
     assert shown["torch"][0].isdigit()
+    facts = json.loads(autoplan("env", "--json").stdout)
+    assert facts["torch"] == shown["torch"].strip()
+    assert any(name.startswith("device ") and "GiB" in fact for name, fact in facts.items())

@@ -13,10 +13,12 @@ from matplotlib import pyplot
 from planner import Plan
 from planner.explain import compare, explain, memory_over_time
 from planner.from_profile import make_problem, plan_from_profile
+from planner.pictures.memory import plot_memory
+from planner.pictures.timeline import plot_timeline
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import Ring
 from planner.plan.simulator import simulate_plan
-from planner.plan.timeline import plot_memory, plot_timeline, save_timeline_json
+from planner.plan.timeline import save_timeline_json
 from planner.solve.build_plan import make_plan
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.problem import Candidate

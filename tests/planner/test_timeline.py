@@ -6,8 +6,10 @@ import pytest
 from matplotlib import pyplot
 
 from planner.from_profile import plan_from_profile
+from planner.pictures.memory import plot_memory
+from planner.pictures.timeline import plot_timeline
 from planner.plan.simulator import simulate_plan
-from planner.plan.timeline import plot_memory, plot_timeline, save_timeline_json
+from planner.plan.timeline import save_timeline_json
 from profiler.device import Link
 
 
@@ -76,7 +78,7 @@ def test_plots_show_every_lane_and_stage(plan):
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == [
-        "forward", "recompute", "backward", "send outputs", "send gradients",
+        "F  forward", "R  recompute", "B  backward", "send outputs", "send gradients",
     ]  # fmt: skip
     assert [label.get_text() for label in plot_memory(plan, below).get_xticklabels()] == [
         f"stage {stage}\ncpu" for stage in range(3)

@@ -1,5 +1,7 @@
 """What travels and why, as frame, graph and picture."""
 
+from html import escape
+
 import matplotlib as mpl
 import pytest
 import torch
@@ -82,6 +84,9 @@ def test_the_skip_is_an_edge_of_the_graph_and_the_picture() -> None:
     texts = {text.get_text() for text in axes.texts}
     assert "0  layers.0" in texts
     assert "256 B" in texts
+    shown = sequence._repr_html_()
+    assert shown.count("<tr") == len(sequence) + 1
+    assert all(escape(layer.name) in shown for layer in sequence.layers)
 
 
 def test_a_picture_has_room_for_few_layers() -> None:

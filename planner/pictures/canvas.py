@@ -1,0 +1,73 @@
+"""What the pictures share: new axes, names as they are, limits that are drawn where they can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from planner.plan.units import bytes_text
+from profiler.text import one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from planner.plan.plan import Plan
+
+WIDTH_IN = 12.0
+"""Of a new figure."""
+TALLEST_IN = 10.0
+"""Of a new figure: what has more rows has lower ones [chosen]."""
+FAR_AWAY = 0.1
+"""Share of a limit below which what is drawn would be flat under it: then the limit is text [chosen]."""
+MOST_NAMES = 34
+"""Names that an axis has room for, one below the other [chosen]."""
+
+
+def new_axes(height_in: float) -> Axes:
+    """Axes of a new figure."""
+    from matplotlib import pyplot
+
+    size = (WIDTH_IN, min(TALLEST_IN, height_in))
+    axes: Axes = pyplot.subplots(figsize=size, layout="constrained")[1]
+    return axes
+
+
+def plain(name: str) -> str:
+    """A name as matplotlib draws it letter for letter: between two dollars it would look for a formula."""
+    return one_line(name).replace("$", r"\$")
+
+
+def some(count: int, most: int = MOST_NAMES) -> range:
+    """Positions that get a name: all, or evenly spaced ones."""
+    return range(0, count, max(1, -(-count // most)))
+
+
+def legend_beside(axes: Axes, entries: Iterable[tuple[str, str]]) -> None:
+    """A legend to the right of the picture, of colours and what they mean."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=label) for colour, label in entries]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def byte_unit(largest_bytes: float) -> tuple[str, int]:
+    """The unit of an axis, and its bytes."""
+    return ("GiB", 2**30) if largest_bytes >= 2**30 else ("MiB", 2**20)
+
+
+def row_kind(plan: Plan) -> str:
+    """What a row of a picture is: a stage, or a rank with several."""
+    return "rank" if plan.chunks > 1 else "stage"
+
+
+def limits_of(plan: Plan) -> list[int]:
+    """Bytes of the device of each row."""
+    return [stage.device.memory_bytes for stage in plan.stages[: len(plan.device_memories)]]
+
+
+def limits_text(limits: Sequence[int]) -> str:
+    """The limits in words, where no line for them is drawn."""
+    least, most = min(limits), max(limits)
+    each = bytes_text(least) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
+    return f"limit of each device: {each}, far above"

@@ -1,0 +1,123 @@
+"""Choices between plans, from a frame of `what_if`: step time against memory, and against one thing that varies.
+
+frame = what_if(profile, devices, {"stages": [2, 4, 8], "schedule": ["gpipe", "1f1b"]}, batch_size=64)
+plot_frontier(frame)
+plot_sensitivity(what_if(profile, devices, {"link_bytes_per_s": [1e9, 1e10]}, batch_size=64), "link_bytes_per_s")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from planner.pictures.canvas import byte_unit, new_axes
+from profiler.errors import ArgumentError
+from profiler.text import one_line
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.axes import Axes
+
+MOST_TEXTS: Final = 12
+"""Plans of the frontier that say what they are; of more every second, third and so on [chosen]."""
+MARKS: Final = "osD^vPX*<>"
+COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")
+_COLUMNS: Final = ("step_s", "largest_memory_bytes", "schedule", "K", "M")
+
+
+def plot_frontier(frame: pandas.DataFrame, ax: Axes | None = None) -> Axes:
+    """Each plan a point, step time against memory of its fullest device; a line joins those that none beats in both.
+
+    Args:
+        frame: as `what_if` returns it.
+        ax: where to draw; a new figure by default.
+
+    Raises:
+        ArgumentError: the frame has no plan.
+    """
+    plans = _plans(frame)
+    axes = ax if ax is not None else new_axes(5.0)
+    unit, scale = byte_unit(plans["largest_memory_bytes"].max())
+    for position, (schedule, rows) in enumerate(plans.groupby("schedule", sort=True)):
+        axes.plot(
+            rows["largest_memory_bytes"] / scale,
+            rows["step_s"] * 1e3,
+            MARKS[position % len(MARKS)],
+            color=COLOURS[position % len(COLOURS)],
+            label=one_line(str(schedule)),
+        )
+    ordered = plans.sort_values(["largest_memory_bytes", "step_s"])
+    best = ordered[ordered["step_s"] < ordered["step_s"].cummin().shift(fill_value=float("inf"))]
+    axes.plot(
+        best["largest_memory_bytes"] / scale, best["step_s"] * 1e3, "k--", drawstyle="steps-post", linewidth=1, zorder=0
+    )
+    every = -(-len(best) // MOST_TEXTS)
+    for row in best[::every].to_dict("records"):
+        axes.annotate(
+            f"K {row['K']}, M {row['M']}",
+            (row["largest_memory_bytes"] / scale, row["step_s"] * 1e3),
+            textcoords="offset points",
+            xytext=(4, -11),  # no plan lies below the line
+            fontsize=8,
+        )
+    axes.margins(x=0.12, y=0.15)
+    axes.set_xlabel(f"predicted memory of the fullest device in {unit}")
+    axes.set_ylabel("predicted step in ms")
+    axes.set_title(f"{len(plans)} plans; the line joins the {len(best)} that no other beats in both")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -> Axes:
+    """Samples a second against one thing that varies, such as bandwidth, memory, batch or devices.
+
+    Cases without a plan are crosses at zero. Each point says its K and M.
+
+    Args:
+        frame: as `what_if` returns it, with nothing else varied.
+        by: the column that varies.
+        ax: where to draw; a new figure by default.
+
+    Raises:
+        ArgumentError: the frame has no such column, or no plan.
+    """
+    if by not in frame.columns:
+        raise ArgumentError(f"the frame has no column {by!r}; it has {', '.join(map(str, frame.columns))}")
+    plans = _plans(frame)
+    axes = ax if ax is not None else new_axes(4.5)
+    axes.plot(plans[by], plans["samples_per_s"], "o-", color=COLOURS[0], label="planned")
+    for row in plans.sort_values(by).iloc[:: -(-len(plans) // MOST_TEXTS)].to_dict("records"):
+        axes.annotate(
+            f"K {row['K']}, M {row['M']}",
+            (row[by], row["samples_per_s"]),
+            textcoords="offset points",
+            xytext=(4, -12),
+            fontsize=8,
+        )
+    without = frame[frame["step_s"].isna()]
+    if len(without):
+        axes.plot(without[by], [0.0] * len(without), "x", color=COLOURS[3], label="no plan fits")
+    values = frame[by].astype(float)
+    if values.min() > 0 and values.max() >= 10 * values.min():
+        axes.set_xscale("log")
+    axes.set_ylim(bottom=0 if len(without) == 0 else -0.03 * plans["samples_per_s"].max())
+    axes.margins(x=0.08, y=0.12)
+    axes.set_xlabel(_with_unit(by))
+    axes.set_ylabel("predicted samples a second")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _with_unit(column: str) -> str:
+    for ending, unit in (("_bytes_per_s", "bytes a second"), ("_s", "s"), ("_bytes", "bytes")):
+        if column.endswith(ending):
+            return f"{column.removesuffix(ending).replace('_', ' ')} in {unit}"
+    return column.replace("_", " ")
+
+
+def _plans(frame: pandas.DataFrame) -> pandas.DataFrame:
+    missing = [name for name in _COLUMNS if name not in frame.columns]
+    if missing:
+        raise ArgumentError(f"the frame has no column {missing[0]!r}; pass one of what_if with a plan in it")
+    return frame[frame["step_s"].notna()]

@@ -1,0 +1,125 @@
+"""Where the cuts lie: what each layer costs, and what crosses; and how even the stages are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from planner.pictures.canvas import new_axes, row_kind, some
+from planner.plan.actions import ActionKind
+from planner.plan.colours import ACTION_COLOURS
+from planner.plan.plan import Plan
+from planner.plan.units import bytes_text, seconds_text
+from profiler.errors import ArgumentError
+from profiler.record import LayerCost, Profile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_WRITTEN = 24
+"""Cuts whose bytes are written large; of more they are small [chosen]."""
+MOST_BUSY_TEXTS = 16
+"""Stages whose shares are written above them [chosen]."""
+
+
+def plot_layers(plan: Plan, profile: Profile | None = None, ax: Axes | None = None) -> Axes:
+    """Cost of each layer for one micro-batch, the chosen cuts, and the bytes that cross at each.
+
+    Times and bytes are of the measured size next to the plan's largest micro-batch, which the axis says.
+
+    Args:
+        plan: whose cuts to draw.
+        profile: what it was made from; a plan made in this process knows it.
+        ax: where to draw; a new figure by default.
+
+    Raises:
+        ArgumentError: there is no profile, or one of another model.
+    """
+    profile = profile or plan.profile
+    if profile is None:
+        raise ArgumentError("a plan from a file does not know its profile; pass it: plot_layers(plan, profile)")
+    if len(profile.layers) != plan.stages[-1].stop_layer:
+        raise ArgumentError(
+            f"the plan has {plan.stages[-1].stop_layer} layers and the profile {len(profile.layers)}; pass the profile "
+            "that the plan was made from"
+        )
+    axes = ax if ax is not None else new_axes(5.0)
+    costs = _costs(plan, profile)
+    redone = {layer for stage in plan.stages for s in stage.recompute for layer in range(s.first, s.stop)}
+    bottom = [0.0] * len(costs)
+    for kind, name, heights in (
+        (ActionKind.F, "forward", [cost.forward_s for cost in costs]),
+        (ActionKind.R, "recompute", [cost.recompute_s * (cost.layer in redone) for cost in costs]),
+        (ActionKind.B, "backward", [cost.backward_s for cost in costs]),
+    ):
+        if any(heights):
+            shown = [seconds * 1e3 for seconds in heights]
+            axes.bar(range(len(costs)), shown, 0.9, bottom=bottom, color=ACTION_COLOURS[kind], label=name)
+            bottom = [low + height for low, height in zip(bottom, shown, strict=True)]
+    cuts = [stage.stop_layer for stage in plan.stages[:-1]]
+    for cut in cuts:
+        axes.axvline(cut - 0.5, color="black", linewidth=1.0, linestyle="--")
+        axes.text(
+            cut - 0.5,
+            1.01,
+            bytes_text(costs[cut - 1].output_bytes),
+            transform=axes.get_xaxis_transform(),
+            rotation=90,
+            ha="center",
+            va="bottom",
+            fontsize=8 if len(cuts) <= MOST_WRITTEN else 5.5,
+        )
+    axes.set_xlim(-0.5, len(costs) - 0.5)
+    axes.set_xlabel(f"layer; micro-batches of {costs[0].micro_batch_size} samples; dashed: cuts, what crosses on top")
+    axes.set_ylabel("ms")
+    axes.set_title(f"cost of each layer and the cuts of K = {plan.K} stages", pad=48 if cuts else 6)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _costs(plan: Plan, profile: Profile) -> list[LayerCost]:
+    """One cost a layer, of its stage's kind of device and the size next to the plan's."""
+    wanted = max(plan.micro_batch_sizes)
+    found = []
+    for stage in plan.stages:
+        for layer in range(stage.first_layer, stage.stop_layer):
+            of_layer = [c for c in profile.costs if (c.layer, c.device_kind) == (layer, stage.device.kind)]
+            if not of_layer:
+                raise ArgumentError(f"the profile has no costs of {stage.device.kind!r}, on which the plan runs")
+            found.append(min(of_layer, key=lambda cost: abs(cost.micro_batch_size - wanted)))
+    return found
+
+
+def plot_balance(plan: Plan, ax: Axes | None = None) -> Axes:
+    """Seconds that each stage, or rank with several, computes for one micro-batch, and their mean.
+
+    Args:
+        plan: what to draw.
+        ax: where to draw; a new figure by default.
+    """
+    axes = ax if ax is not None else new_axes(4.5)
+    rows = range(plan.ranks)
+    size = max(plan.micro_batch_sizes)
+    times = [[stage.times_at(size) for stage in plan.stages_of(rank)] for rank in rows]
+    bottom = [0.0] * plan.ranks
+    for kind, name in ((ActionKind.F, "forward_s"), (ActionKind.R, "recompute_s"), (ActionKind.B, "backward_s")):
+        heights = [sum(getattr(entry, name) for entry in entries) * 1e3 for entries in times]
+        if any(heights):
+            label = name.removesuffix("_s")
+            axes.bar(rows, heights, 0.8, bottom=bottom, color=ACTION_COLOURS[kind], label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    mean_ms = sum(bottom) / len(bottom)
+    axes.axhline(mean_ms, color="black", linestyle="--", label="mean")
+    for row in rows if plan.ranks <= MOST_BUSY_TEXTS else ():
+        axes.text(row, bottom[row], f"{bottom[row] / mean_ms - 1:+.0%}", ha="center", va="bottom", fontsize=8)
+    slowest = max(rows, key=lambda row: bottom[row])
+    axes.set_xticks([*some(plan.ranks)])
+    axes.set_xlabel(row_kind(plan))
+    axes.set_ylabel(f"ms for a micro-batch of {size} samples")
+    axes.set_title(
+        f"balance: {row_kind(plan)} {slowest} takes {seconds_text(bottom[slowest] / 1e3)}, "
+        f"{bottom[slowest] / mean_ms - 1:.1%} more than the mean"
+    )
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes

@@ -1,0 +1,144 @@
+"""The step as a Gantt chart: as predicted, as measured, or one above the other.
+
+plot_timeline(plan)
+plot_timeline(plan, measured=timeline)                      # each stage twice, on one clock
+plot_timeline(plan, measured=timeline, predicted=False)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from planner.pictures.canvas import MOST_NAMES, legend_beside, new_axes, some
+from planner.plan.actions import COMPUTING, ActionKind
+from planner.plan.colours import ACTION_COLOURS, ACTION_NAMES, letters_on
+from planner.plan.plan import Plan
+from planner.plan.simulator import Event, Timeline, simulate_plan
+from planner.plan.timeline import lanes_by_place, order_text
+from planner.plan.units import seconds_text
+from profiler.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROW_IN = 0.45
+LABEL_SHARE = 0.0085
+"""Share of the step that a box must take for each letter in it."""
+MOST_LINKED = 12
+"""Stages up to which links have rows of their own [chosen]."""
+LEAST_BUSY = 0.01
+"""Share of the step below which a link says nothing [chosen]."""
+LEAST_WIDTH = 1 / 1200
+"""Share of the step that a message is drawn with at least, a pixel of the picture."""
+MOST_OUTLINED = 200
+"""Most boxes of a row that get an outline; with more there is nothing but outlines."""
+PALEST = 0.45
+"""Share of white in the colour of a rank's last chunk."""
+
+
+class _Row(NamedTuple):
+    name: str
+    events: list[Event]
+    is_link: bool
+
+
+def plot_timeline(
+    plan: Plan, ax: Axes | None = None, *, measured: Timeline | None = None, predicted: bool = True
+) -> Axes:
+    """Gantt chart of one step: a row for each stage, or rank with several, and for each direction of links that matter.
+
+    Links have rows up to `MOST_LINKED` stages, if they are busy for a hundredth of the step, and if there is one
+    timeline; how busy those are that are not drawn stands below.
+
+    Args:
+        plan: what to draw.
+        ax: where to draw; a new figure by default.
+        measured: a step that was measured.
+        predicted: whether to draw the predicted step.
+
+    Raises:
+        ArgumentError: there is nothing to draw.
+    """
+    timelines = {"predicted": simulate_plan(plan)} if predicted else {}
+    if measured is not None:
+        timelines["measured"] = measured
+    if not timelines:
+        raise ArgumentError("predicted is False and measured is None: nothing is left to draw; give one of them")
+    rows, note = _rows(plan, timelines)
+    axes = ax if ax is not None else new_axes(1.4 + ROW_IN * len(rows))
+    end_s = max(timeline.makespan_s for timeline in timelines.values())
+    has_room = len(rows) <= MOST_NAMES
+    for position, row in enumerate(rows):
+        _draw_row(axes, position, row, plan, end_s, has_room=has_room)
+    named = some(len(rows), 2 * MOST_NAMES)
+    axes.set_yticks([*named], [rows[position].name for position in named], fontsize=9 if has_room else 6)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, end_s * 1e3)
+    axes.set_xlabel(f"time in ms{note}")
+    axes.set_title("\n".join([order_text(plan), *(_summary(name, line) for name, line in timelines.items())]))
+    present = {event.action.kind for row in rows for event in row.events}
+    legend_beside(axes, [(ACTION_COLOURS[kind], _explained(kind)) for kind in ACTION_NAMES if kind in present])
+    return axes
+
+
+def _explained(kind: ActionKind) -> str:
+    """What a colour means, after the letter that stands in the boxes."""
+    return f"{kind}  {ACTION_NAMES[kind]}" if kind in COMPUTING else ACTION_NAMES[kind]
+
+
+def _summary(name: str, timeline: Timeline) -> str:
+    return (
+        f"{name}: step {seconds_text(timeline.step_s)}, of it optimizer {seconds_text(timeline.optimizer_s)}; "
+        f"bubble {timeline.bubble:.1%}"
+    )
+
+
+def _rows(plan: Plan, timelines: dict[str, Timeline]) -> tuple[list[_Row], str]:
+    """What is drawn from top to bottom, and a remark on the links that are not."""
+    several = len(timelines) > 1
+    lanes = lanes_by_place(next(iter(timelines.values())))
+    rows, left_out = [], 0.0
+    for lane in lanes:
+        is_link = lane.startswith("link")
+        for name, timeline in timelines.items():
+            events = [event for event in timeline.events if event.lane == lane]
+            busy = sum(event.end_s - event.start_s for event in events) / timeline.makespan_s
+            if is_link and (several or plan.ranks > MOST_LINKED or busy < LEAST_BUSY):
+                left_out = max(left_out, busy)
+                continue
+            rows.append(_Row(f"{lane} {name}" if several else lane, events, is_link))
+    drawn = sum(row.is_link for row in rows)
+    links = sum(lane.startswith("link") for lane in lanes)
+    return rows, f"; links that are not drawn are busy for at most {left_out:.1%} of it" if drawn < links else ""
+
+
+def _draw_row(axes: Axes, position: int, row: _Row, plan: Plan, end_s: float, *, has_room: bool) -> None:
+    height = 0.4 if row.is_link else 0.8
+    least_s = end_s * LEAST_WIDTH if row.is_link else 0.0
+    faces = [_paler(ACTION_COLOURS[e.action.kind], e.action.stage // plan.ranks, plan.chunks) for e in row.events]
+    axes.broken_barh(
+        [(e.start_s * 1e3, max(e.end_s - e.start_s, least_s) * 1e3) for e in row.events],
+        (position - height / 2, height),
+        facecolors=faces,
+        edgecolors="white",
+        snap=False,  # or narrow boxes are moved to the next pixel, where they hide one another
+        linewidth=0.3 if not row.is_link and len(row.events) < MOST_OUTLINED else 0.0,
+    )
+    if row.is_link or not has_room:
+        return
+    for event in row.events:
+        seconds = event.end_s - event.start_s
+        whole = f"{event.action.kind}{event.action.micro_batch}"
+        texts = (whole, str(event.action.kind))
+        label = next((text for text in texts if seconds >= LABEL_SHARE * len(text) * end_s), "")
+        if label:
+            middle_ms = (event.start_s + seconds / 2) * 1e3
+            ink = letters_on(ACTION_COLOURS[event.action.kind])
+            axes.text(middle_ms, position, label, ha="center", va="center", fontsize=7, color=ink)
+
+
+def _paler(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:
+    """The colour for a chunk of a rank: the later, the paler."""
+    share = PALEST * chunk / max(1, chunks - 1)
+    parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    return tuple(part + (1 - part) * share for part in parts)

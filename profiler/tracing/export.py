@@ -29,7 +29,7 @@ from profiler.machine.backend import backend_of, device_of_first
 from profiler.observe.python_state import attributes_of, changed_names
 from profiler.observe.source_place import Place, explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
-from profiler.opaque.module_tracing import OpaqueCalls
+from profiler.opaque.opaque_calls import OpaqueCalls
 from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
 from profiler.torch_private import (
     CAUSAL_MASK_TEST,

@@ -31,7 +31,7 @@ from profiler.conditions.chance import Ways
 from profiler.errors import NotTraceableError
 from profiler.observe.named_functions import SEPARATOR
 from profiler.observe.untouched import untouched
-from profiler.opaque.module_tracing import NotCallableError, opaque_calls_of
+from profiler.opaque.opaque_calls import NotCallableError, opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, SampleSpec
 from profiler.tracing.both_ways import both_ways
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers

@@ -22,7 +22,7 @@ from profiler.observe.flops import FlopCounter
 from profiler.observe.source_place import keep_together_advice, place_of_node
 from profiler.observe.without_data import without_data
 from profiler.opaque.call import OpaqueCall
-from profiler.opaque.module_tracing import opaque_calls_of
+from profiler.opaque.opaque_calls import opaque_calls_of
 from profiler.sample_spec import SampleSpec
 from profiler.torch_private import is_inside_function_transform, storage_of
 from profiler.tracing.export import TracedGraph, autocasting, module_stack

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from planner.cost.layer_costs import CostModel
 from profiler import LayerSequence, profile, trace
+from profiler.memory import by_size
 from profiler.memory.by_size import agree
 from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.run.inputs import fake_runner, input_bytes, micro_batch, real_runner, resized
@@ -143,6 +144,34 @@ def test_memory_grows_with_the_micro_batch(traced_case: Callable[[str], Traced])
     _, ids, sequence = traced_case("gpt")
     small, large = (_memory(sequence, ids, size, fake=True) for size in (2, 4))
     assert [entry.kept_bytes for entry in large] == [2 * entry.kept_bytes for entry in small]
+
+
+@pytest.mark.parametrize("fake_is_slower", [True, False])
+def test_sizes_are_run_by_what_is_sooner(
+    traced_case: Callable[[str], Traced], monkeypatch: pytest.MonkeyPatch, *, fake_is_slower: bool
+) -> None:
+    """On a clock that only runs of one kind move; both ways have the same result."""
+    _, sample, sequence = traced_case("gpt")
+    clock, runs = [0.0], {"_fake": 0, "_real": 0}
+
+    def ticking(name: str, seconds: float) -> Callable[..., Any]:
+        run = getattr(by_size, name)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            clock[0] += seconds
+            runs[name] += 1
+            return run(*arguments, **named)
+
+        return timed
+
+    monkeypatch.setattr(by_size, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(by_size, "_fake", ticking("_fake", 1.0))
+    monkeypatch.setattr(by_size, "_real", ticking("_real", 0.125 if fake_is_slower else 0.5))
+    sizes = [1, 2, 4]
+    costs = profile(sequence, sample=sample, micro_batch_sizes=sizes, links=False, progress=False, cache=False).costs
+    assert runs == ({"_fake": 1, "_real": 3} if fake_is_slower else {"_fake": 3, "_real": 1})
+    memory = _memory(sequence, sample, 4, fake=not fake_is_slower)
+    assert [c.kept_bytes for c in costs if c.micro_batch_size == 4] == [entry.kept_bytes for entry in memory]
 
 
 def test_samples_are_cut_and_repeated(traced_case: Callable[[str], Traced]) -> None:

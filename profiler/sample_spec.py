@@ -185,6 +185,17 @@ class SampleSpec(Value):
         return fields
 
     @property
+    def tokens(self) -> int | None:
+        """Of one sample, if it is text: its tensors hold whole numbers or masks alone, and the first has two dims."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None]
+        if not all(leaf.dtype == "bool" or "int" in leaf.dtype for leaf in tensors):
+            return None
+        sequences = [
+            leaf.shape[1 - leaf.batch_dim] for leaf in tensors if len(leaf.shape) == 2 and leaf.batch_dim in (0, 1)
+        ]
+        return sequences[0] if sequences and sequences[0] > 0 else None
+
+    @property
     def means(self) -> str:
         """What traced the model, which branches are checked, and what is called as it is, in one line."""
         size = self.only_micro_batch_size

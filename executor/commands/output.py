@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from executor.commands.options import PICTURE, Output
-from planner.plan.units import bytes_text, seconds_text
+from planner.plan.units import bytes_text, count_text, flops_text, seconds_text
 from profiler.errors import ArgumentError
 from profiler.files import replace_file
 from profiler.text import one_line
@@ -170,8 +170,10 @@ def _percent(share: float) -> str:
 
 
 _UNITS: dict[str, Callable[[float], str]] = {
+    "tokens_per_s": lambda rate: f"{count_text(rate)}/s",
+    "_flops_per_s": flops_text,
     "_per_s": lambda rate: f"{rate:.4g}/s",
     "_s": seconds_text,
     "_bytes": bytes_text,
-    **dict.fromkeys(("bubble", "gap", "share", "busy"), _percent),
+    **dict.fromkeys(("bubble", "gap", "share", "busy", "mfu"), _percent),
 }

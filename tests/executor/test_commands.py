@@ -130,7 +130,7 @@ def test_a_language_model_from_its_configuration(tmp_path: Path) -> None:
         "fits on ",
         "tokens/s",
         "MFU",
-        "TFLOP/s a device",
+        "FLOP/s a device",
         "A100-40GB: from its data sheet, times may be off",
     ):
         assert words in result.stdout

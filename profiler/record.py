@@ -21,7 +21,7 @@ from pydantic import (
 
 from profiler.device import Link
 from profiler.errors import ArgumentError, ProfileError
-from profiler.quantities import (
+from profiler.field_types import (
     Bytes,
     Elements,
     Index,

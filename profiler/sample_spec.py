@@ -7,7 +7,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from profiler import sample_tree
-from profiler.quantities import MOST_LAYERS, Extent, Samples, shown
+from profiler.field_types import Extent, Samples
+from profiler.quantities import LEAST_STAGES, MOST_LAYERS, shown
 from profiler.value import Value
 
 
@@ -36,9 +37,6 @@ FRONT_ENDS: Mapping[str, FrontEnd] = {
 }
 """By name, in the order in which they are tried."""
 MOST_DIMS = 64  # of a tensor, as torch has it
-LEAST_STAGES = 4
-"""Layers are always fine enough for that many stages: with fewer, what is recomputed is chosen by layers too, and plans
-for 1 to 4 devices share layers and measurements [chosen]."""
 
 
 class TensorLeaf(Value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from profiler.quantities import Rate
+from profiler.field_types import Rate
 from profiler.value import Value
 
 PASSES = 3

@@ -25,7 +25,15 @@ from executor.commands.options import (
     Size,
     Within,
 )
-from executor.commands.output import cell_text, json_option, plan_outputs, present, print_frame, write_picture
+from executor.commands.output import (
+    cell_text,
+    json_option,
+    plan_outputs,
+    present,
+    print_frame,
+    print_lines,
+    write_picture,
+)
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import MOST_DEVICES
@@ -82,8 +90,8 @@ def estimate(
 
     \b
     Examples:
-      autoplan estimate --hf llama --set num_hidden_layers=32 --devices 8xA100-80GB --batch-size 512 --sequence 4096
-      autoplan estimate model.py:build --devices 16xRTX4090:pcie4 --batch-size 256
+      autoplan estimate --hf llama --devices 8xA100-80GB --batch-size 512
+      autoplan estimate model.py:build --devices 16xRTX4090:pcie4 --batch-size 64
     """
     from profiler.device import Cluster
 
@@ -96,7 +104,7 @@ def estimate(
         made.save(output)
     present(made, as_json=as_json, timeline=timeline, trace=trace)
     if not as_json:
-        click.echo("\n".join(["", *_in_short(made, measured)]))
+        print_lines(["", *_in_short(made, measured)])
 
 
 def _estimated(
@@ -194,7 +202,7 @@ def what_if(*, profile_file: Path, chart: Path | None, as_json: bool, **given: A
     \b
     Examples:
       autoplan what-if profile.json --devices 2..64 --batch-size 512
-      autoplan what-if profile.json --devices 8 --batch-size 256 --link nvlink4,ndr,pcie4 --chart links.png
+      autoplan what-if profile.json --devices 8 --batch-size 256 --link ndr,pcie4
     """
     from profiler.record import Profile
 

@@ -19,7 +19,6 @@ from executor.commands.functions import built_by, named_function
 from executor.commands.options import SAMPLES, Assignment
 from profiler.errors import ArgumentError
 from profiler.quantities import shown
-from profiler.value import read_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -142,6 +141,8 @@ def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | 
 def _configuration(named: str, changes: Mapping[str, Any]) -> Any:
     """The configuration, with caches for generation off, which training does not use."""
     from transformers import CONFIG_MAPPING, AutoConfig
+
+    from profiler.value import read_file
 
     values: dict[str, Any] = {}
     kind = named

@@ -21,7 +21,8 @@ from planner.plan.schedules import DEFAULT_SCHEDULE, MOST_CHUNKS, SCHEDULES, Sch
 from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
 from planner.plan.unused import Unused
 from profiler.errors import ArgumentError, PlanFileError
-from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES, PredictedSeconds, Samples, Share, StepSeconds
+from profiler.field_types import PredictedSeconds, Samples, Share, StepSeconds
+from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, read_file, write_atomically
 

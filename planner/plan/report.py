@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 from planner.plan.bubble import bubble_parts
 from planner.plan.plan import Plan
 from planner.plan.stage import Stage, StageMemory
-from planner.plan.units import bytes_text, count_text, flops_text, seconds_text
+from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, seconds_text
 from profiler.text import one_line
 
 if TYPE_CHECKING:
     import pandas
 
-WIDTH = 110
-"""Columns of the widest line, where nobody says how many there are."""
 NARROWEST = 60
 """Columns that a line may have at least."""
 LEAST_MODULES = 15

@@ -1,6 +1,9 @@
-"""Sizes for people: bytes, seconds and counts with a unit and three significant digits."""
+"""Sizes for people: bytes, seconds and counts with a unit and three significant digits, and the width of lines."""
 
 import math
+
+WIDTH = 110
+"""Columns of the widest line of a report, where nobody says how many there are."""
 
 
 def bytes_text(size_bytes: float) -> str:

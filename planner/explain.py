@@ -173,14 +173,14 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
 
 
 def compare(plan: Plan, other: Plan) -> pandas.DataFrame:
-    """Two plans side by side: one row a quantity, with the ratio of the other to this where both are numbers."""
+    """Two plans side by side: one row a quantity that is known of either, with the ratio of the other to this."""
     columns = [_quantities(one) for one in (plan, other)]
     frame = pandas.DataFrame({"this": columns[0], "other": columns[1]}, dtype=object)
     frame["other / this"] = [
-        there / here if not isinstance(here, str) and here else float("nan")
+        there / here if here and there is not None and not isinstance(here, str) else float("nan")
         for here, there in zip(columns[0].values(), columns[1].values(), strict=True)
     ]
-    return frame
+    return frame[~frame[["this", "other"]].isna().all(axis=1)]
 
 
 def _quantities(plan: Plan) -> dict[str, Any]:
@@ -197,6 +197,10 @@ def _quantities(plan: Plan) -> dict[str, Any]:
         "step_s": prediction.step_s,
         "optimizer_s": prediction.optimizer_s,
         "samples_per_s": prediction.samples_per_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "device_flops_per_s": prediction.device_flops_per_s,
+        "mfu": prediction.mfu,
+        "idle_devices": plan.unused.devices if plan.unused is not None else 0,
         "bubble": prediction.bubble,
         "gap": prediction.gap,
         "largest_memory_bytes": max(memory.total for memory in plan.device_memories),

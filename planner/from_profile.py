@@ -14,6 +14,7 @@ from planner.cost.layer_costs import CostModel, ParameterRanges
 from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
+from planner.rates import with_rates
 from planner.rules import most_stages, rules_of
 from planner.settings import SettingKeywords, Settings
 from planner.solve.passed_over import time_for_plan, with_unused
@@ -63,7 +64,8 @@ def plan_from_profile(
     plan = best_plan(time_for_plan(problem))
     if plan is None:
         raise InfeasibleError(no_plan_text(problem))
-    return with_unused(problem, plan, time.monotonic() - began_s).made_from(profile)
+    plan = with_unused(problem, plan, time.monotonic() - began_s)
+    return with_rates(plan, profile).made_from(profile)
 
 
 def make_problem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_args
 
 from planner.plan.schedules import (
     DEFAULT_SCHEDULE,
@@ -16,7 +16,6 @@ from planner.plan.schedules import (
     one_chunk_schedules,
     split_schedules,
 )
-from profiler.device import Device
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.quantities import (
     MOST_BYTES,
@@ -28,6 +27,9 @@ from profiler.quantities import (
     check_seconds,
     shown,
 )
+
+if TYPE_CHECKING:
+    from profiler.device import Device
 
 RecomputeMode: TypeAlias = Literal["auto", "always", "never"]
 SkipMode: TypeAlias = Literal["relayed", "direct"]

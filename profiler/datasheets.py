@@ -47,6 +47,15 @@ class DataSheet(Value):
     link: str
     source: str
 
+    def flops_per_s(self, dtype: str) -> float:
+        """Of matrix products in a dtype, torch name without the prefix; 0 where the device has no such arithmetic."""
+        rates = {
+            "float16": self.half_flops_per_s,
+            "bfloat16": self.bfloat16_flops_per_s,
+            "float64": self.float64_flops_per_s or 0.0,
+        }
+        return rates.get(dtype, self.float32_flops_per_s)
+
 
 def _sheet(
     gigabytes: float,
@@ -236,6 +245,33 @@ def data_sheet(name: str) -> DataSheet:
         ArgumentError: it is not in the table.
     """
     return DATA_SHEETS[full_name(name)]
+
+
+# As torch.cuda.get_device_name says them of the form whose sheet this is: SXM where there is one.
+_NAMES_BY_DRIVER: Final = MappingProxyType(
+    {
+        "Tesla V100-SXM2-16GB": "V100-16GB",
+        "Tesla V100-SXM2-32GB": "V100-32GB",
+        "Tesla P100-SXM2-16GB": "P100-16GB",
+        "Tesla T4": "T4-16GB",
+        "NVIDIA A100-SXM4-40GB": "A100-40GB",
+        "NVIDIA A100-SXM4-80GB": "A100-80GB",
+        "NVIDIA H100 80GB HBM3": "H100-80GB",
+        "NVIDIA H200": "H200-141GB",
+        "NVIDIA B200": "B200-180GB",
+        "NVIDIA L40S": "L40S-48GB",
+        "NVIDIA L4": "L4-24GB",
+        "NVIDIA A10": "A10-24GB",
+        "NVIDIA GeForce RTX 3090": "RTX3090-24GB",
+        "NVIDIA GeForce RTX 4090": "RTX4090-24GB",
+        "AMD Instinct MI300X": "MI300X-192GB",
+    }
+)
+
+
+def sheet_of_kind(kind: str) -> DataSheet | None:
+    """The data sheet of a `Device.kind`: the table's name or the driver's; None if there is none."""
+    return DATA_SHEETS.get(_NAMES_BY_DRIVER.get(kind, kind))
 
 
 def full_name(name: str) -> str:

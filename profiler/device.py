@@ -11,15 +11,8 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from profiler.errors import ArgumentError
-from profiler.quantities import (
-    MOST_DEVICES,
-    MOST_THREADS,
-    DeviceBytes,
-    Rate,
-    RelativeError,
-    Seconds,
-    shown,
-)
+from profiler.field_types import DeviceBytes, Rate, RelativeError, Seconds
+from profiler.quantities import MOST_DEVICES, MOST_THREADS, shown
 from profiler.value import Value
 
 

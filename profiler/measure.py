@@ -5,6 +5,7 @@ links -> memory of every layer on fake tensors -> times of every layer, among bu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from profiler.timing.optimizers import OptimizerChoice, named_optimizer
 from profiler.timing.sweeps import MOST_SWEEPS
 from profiler.tracing.dataflow import skip_values
 from profiler.tracing.sequence import LayerSequence
+from profiler.work import Work
 from profiler.workload import Workload
 
 
@@ -163,7 +165,18 @@ def _profile_of(
         input_bytes=input_bytes(sequence.sample, workload.target),
         reserve_bytes=reserve_bytes,
         estimates=tuple(estimates),
+        work=_work(sequence),
     )
+
+
+def _work(sequence: LayerSequence) -> Work | None:
+    """What the model computes, without its loss function; None where no operation's FLOPs are known."""
+    flops = sum(layer.flops for layer in sequence.layers) / sequence.sample.batch_size
+    elements: Counter[str] = Counter()
+    for parameter in sequence.parameters.values():
+        elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    most = max(elements, key=lambda dtype: elements[dtype], default="float32")
+    return Work(forward_flops=flops, dtype=sequence.sample.autocast or most) if flops else None
 
 
 def _least_of_each_kind(cluster: Cluster) -> dict[str, Device]:

@@ -6,9 +6,7 @@ in stay finite, and what is listed one by one stays countable.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
-
-from pydantic import Field
+from typing import Final
 
 from profiler.errors import ArgumentError
 
@@ -21,33 +19,15 @@ MOST_MICRO_BATCHES: Final = 2**14
 """Of a replica: the planner tries every M one by one, and a plan lists them."""
 MOST_DEVICES: Final = 2**16
 MOST_LAYERS: Final = 2**20
+LEAST_STAGES: Final = 4
+"""Layers are always fine enough for that many stages: with fewer, what is recomputed is chosen by layers too, and plans
+for 1 to 4 devices share layers and measurements [chosen]."""
 MOST_THREADS: Final = 1024  # torch ends the process with a segmentation fault where the system starts no more
 MOST_PREDICTED_SECONDS: Final = 1e30  # of sums and products of the others
 MOST_PREDICTED_BYTES: Final = 2**100
 SHORTEST_WORK_S: Final = 1e-9  # of all layers for one micro-batch: nothing is faster, and shares of it stay finite
 SHORTEST_STEP_S: Final = 1e-12  # what is left of that on the fastest of unlike devices, in a bound
 MOST_SHOWN: Final = 60  # characters of a value in a message
-
-Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
-Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
-DeviceBytes = Annotated[int, Field(gt=0, le=MOST_BYTES)]
-Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
-Index = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
-"""Of a layer, stage or rank."""
-Elements = Annotated[int, Field(ge=0, le=MOST_BYTES)]
-Extent = Annotated[int, Field(ge=0, le=MOST_BYTES)]
-"""Of a tensor."""
-PositiveExtent = Annotated[int, Field(gt=0, le=MOST_BYTES)]
-Rate = Annotated[float, Field(ge=1e-3, le=1e30)]
-"""Bytes or operations in a second."""
-NoRate = Annotated[float, Field(ge=0, le=1e30)]
-"""The same where 0 says that there is none."""
-RelativeSize = Annotated[float, Field(ge=0, le=1e6)]
-Share = Annotated[float, Field(ge=0, le=1)]
-RelativeError = Annotated[float, Field(ge=0, le=1e12)]
-PredictedSeconds = Annotated[float, Field(ge=0, le=MOST_PREDICTED_SECONDS)]
-PredictedBytes = Annotated[int, Field(ge=0, le=MOST_PREDICTED_BYTES)]
-StepSeconds = Annotated[float, Field(ge=SHORTEST_STEP_S, le=MOST_PREDICTED_SECONDS)]
 
 
 def check_count(name: str, value: object, *, most: int) -> None:

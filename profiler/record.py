@@ -10,11 +10,18 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from profiler.device import Link
 from profiler.errors import ArgumentError, ProfileError
-from profiler.quantities import (
+from profiler.field_types import (
     Bytes,
     Elements,
     Index,
@@ -30,6 +37,7 @@ from profiler.quantities import (
 from profiler.sample_spec import SampleSpec
 from profiler.skip_value import SkipValue, merged_skips
 from profiler.value import Value, read_file, write_atomically
+from profiler.work import Work
 
 if TYPE_CHECKING:
     import pandas
@@ -267,6 +275,7 @@ class Profile(Value):
         reserve_bytes: memory of a process before any stage is loaded (a CUDA context and its allocator's reserve).
         estimates: kinds of device whose times were estimated from a data sheet, not measured.
         skips: values that may go past stages; None in profiles that do not say.
+        work: what the model computes; None where no operation's FLOPs are known. Then files leave it out.
     """
 
     schema_version: Literal[1] = 1
@@ -281,6 +290,14 @@ class Profile(Value):
     reserve_bytes: Bytes = 0
     estimates: tuple[Estimate, ...] = ()
     skips: tuple[SkipValue, ...] | None = None
+    work: Work | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if self.work is None:
+            fields.pop("work", None)
+        return fields
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

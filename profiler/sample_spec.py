@@ -7,7 +7,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from profiler import sample_tree
-from profiler.quantities import MOST_LAYERS, Extent, Samples, shown
+from profiler.field_types import Extent, Samples
+from profiler.quantities import LEAST_STAGES, MOST_LAYERS, shown
 from profiler.value import Value
 
 
@@ -36,9 +37,6 @@ FRONT_ENDS: Mapping[str, FrontEnd] = {
 }
 """By name, in the order in which they are tried."""
 MOST_DIMS = 64  # of a tensor, as torch has it
-LEAST_STAGES = 4
-"""Layers are always fine enough for that many stages: with fewer, what is recomputed is chosen by layers too, and plans
-for 1 to 4 devices share layers and measurements [chosen]."""
 
 
 class TensorLeaf(Value):
@@ -183,6 +181,17 @@ class SampleSpec(Value):
         if not self.chances:
             del fields["chances"]
         return fields
+
+    @property
+    def tokens(self) -> int | None:
+        """Of one sample, if it is text: its tensors hold whole numbers or masks alone, and the first has two dims."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, TensorLeaf) and leaf.batch_dim is not None]
+        if not all(leaf.dtype == "bool" or "int" in leaf.dtype for leaf in tensors):
+            return None
+        sequences = [
+            leaf.shape[1 - leaf.batch_dim] for leaf in tensors if len(leaf.shape) == 2 and leaf.batch_dim in (0, 1)
+        ]
+        return sequences[0] if sequences and sequences[0] > 0 else None
 
     @property
     def means(self) -> str:

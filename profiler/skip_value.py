@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from profiler.quantities import Bytes, Index, Samples
+from profiler.field_types import Bytes, Index, Samples
 from profiler.value import Value
 
 

@@ -25,9 +25,16 @@ from executor.commands.options import (
     Size,
     Within,
 )
-from executor.commands.output import cell_text, json_option, plan_outputs, present, print_frame, write_picture
+from executor.commands.output import (
+    cell_text,
+    json_option,
+    plan_outputs,
+    present,
+    print_frame,
+    print_lines,
+    write_picture,
+)
 from planner.plan.schedules import SCHEDULES
-from planner.plan.units import count_text
 from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import MOST_DEVICES
 
@@ -37,12 +44,9 @@ if TYPE_CHECKING:
     from planner.plan.plan import Plan
     from profiler.device import Cluster, Link
     from profiler.record import Profile
-    from profiler.tracing.sequence import LayerSequence
 
 SEARCH_S = 30.0
 """Seconds that the search of `estimate` may take by default [chosen]."""
-BACKWARD = 2
-"""A backward pass does twice the FLOPs of a forward pass, which makes three in all; recompute is no useful work."""
 
 
 @click.command()
@@ -86,26 +90,26 @@ def estimate(
 
     \b
     Examples:
-      autoplan estimate --hf llama --set num_hidden_layers=32 --devices 8xA100-80GB --batch-size 512 --sequence 4096
-      autoplan estimate model.py:build --devices 16xRTX4090:pcie4 --batch-size 256
+      autoplan estimate --hf llama --devices 8xA100-80GB --batch-size 512
+      autoplan estimate model.py:build --devices 16xRTX4090:pcie4 --batch-size 64
     """
     from profiler.device import Cluster
 
     cluster = Cluster.of(devices)
     source = source_of(given)
-    made, measured, sequence, built = _estimated(source.build(), cluster, **given)
+    made, measured = _estimated(source.build(), cluster, **given)
     if save_profile is not None:
         measured.save(save_profile)
     if output is not None:
         made.save(output)
     present(made, as_json=as_json, timeline=timeline, trace=trace)
     if not as_json:
-        click.echo("\n".join(["", *_in_short(made, measured, sequence, built)]))
+        print_lines(["", *_in_short(made, measured)])
 
 
 def _estimated(
     built: Built, cluster: Cluster, *, batch_size: int, optimizer: str, autocast: str | None, **settings: Any
-) -> tuple[Plan, Profile, LayerSequence, Built]:
+) -> tuple[Plan, Profile]:
     import torch
 
     import profiler
@@ -124,29 +128,12 @@ def _estimated(
         batch_size=batch_size,
         optimizer=optimizer,
     )
-    return plan_from_profile(measured, cluster, batch_size=batch_size, **settings), measured, sequence, built
+    return plan_from_profile(measured, cluster, batch_size=batch_size, **settings), measured
 
 
-def _in_short(plan: Plan, measured: Profile, sequence: LayerSequence, built: Built) -> list[str]:
-    """Throughput, use of the devices' arithmetic, and doubt."""
-    from profiler.datasheets import data_sheet
-
-    step_s = plan.prediction.step_s
-    flops = (
-        (1 + BACKWARD) * sum(layer.flops for layer in sequence.layers) * plan.batch_size / sequence.sample.batch_size
-    )
-    used = [device for stage in plan.stages[: plan.ranks] for device in stage.devices]
-    peaks = {
-        entry.device_kind: _peak_flops_per_s(data_sheet(entry.device_kind), sequence) for entry in measured.estimates
-    }
-    peak = sum(peaks[device.kind] for device in used)
-    lines = [
-        f"fits on {len(used)} devices: R = {plan.replicas} x {plan.ranks} in line",
-        f"{flops / step_s / len(used) / 1e12:.4g} TFLOP/s a device, MFU {flops / step_s / peak:.1%} "
-        "(3 x the forward pass; what is recomputed is no useful work)",
-    ]
-    if built.tokens:
-        lines[0] += f"; {count_text(plan.batch_size * built.tokens / step_s)} tokens/s"
+def _in_short(plan: Plan, measured: Profile) -> list[str]:
+    """On how many devices it fits, and how sure that is."""
+    lines = [f"fits on {plan.ranks * plan.replicas} devices: R = {plan.replicas} x {plan.ranks} in line"]
     lines.extend(
         f"{entry.device_kind}: from its data sheet, times may be off by {entry.error:.0%}"
         + (
@@ -157,21 +144,6 @@ def _in_short(plan: Plan, measured: Profile, sequence: LayerSequence, built: Bui
         for entry in measured.estimates
     )
     return lines
-
-
-def _peak_flops_per_s(sheet: Any, sequence: LayerSequence) -> float:
-    """Of the dtype that most parameters are computed in."""
-    import torch
-
-    autocast = sequence.sample.autocast
-    computed = None if autocast is None else getattr(torch, autocast)
-    elements: dict[torch.dtype, int] = {}
-    for parameter in sequence.parameters.values():
-        dtype = computed or parameter.dtype
-        elements[dtype] = elements.get(dtype, 0) + parameter.numel()
-    most = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
-    rates = {torch.bfloat16: sheet.bfloat16_flops_per_s, torch.float16: sheet.half_flops_per_s}
-    return float(rates.get(most, sheet.float32_flops_per_s))
 
 
 class _Counts(ParamType):
@@ -230,7 +202,7 @@ def what_if(*, profile_file: Path, chart: Path | None, as_json: bool, **given: A
     \b
     Examples:
       autoplan what-if profile.json --devices 2..64 --batch-size 512
-      autoplan what-if profile.json --devices 8 --batch-size 256 --link nvlink4,ndr,pcie4 --chart links.png
+      autoplan what-if profile.json --devices 8 --batch-size 256 --link ndr,pcie4
     """
     from profiler.record import Profile
 

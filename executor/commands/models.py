@@ -19,7 +19,6 @@ from executor.commands.functions import built_by, named_function
 from executor.commands.options import SAMPLES, Assignment
 from profiler.errors import ArgumentError
 from profiler.quantities import shown
-from profiler.value import read_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,14 +40,12 @@ class Built:
         sample: what it is called with.
         loss_fn: of its output and the target; None if it returns its loss.
         target: for `loss_fn`.
-        tokens: of a sample, if it is a text; else 0.
     """
 
     model: nn.Module
     sample: Any
     loss_fn: Callable[..., Any] | None = None
     target: Any = None
-    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +135,14 @@ def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | 
     with torch.device("meta"):
         model = build(config).to(getattr(torch, dtype)).train()
         tokens = torch.zeros(SAMPLE_ROWS, given, dtype=torch.int64)
-    return Built(model, {"input_ids": tokens, "labels": tokens}, tokens=given)
+    return Built(model, {"input_ids": tokens, "labels": tokens})
 
 
 def _configuration(named: str, changes: Mapping[str, Any]) -> Any:
     """The configuration, with caches for generation off, which training does not use."""
     from transformers import CONFIG_MAPPING, AutoConfig
+
+    from profiler.value import read_file
 
     values: dict[str, Any] = {}
     kind = named

@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from executor.commands.options import PICTURE, Output
-from planner.plan.units import bytes_text, seconds_text
+from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, seconds_text
 from profiler.errors import ArgumentError
 from profiler.files import replace_file
 from profiler.text import one_line
@@ -56,9 +57,16 @@ def present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | N
     if as_json:
         click.echo(plan.to_json(), nl=False)
         return
-    from planner.plan.report import WIDTH, plan_report
+    from planner.plan.report import plan_report
 
     click.echo(plan_report(plan, shutil.get_terminal_size((WIDTH, 24)).columns))
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print sentences, each from a new line on, as wide as the terminal."""
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    for line in lines:
+        click.echo("\n".join(textwrap.wrap(line, width, subsequent_indent="  ")))
 
 
 def write_picture(axes: Axes, file: Path) -> None:
@@ -170,8 +178,10 @@ def _percent(share: float) -> str:
 
 
 _UNITS: dict[str, Callable[[float], str]] = {
+    "tokens_per_s": lambda rate: f"{count_text(rate)}/s",
+    "_flops_per_s": flops_text,
     "_per_s": lambda rate: f"{rate:.4g}/s",
     "_s": seconds_text,
     "_bytes": bytes_text,
-    **dict.fromkeys(("bubble", "gap", "share", "busy"), _percent),
+    **dict.fromkeys(("bubble", "gap", "share", "busy", "mfu"), _percent),
 }

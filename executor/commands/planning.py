@@ -11,15 +11,24 @@ from executor.commands.models import model_options, source_of
 from executor.commands.options import STAGES, FloatType, Numbers, Output
 from executor.commands.output import json_option, plan_outputs, present, print_frame
 from executor.commands.settings import MEASURING, PLANNING, batch_dims_of, with_options
-from profiler.sample_spec import LEAST_STAGES
+from profiler.quantities import LEAST_STAGES
 
 
 @click.command()
 @model_options
 @click.option("-o", "--output", type=Output(), help="Write the plan to this file.")
+@click.option("--save-profile", type=Output(), help="Write what was measured to this file, for what-if and explain.")
 @with_options(*MEASURING, *PLANNING)
 @plan_outputs
-def plan(*, output: Path | None, timeline: Path | None, trace: Path | None, as_json: bool, **given: Any) -> None:
+def plan(
+    *,
+    output: Path | None,
+    save_profile: Path | None,
+    timeline: Path | None,
+    trace: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Measure a model on the devices and print the best plan for it.
 
     MODEL names a function, path/to/file.py:function or package.module:function. It takes no argument and returns
@@ -29,7 +38,7 @@ def plan(*, output: Path | None, timeline: Path | None, trace: Path | None, as_j
     \b
     Examples:
       autoplan plan model.py:build -o plan.json --timeline plan.png
-      autoplan plan shop.ranking:build --devices cuda:0,cuda:1 --batch-size 512 --memory-limit 40GiB
+      autoplan plan shop.ranking:build --devices cuda:0,cuda:1 --batch-size 512
     """
     source, measuring = source_of(given), _measuring(given)
     from planner import autoplan
@@ -41,6 +50,8 @@ def plan(*, output: Path | None, timeline: Path | None, trace: Path | None, as_j
     )
     if output is not None:
         made.save(output)
+    if save_profile is not None and made.profile is not None:
+        made.profile.save(save_profile)
     present(made, as_json=as_json, timeline=timeline, trace=trace)
 
 

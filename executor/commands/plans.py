@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from executor.commands.options import FILE, PICTURE
-from executor.commands.output import json_option, plan_outputs, present, print_frame, write_picture
+from executor.commands.output import json_option, plan_outputs, present, print_frame, print_lines, write_picture
 from profiler.errors import PlanFileError, ProfileError
-from profiler.value import read_file
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
@@ -51,7 +51,7 @@ def explain(plan_file: Path, profile_file: Path | None, as_json: bool) -> None:
     measured = None if profile_file is None else Profile.load(profile_file)
     explanation = _loaded(plan_file).explain(measured)
     if not as_json:
-        click.echo("\n".join(explanation.sentences))
+        print_lines(explanation.sentences)
     print_frame(explanation.reset_index(), as_json=as_json)
 
 
@@ -108,6 +108,7 @@ def validate(files: tuple[Path, ...], schema: bool, as_json: bool) -> None:
 def _described(file: Path) -> str:
     """What a sound file holds."""
     from profiler.record import Profile
+    from profiler.value import read_file
 
     text = read_file(file, "plan or profile", PlanFileError)
     try:
@@ -126,23 +127,24 @@ def _described(file: Path) -> str:
 
 
 _PICTURES = {
-    "timeline": ("planner.pictures.timeline", "plot_timeline"),
-    "memory": ("planner.pictures.memory", "plot_memory"),
-    "memory-over-time": ("planner.pictures.memory", "plot_memory_over_time"),
-    "balance": ("planner.pictures.layers", "plot_balance"),
-    "layers": ("planner.pictures.layers", "plot_layers"),
+    "timeline": ("planner.pictures.timeline:plot_timeline", "planner.pictures.shown:timeline_frame"),
+    "memory": ("planner.pictures.memory:plot_memory", "planner.pictures.shown:memory_frame"),
+    "memory-over-time": ("planner.pictures.memory:plot_memory_over_time", "planner.explain:memory_over_time"),
+    "balance": ("planner.pictures.layers:plot_balance", "planner.pictures.shown:balance_frame"),
+    "layers": ("planner.pictures.layers:plot_layers", "planner.pictures.shown:layers_frame"),
 }
-"""What can be drawn of a plan: the module and the function that takes the plan."""
+"""What can be drawn of a plan: what draws it, and what gives the same as a frame."""
 
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=FILE)
-@click.option("-o", "--output", type=PICTURE, required=True, help="Picture to write (.png, .svg, .pdf).")
+@click.option("-o", "--output", type=PICTURE, help="Picture to write (.png, .svg, .pdf).")
 @click.option(
     "--what", type=click.Choice(tuple(_PICTURES)), default="timeline", show_default=True, help="What it shows."
 )
 @click.option("--profile", "profile_file", type=FILE, help="What the plan was made from; for `--what layers`.")
-def plot(plan_file: Path, output: Path, what: str, profile_file: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print what the picture shows as JSON; -o may be left out.")
+def plot(plan_file: Path, output: Path | None, what: str, profile_file: Path | None, as_json: bool) -> None:
     """Draw a plan: its predicted step, the memory or the balance of its stages, or its cuts among the layers.
 
     \b
@@ -155,10 +157,22 @@ def plot(plan_file: Path, output: Path, what: str, profile_file: Path | None) ->
     if (what == "layers") != (profile_file is not None):
         needs = "needs --profile, which says what each layer costs" if what == "layers" else "takes no --profile"
         raise click.UsageError(f"--what {what} {needs}")
+    if output is None and not as_json:
+        raise click.UsageError("say where the picture goes with -o, or ask for what it shows with --json")
     made = _loaded(plan_file)
-    module, function = _PICTURES[what]
     given = () if profile_file is None else (Profile.load(profile_file),)
-    write_picture(getattr(import_module(module), function)(made, *given), output)
+    drawn, data = (_function(named) for named in _PICTURES[what])
+    if output is not None:
+        write_picture(drawn(made, *given), output)
+    if as_json:
+        print_frame(data(made, *given), as_json=True)
+
+
+def _function(named: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, name = named.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
 
 
 def _loaded(file: Path) -> Plan:

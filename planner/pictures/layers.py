@@ -37,13 +37,8 @@ def plot_layers(plan: Plan, profile: Profile | None = None, ax: Axes | None = No
     profile = profile or plan.profile
     if profile is None:
         raise ArgumentError("a plan from a file does not know its profile; pass it: plot_layers(plan, profile)")
-    if len(profile.layers) != plan.stages[-1].stop_layer:
-        raise ArgumentError(
-            f"the plan has {plan.stages[-1].stop_layer} layers and the profile {len(profile.layers)}; pass the profile "
-            "that the plan was made from"
-        )
     axes = ax if ax is not None else new_axes(5.0)
-    costs = _costs(plan, profile)
+    costs = layer_costs_of(plan, profile)
     redone = {layer for stage in plan.stages for s in stage.recompute for layer in range(s.first, s.stop)}
     bottom = [0.0] * len(costs)
     for kind, name, heights in (
@@ -77,8 +72,17 @@ def plot_layers(plan: Plan, profile: Profile | None = None, ax: Axes | None = No
     return axes
 
 
-def _costs(plan: Plan, profile: Profile) -> list[LayerCost]:
-    """One cost a layer, of its stage's kind of device and the size next to the plan's."""
+def layer_costs_of(plan: Plan, profile: Profile) -> list[LayerCost]:
+    """One cost a layer, of its stage's kind of device and the size next to the plan's.
+
+    Raises:
+        ArgumentError: the profile is of another model.
+    """
+    if len(profile.layers) != plan.stages[-1].stop_layer:
+        raise ArgumentError(
+            f"the plan has {plan.stages[-1].stop_layer} layers and the profile {len(profile.layers)}; pass the profile "
+            "that the plan was made from"
+        )
     wanted = max(plan.micro_batch_sizes)
     found = []
     for stage in plan.stages:

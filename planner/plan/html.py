@@ -10,9 +10,9 @@ from planner.plan.actions import ActionKind
 from planner.plan.bubble import MOST_PASSES
 from planner.plan.colours import ACTION_COLOURS, ACTION_NAMES, MEMORY_COLOURS, letters_on
 from planner.plan.plan import Plan
-from planner.plan.report import WIDTH, headline, stage_rows
+from planner.plan.report import headline, stage_rows
 from planner.plan.simulator import Event, Timeline, simulate_plan
-from planner.plan.units import bytes_text, seconds_text
+from planner.plan.units import WIDTH, bytes_text, seconds_text
 from profiler.html import block, paragraph, table
 from profiler.text import one_line
 

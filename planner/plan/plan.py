@@ -13,7 +13,7 @@ from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
 from planner.plan.order_text import check_order_texts, order_of_text
@@ -21,7 +21,8 @@ from planner.plan.schedules import DEFAULT_SCHEDULE, MOST_CHUNKS, SCHEDULES, Sch
 from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
 from planner.plan.unused import Unused
 from profiler.errors import ArgumentError, PlanFileError
-from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES, PredictedSeconds, Samples, Share, StepSeconds
+from profiler.field_types import PredictedSeconds, Samples, Share, StepSeconds
+from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, read_file, write_atomically
 
@@ -49,6 +50,10 @@ class Prediction(Value):
         gap: `step_s / lower_bound_s - 1`; 0 means proven optimal for the cost model.
         one_device_s: predicted step time of the same batch on the first device alone without recompute, if memory
             were no matter: the base of speed-up figures.
+        tokens_per_s: throughput of a model of text; files leave it out where it is not known, as the next two.
+        device_flops_per_s: floating-point operations that the model needs in a second, divided by the devices of the
+            plan; recompute does not count.
+        mfu: model FLOPs utilization, the share of the devices' printed rates that this is.
     """
 
     step_s: StepSeconds
@@ -58,6 +63,17 @@ class Prediction(Value):
     lower_bound_s: StepSeconds
     gap: float = Field(ge=0)
     one_device_s: StepSeconds
+    tokens_per_s: float | None = Field(default=None, gt=0)
+    device_flops_per_s: float | None = Field(default=None, gt=0)
+    mfu: float | None = Field(default=None, gt=0)
+
+    @model_serializer(mode="wrap")
+    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        for name in ("tokens_per_s", "device_flops_per_s", "mfu"):
+            if fields.get(name, 0) is None:
+                del fields[name]
+        return fields
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:
@@ -191,6 +207,7 @@ class Plan(Value):
                 f"the stages name {len(given)} ranks, the highest of them {self.ranks - 1}; one is left out"
             )
         self._check_chunks()
+        self._check_tokens()
         expected = 0
         for position, stage in enumerate(self.stages):
             if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
@@ -235,6 +252,13 @@ class Plan(Value):
                 )
             if stage.devices != self.stages[position % ranks].devices:
                 raise ValueError(f"stages {position % ranks} and {position} are of one rank and on unlike devices")
+
+    def _check_tokens(self) -> None:
+        given, tokens = self.prediction.tokens_per_s, self.sample.tokens
+        if given is not None and not isclose(given, self.prediction.samples_per_s * (tokens or 0), rel_tol=ROUNDING):
+            raise ValueError(
+                f"tokens_per_s is {given}, with {self.prediction.samples_per_s} samples_per_s of {tokens} tokens"
+            )
 
     def _check_orders(self) -> None:
         if not SCHEDULES[self.schedule].made_for_plan:

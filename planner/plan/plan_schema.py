@@ -40,7 +40,7 @@ SYMBOLS: Final = {
 """Symbols of GPipe (Huang et al., arXiv 1811.06965; N, K and M) and of our page on planning (the others)."""
 _UNITS: Final = (("_bytes", "bytes"), ("_per_s", "1/s"), ("_s", "s"))
 _SIZES: Final = frozenset({"batch_size", "micro_batch_size", "micro_batch_sizes"})
-_SHARES: Final = frozenset({"bubble", "gap", "called_share"})
+_SHARES: Final = frozenset({"bubble", "gap", "called_share", "mfu"})
 
 
 class FormatRow(NamedTuple):

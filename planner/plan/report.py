@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 from planner.plan.bubble import bubble_parts
 from planner.plan.plan import Plan
 from planner.plan.stage import Stage, StageMemory
-from planner.plan.units import bytes_text, count_text, seconds_text
+from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, seconds_text
 from profiler.text import one_line
 
 if TYPE_CHECKING:
     import pandas
 
-WIDTH = 110
-"""Columns of the widest line, where nobody says how many there are."""
 NARROWEST = 60
 """Columns that a line may have at least."""
 LEAST_MODULES = 15
@@ -79,7 +77,9 @@ def headline(plan: Plan, width: int) -> list[str]:
         f"schedule {plan.schedule}, {one_line(plan.optimizer)}",
         *([f"{plan.chunks} chunks on each of {plan.ranks} ranks"] if plan.chunks > 1 else []),
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
-        f"{prediction.samples_per_s:.4g} samples/s",
+        f"{prediction.samples_per_s:.4g} samples/s"
+        + (f", {count_text(prediction.tokens_per_s)} tokens/s" if prediction.tokens_per_s else ""),
+        *_work_lines(plan),
         _bubble_text(plan),
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}{_too_large_text(plan)}), {optimal}",
     ]
@@ -96,6 +96,15 @@ def headline(plan: Plan, width: int) -> list[str]:
         )
         lines.append(f"values sent past the stages between: {ways}")
     return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
+
+
+def _work_lines(plan: Plan) -> list[str]:
+    """What the devices compute, if it is known."""
+    rate, mfu = plan.prediction.device_flops_per_s, plan.prediction.mfu
+    if rate is None:
+        return []
+    used = f", MFU {mfu:.1%}" if mfu is not None else ""
+    return [f"{flops_text(rate)} a device{used} (3 x the forward pass; what is recomputed is no useful work)"]
 
 
 def _bubble_text(plan: Plan) -> str:

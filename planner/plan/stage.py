@@ -8,7 +8,8 @@ from typing import Self, TypeVar
 from pydantic import Field, model_validator
 
 from profiler.device import Device
-from profiler.quantities import Index, PredictedBytes, PredictedSeconds, Samples, shown
+from profiler.field_types import Index, PredictedBytes, PredictedSeconds, Samples
+from profiler.quantities import shown
 from profiler.value import Value
 
 

@@ -1,6 +1,9 @@
-"""Sizes for people: bytes, seconds and counts with a unit and three significant digits."""
+"""Sizes for people: bytes, seconds and counts with a unit and three significant digits, and the width of lines."""
 
 import math
+
+WIDTH = 110
+"""Columns of the widest line of a report, where nobody says how many there are."""
 
 
 def bytes_text(size_bytes: float) -> str:
@@ -39,6 +42,18 @@ def count_text(count: float) -> str:
         if abs(count) >= scale:
             return f"{_three_digits(count / scale)} {unit}"
     return f"{count:.0f}"
+
+
+def flops_text(flops_per_s: float) -> str:
+    """A rate such as `"12.3 TFLOP/s"`.
+
+    >>> flops_text(1.234e13), flops_text(2e8)
+    ('12.3 TFLOP/s', '200 MFLOP/s')
+    """
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if flops_per_s >= scale:
+            return f"{_three_digits(flops_per_s / scale)} {unit}FLOP/s"
+    return f"{_three_digits(flops_per_s)} FLOP/s"
 
 
 def _three_digits(value: float) -> str:

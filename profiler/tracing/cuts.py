@@ -18,7 +18,7 @@ from torch import fx
 
 from profiler.errors import NotTraceableError
 from profiler.observe.source_place import place_of_node
-from profiler.sample_spec import LEAST_STAGES
+from profiler.quantities import LEAST_STAGES
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
 

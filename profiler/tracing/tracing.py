@@ -21,8 +21,8 @@ from torch import Tensor, fx, nn
 from profiler.conditions.check import Check
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.observe.ambient import as_in_training
-from profiler.quantities import MOST_LAYERS, check_count
-from profiler.sample_spec import LEAST_STAGES, SampleSpec
+from profiler.quantities import LEAST_STAGES, MOST_LAYERS, check_count
+from profiler.sample_spec import SampleSpec
 from profiler.tracing.batch_norm import take_out_counters
 from profiler.tracing.build_layer import (
     Compiler,

@@ -97,6 +97,26 @@ def test_plot(files: dict[str, Path], tmp_path: Path, what: str) -> None:
     assert autoplan(*arguments, *wrong).exit_code == 2
     assert autoplan(*arguments, *needed).exit_code == 0
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(autoplan("plot", files["gpipe"], "--what", what, "--json", *needed).stdout)
+    plan = Plan.load(files["gpipe"])
+    expected = {
+        "timeline": lambda: max(row["end_s"] for row in rows) + plan.prediction.optimizer_s,
+        "memory": lambda: rows[0]["total_bytes"],
+        "memory-over-time": lambda: max(row["bytes"] for row in rows if row["stage"] == 0),
+        "balance": lambda: [row["forward_s"] for row in rows],
+        "layers": lambda: [row["layer"] for row in rows if row["cut_after"]],
+    }[what]()
+    size = max(plan.micro_batch_sizes)
+    assert expected == pytest.approx(
+        {
+            "timeline": plan.prediction.step_s,
+            "memory": plan.stages[0].memory.total,
+            "memory-over-time": plan.stages[0].memory.total,
+            "balance": [stage.times_at(size).forward_s for stage in plan.stages],
+            "layers": [stage.stop_layer - 1 for stage in plan.stages[:-1]],
+        }[what]
+    )
+    assert autoplan("plot", files["gpipe"], "--what", what, *needed).exit_code == 2  # neither picture nor data
 
 
 def test_what_if(files: dict[str, Path], tmp_path: Path) -> None:
@@ -130,7 +150,7 @@ def test_a_language_model_from_its_configuration(tmp_path: Path) -> None:
         "fits on ",
         "tokens/s",
         "MFU",
-        "TFLOP/s a device",
+        "FLOP/s a device",
         "A100-40GB: from its data sheet, times may be off",
     ):
         assert words in result.stdout

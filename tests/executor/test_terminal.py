@@ -1,0 +1,92 @@
+"""What a terminal sees of the command: 80 columns, completion in its shell, codes that the page lists, no colours."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.shell_completion import FishComplete, ZshComplete
+from click.testing import CliRunner
+
+from executor import command
+from profiler import errors
+from profiler.errors import PlanError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "notebooks" / "command_line.md").read_text(encoding="utf-8")
+COMMANDS = sorted(command.main.commands)
+PLAN = str(ROOT / "tests" / "data" / "formats" / "plan-2.json")
+
+
+def autoplan(*arguments: str, **variables: str) -> str:
+    result = CliRunner().invoke(command.main, arguments, env={"COLUMNS": "80", **variables}, prog_name="autoplan")
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_fits_80_columns(arguments: list[str]) -> None:
+    assert max(map(len, autoplan(*arguments).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("arguments", [["show", PLAN], ["explain", PLAN], ["diff", PLAN, PLAN], ["env"]], ids=" ".join)
+def test_tables_fit_80_columns_and_have_no_colours(arguments: list[str]) -> None:
+    """Also where colours are asked for by force, `NO_COLOR` has the last word; a heading may be bold."""
+    shown = autoplan(*arguments, NO_COLOR="1", FORCE_COLOR="1", TERM="xterm-256color")
+    assert set(re.findall(r"\x1b\[([0-9;]*)m", shown)) <= {"0", "1"}
+    if arguments != ["env"]:  # names and values of variables are as long as they are
+        assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in shown.splitlines()) <= 80
+
+
+def test_the_page_lists_every_command_and_exit_code() -> None:
+    listed = re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE)
+    assert sorted(listed) == COMMANDS
+    codes = {int(code) for code in re.findall(r"^\| (\d) \|", PAGE, re.MULTILINE)}
+    ours = {one.exit_code for one in vars(errors).values() if isinstance(one, type) and issubclass(one, PlanError)}
+    assert codes == {0, 1, 2} | ours
+    told = " ".join(autoplan("--help").partition("Exit codes:")[2].partition("Options:")[0].split())
+    assert all(f"{code} " in told for code in codes)
+
+
+def test_the_page_says_how_each_shell_completes() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert f"_AUTOPLAN_COMPLETE={shell}_source autoplan" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("autoplan pl", {"plan", "plot"}),
+        ("autoplan plan --schedule zb", {"zb", "zb-h1"}),
+        ("autoplan plot --what mem", {"memory", "memory-over-time"}),
+        ("autoplan show --ti", {"--timeline"}),
+    ],
+)
+def test_shells_are_offered_commands_options_and_values(words: str, offered: set[str]) -> None:
+    *before, last = words.split()
+    for shell in (ZshComplete, FishComplete):
+        found = shell(command.main, {}, "autoplan", "_AUTOPLAN_COMPLETE").get_completions(before[1:], last)
+        assert {item.value for item in found} == offered
+        assert "autoplan" in shell(command.main, {}, "autoplan", "_AUTOPLAN_COMPLETE").source()
+
+
+def test_bash_completes_as_the_page_says(tmp_path: Path) -> None:
+    """The line of the page, in a real bash, which then asks for the words after `autoplan plan --recompute n`."""
+    line = next(line.strip() for line in PAGE.splitlines() if "bash_source" in line)
+    script = f"""{line}
+COMP_WORDS=(autoplan plan --recompute n); COMP_CWORD=3
+_autoplan_completion autoplan; echo "${{COMPREPLY[@]}}"; complete -p autoplan"""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, "PATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[0] == "never", done.stderr
+    assert "_autoplan_completion" in done.stdout.splitlines()[1]

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _OURS = __name__.partition(".")[0]
-_GROWING = (list, set, dict)
+_GROWING = (tuple, list, set, dict)
 
 
 def counts_now() -> Mapping[str, int | float]:
-    """Numbers, and lengths of lists, sets and dicts, that the model's functions hold at this moment.
+    """Numbers, and lengths of tuples, lists, sets and dicts, that the model's functions hold at this moment.
 
-    They are local variables and attributes of the modules whose code is under way, by a name that tells which. Booleans
-    are left out, for they remember the last answer only.
+    They are local variables, and attributes of modules and of other objects that these are, by a name that tells which.
+    Booleans are left out, for they mostly remember the last answer only.
     """
     found: dict[str, int | float] = {}
     for depth, frame in enumerate(reversed(list(_frames()))):
         for name, value in frame.f_locals.items():
-            held = {name: value}
-            if isinstance(value, nn.Module):
-                held = {f"{name}.{inner}": each for inner, each in vars(value).items() if not inner.startswith("_")}
-            for each, inner in held.items():
+            for each, inner in {name: value, **_attributes(name, value)}.items():
                 count = _count(inner)
                 if count is not None:
                     found[f"{depth} {frame.f_code.co_name}: {each}"] = count
+    return found
+
+
+def _attributes(name: str, value: Any) -> dict[str, Any]:
+    """The attributes of a module, and of helper objects that it holds."""
+    if isinstance(value, Tensor) or not hasattr(value, "__dict__") or isinstance(value, type | ModuleType):
+        return {}
+    found = {f"{name}.{inner}": each for inner, each in vars(value).items()}
+    if isinstance(value, nn.Module):
+        helpers = {inner: each for inner, each in found.items() if not isinstance(each, nn.Module)}
+        for inner, each in helpers.items():
+            found.update(_attributes(inner, each))
     return found
 
 

@@ -8,7 +8,9 @@ tells where the ways part and meet again:
     odd others     a  [b0 b1]  c           e  [f0 f1]  g
 
 Where a later operation reads d1 in one trace and b1 in the other, the operation `either[d|]` returns one or the other.
-The proof is a fourth trace, of a way that was not used for it: everywhere the other one.
+The proof are more traces, along ways that were not used for it: everywhere the other one; at one condition only; at
+half of them. What the model remembers of earlier conditions (how many layers it has left out, whether any) would show
+there.
 """
 
 from __future__ import annotations
@@ -98,9 +100,20 @@ def _put_together(first: TracedGraph, traced: Callable[[Ways], TracedGraph]) -> 
         parts.extend(_parts(base, other, range(odd, count, 2)))
     chances = tuple(dict.fromkeys(_lot(lot).decision.model_copy(update={"answer": usual}) for lot in base.lots))
     _merge(base, sorted(parts, key=lambda part: part.number), usual=usual)
-    if meaning(base.graph, usual=False) != meaning(proof.graph, usual=True):
-        raise _Apart("together they do something else than one after the other")
+    for ways in _proofs(count):
+        trace = along([is_usual == usual for is_usual in ways]) if any(ways) else proof
+        if meaning(base.graph, ways) != meaning(trace.graph):
+            raise _Apart("together they do something else than one after the other")
     return replace(base.graph, chances=chances)
+
+
+def _proofs(count: int) -> list[list[bool]]:
+    """For each trace of the proof, whether each condition goes the usual way; none is used for anything else."""
+    everywhere = [[False] * count]
+    if count <= MOST_TRIED_TOGETHER:
+        return everywhere
+    others = {(0, 1), (count - 1, count), (0, count // 2), (0, count - 1)}  # the conditions from one to before another
+    return everywhere + [[not first <= number < stop for number in range(count)] for first, stop in sorted(others)]
 
 
 @dataclass(frozen=True)

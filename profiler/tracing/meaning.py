@@ -58,18 +58,19 @@ def has_effect(node: fx.Node) -> bool:
     return isinstance(node.target, Lot) or (may_write(node) and not isinstance(node.target, HigherOrderOperator))
 
 
-def meaning(graph: TracedGraph, *, usual: bool) -> tuple[str, ...]:
+def meaning(graph: TracedGraph, usual: Sequence[bool] = ()) -> tuple[str, ...]:
     """What a graph computes, as text: its output, what it writes or checks, and the conditions left to chance.
 
     Args:
         graph: a trace, or one with both ways.
-        usual: the way to take where there are both.
+        usual: where there are both, for each condition whether to take the usual one.
     """
     root = graph.module
     known: dict[fx.Node, str] = {}
     effects: list[str] = []
     conditions: list[str] = []
     drawn: dict[str, int] = defaultdict(int)
+    left = iter(usual)
 
     def walk(nodes: Iterator[fx.Node], inner: fx.GraphModule) -> tuple[str, ...]:
         for node in nodes:
@@ -86,7 +87,7 @@ def meaning(graph: TracedGraph, *, usual: bool) -> tuple[str, ...]:
                 continue
             if isinstance(node.target, EitherWay):
                 conditions.append(digest_of(read[2 : 2 + node.target.conditions]))
-                region = attribute(inner, str(node.args[0 if usual else 1].target))  # type: ignore[union-attr]
+                region = attribute(inner, str(node.args[0 if next(left) else 1].target))  # type: ignore[union-attr]
                 known.update(_entering(region, read[2 + node.target.conditions :]))
                 known[node] = "\n".join(walk(iter(region.graph.nodes), region)[1:])
                 for inside in region.graph.nodes:

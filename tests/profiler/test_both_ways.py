@@ -273,9 +273,73 @@ def in_an_attribute(model: Dropping, x: Tensor) -> Tensor:
     return x * 2 if found == 1 else x
 
 
-@pytest.mark.parametrize("layers", [at_exactly_one, in_a_list, in_an_attribute], ids=lambda each: each.__name__)
+def in_a_tuple(model: Dropping, x: Tensor) -> Tensor:
+    kept: tuple[int, ...] = ()
+    for number, layer in enumerate(model.layers):
+        if torch.rand([]) < model.layerdrop:
+            continue
+        x, kept = layer(x), (*kept, number)
+    return x * 2 if len(kept) == 2 else x
+
+
+class Statistics:
+    def __init__(self) -> None:
+        self.dropped = 0
+
+
+def in_a_helper(model: Dropping, x: Tensor) -> Tensor:
+    model._statistics = Statistics()
+    for layer in model.layers:
+        if torch.rand([]) < model.layerdrop:
+            model._statistics.dropped += 1
+        else:
+            x = layer(x)
+    return x * 2 if model._statistics.dropped == 2 else x
+
+
+COUNTING = [at_exactly_one, in_a_list, in_an_attribute, in_a_tuple, in_a_helper]
+
+
+@pytest.mark.parametrize("layers", COUNTING, ids=lambda each: each.__name__)
 def test_a_count_of_ways_taken_is_refused(layers: Layers) -> None:
     """No trace left exactly one of four layers out, so the graph was the model's but for that: wrong without error."""
     model = Dropping(layers, depth=4)
     with pytest.raises(NotTraceableError, match="counts which way was taken, and not every number of times can be "):
         trace(model, X)
+
+
+def by_flags(model: Dropping, x: Tensor) -> Tensor:
+    """Whether exactly one is left out, without a number that counts."""
+    one = more = False
+    for layer in model.layers:
+        if torch.rand([]) < model.layerdrop:
+            one, more = not one and not more, one or more
+        else:
+            x = layer(x)
+    return x * 2 if one else x
+
+
+def in_a_comprehension(model: Dropping, x: Tensor) -> Tensor:
+    kept = [layer for layer in model.layers if torch.rand([]) > model.layerdrop]
+    for layer in kept:
+        x = layer(x)
+    return x * 2 if len(kept) == 1 else x
+
+
+def two_in_a_row(model: Dropping, x: Tensor) -> Tensor:
+    before = False
+    for layer in model.layers:
+        dropped = bool(torch.rand([]) < model.layerdrop)
+        if dropped and before:
+            x = x * 2
+        elif not dropped:
+            x = layer(x)
+        before = dropped
+    return x
+
+
+@pytest.mark.parametrize("layers", [by_flags, in_a_comprehension, two_in_a_row], ids=lambda each: each.__name__)
+def test_what_the_model_remembers_of_ways_shows_in_the_proof(layers: Layers) -> None:
+    """Neither is a number that is there while the model asks; the first two were wrong without an error."""
+    with pytest.raises(NotTraceableError, match=r"random numbers decide which way the forward pass takes"):
+        trace(Dropping(layers, depth=4), X)

@@ -28,6 +28,11 @@ DEPTH = 2
 Layers = Callable[["Dropping", Tensor], Tensor]
 
 
+class Statistics:
+    def __init__(self) -> None:
+        self.dropped = 0
+
+
 class Dropping(nn.Module):
     """Linear layers around a loop over layers that random numbers leave out."""
 
@@ -40,6 +45,7 @@ class Dropping(nn.Module):
         self.other = nn.Linear(4, 4)
         self.layerdrop = 0.4
         self.dropped = 0
+        self._statistics = Statistics()
         self._layers = layers
 
     def forward(self, x: Tensor) -> Tensor:
@@ -282,19 +288,15 @@ def in_a_tuple(model: Dropping, x: Tensor) -> Tensor:
     return x * 2 if len(kept) == 2 else x
 
 
-class Statistics:
-    def __init__(self) -> None:
-        self.dropped = 0
-
-
 def in_a_helper(model: Dropping, x: Tensor) -> Tensor:
-    model._statistics = Statistics()
+    model._statistics.dropped = 0
     for layer in model.layers:
         if torch.rand([]) < model.layerdrop:
             model._statistics.dropped += 1
         else:
             x = layer(x)
-    return x * 2 if model._statistics.dropped == 2 else x
+    found, model._statistics.dropped = model._statistics.dropped, 0
+    return x * 2 if found == 2 else x
 
 
 COUNTING = [at_exactly_one, in_a_list, in_an_attribute, in_a_tuple, in_a_helper]

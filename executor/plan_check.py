@@ -47,7 +47,7 @@ def traced_as_planned(model: nn.Module, plan: Plan) -> LayerSequence:
         PlanError: the model cannot be traced, or is not called as the plan's sample says.
     """
     try:
-        return trace(model, plan.sample)
+        return trace(model, plan.sample, progress=False)
     except PlanError:
         raise
     except Exception as problem:

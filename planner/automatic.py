@@ -62,7 +62,7 @@ def autoplan(
         autocast: dtype of an autocast region around the model and its loss, such as `torch.bfloat16`.
         threads: torch threads of a CPU worker.
         time_budget_s: seconds that measuring may take; with fewer the figures are noisier.
-        progress: show a progress bar while measuring.
+        progress: show on a terminal what is done and how long it will take.
         cache: folder of earlier measurements; None for the user's cache folder, False for none. See `profiler.cache`.
         settings: what is asked of the plan, see `planner.settings.SettingKeywords`; checked before anything is
         measured.
@@ -84,6 +84,7 @@ def autoplan(
             autocast=autocast,
             keep_together=asked.keep_together,
             stages=asked.most_stages,
+            progress=progress,
         )
         rules_of(sequence.layers, asked)  # whoever misspelt a module hears of it before anything is measured
         measured = profile(
@@ -99,4 +100,4 @@ def autoplan(
             progress=progress,
             cache=cache,
         )
-    return plan_from_profile(measured, cluster, batch_size=samples, **settings)
+    return plan_from_profile(measured, cluster, batch_size=samples, progress=progress, **settings)

@@ -234,12 +234,13 @@ def what_if(
     Raises:
         ArgumentError: a combination means nothing.
     """
-    from planner.from_profile import plan_from_profile
+    from planner.from_profile import make_problem, plan_of
 
     rows = []
     for values in itertools.product(*variations.values()):
         varied = dict(zip(variations, values, strict=True))
-        asked: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, **settings, **varied}
+        asked: dict[str, Any] = {**settings, **varied}
+        size, name = asked.pop("batch_size", batch_size), asked.pop("optimizer", optimizer)
         cluster = _cluster(
             profile,
             asked.pop("devices", devices),
@@ -247,9 +248,10 @@ def what_if(
             asked.pop("link_latency_s", None),
         )
         try:
-            found = {**_quantities(plan_from_profile(profile, cluster, **asked)), "reason": ""}
-        except InfeasibleError as problem:
-            found = {"reason": str(problem)}
+            problem = make_problem(profile, cluster, batch_size=size, optimizer=name, settings=asked)  # type: ignore[arg-type]
+            found = {**_quantities(plan_of(problem)), "reason": ""}
+        except InfeasibleError as reason:
+            found = {"reason": str(reason)}
         shown = {name: len(value) if name == "devices" else value for name, value in varied.items()}
         rows.append({**shown, **{name: value for name, value in found.items() if name not in shown}})
     return pandas.DataFrame(rows)

@@ -16,7 +16,9 @@ from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.rates import with_rates
 from planner.rules import most_stages, rules_of
+from planner.search_watch import watched
 from planner.settings import SettingKeywords, Settings
+from planner.solve.deadline import Deadline
 from planner.solve.passed_over import time_for_plan, with_unused
 from planner.solve.problem import Problem, device_classes
 from planner.solve.skip_search import best_plan, no_plan_text
@@ -35,6 +37,7 @@ def plan_from_profile(
     *,
     batch_size: int,
     optimizer: str | None = None,
+    progress: bool = False,
     **settings: Unpack[SettingKeywords],
 ) -> Plan:
     """The fastest plan: schedule, replicas, K, cuts, M, devices and recompute chosen together.
@@ -48,7 +51,11 @@ def plan_from_profile(
             the profile's.
         batch_size: samples of a mini-batch.
         optimizer: class name of a profiled optimizer; the profile's first by default.
+        progress: show on a terminal the best step so far.
         settings: see `planner.settings.SettingKeywords`.
+
+    Interrupted from the keyboard, the search ends with the best plan so far, whose `interrupted` is True; where there
+    is none yet, with the first one. A second interrupt goes on as usual.
 
     Returns:
         The plan; `plan.prediction.gap` says how far from optimal it can be.
@@ -60,12 +67,26 @@ def plan_from_profile(
         ProfileError: the profile lacks a device kind, an optimizer, a link, or the micro-batch sizes.
     """
     problem = make_problem(profile, devices, batch_size=batch_size, optimizer=optimizer, settings=settings)
+    with watched(progress=progress) as watch:
+        plan = plan_of(problem)
+    cut_short = watch.interrupted and plan.prediction.gap > 0
+    return plan.model_copy(update={"interrupted": cut_short}).made_from(profile)
+
+
+def plan_of(problem: Problem) -> Plan:
+    """The fastest plan of a problem; nothing is shown, and an interrupt ends it as usual.
+
+    Raises:
+        InfeasibleError: there is none.
+    """
     began_s = time.monotonic()
     plan = best_plan(time_for_plan(problem))
     if plan is None:
+        if Deadline(None).interrupted:
+            raise KeyboardInterrupt
         raise InfeasibleError(no_plan_text(problem))
-    plan = with_unused(problem, plan, time.monotonic() - began_s)
-    return with_rates(plan, profile).made_from(profile)
+    profile = problem.costs.profile
+    return with_rates(with_unused(problem, plan, time.monotonic() - began_s), profile)
 
 
 def make_problem(

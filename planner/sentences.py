@@ -123,9 +123,10 @@ def _changes(plan: Plan, problem: Problem) -> Iterator[tuple[str, dict[str, Any]
 
 def _samples_per_s(keywords: dict[str, Any]) -> float | None:
     """Throughput of the best plan; None if there is none, or the profile does not reach so far."""
-    from planner.from_profile import plan_from_profile
+    from planner.from_profile import make_problem, plan_of
 
+    named = {name: keywords.pop(name) for name in ("profile", "devices", "batch_size", "optimizer")}
     try:
-        return plan_from_profile(keywords.pop("profile"), keywords.pop("devices"), **keywords).prediction.samples_per_s
+        return plan_of(make_problem(**named, settings=keywords)).prediction.samples_per_s  # type: ignore[arg-type]
     except PlanError:
         return None

@@ -128,7 +128,7 @@ def _estimated(
         batch_size=batch_size,
         optimizer=optimizer,
     )
-    return plan_from_profile(measured, cluster, batch_size=batch_size, **settings), measured
+    return plan_from_profile(measured, cluster, batch_size=batch_size, progress=True, **settings), measured
 
 
 def _in_short(plan: Plan, measured: Profile) -> list[str]:

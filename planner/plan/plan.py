@@ -109,6 +109,8 @@ class Plan(Value):
         skips: what goes past stages, one entry for each pair of ends; all else is sent from neighbour to neighbour.
         prediction: step time and how good the plan is.
         unused: devices that stay idle, and a faster plan that a rule forbids; None if there is neither.
+        interrupted: whether the search was ended from the keyboard, and this is the best plan so far. Files leave it
+            out where it is not.
     """
 
     schema_version: Literal[2] = PLAN_SCHEMA_VERSION
@@ -126,6 +128,14 @@ class Plan(Value):
     skips: tuple[Skip, ...] = ()
     prediction: Prediction
     unused: Unused | None = None
+    interrupted: bool = False
+
+    @model_serializer(mode="wrap")
+    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if not self.interrupted:
+            fields.pop("interrupted", None)
+        return fields
 
     @property
     def K(self) -> int:

@@ -72,6 +72,8 @@ def headline(plan: Plan, width: int) -> list[str]:
         if gap == 0
         else f"at most {max(gap, 1e-4):.2%} above the lower bound of {seconds_text(prediction.lower_bound_s)}"
     )
+    if plan.interrupted:
+        optimal += "; the search was interrupted: this is the best plan so far"
     lines = [
         f"K = {plan.K} stages, M = {plan.M} micro-batches of {_sizes(plan)} samples, batch {plan.batch_size}, "
         f"schedule {plan.schedule}, {one_line(plan.optimizer)}",

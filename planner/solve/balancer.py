@@ -100,7 +100,8 @@ class _Balancer:
             return True
         if self._best is None:
             return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1
-        if least_s > self._best.step_s * (1 + TIE):
+        self._deadline.tell(self._best.step_s, least_s)
+        if least_s > self._best.step_s * (1 + TIE) or self._deadline.interrupted:
             return True
         if self._problem.settings.time_limit_s is not None:
             return self._deadline.over
@@ -222,7 +223,8 @@ class _Balancer:
 
     def _alone(self, part: Part, level: int) -> CandidateSearch:
         """One that depends on the part alone; without a plan there is nothing to return, however late it is."""
-        limits, deadline = Limits.at(level), self._deadline if self._best is not None else Deadline(None)
+        limits = Limits.at(level)
+        deadline = self._deadline if self._best is not None else Deadline(None, heeds_interrupt=False)
         return CandidateSearch(part.problem(self._problem), part.candidate, limits, limits.segments(), deadline)
 
     def _take(self, part: Part, plan: Balance | None) -> None:

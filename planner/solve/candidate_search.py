@@ -60,7 +60,7 @@ class Result(NamedTuple):
 def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
     """Some plan with that schedule, R and M that fits, and not the best; None when none was found."""
     limits = Limits.at(1)
-    search = CandidateSearch(problem, candidate, limits, limits.segments(), Deadline(None))
+    search = CandidateSearch(problem, candidate, limits, limits.segments(), Deadline(None, heeds_interrupt=False))
     return search.first(work_bound_s(problem, candidate))
 
 

@@ -85,6 +85,7 @@ def chunk_balance(problem: Problem, reached: Balance | None = None) -> Balance |
     while queue:
         entry = heapq.heappop(queue)
         reached_s = np.inf if best is None else best.step_s
+        deadline.tell(reached_s, min(entry.bound_s, lower_bound_s))
         enough = deadline.over or (best is not None and in_vain >= patience)
         if entry.bound_s > reached_s * (1 + TIE) or (enough and in_vain):
             lower_bound_s = min(lower_bound_s, entry.bound_s)
@@ -126,8 +127,8 @@ def nothing_fits_text(problem: Problem) -> str:
     picks = np.linspace(0, len(every) - 1, min(len(every), MOST_LOOKED_AT)).round().astype(int)
     for pick in picks:
         plans = plans_of(problem, every[pick])
-        bound = chunk_bound(plans, Deadline(None), enough_s=0.0)
-        found = _Climb(plans, bound, Deadline(None)).nearest()
+        bound = chunk_bound(plans, Deadline(None, heeds_interrupt=False), enough_s=0.0)
+        found = _Climb(plans, bound, Deadline(None, heeds_interrupt=False)).nearest()
         if found is not None and (nearest is None or found[0] < nearest[0]):
             nearest = found[0], plans, found[1], found[2]
     if nearest is None:

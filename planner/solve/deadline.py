@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 
+from planner.search_watch import current_watch
+
 LABELS_PER_S = 5_000_000
 """Labels that `planner.kernel.search` tries in a second, at least [fitted: 10 to 50 million]."""
 UNLIMITED = 2**62
@@ -16,24 +18,38 @@ class Deadline:
 
     Args:
         limit_s: seconds until it is over; None for no limit.
+        heeds_interrupt: whether it is over when somebody who watches the search interrupts it.
     """
 
-    def __init__(self, limit_s: float | None) -> None:
+    def __init__(self, limit_s: float | None, *, heeds_interrupt: bool = True) -> None:
         self._stop_at = None if limit_s is None else time.monotonic() + limit_s
+        self._watch = current_watch() if heeds_interrupt else None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the best plan so far is asked for."""
+        return self._watch is not None and self._watch.interrupted
 
     @property
     def over(self) -> bool:
         """Whether no time is left."""
-        return self._stop_at is not None and time.monotonic() >= self._stop_at
+        return self.interrupted or (self._stop_at is not None and time.monotonic() >= self._stop_at)
+
+    def tell(self, step_s: float, bound_s: float) -> None:
+        """Let who watches know the best step so far, and what none is below."""
+        if self._watch is not None:
+            self._watch.tell(step_s, bound_s)
 
     @property
     def left_s(self) -> float:
         """Seconds that are left; infinite without a limit."""
+        if self.interrupted:
+            return 0.0
         return np.inf if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
 
     @property
     def labels(self) -> int:
         """Labels that a search may try in what is left."""
-        if self._stop_at is None:
+        if self._stop_at is None and not self.interrupted:
             return UNLIMITED
         return int(LABELS_PER_S * self.left_s)

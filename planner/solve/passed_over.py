@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from planner.plan.plan import Plan
 from planner.plan.unused import LooserPlan, Unused
+from planner.solve.deadline import Deadline
 from planner.solve.problem import Problem
 from planner.solve.skip_search import best_plan
 from planner.solve.work_bound import work_bound
@@ -57,7 +58,7 @@ def _binds(problem: Problem) -> bool:
 
 def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
     """The best plan without the rule if it is worth naming; with several chunks none is looked for."""
-    if problem.settings.chunks > 1:
+    if problem.settings.chunks > 1 or Deadline(None).interrupted:
         return None
     loose, per_stage = _without_rule(problem), problem.settings.micro_batches_per_stage
     limit_s = plan.prediction.step_s * (1 - WORTH_NAMING)

@@ -38,11 +38,13 @@ from profiler.torch_private import (
     lazy_graph_modules,
     parsed_move,
 )
+from profiler.tracing import progress
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
 from profiler.tracing.harmless_changes import each_call_alike, same_calls, same_graphs
 from profiler.tracing.held_elsewhere import name_held_elsewhere
 from profiler.tracing.left_out import LeftOut, left_out
 from profiler.tracing.plain_data import DataAsOperations
+from profiler.tracing.progress import Part
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
 from profiler.tracing.sample import (
     TRACED_BATCH_SIZE_AT_LEAST,
@@ -166,6 +168,7 @@ def _exported(
         functions = FunctionCalls(model)
         questions = BatchQuestions(model)
         values = ask(model)
+        progress.begins()
         try:
             with (
                 _quiet(),
@@ -182,6 +185,7 @@ def _exported(
                 lazy_graph_modules(),
             ):
                 program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
+                progress.done(Part.MODULES)
                 module = program.module()
         except NotTraceableError as problem:
             place = place_of(model, problem)
@@ -198,6 +202,7 @@ def _exported(
             ) from problem
         name_held_elsewhere(module, model)
         values.put_into(module)
+        progress.done(Part.GRAPH)
         if dynamic and questions.places:
             one = example_arguments(spec, 1, device)
             again = values.same_again().answered()
@@ -208,6 +213,7 @@ def _exported(
                     f"cannot trace the model: in {questions.places[0]}: it takes another path for a batch of one "
                     "sample, and micro-batches may be that small; make the forward pass independent of the batch size"
                 )
+    progress.done(Part.ONE_SAMPLE)
     calls.put_into(module)
     functions.put_into(module)
     return module, program, questions, values.decided, foreign
@@ -224,6 +230,7 @@ _call = MODULE_CALL.original
 def _called(tracer: Any, *args: Any) -> Any:
     """Calls a module; one that raises, which models may catch, is taken from the stack of those that are called."""
     before = dict(tracer.module_stack)
+    progress.module_called()
     try:
         return _call(tracer, *args)
     except BaseException:

@@ -33,9 +33,11 @@ from profiler.observe.named_functions import SEPARATOR
 from profiler.observe.untouched import untouched
 from profiler.opaque.opaque_calls import NotCallableError, opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, SampleSpec
+from profiler.tracing import progress
 from profiler.tracing.both_ways import both_ways
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
+from profiler.tracing.progress import Part
 from profiler.tracing.sample_run import has_no_values, sample_runs
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
 
@@ -270,7 +272,9 @@ def exported(
     for left in reversed(range(MOST_MODULES_IN_THE_WAY)):
         try:
             graph = _exported(model, spec, training, dynamic, called, ask)
-            return graph, analyse(graph, spec), _really_called(model, graph, called)
+            facts = analyse(graph, spec)
+            progress.done(Part.FACTS)
+            return graph, facts, _really_called(model, graph, called)
         except NotTraceableError as problem:
             if isinstance(problem, NotCallableError) and SEPARATOR in problem.path and functions:
                 in_vain.add(problem.path)

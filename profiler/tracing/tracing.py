@@ -41,6 +41,7 @@ from profiler.tracing.evaluation_cuts import stage_starts
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.front_ends import Served, graph_of
 from profiler.tracing.prelude import prelude_nodes
+from profiler.tracing.progress import Part, done, shown
 from profiler.tracing.sample import BatchDims, describe_sample, tensor_leaves
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelude
 
@@ -70,6 +71,7 @@ def trace(
     autocast: torch.dtype | None = None,
     keep_together: Sequence[str] = (),
     stages: int = LEAST_STAGES,
+    progress: bool = True,
 ) -> LayerSequence:
     """Turn a model into a sequence of layers.
 
@@ -94,6 +96,7 @@ def trace(
             happens.
         stages: K that the layers shall be fine enough for: none holds more than an eighth of an even stage's work where
             there is a position to cut it. The same for up to 4, for 5 to 8, for 9 to 16, and so on.
+        progress: show on a terminal what is done and how long it will take.
 
     Raises:
         NotTraceableError: the forward pass depends on data, or does what no layer may do.
@@ -104,10 +107,13 @@ def trace(
     spec = sample if isinstance(sample, SampleSpec) else _spec(sample, batch_dims, autocast, keep_together, stages)
     _check_paths(model, spec.keep_together)
     values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
-    served = graph_of(model, spec, sample=values)
-    counters = take_out_counters(served.graph.module.graph)
-    body = _body(served)
-    return _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
+    with shown(model, wanted=progress):
+        served = graph_of(model, spec, sample=values)
+        counters = take_out_counters(served.graph.module.graph)
+        body = _body(served)
+        sequence = _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
+        done(Part.LAYERS)
+    return sequence
 
 
 def _spec(

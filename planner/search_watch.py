@@ -1,0 +1,97 @@
+"""A search that somebody watches: how far it is, and whether Ctrl-C asked for the best plan so far.
+
+    with watched(progress=True) as watch:
+        plan = best_plan(problem)
+    watch.interrupted                       # then the plan is the best so far
+
+Every `Deadline` made within is over as soon as the search is interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from planner.plan.units import seconds_text
+from profiler.machine.descriptors import hides_progress
+
+DELAY_S = 1.0
+"""Seconds until anything is shown: most searches are over by then [chosen]."""
+REFRESH_S = 0.2
+"""Seconds between two looks at the clock that are shown [chosen]."""
+
+
+class SearchWatch:
+    """What is known of a search while it runs.
+
+    Attributes:
+        interrupted: whether Ctrl-C asked for the best plan so far.
+    """
+
+    def __init__(self, *, progress: bool) -> None:
+        self.interrupted = False
+        self._shown_s = time.monotonic() + DELAY_S
+        self._bar = tqdm(
+            bar_format="{desc}: {elapsed}{postfix}", desc="plan", delay=DELAY_S, disable=hides_progress(progress)
+        )
+
+    def tell(self, step_s: float, bound_s: float) -> None:
+        """Of the best plan so far, and of what no plan is below: both in seconds, infinite where there is none."""
+        if self._bar.disable or time.monotonic() < self._shown_s:
+            return
+        self._shown_s = time.monotonic() + REFRESH_S
+        if step_s < np.inf:
+            at_most = f", at most {step_s / bound_s - 1:.1%} above what is possible" if 0 < bound_s <= step_s else ""
+            self._bar.set_postfix_str(f"step {seconds_text(step_s)}{at_most}; Ctrl-C takes it", refresh=False)
+        self._bar.refresh()
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """The first Ctrl-C ends the search at its first plan, or its best; the second ends the program."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        said = "interrupted: the search ends with the best plan so far; Ctrl-C again ends it without"
+        tqdm.write(said, file=sys.stderr)
+
+    def close(self) -> None:
+        """Nothing is shown any more."""
+        self._bar.close()
+
+
+_CURRENT: ContextVar[SearchWatch | None] = ContextVar("the search that is watched", default=None)
+
+
+def current_watch() -> SearchWatch | None:
+    """Of the search that runs, if somebody watches it."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def watched(*, progress: bool) -> Iterator[SearchWatch]:
+    """Within, searches can be seen and interrupted; by Ctrl-C where Python's own answer to it is in force.
+
+    Args:
+        progress: show how far they are, on a terminal.
+    """
+    watch = SearchWatch(progress=progress)
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    token = _CURRENT.set(watch)
+    if ours:
+        signal.signal(signal.SIGINT, watch.interrupt)
+    try:
+        yield watch
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+        _CURRENT.reset(token)
+        watch.close()

@@ -1,0 +1,143 @@
+"""Ctrl-C while a plan is searched gives the best plan so far, which says so; these tests send the signal."""
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import planner
+from executor import command
+from planner import search_watch
+from planner.explain import what_if
+from planner.from_profile import plan_from_profile
+from planner.plan.plan import Plan
+from planner.search_watch import SearchWatch
+from profiler.device import Device, Link
+from profiler.record import Profile
+from tests.planner.made_up import build_profile
+
+DEVICES = [Device(name=f"cuda:{index}", kind="a", memory_bytes=3000) for index in range(2)]
+MODEL = "def build():\n    return None, None\n"
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    """One whose first plan is proven the best by a search that takes a moment."""
+    draw = random.Random(0)
+    base = [
+        [draw.uniform(0.01, 1), draw.uniform(0.01, 1), draw.uniform(0.01, 2), draw.randrange(100), 4, 50, 50]
+        for _ in range(8)
+    ]
+    rows = {("a", size): [[value * size for value in row] for row in base] for size in (1, 8)}
+    for table in rows.values():
+        table[-1][5:] = [0, 0]
+    return build_profile(
+        rows,
+        links=(Link(latency_s=0.01, bytes_per_s=5e4),),
+        parameters=[(100, True)] * 8,
+        readers=[(layer,) for layer in range(8)],
+    )
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Sends the signal as soon as there is a plan, as often as the number in the list says."""
+    times = [1]
+
+    def tell(self: SearchWatch, step_s: float, bound_s: float) -> None:
+        assert step_s < float("inf")
+        for _ in range(times[0]):
+            os.kill(os.getpid(), signal.SIGINT)
+        times[0] = 0
+
+    monkeypatch.setattr(SearchWatch, "tell", tell)
+    yield times
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_best_plan_so_far_says_that_it_is(
+    profile: Profile, ctrl_c: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_from_profile(profile, DEVICES, batch_size=8)
+    assert plan.interrupted
+    assert plan.prediction.gap > 0
+    assert "the search was interrupted: this is the best plan so far" in " ".join(str(plan).split())
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("interrupted: the search ends with the best plan so far")) == ("", 1)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    whole = plan_from_profile(profile, DEVICES, batch_size=8)
+    assert not whole.interrupted
+    assert whole.prediction.gap == 0
+    assert plan.prediction.lower_bound_s < whole.prediction.step_s <= plan.prediction.step_s
+    assert "interrupted" not in json.loads(whole.to_json())
+
+
+def test_a_second_one_ends_the_search(profile: Profile, ctrl_c: list[int]) -> None:
+    ctrl_c[0] = 2
+    with pytest.raises(KeyboardInterrupt):
+        plan_from_profile(profile, DEVICES, batch_size=8)
+
+
+def test_all_schedules_end(profile: Profile, ctrl_c: list[int]) -> None:
+    assert plan_from_profile(profile, DEVICES, batch_size=8, schedule="auto", skips="direct").interrupted
+
+
+def test_a_table_of_plans_ends_as_programs_do(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan of several that is not the best, with no word about it, would mislead."""
+
+    def ended(problem: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("planner.from_profile.best_plan", ended)
+    with pytest.raises(KeyboardInterrupt):
+        what_if(profile, DEVICES, {"stages": [1, 2]}, batch_size=8)
+
+
+def test_whoever_answers_to_the_signal_still_does(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+    monkeypatch.setattr(SearchWatch, "tell", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        plan = plan_from_profile(profile, DEVICES, batch_size=8)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard
+    assert not plan.interrupted
+
+
+def test_the_command_writes_it(
+    profile: Profile, ctrl_c: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(*_: Any, **__: Any) -> Plan:
+        return plan_from_profile(profile, DEVICES, batch_size=8)
+
+    monkeypatch.setitem(planner.__dict__, "autoplan", find)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "interrupted_model.py").write_text(MODEL)
+    file = tmp_path / "plan.json"
+    done = CliRunner().invoke(command.main, ["plan", f"{tmp_path}/interrupted_model.py:build", "-o", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "best plan so far" in " ".join(done.stdout.split())
+    assert "Ctrl-C again ends it without" in done.stderr
+    assert Plan.load(file).interrupted
+
+
+def test_a_terminal_sees_the_best_step_so_far(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for name in ("DELAY_S", "REFRESH_S"):
+        monkeypatch.setattr(search_watch, name, 0.0)
+    plan = plan_from_profile(profile, DEVICES, batch_size=8, progress=True)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "plan: 00:0" in told.err
+    assert f"step {plan.prediction.step_s:.1f} s, at most " in told.err

@@ -15,7 +15,7 @@ from torch import Tensor
 import executor.pipeline
 from executor import Pipeline
 from planner import Plan, plan_from_profile
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.schedules import SCHEDULES, ScheduleName, chunk_schedules
 from profiler import Cluster, LayerSequence, profile, trace
 from tests.executor.conftest import _plan as plan_for
 from tests.executor.same_result import random_segments
@@ -36,6 +36,8 @@ class Case:
     recompute: tuple[tuple[tuple[int, int], ...], ...] = ((),)
     skips: bool = False
     replicas: int = 1
+    chunks: int = 1
+    orders: tuple[str, ...] = ()
 
     def plan(self, sequence: LayerSequence) -> Plan:
         """The plan."""
@@ -48,21 +50,23 @@ class Case:
             recompute=self.recompute,
             skips=self.skips,
             replicas=self.replicas,
+            chunks=self.chunks,
+            orders=self.orders,
         )
 
     def with_schedule(self, schedule: ScheduleName) -> Case:
-        """The same with another schedule."""
-        return dataclasses.replace(self, schedule=schedule)
+        """The same with another schedule, of one chunk a rank and fixed orders."""
+        return dataclasses.replace(self, schedule=schedule, chunks=1, orders=())
 
     @property
     def whole(self) -> Case:
         """The same micro-batches in one stage, with a backward pass in one."""
         schedule = "1f1b" if SCHEDULES[self.schedule].splits_backward else self.schedule
-        return dataclasses.replace(self, cuts=(), recompute=((),), skips=False, schedule=schedule)
+        return dataclasses.replace(self, cuts=(), recompute=((),), skips=False, schedule=schedule, chunks=1, orders=())
 
 
 def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int | None = None) -> Case:
-    """A plan at random cuts."""
+    """A plan at random cuts, of any schedule; with chunks where the number of stages allows them."""
     replicas = chance.choice((1, 1, 1, 2))
     micro_batches = chance.choice((1, 2, 3, 4))
     ones = chance.random() < 0.6
@@ -70,16 +74,41 @@ def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int 
     stages = min(stages or chance.choice((2, 2, 3, 4)), layers)
     cuts = tuple(sorted(chance.sample(range(1, layers), stages - 1)))
     segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, layers])]
+    schedule = chance.choice(tuple(SCHEDULES))
+    several = [number for number in range(2, stages + 1) if stages % number == 0]
     return Case(
         recipe=str(recipe),
         batch_size=batch_size,
         micro_batches=micro_batches,
         cuts=cuts,
-        schedule=chance.choice(("gpipe", "1f1b", "zb-h1")),
+        schedule=schedule,
+        chunks=chance.choice(several) if several and schedule in chunk_schedules() else 1,
+        orders=random_orders(stages, micro_batches, chance) if schedule == "zb" else (),
         recompute=tuple(map(tuple, segments)) if chance.random() < 0.5 else ((),) * stages,
         skips=chance.random() < 0.5,
         replicas=replicas,
     )
+
+
+def random_orders(stages: int, micro_batches: int, chance: random.Random) -> tuple[str, ...]:
+    """Orders of F, I and W that no rank waits in for ever, as letters; any that a plan of schedule zb may have.
+
+    A rank has begun as many micro-batches before its i-th I as the rank after it, or more: what that one waits for
+    comes before what waits for it.
+    """
+    begun = list(range(1, micro_batches + 1))  # forward passes before each I, of the rank after this one
+    texts: list[str] = []
+    for _ in range(stages):
+        most = 1
+        for place, least in enumerate(begun):
+            begun[place] = most = max(most, chance.randint(least, micro_batches))
+        text, waiting = "", 0
+        for before, count in pairwise([0, *begun]):
+            text += "F" * (count - before) + "I"
+            now = chance.randint(0, waiting + 1)
+            text, waiting = text + "W" * now, waiting + 1 - now
+        texts.append(text + "W" * waiting)
+    return tuple(reversed(texts))
 
 
 def planned_case(subject: Subject, chance: random.Random) -> Case:
@@ -104,7 +133,7 @@ def planned_case(subject: Subject, chance: random.Random) -> Case:
         micro_batches=micro_batches,
         micro_batches_per_stage=1,
         recompute=chance.choice(("auto", "always", "never")),
-        schedule=chance.choice(("gpipe", "1f1b")),
+        schedule=chance.choice(tuple(SCHEDULES)),
         skips=chance.choice(("relayed", "direct")),
     )
     return Case(
@@ -115,6 +144,8 @@ def planned_case(subject: Subject, chance: random.Random) -> Case:
         schedule=plan.schedule,
         recompute=tuple(tuple((part.first, part.stop) for part in stage.recompute) for stage in plan.stages),
         skips=bool(plan.skips),
+        chunks=plan.chunks,
+        orders=plan.orders,
     )
 
 

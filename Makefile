@@ -7,8 +7,9 @@ LIBRARIES := .survey/libraries/.installed
 
 .PHONY: demo test slow durations lint bench coverage survey libraries
 
+# Another schedule: make demo SCHEDULE=interleaved CHUNKS=2
 demo: $(INSTALLED)
-	@$(RUN) notebooks/demo/train.py
+	@$(RUN) notebooks/demo/train.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(CHUNKS),--chunks $(CHUNKS))
 
 # One thread each: tests start several processes, and results must not depend on how sums are shared out. Two tests at a
 # time: most of them wait for imports and for each other's processes. Each worker takes the tests of a file in a row

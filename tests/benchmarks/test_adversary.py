@@ -1,12 +1,12 @@
 """Random small models by random plans: each gradient against the plain model, and every bit against K = 1.
 
     python -m pytest -m benchmark tests/benchmarks/test_adversary.py -s
-    python -m tests.benchmarks.test_adversary --first 2500 --models 2500      # a further chunk, in a script
+    PYTHONPATH=notebooks/demo python -m tests.benchmarks.test_adversary --first 2500 --models 2500      # more of them
 
-A case is one plan for one model: cuts, K = 1 to 4, M, micro-batches of one and uneven ones, schedule, recompute, skips,
-replicas; one of each model's four is the planner's own. 2,510 models make 10,000 cases, though some models may be
-refused. Each prints its text if it is wrong, and the figures of adversary.md come at the end. In processes, ranks sleep
-for random moments before and after their passes.
+A case is one plan for one model: cuts, K = 1 to 4, M, micro-batches of one and uneven ones, any schedule with chunks or
+random orders of its own, recompute, skips, replicas; one of each model's four is the planner's own. 2,510 models make
+10,000 cases, though some models may be refused. Each prints its text if it is wrong, and the figures of adversary.md
+come at the end. In processes, ranks sleep for random moments before and after their passes.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import pytest
 
 from executor import launch
 from planner import ExecutionError, Plan
+from planner.plan.schedules import ScheduleName
 from tests.executor import forked_trials
 from tests.executor.conftest import plan_for  # noqa: F401 - a fixture
 from tests.executor.fault_trials import (
@@ -33,7 +34,8 @@ from tests.executor.fault_trials import (
 from tests.executor.killed_while_saving import goes_on, never_stopped, save_until_killed
 
 TRIALS = {"launch": 20, "torchrun": 20}
-FORKS = 50
+FORKS = {("gpipe", 1): 50, ("interleaved", 2): 20, ("interleaved-lean", 2): 20, ("zb-h1", 1): 20, ("zb", 1): 20}
+"""Trials of each kind of fault, by schedule and chunks a rank."""
 RANKS = 3
 
 
@@ -54,26 +56,35 @@ def test_one_error_soon_and_nothing_left(
         outcomes = [launch_trial(plan, fault, tmp_path)] if how == "launch" else torchrun_trial(plan, fault, tmp_path)
         for outcome in outcomes:
             seconds.append(outcome.seconds)
-            if outcome.wrong(fault, RANKS):
+            if outcome.wrong(fault, plan):
                 wrong.append(f"{fault}: {outcome}")
     _report(how, kind, TRIALS[how], seconds, wrong)
 
 
 @pytest.mark.benchmark
+@pytest.mark.parametrize("way", FORKS, ids=str)
 @pytest.mark.parametrize("kind", FAULTS)
-def test_every_rank_has_one_error_soon(plan_for: Callable[..., Plan], tmp_path: Path, kind: str) -> None:  # noqa: F811
-    plan_of(plan_for, RANKS).save(tmp_path / "plan.json")
+def test_every_rank_has_one_error_soon(
+    plan_for: Callable[..., Plan],  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+    way: tuple[ScheduleName, int],
+) -> None:
+    schedule, chunks = way
+    plan_of(plan_for, RANKS, schedule, chunks).save(tmp_path / "plan.json")
+    script = str(Path(forked_trials.__file__).resolve())
     done = subprocess.run(
-        [sys.executable, str(Path(forked_trials.__file__).resolve()), str(tmp_path), kind, str(FORKS), str(TIMEOUT_S)],
+        [sys.executable, script, str(tmp_path), kind, str(FORKS[way]), str(TIMEOUT_S)],
         env={**os.environ, **forked_trials.ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,
     )
     trials = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(trials) == FORKS, done.stderr
+    assert len(trials) == FORKS[way], done.stderr
     wrong = [problem for trial in trials for problem in trial["wrong"]]
-    _report("forks", kind, FORKS, [one for trial in trials for one in trial["seconds"]], wrong)
+    how = f"forks, {schedule}" + (f" with {chunks} chunks" if chunks > 1 else "")
+    _report(how, kind, FORKS[way], [one for trial in trials for one in trial["seconds"]], wrong)
 
 
 def _report(how: str, kind: str, trials: int, seconds: list[float], wrong: list[str]) -> None:

@@ -1,17 +1,20 @@
-"""The same training for every cut, through the executor: all models of the tracer's list, both schedules, recompute.
+"""The same training for every cut, through the executor: all models of the tracer's list, all schedules, recompute.
 
-    make bench
+    STEPS=20 python -m pytest -m benchmark tests/benchmarks/test_same_result.py -s
 
 For each model with dropout, within each schedule: losses, gradients and parameters after 20 optimizer steps, for
-K = 1, 2, 3, 4 at random cuts with random recomputed segments, bitwise against K = 1 without recompute; for a few models
-the same in K processes. With dropout off: the gradients against the plain model's, accumulated over the same
-micro-batches, within 1e-5 of their scale. Prints the rows of same_result.md.
+1, 2, 3 and 4 ranks with 1 to 3 chunks each at random cuts with random recomputed segments (and for schedule zb random
+orders), bitwise against one stage without recompute; under any schedule but GPipe, which sums gradients in another
+order, that is one stage under 1F1B. For a few models the same in processes. With dropout off: the gradients against the
+plain model's, accumulated over the same micro-batches, within 1e-5 of their scale. Prints the rows of same_result.md.
 """
 
 import copy
 import math
+import os
 import random
-from functools import partial
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 
 import pytest
 import torch
@@ -19,19 +22,22 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from executor import Pipeline, launch
-from planner.plan.schedules import ScheduleName
-from profiler import trace
+from planner.plan.schedules import SCHEDULES, ScheduleName
+from profiler import LayerSequence, trace
 from profiler.run.loss import loss_of
 from profiler.tracing.sample import call_arguments
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME, MODELS, Case, Entry
+from tests.executor import known_traces
 from tests.executor.conftest import _plan as plan_for
-from tests.executor.same_result import DROPOUT, M, differing, random_plan, train
+from tests.executor.conftest import inherited, traced_once  # noqa: F401 - fixtures
+from tests.executor.same_result import DROPOUT, M, Trained, differing, random_plan, train
 
-STEPS = 20
+STEPS = int(os.environ.get("STEPS", "20"))
 WITHIN = 1e-5
 SMALLEST_SCALE = 1e-4  # see tests.coverage.fidelity
 NOTHING = 1e-6  # of the largest gradient: one below is 0 but for rounding, such as a bias's before batch normalization
-SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
+RANKS = (1, 2, 3, 4)
+MORE_CHUNKS = (2, 3)
 IN_PROCESSES = ["gpt2", "t5", "AmoebaNet-D", "GNMT"]
 
 
@@ -41,37 +47,71 @@ def one_thread() -> None:
 
 
 @pytest.mark.benchmark
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
 def test_every_cut_trains_the_same_for_twenty_steps(entry: Entry) -> None:
-    case = entry.build(dropout=DROPOUT)
-    sequence = trace(case.model, case.sample)
-    equal = []
-    for schedule in SCHEDULES:
-        chance = random.Random(f"{entry.name} {schedule}")
-        whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), entry.name, STEPS)
+    sequence = remembered(entry.name)
+    known_traces.remember(sequence)
+    cells = []
+    for schedule, chunks in kinds():
+        chance = random.Random(f"{entry.name} {schedule} {chunks}")
+        whole = trained_whole(entry.name, "gpipe" if schedule == "gpipe" else "1f1b")
         assert all(math.isfinite(loss) for loss in whole.losses)
-        for stages in (1, 2, 3, 4):
-            plan = random_plan(sequence, chance, stages, schedule=schedule)
-            again = sum(segment.stop - segment.first for stage in plan.stages for segment in stage.recompute)
-            found = train(plan, entry.name, STEPS)
-            assert differing(found, whole) == [], f"K = {stages}"
-            equal.append(f"{again}/{len(sequence)}")
-    print(f"\n| {entry.name} | {' | '.join(equal)} | {gradient_error(entry):.1e} |")
+        again = plans = 0
+        for ranks in RANKS:
+            if ranks * chunks > len(sequence):
+                continue
+            plan = random_plan(sequence, chance, ranks * chunks, schedule=schedule, chunks=chunks)
+            again += sum(segment.stop - segment.first for stage in plan.stages for segment in stage.recompute)
+            plans += 1
+            assert differing(train(plan, entry.name, STEPS), whole) == [], f"{schedule}, {ranks} ranks x {chunks}"
+        cells.append(f"{plans} ({again / (plans * len(sequence)):.0%})")
+    known_traces.forget()
+    print(f"\n| {entry.name} | {' | '.join(cells)} | {gradient_error(entry):.1e} |", flush=True)
+
+
+def kinds() -> list[tuple[ScheduleName, int]]:
+    """Each schedule with each number of chunks that it may have; one with a single chunk is 1F1B by another name."""
+    return [
+        (name, chunks)
+        for name, record in SCHEDULES.items()
+        for chunks in ((1,) if record.most_chunks == 1 else MORE_CHUNKS)
+    ]
+
+
+@cache
+def remembered(name: str) -> LayerSequence:
+    """The layers of a model with dropout, which pipelines need not trace again."""
+    case = BY_NAME[name].build(dropout=DROPOUT)
+    return trace(case.model, case.sample)
+
+
+@lru_cache(maxsize=2)
+def trained_whole(name: str, schedule: ScheduleName) -> Trained:
+    """What one stage leaves, without recompute."""
+    plan = plan_for(remembered(name), batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule)
+    return train(plan, name, STEPS)
 
 
 @pytest.mark.benchmark
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "chunks"), kinds())
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_processes_train_the_same_for_twenty_steps(name: str, schedule: ScheduleName) -> None:
-    case = BY_NAME[name].build(dropout=DROPOUT)
-    sequence = trace(case.model, case.sample)
-    chance = random.Random(f"{name} {schedule}")
-    whole = train(plan_for(sequence, batch_size=BATCH_SIZE, micro_batches=M, schedule=schedule), name, STEPS)
-    for stages in (2, 3, 4):
-        parts = launch(train, random_plan(sequence, chance, stages, schedule=schedule), (name, STEPS))
-        for part in parts:
-            assert differing(part, whole) == [], f"K = {stages}"
-    print(f"\nin 2, 3 and 4 processes: {name}, {schedule}: equal in every bit")
+def test_processes_train_the_same_for_twenty_steps(
+    name: str,
+    schedule: ScheduleName,
+    chunks: int,
+    inherited: Callable[..., LayerSequence],  # noqa: F811
+) -> None:
+    sequence = inherited(remembered, name)
+    known_traces.remember(sequence)
+    chance = random.Random(f"{name} {schedule} {chunks}")
+    whole = trained_whole(name, "gpipe" if schedule == "gpipe" else "1f1b")
+    for ranks in RANKS[1:]:
+        plan = random_plan(sequence, chance, ranks * chunks, schedule=schedule, chunks=chunks)
+        for part in launch(train, plan, (name, STEPS)):
+            assert differing(part, whole) == [], f"{ranks} ranks"
+    known_traces.forget()
+    print(f"\nin 2, 3 and 4 processes: {name}, {schedule}, {chunks} chunks a rank: equal in every bit", flush=True)
 
 
 @pytest.mark.benchmark

@@ -15,9 +15,10 @@ from torch import Tensor
 import executor.pipeline
 from executor import Pipeline
 from planner import Plan, plan_from_profile
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.schedules import SCHEDULES, ScheduleName, chunk_schedules
 from profiler import Cluster, LayerSequence, profile, trace
 from tests.executor.conftest import _plan as plan_for
+from tests.executor.random_orders import random_orders
 from tests.executor.same_result import random_segments
 from tests.models.random_models import Recipe, RecipeModel, loss_of, sample
 
@@ -36,6 +37,8 @@ class Case:
     recompute: tuple[tuple[tuple[int, int], ...], ...] = ((),)
     skips: bool = False
     replicas: int = 1
+    chunks: int = 1
+    orders: tuple[str, ...] = ()
 
     def plan(self, sequence: LayerSequence) -> Plan:
         """The plan."""
@@ -48,21 +51,23 @@ class Case:
             recompute=self.recompute,
             skips=self.skips,
             replicas=self.replicas,
+            chunks=self.chunks,
+            orders=self.orders,
         )
 
     def with_schedule(self, schedule: ScheduleName) -> Case:
-        """The same with another schedule."""
-        return dataclasses.replace(self, schedule=schedule)
+        """The same with another schedule, of one chunk a rank and fixed orders."""
+        return dataclasses.replace(self, schedule=schedule, chunks=1, orders=())
 
     @property
     def whole(self) -> Case:
         """The same micro-batches in one stage, with a backward pass in one."""
         schedule = "1f1b" if SCHEDULES[self.schedule].splits_backward else self.schedule
-        return dataclasses.replace(self, cuts=(), recompute=((),), skips=False, schedule=schedule)
+        return dataclasses.replace(self, cuts=(), recompute=((),), skips=False, schedule=schedule, chunks=1, orders=())
 
 
 def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int | None = None) -> Case:
-    """A plan at random cuts."""
+    """A plan at random cuts, of any schedule; with chunks where the number of stages allows them."""
     replicas = chance.choice((1, 1, 1, 2))
     micro_batches = chance.choice((1, 2, 3, 4))
     ones = chance.random() < 0.6
@@ -70,12 +75,16 @@ def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int 
     stages = min(stages or chance.choice((2, 2, 3, 4)), layers)
     cuts = tuple(sorted(chance.sample(range(1, layers), stages - 1)))
     segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, layers])]
+    schedule = chance.choice(tuple(SCHEDULES))
+    several = [number for number in range(2, stages + 1) if stages % number == 0]
     return Case(
         recipe=str(recipe),
         batch_size=batch_size,
         micro_batches=micro_batches,
         cuts=cuts,
-        schedule=chance.choice(("gpipe", "1f1b", "zb-h1")),
+        schedule=schedule,
+        chunks=chance.choice(several) if several and schedule in chunk_schedules() else 1,
+        orders=random_orders(stages, micro_batches, chance) if schedule == "zb" else (),
         recompute=tuple(map(tuple, segments)) if chance.random() < 0.5 else ((),) * stages,
         skips=chance.random() < 0.5,
         replicas=replicas,
@@ -104,7 +113,7 @@ def planned_case(subject: Subject, chance: random.Random) -> Case:
         micro_batches=micro_batches,
         micro_batches_per_stage=1,
         recompute=chance.choice(("auto", "always", "never")),
-        schedule=chance.choice(("gpipe", "1f1b")),
+        schedule=chance.choice(tuple(SCHEDULES)),
         skips=chance.choice(("relayed", "direct")),
     )
     return Case(
@@ -115,6 +124,8 @@ def planned_case(subject: Subject, chance: random.Random) -> Case:
         schedule=plan.schedule,
         recompute=tuple(tuple((part.first, part.stop) for part in stage.recompute) for stage in plan.stages),
         skips=bool(plan.skips),
+        chunks=plan.chunks,
+        orders=plan.orders,
     )
 
 

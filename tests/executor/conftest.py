@@ -73,7 +73,8 @@ def plan_for() -> Iterator[PlanFor]:
     """Builds a plan from cuts: `plan_for(sequence, [3, 5], batch_size=10, micro_batches=4, recompute=True)`.
 
     `recompute` is one flag, one flag a stage, or for each stage its segments; `batch_size` is that of all replicas;
-    with `chunks` stages go round the ranks so often; with `skips` values go past stages that do not read them.
+    with `chunks` stages go round the ranks so often; `orders` are those of schedule zb; with `skips` values go past
+    stages that do not read them.
     """
 
     def make(sequence: LayerSequence, *cuts: Any, **settings: Any) -> Plan:
@@ -96,6 +97,7 @@ def _plan(
     replicas: int = 1,
     skips: bool = False,
     chunks: int = 1,
+    orders: Sequence[str] = (),
 ) -> Plan:
     bounds = [0, *cuts, len(sequence)]
     smaller, larger = divmod(batch_size // replicas, micro_batches)
@@ -142,6 +144,7 @@ def _plan(
         micro_batch_sizes=sizes,
         schedule=schedule,
         chunks=chunks,
+        orders=tuple(orders),
         replicas=replicas,
         optimizer="AdamW",
         stages=stages,

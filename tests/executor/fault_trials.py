@@ -29,9 +29,12 @@ from executor import Pipeline, launch
 from executor.run.stage_runner import StageRunner
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
+from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import trace
+from tests.executor.random_orders import random_orders
 
 BATCH = 16
+M = 8
 WIDTH = 32
 TIMEOUT_S = 8.0
 STEPS = 100_000
@@ -70,10 +73,10 @@ class Outcome:
     seconds: float
     left: list[str]
 
-    def wrong(self, fault: Fault, ranks: int) -> bool:
+    def wrong(self, fault: Fault, plan: Plan) -> bool:
         """Whether it is not the error that it should be, or late, or not all."""
         late = self.seconds > (TIMEOUT_S if fault.kind in STUCK else 1.0)
-        return late or bool(self.left) or not expected(fault, ranks).match(self.error)
+        return late or bool(self.left) or not expected(fault, plan).match(self.error)
 
 
 class _Switch:
@@ -105,7 +108,7 @@ def train(plan: Plan, fault: Fault) -> None:
 
 def _arm(fault: Fault, switch: _Switch) -> None:
     """Let a thread strike."""
-    for name in ("forward", "backward"):
+    for name in ("forward", "backward", "weights"):
         setattr(StageRunner, name, _failing(getattr(StageRunner, name), fault, switch))
 
     def strike() -> None:
@@ -136,20 +139,29 @@ def _failing(method: Any, fault: Fault, switch: _Switch) -> Any:
 
 EXPECTED = {
     "kill": r"rank {rank} of {n} failed: .*killed",
-    "exception": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action {rank}[FB]\d+: "
-    r"RuntimeError: the first cause",
+    "exception": r"rank {rank} of {n} failed: step \d+, {place}: RuntimeError: the first cause",
     "stop": r"rank {rank} of {n} failed: it has not answered for \d+ s .*; rank \d has waited \d+ s at step \d+",
-    "endless action": r"rank {rank} of {n} failed: it has been at step \d+, stage {rank}, micro-batch \d+, action "
-    r"{rank}[FB]\d+ for \d+ s, after \d+ calls; rank \d has waited \d+ s at step \d+",
+    "endless action": r"rank {rank} of {n} failed: it has been at step \d+, {place} for \d+ s, after \d+ calls; "
+    r"rank \d has waited \d+ s at step \d+",
     "fewer steps": r"rank {rank} of {n} failed: it ended after \d+ of the pipeline's calls",
-    "nan": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action {rank}F\d+: the loss .* is nan",
-    "out of memory": r"rank {rank} of {n} failed: step \d+, stage {rank}, micro-batch \d+, action .*out of memory",
+    "nan": r"rank {rank} of {n} failed: step \d+, stage {last}, micro-batch \d+, action {last}F\d+: the loss .* is nan",
+    "out of memory": r"rank {rank} of {n} failed: step \d+, stage {any}, micro-batch \d+, action .*out of memory",
 }
 
 
-def expected(fault: Fault, ranks: int) -> re.Pattern[str]:
+def expected(fault: Fault, plan: Plan) -> re.Pattern[str]:
     """What the one error says."""
-    return re.compile(EXPECTED[fault.kind].format(rank=fault.rank, n=ranks), re.DOTALL)
+    stages = "|".join(str(stage) for stage, one in enumerate(plan.stages) if one.rank == fault.rank)
+    place = rf"stage (?P<stage>{stages}), micro-batch (?P<batch>\d+), action (?P=stage)[FBIW](?P=batch)"
+    said = EXPECTED[fault.kind].format(
+        rank=fault.rank, n=ranks_of(plan), place=place, any=f"(?:{stages})", last=plan.K - 1
+    )
+    return re.compile(said, re.DOTALL)
+
+
+def ranks_of(plan: Plan) -> int:
+    """Of a plan without replicas."""
+    return plan.K // plan.chunks
 
 
 def began(fault: Fault) -> float:
@@ -184,7 +196,7 @@ def torchrun_trial(plan: Plan, fault: Fault, folder: Path) -> list[Outcome]:
     (folder / "fault.json").write_text(json.dumps(asdict(fault)))
     with _Leftovers(folder) as leftovers:
         logs = folder / f"logs-{uuid.uuid4().hex}"
-        launcher = ["--standalone", "--nproc-per-node", str(plan.K), "--log-dir", str(logs), "--redirects", "3"]
+        launcher = ["--standalone", "--nproc-per-node", str(ranks_of(plan)), "--log-dir", str(logs), "--redirects", "3"]
         script = [str(Path(__file__).resolve()), str(folder)]
         environment = {
             **os.environ,
@@ -194,7 +206,7 @@ def torchrun_trial(plan: Plan, fault: Fault, folder: Path) -> list[Outcome]:
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script]
         agent = subprocess.run(command, env=environment, capture_output=True, timeout=180, check=False)
     left = leftovers.found(fault) + ([] if agent.returncode else ["an agent that ended with 0"])
-    ranks = [rank for rank in range(plan.K) if rank != fault.rank or fault.kind not in SPEECHLESS]
+    ranks = [rank for rank in range(ranks_of(plan)) if rank != fault.rank or fault.kind not in SPEECHLESS]
     found = {rank: _end_of(rank, fault, folder, logs) for rank in ranks}
     if len({error.partition("\n")[0] for _, error in found.values()}) > 1:  # of a log the first line was read
         left.append(f"several errors: {found}")
@@ -270,11 +282,13 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def plan_of(plan_for: Any, ranks: int) -> Plan:
-    """A plan of as many stages."""
+def plan_of(plan_for: Any, ranks: int, schedule: ScheduleName = "gpipe", chunks: int = 1) -> Plan:
+    """A plan of as many ranks."""
     sequence = trace(Deep(), X)
-    cuts = [round(len(sequence) * stage / ranks) for stage in range(1, ranks)]
-    return plan_for(sequence, cuts, batch_size=BATCH, micro_batches=8)
+    stages = ranks * chunks
+    cuts = [round(len(sequence) * stage / stages) for stage in range(1, stages)]
+    orders = random_orders(ranks, M, random.Random(0)) if SCHEDULES[schedule].made_for_plan else ()
+    return plan_for(sequence, cuts, batch_size=BATCH, micro_batches=M, schedule=schedule, chunks=chunks, orders=orders)
 
 
 def main(folder: Path) -> None:

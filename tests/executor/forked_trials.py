@@ -28,7 +28,18 @@ from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from profiler import trace
 from tests.executor import known_traces
-from tests.executor.fault_trials import SPEECHLESS, STUCK, Deep, Fault, X, began, expected, random_fault, train
+from tests.executor.fault_trials import (
+    SPEECHLESS,
+    STUCK,
+    Deep,
+    Fault,
+    X,
+    began,
+    expected,
+    random_fault,
+    ranks_of,
+    train,
+)
 
 LAST_WORDS = "endless action"  # the fault whose rank cannot be interrupted: its error is printed before it is ended
 PATIENCE_S = 60.0  # no trial takes as long
@@ -49,7 +60,7 @@ class Trial:
 
     def run(self, allowed_s: float) -> tuple[list[float], list[str]]:
         """Seconds until the errors, and what is wrong."""
-        ranks = range(self.plan.K)
+        ranks = range(ranks_of(self.plan))
         children = {rank: self._fork(rank) for rank in ranks}
         hung = self._wait(dict(children))
         wrong = [f"rank {rank} had to be killed" for rank in hung if (self.fault.kind, rank) != ("stop", self._odd)]
@@ -57,15 +68,15 @@ class Trial:
         for rank in ranks:
             said = self._file("stderr", rank).read_text()
             if rank == self._odd and self.fault.kind == LAST_WORDS:
-                wrong += [] if expected(self.fault, len(ranks)).search(said) else [f"last words: {said}"]
+                wrong += [] if expected(self.fault, self.plan).search(said) else [f"last words: {said}"]
             elif rank != self._odd or self.fault.kind not in SPEECHLESS:
                 if not self._file("end", rank).exists():  # it could not be interrupted in time: last words
-                    wrong += [] if expected(self.fault, len(ranks)).search(said) else [f"rank {rank} said: {said}"]
+                    wrong += [] if expected(self.fault, self.plan).search(said) else [f"rank {rank} said: {said}"]
                     continue
                 ended, error = json.loads(self._file("end", rank).read_text())
                 seconds.append(ended - began(self.fault))
                 errors.add(error)
-                wrong += [] if expected(self.fault, len(ranks)).match(error) else [f"rank {rank}: {error}"]
+                wrong += [] if expected(self.fault, self.plan).match(error) else [f"rank {rank}: {error}"]
                 wrong += [] if seconds[-1] <= allowed_s else [f"rank {rank} took {seconds[-1]:.2f} s"]
                 wrong += [f"rank {rank} printed {said}"] if said else []
         return seconds, wrong + ([f"several errors: {errors}"] if len(errors) > 1 else [])
@@ -136,14 +147,14 @@ def main(folder: Path, kinds: str, trials: int, timeout_s: float) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port_of_store()),
-        "WORLD_SIZE": str(plan.K),
+        "WORLD_SIZE": str(ranks_of(plan)),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         TIMEOUT_VARIABLE: str(timeout_s),
     }
     numbers = random.Random(kinds)
     files = Path(tempfile.mkdtemp(dir=folder))
     for number, kind in enumerate(kinds.split(",") * trials):
-        fault = random_fault(kind, plan.K, files, numbers)
+        fault = random_fault(kind, ranks_of(plan), files, numbers)
         seconds, wrong = Trial(plan, fault, number, files).run(timeout_s if kind in STUCK else 1.0)
         print(json.dumps({"kind": kind, "rank": fault.rank, "seconds": seconds, "wrong": wrong}), flush=True)
 

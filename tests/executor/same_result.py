@@ -10,10 +10,12 @@ from torch import Tensor
 
 from executor import Pipeline
 from planner import Plan
+from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import LayerSequence
 from profiler.tracing.sample import call_arguments
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME
 from tests.executor.conftest import _plan as plan_for
+from tests.executor.random_orders import random_orders
 from tests.snapshot import differences, snapshot
 
 M = 4
@@ -54,11 +56,25 @@ def differing(part: Trained, whole: Trained) -> list[str]:
     return names if part.losses == whole.losses else ["loss", *names]
 
 
-def random_plan(sequence: LayerSequence, chance: random.Random, stages: int, **settings: Any) -> Plan:
-    cuts = sorted(chance.sample(range(1, len(sequence)), min(stages, len(sequence)) - 1))
+def random_plan(
+    sequence: LayerSequence, chance: random.Random, stages: int, schedule: ScheduleName, **settings: Any
+) -> Plan:
+    """At random cuts, with random segments; in a schedule with orders of each plan's own, random ones."""
+    stages = min(stages, len(sequence))
+    cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
     segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])]
-    past = chance.random() < 0.5
-    return plan_for(sequence, cuts, batch_size=BATCH_SIZE, micro_batches=M, recompute=segments, skips=past, **settings)
+    past = settings.get("chunks", 1) == 1 and chance.random() < 0.5  # chunks relay their values
+    return plan_for(
+        sequence,
+        cuts,
+        batch_size=BATCH_SIZE,
+        micro_batches=M,
+        schedule=schedule,
+        orders=random_orders(stages, M, chance) if SCHEDULES[schedule].made_for_plan else (),
+        recompute=segments,
+        skips=past,
+        **settings,
+    )
 
 
 def random_segments(chance: random.Random, first: int, stop: int) -> list[tuple[int, int]]:

@@ -36,8 +36,9 @@ def test_every_rank_ends_with_one_error(
 
 def test_the_caller_gets_one_error_of_a_rank_that_is_stopped(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
     fault = random_fault("stop", 2, tmp_path, random.Random(0))
-    outcome = launch_trial(plan_of(plan_for, 2), fault, tmp_path, timeout_s=3)
-    assert expected(fault, 2).match(outcome.error), outcome.error
+    plan = plan_of(plan_for, 2)
+    outcome = launch_trial(plan, fault, tmp_path, timeout_s=3)
+    assert expected(fault, plan).match(outcome.error), outcome.error
     assert outcome.left == []
 
 

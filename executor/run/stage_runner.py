@@ -34,8 +34,8 @@ from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.separable import deferred_parameters
 from profiler.run.split_backward import DeferredWeights
 from profiler.run.stage_function import (
+    KeptPass,
     Moved,
-    Pass,
     Results,
     StageFunction,
     keeping_nothing,
@@ -133,7 +133,7 @@ class _StepState:
     loss_scale: Tensor | None = None
     accumulators: list[Accumulators] = field(default_factory=list)
     entering: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    kept: dict[tuple[int, int], Pass] = field(default_factory=dict)
+    kept: dict[tuple[int, int], KeptPass] = field(default_factory=dict)
     deferred: dict[tuple[int, int], DeferredWeights] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     statistics: dict[int, list[Moved]] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class StageRunner:
             leaves = state.entering[place] = leaves_of(values, part.function.entering)
             if not part.is_recomputed or (keep and position == layers.last_recomputed):
                 values, results = self._run(layers, position, batch, carried, keep=True)
-                state.kept[place] = Pass(leaves, roots_of(values))
+                state.kept[place] = KeptPass(leaves, roots_of(values))
             else:
                 with keeping_nothing():
                     values, results = self._run(layers, position, batch, carried)
@@ -221,7 +221,7 @@ class StageRunner:
         place = (batch.index, position)
         buffers = self._state.buffers[before] if before is not None else {}
         values, _ = self._run(layers, position, batch, buffers, keep=True)
-        self._state.kept[place] = Pass(self._state.entering[place], roots_of(values))
+        self._state.kept[place] = KeptPass(self._state.entering[place], roots_of(values))
 
     def backward(
         self, layers: StageLayers, batch: MicroBatch, gradients: Mapping[str, Tensor], before: int | None

@@ -64,7 +64,7 @@ class LayerSeconds:
 
     Attributes:
         forward_s: of forward passes.
-        recompute_s: of forward passes again, if the layer is recomputed.
+        recompute_s: of recompute, if the layer is recomputed.
         backward_s: of backward passes.
         weight_s: the part of them that can be a pass of its own.
     """

@@ -75,7 +75,7 @@ class Counts(Enum):
     UNDER_WAY = auto()
     """For the messages under way at a boundary; how many, the figure says."""
     TRANSIENT = auto()
-    """For a moment: the largest one, of the layers or segments that it is of, counts beside all else."""
+    """For a moment: the largest one, of the layers or segments that it is of, counts in addition to all else."""
 
 
 class Form(Flag):
@@ -223,7 +223,7 @@ _MOMENTS = {
 WHOLE_ROWS = (
     Row("saved by the stage", "activations", Of.WHOLE, Counts.IN_FLIGHT, lambda at: at.whole[0], Form.KEPT),
     Row(
-        "most of one micro-batch beside what it saves",
+        "most of one micro-batch in addition to what it saves",
         "transient",
         Of.WHOLE,
         Counts.TRANSIENT,
@@ -378,7 +378,7 @@ class Ledger:
         split = basis.micro_batches
         sizes = split.largest, split.smallest
         large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
-        message = self.message = Message.behind(large, small, basis.ahead_bytes)
+        message = self.message = Message.after_layers(large, small, basis.ahead_bytes)
         self._numbers = numbers
         held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]
         if basis.held is not None:

@@ -30,8 +30,8 @@ class Message:
     ahead_bytes: int = AHEAD_BYTES
 
     @classmethod
-    def behind(cls, large: LayerArrays, small: LayerArrays, ahead_bytes: int = AHEAD_BYTES) -> Message:
-        """What crosses the boundary behind each layer."""
+    def after_layers(cls, large: LayerArrays, small: LayerArrays, ahead_bytes: int = AHEAD_BYTES) -> Message:
+        """What crosses the boundary after each layer."""
         return cls(
             (large.output_bytes, small.output_bytes),
             (large.output_gradient_bytes, small.output_gradient_bytes),
@@ -39,7 +39,7 @@ class Message:
         )
 
     def at(self, layer: int) -> Message:
-        """Of what crosses behind each layer, what crosses behind one."""
+        """Of what crosses after each layer, what crosses after one."""
         (more, less), (many, few) = self.outputs, self.gradients
         outputs, gradients = (
             (np.array(more[layer]), np.array(less[layer])),

@@ -63,7 +63,7 @@ def lstm_bytes(steps: Floats, samples: Floats, entering: Floats, width: Floats) 
     >>> lstm_bytes(*(np.array([extent]) for extent in (20, 3, 256, 256)))
     array([995328.])
     """
-    states = 2 * (steps + 1) * samples  # before and behind the layer, and before the first step
+    states = 2 * (steps + 1) * samples  # before and after the layer, and before the first step
     state, cell = _spread(np.maximum(entering, width)), width
     parts = [steps * samples * _spread(4 * width), steps * samples * _spread(width)]
     parts += 3 * [states * state] + 2 * [states * cell]

@@ -57,7 +57,7 @@ def routes_of(values: Iterable[SkipValue], stops: Sequence[int]) -> tuple[Route,
 
     Args:
         values: that may.
-        stops: index behind the last layer of each stage.
+        stops: index after the last layer of each stage.
     """
     found: dict[tuple[int, int], list[SkipValue]] = {}
     for value in values:

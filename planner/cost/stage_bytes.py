@@ -1,11 +1,11 @@
 """What a stage of layers [i, j) holds of one micro-batch, for all i and j at once, from `profiler.record.InStage`.
 
 A micro-batch keeps what layers of the stage create and layers of the stage save. While layer l runs, forward or
-backward, what layers i to l keep is there and what layers behind l keep is not, so the most that is held is
+backward, what layers i to l keep is there and what layers after l keep is not, so the most that is held is
 
-    max over l in [i, j) of   kept(i, l + 1) + beside(l)
+    max over l in [i, j) of   kept(i, l + 1) + moment(l)
 
-with `beside` the larger of what is there in the layer's forward and in its backward pass.
+with `moment` the larger of what is there in the layer's forward and in its backward pass.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StageBytes:
         waiting_bytes: values of layer u that are there while layer v runs, at [u, v].
         prelude_bytes: prelude values that are there while layer u runs and wait for layer v >= u, at [u, v].
         copied_bytes: copies of gradients of layer u's values in layer v's backward pass, at [u, v].
-        returning_bytes: gradients of values behind layer u that layer v reads next, at [u, v]; one more column for what
+        returning_bytes: gradients of values after layer u that layer v reads next, at [u, v]; one more column for what
             only the model's output reads.
         made_bytes: the storages that these lie on, at [u, v] for those that layer v's backward pass makes, likewise.
         passing_bytes: the part of these that layer u has nothing to do with, likewise.
@@ -141,11 +141,11 @@ class StageBytes:
         for stop in range(1, layers + 1):
             received = passing[:stop, -1] - passing[:stop, stop]
             inner = self.backward_bytes[:stop] - received
-            beside = np.minimum(inner, self.last_backward_bytes[:stop] + made[:stop, stop])
+            moment = np.minimum(inner, self.last_backward_bytes[:stop] + made[:stop, stop])
             own = newly_backward[stop]
-            np.maximum(backward_alone, (while_backward[:, own] + beside[own]).max(axis=1), out=backward_alone)
+            np.maximum(backward_alone, (while_backward[:, own] + moment[own]).max(axis=1), out=backward_alone)
             at_leaves, copies = self._at_leaves(stop)
-            with_copies = while_backward[:stop, at_leaves] + beside[at_leaves] + copies
+            with_copies = while_backward[:stop, at_leaves] + moment[at_leaves] + copies
             backward = np.maximum(backward_alone[:stop], with_copies.max(axis=1, initial=-np.inf))
             backward[1:] += returning[: stop - 1, -1] - returning[: stop - 1, stop]  # of what passes the stage by
             own = newly_forward[stop]
@@ -172,8 +172,9 @@ class StageBytes:
 def _changed(by_reader: NDArray[np.float64]) -> list[NDArray[np.intp]]:
     """For each stop of a stage the layers before it that need more there than with the stop before, shape (L + 1,).
 
-    What a layer needs beside what is kept grows with the stop: at the layer after it, and at each later one that reads
-    what the layer holds for it. Most hold something for a few neighbours, so that all stages take L^2 and not L^3.
+    What a layer needs on top of what is kept grows with the stop: at the layer after it, and at each later one that
+    reads what the layer holds for it. Most hold something for a few neighbours, so that all stages take L^2 and not
+    L^3.
 
     Args:
         by_reader: bytes of layer u that are there for layer v, at [u, v].

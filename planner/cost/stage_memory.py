@@ -23,7 +23,7 @@ class StageSkips:
 
     Attributes:
         incoming: messages from stages before its neighbour.
-        outgoing: messages to stages behind its neighbour.
+        outgoing: messages to stages after its neighbour.
         past: bytes of outputs that go past it, and of their gradients, for a large and for a small micro-batch.
     """
 
@@ -65,7 +65,7 @@ def stage_memory(
         optimizer: what the optimizer keeps.
         number: of the stage from the end, 1 for the last.
         first: of its layers.
-        stop: behind its layers.
+        stop: after its layers.
         segments: what is recomputed.
         skips: of the values alive at its boundaries those that do not come from, or go to, its neighbours.
         ring: ranks, and chunks of each.
@@ -144,7 +144,7 @@ class _Stage:
         return [layer for layer in layers if layer not in recomputed]
 
     def peak(self) -> float:
-        """The transient rows together: the largest moment beside all else."""
+        """The transient rows together: the largest moment in addition to all else."""
         none = np.zeros(self.ledger.layers)
 
         def moments(of: Of) -> Floats:
@@ -169,16 +169,16 @@ class _Stage:
 
     def _messages(self, of: Of) -> list[Message]:
         """What crosses its first or its last boundary, and comes or goes further."""
-        behind, skips = self.ledger.message, self.skips
+        message, skips = self.ledger.message, self.skips
         if of is Of.FIRST_BOUNDARY:
-            near = [behind.at(self.first - 1).less(skips.incoming)] if self._follows else []
+            near = [message.at(self.first - 1).less(skips.incoming)] if self._follows else []
             return [*skips.incoming, *near]
-        near = [behind.at(self.stop - 1).less(skips.outgoing)] if self._goes_on else []
+        near = [message.at(self.stop - 1).less(skips.outgoing)] if self._goes_on else []
         return [*skips.outgoing, *near]
 
 
 def _without(layers: LayerArrays, at: range, past: tuple[float, float]) -> LayerArrays:
-    """The costs without outputs and gradients, of so many bytes behind each of these layers, that go past a stage."""
+    """The costs without outputs and gradients, of so many bytes after each of these layers, that go past a stage."""
     if not past[0]:
         return layers
     outputs, gradients = layers.output_bytes.copy(), layers.output_gradient_bytes.copy()

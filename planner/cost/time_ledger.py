@@ -108,7 +108,7 @@ def _ring(at: EndFigures) -> tuple[float, float]:
 
 PASS_ROWS: tuple[PassRow, ...] = (
     PassRow("forward pass", Pass.FORWARD, lambda layers: layers.forward_s),
-    PassRow("forward pass again", Pass.RECOMPUTE, lambda layers: layers.recompute_s),
+    PassRow("recompute", Pass.RECOMPUTE, lambda layers: layers.recompute_s),
     PassRow("backward pass", Pass.BACKWARD, lambda layers: layers.backward_s),
     PassRow("gradients of parameters, of the backward pass", Pass.WEIGHTS, lambda layers: layers.weight_s),
 )

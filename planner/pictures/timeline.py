@@ -14,7 +14,7 @@ from planner.plan.actions import COMPUTING, ActionKind
 from planner.plan.colours import ACTION_COLOURS, ACTION_NAMES, letters_on
 from planner.plan.plan import Plan
 from planner.plan.simulator import Event, Timeline, simulate_plan
-from planner.plan.timeline import lanes_by_place, order_text
+from planner.plan.timeline import lanes_by_place, title_text
 from planner.plan.units import seconds_text
 from profiler.errors import ArgumentError
 
@@ -75,7 +75,7 @@ def plot_timeline(
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, end_s * 1e3)
     axes.set_xlabel(f"time in ms{note}")
-    axes.set_title("\n".join([order_text(plan), *(_summary(name, line) for name, line in timelines.items())]))
+    axes.set_title("\n".join([title_text(plan), *(_summary(name, line) for name, line in timelines.items())]))
     present = {event.action.kind for row in rows for event in row.events}
     legend_beside(axes, [(ACTION_COLOURS[kind], _explained(kind)) for kind in ACTION_NAMES if kind in present])
     return axes

@@ -260,7 +260,7 @@ def _in_turns(forward: Sequence[int], backward: Sequence[int], ahead: int) -> Or
 
 
 def _zb_h1_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
-    """1F1B with the passes of weights behind: on rank r those of r micro-batches wait.
+    """1F1B with later passes of weights: on rank r those of r micro-batches wait.
 
     Gradients travel on before the weights of a later rank are done, and these are done while 1F1B would have nothing to
     do at the end of the step.
@@ -347,6 +347,24 @@ def rank_orders(name: ScheduleName, ranks: int, micro_batches: int, chunks: int 
     """The passes of every rank in order."""
     order = SCHEDULES[name].order
     return tuple(order(rank, ranks, micro_batches, chunks) for rank in range(ranks))
+
+
+def fixed_split_orders(ranks: int, micro_batches: int) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
+    """Of every rank, two orders with a split backward pass that suit any plan.
+
+    They are ZB-H1's, and 1F1B's with the gradients of the parameters at once, which holds least.
+    """
+    whole = [_one_f_one_b_order(rank, ranks, micro_batches, 1) for rank in range(ranks)]
+    return (
+        tuple(_zb_h1_order(rank, ranks, micro_batches, 1) for rank in range(ranks)),
+        tuple(_weights_at_once(order, micro_batches) for order in whole),
+    )
+
+
+def _weights_at_once(order: Order, micro_batches: int) -> Order:
+    """Each backward pass in two, one after the other."""
+    split = ((number,) if number < micro_batches else (number, number + micro_batches) for number in order)
+    return tuple(number for parts in split for number in parts)
 
 
 def check_chunks(name: ScheduleName, stages: int, chunks: int) -> None:

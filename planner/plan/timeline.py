@@ -25,7 +25,7 @@ def save_timeline_json(plan: Plan, path: str | Path, timeline: Timeline | None =
     """
     timeline = simulate_plan(plan) if timeline is None else timeline
     threads = {lane: number for number, lane in enumerate(lanes_by_place(timeline))}
-    records: list[dict[str, Any]] = [_metadata("process_name", 0, order_text(plan))]
+    records: list[dict[str, Any]] = [_metadata("process_name", 0, title_text(plan))]
     for lane, thread in threads.items():
         records.append(_metadata("thread_name", thread, lane))
         records.append(_metadata("thread_sort_index", thread, thread))
@@ -35,7 +35,7 @@ def save_timeline_json(plan: Plan, path: str | Path, timeline: Timeline | None =
     write_atomically(path, text)
 
 
-def order_text(plan: Plan) -> str:
+def title_text(plan: Plan) -> str:
     """Schedule, K and M in a line."""
     chunks = f", {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
     return f"{plan.schedule}, K = {plan.K}, M = {plan.M}{chunks}"

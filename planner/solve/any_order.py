@@ -19,7 +19,7 @@ most micro-batches that it can hold. Micro-batches go forward, and back, in orde
    go to the end and back one after the other.
 
 A stage that is recomputed takes r more for each backward pass that does not follow its own forward pass; if it does,
-the stage has nothing to do while the micro-batch is behind it. The smaller of the two counts in 1.
+the stage has nothing to do while the micro-batch is after it. The smaller of the two counts in 1.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _by_stage_s(seconds: Floats, stage: int, most: int) -> float:
     if stage:
         back_s = seconds[SEND_B, 1 : stage + 1, -1].sum() + seconds[B, :stage, -1].sum()
         tail_s = max(tail_s, back_s + seconds[W, 0, -1])
-    behind = seconds[F, stage + 1 :].sum(axis=0) + seconds[B, stage + 1 :].sum(axis=0)
-    behind = behind + seconds[SEND_F, stage:-1].sum(axis=0) + seconds[SEND_B, stage + 1 :].sum(axis=0)
-    again_s = np.minimum(seconds[R, stage], behind).sum()
-    own_s = head_s + forward.sum() + backward.sum() + again_s + max(weights.sum(), tail_s)
-    first_s = head_s + forward[0] + behind[0]
+    after = seconds[F, stage + 1 :].sum(axis=0) + seconds[B, stage + 1 :].sum(axis=0)
+    after = after + seconds[SEND_F, stage:-1].sum(axis=0) + seconds[SEND_B, stage + 1 :].sum(axis=0)
+    recompute_s = np.minimum(seconds[R, stage], after).sum()
+    own_s = head_s + forward.sum() + backward.sum() + recompute_s + max(weights.sum(), tail_s)
+    first_s = head_s + forward[0] + after[0]
     back_first_s = first_s + forward[most:].sum() + backward.sum() + max(weights.sum(), tail_s)
-    last_s = head_s + forward.sum() + backward[: count - most].sum() + behind[-1] + backward[-1] + tail_s
+    last_s = head_s + forward.sum() + backward[: count - most].sum() + after[-1] + backward[-1] + tail_s
     rounds = np.arange(count - 1, -1, -most)
     before_s = prefix_sums(forward)[rounds[-1]]
-    rounds_s = head_s + before_s + (forward[rounds] + behind[rounds] + backward[rounds]).sum() + tail_s
+    rounds_s = head_s + before_s + (forward[rounds] + after[rounds] + backward[rounds]).sum() + tail_s
     return float(max(own_s, back_first_s, last_s, rounds_s))

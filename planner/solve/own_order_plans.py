@@ -46,7 +46,7 @@ class _Room(NamedTuple):
         return self.flying + self.waiting - self.free
 
     def most(self, count: int) -> int:
-        """Micro-batches in flight at most, beside one that waits."""
+        """Micro-batches in flight at most, in addition to one that waits."""
         return count if not self.flying else min(count, int((self.free - self.waiting) // self.flying))
 
     def holds_all(self, count: int) -> bool:

@@ -2,8 +2,8 @@
 
 Which settings of `planner.kernel.list_scheduler` are best depends on the stages, so all are tried: how many
 micro-batches may be in flight before those that come back go first (as with 1F1B, as with ZB-H2, or all), whether that
-is a limit, and how long a stage rather waits than do weights. Beside them stand two orders that are always the same:
-ZB-H1, and 1F1B whose passes of weights follow at once, which needs the least memory.
+is a limit, and how long a stage rather waits than do weights. Two more
+orders are always the same: ZB-H1, and 1F1B whose passes of weights follow at once, which needs the least memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
 from planner.kernel.makespan import walked_s
-from planner.plan.schedules import Held, Order, most_held, rank_orders
+from planner.plan.schedules import Held, fixed_split_orders, most_held
 from planner.solve.balance import TIE
 
 PATIENCE = (0.0, 0.5, 1.0)
@@ -44,11 +44,11 @@ def best_orders(seconds: Floats, room: Room, least_s: float = 0.0) -> tuple[floa
     for orders, held in _fixed(stages, count):
         if all(_fits(room, stage, moments) for stage, moments in enumerate(held)):
             best = _faster(best, orders, seconds)
-    behind = stages - np.arange(stages)
+    number = stages - np.arange(stages)
     every = np.full(stages, count)
-    leads = [(behind, behind), (behind, every), (2 * behind - 1, every), (every, every)]
+    leads = [(number, number), (number, every), (2 * number - 1, every), (every, every)]
     if stages * count * 3 <= FEW_PASSES:
-        leads.append((2 * behind - 1, 2 * behind - 1))
+        leads.append((2 * number - 1, 2 * number - 1))
     for lead, most in leads:
         for patience in PATIENCE if stages * count * 3 <= FEW_PASSES else PATIENCE[::2]:
             orders = listed(seconds, room, lead, most, patience)
@@ -83,13 +83,7 @@ def _fits(room: Room, stage: int, moments: tuple[Held, ...]) -> bool:
 @lru_cache(maxsize=64)
 def _fixed(stages: int, count: int) -> tuple[tuple[Indices, tuple[tuple[Held, ...], ...]], ...]:
     """The two orders that are always the same, and what their stages hold."""
-    at_once = [_weights_at_once(order, count) for order in rank_orders("1f1b", stages, count)]
     return tuple(
         (np.array(orders, dtype=np.int64), tuple(most_held(order, count) for order in orders))
-        for orders in (rank_orders("zb-h1", stages, count), at_once)
+        for orders in fixed_split_orders(stages, count)
     )
-
-
-def _weights_at_once(order: Order, count: int) -> Order:
-    """Each backward pass in two, one after the other."""
-    return tuple(part for number in order for part in ((number,) if number < count else (number, number + count)))

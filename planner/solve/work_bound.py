@@ -109,10 +109,10 @@ def _split_bound(problem: Problem, candidate: Candidate) -> WorkBound:
 def _link_seconds(problem: Problem, candidate: Candidate, passes: tuple[Floats, Floats]) -> Floats:
     """What a cut takes at each position for all but one micro-batch, shape (L + 1,).
 
-    The link carries all outputs and, there beside, all gradients; with flow shops one after the other. With 1F1B the
+    The link carries all outputs, and all gradients as well; with flow shops one after the other. With 1F1B the
     stage before the cut is the n-th from the end and waits, each n micro-batches, until one has been to the end and
     back: those of number n, 2 n, ..., the large ones first. It holds the layer before the cut at least; n is at most 1
-    more than the stages that there may be behind the cut.
+    more than the stages that there may be after the cut.
 
     Args:
         problem: whose boundaries.
@@ -157,7 +157,7 @@ def _cut_bound(
 
     for each k. With GPipe and n large and m small micro-batches it passes with a large one, stays for n - 1 large and m
     small ones, and goes on with a small one. With 1F1B the first one, which is large, passes there and the last one
-    back, M - 1 stay at stage k, and nothing is left behind. So with d such that no layer saves more than d w, and g = T
+    back, M - 1 stay at stage k, and nothing is left. So with d such that no layer saves more than d w, and g = T
     less all passes, the stages from the last one on hold at most g, g (1 + d), g (1 + d)^2, ...: K of them
     g ((1 + d)^K - 1) / d. The link after stage k holds no more than that stage may, by the same path.
 

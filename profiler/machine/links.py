@@ -1,6 +1,6 @@
 """Latency and bandwidth of the link between two ranks, measured with the calls that the executor sends with.
 
-Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer. Beside that both ends
+Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer. Meanwhile both ends
 compute, as they do in training: on a machine of two cores that halves the bandwidth between its processes [measured].
 A thread of its own computes here, which never waits as one that trains would; so gloo's threads keep their priority,
 which the executor lowers (`channel.push_nobody_off`).

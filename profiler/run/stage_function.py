@@ -40,8 +40,8 @@ Moved: TypeAlias = tuple[BatchStatistics, Tensor, Tensor, Tensor]  # entry, mean
 
 
 @dataclass(slots=True)
-class Pass:
-    """What a forward pass leaves behind for its backward pass.
+class KeptPass:
+    """What a forward pass keeps for its backward pass.
 
     Attributes:
         leaves: entering values by name.
@@ -343,7 +343,7 @@ def roots_of(values: Mapping[str, Tensor]) -> dict[str, GradientEdge]:
     return {name: get_gradient_edge(value) for name, value in values.items() if value.requires_grad}
 
 
-def run_backward(kept: Pass, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+def run_backward(kept: KeptPass, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """The backward pass: adds to the parameters' `.grad` and returns the gradients of the entering values.
 
     Args:

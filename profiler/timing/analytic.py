@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.between_sizes import on_line, whole_bytes
 from profiler.datasheets import data_sheet
 from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST
@@ -196,7 +196,7 @@ def work_of_layers(sequence: LayerSequence, runner: LayerRunner, micro_batch_siz
     work = []
     trained: Set[str] | None = None
     runner.run_prelude()
-    for layer in reversed(sequence.layers):  # a gradient comes from behind, or none does
+    for layer in reversed(sequence.layers):  # a gradient comes from a later layer, or none does
         entering = sequence.boundaries[layer.index]
         alike = None if trained is None else tuple(name in trained for name in (*layer.outputs, *layer.values))
         if trained is not None and (layer.signature, alike) in known:
@@ -281,15 +281,15 @@ def work_between(below: LayerWork, above: LayerWork, share: float) -> LayerWork 
         _between(below.forward, above.forward, share),
         _between(below.backward, above.backward, share),
         _between(below.inputs, above.inputs, share),
-        ceil((1 - share) * below.weight_kept_bytes + share * above.weight_kept_bytes),
+        int(whole_bytes(on_line(below.weight_kept_bytes, above.weight_kept_bytes, share))),
     )
 
 
 def _between(below: Operations, above: Operations, share: float) -> Operations:
     return Operations(
         below.names,
-        (1 - share) * below.flops + share * above.flops,
-        (1 - share) * below.size_bytes + share * above.size_bytes,
+        on_line(below.flops, above.flops, share),
+        on_line(below.size_bytes, above.size_bytes, share),
         below.rate,
     )
 

@@ -33,7 +33,7 @@ from profiler.observe.allocator_record import KernelMemory
 from profiler.run.layer_runner import Kept, LayerRunner, Uncut, backward, keep
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.sampled_layers import BoundaryValues, swept_layers, windows
-from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import Timing, collecting_no_garbage, rounds
 from profiler.tracing.sequence import LayerSequence
 
@@ -317,7 +317,7 @@ class _Sweep:
 
     def _uncut(self, layers: Uncut, values: dict[str, Tensor], watch: Stopwatch) -> Pair:
         leaves = leaves_of(values, layers.function.entering)
-        kept = Pass(leaves, {})
+        kept = KeptPass(leaves, {})
         leaving = watch.lap(lambda: self._runner.run_uncut(layers, leaves))
         kept.roots = roots_of(leaving)
         gradients = {name: torch.ones_like(leaving[name]) for name in kept.roots}

@@ -29,7 +29,7 @@ CONSTANT = "_tensor_constant"  # how torch.fx names tensors that the forward pas
 _TRACEABLE = ("torch", "_operator", "operator", "builtins", "math")  # modules of functions that export understands
 
 
-class CalledFunction(nn.Module):
+class FunctionModule(nn.Module):
     """A function of the user's as a module, so that it can be called as it is."""
 
     def __init__(self, function: Any) -> None:
@@ -149,7 +149,7 @@ def _wrap_functions(module: fx.GraphModule) -> None:
         home = getattr(target, "__module__", None) or ""
         if home.split(".")[0] in _TRACEABLE or isinstance(target, _Applied):
             continue
-        module.add_submodule(node.name, CalledFunction(target))
+        module.add_submodule(node.name, FunctionModule(target))
         with module.graph.inserting_before(node):
             call = module.graph.call_module(node.name, node.args, node.kwargs)
         node.replace_all_uses_with(call)

@@ -26,7 +26,7 @@ from profiler.memory.in_stage import layer_memory
 from profiler.run.inputs import micro_batch, real_runner, resized_target
 from profiler.run.layer_runner import LayerRunner, Uncut
 from profiler.run.parameter_pool import ParameterPool
-from profiler.run.stage_function import Pass, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import collecting_no_garbage, computing_with
 from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
 from tests.benchmarks.stage_models import MODELS, build
@@ -90,7 +90,7 @@ def _run(runner: LayerRunner, stages: list[Uncut]) -> list[Pair]:
         leaves = leaves_of(values, stage.function.entering)
         begun = time.perf_counter()
         leaving = runner.run_uncut(stage, leaves)
-        kept.append(Pass(leaves, roots_of(leaving)))
+        kept.append(KeptPass(leaves, roots_of(leaving)))
         forward.append(time.perf_counter() - begun)
         values = {name: value.detach() for name, value in leaving.items()}
         del leaving

@@ -15,7 +15,7 @@ from profiler import LayerSequence
 from profiler.run.loss import loss_of, model_output
 from profiler.run.separable import deferred_parameters
 from profiler.run.split_backward import DeferredWeights
-from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.tracing.sample import tensor_leaves
 from tests.coverage.fidelity import Traced
 from tests.coverage.model_list import MODELS, Case, Entry
@@ -57,7 +57,7 @@ class Stages:
             leaves = leaves_of(values, stage.entering)
             stores.append(DeferredWeights() if self._splits else None)
             values = stage.forward(leaves, self._inputs, self._sequence.buffers, seed=_seed, store=stores[-1]).values
-            passes.append(Pass(leaves, roots_of(values)))
+            passes.append(KeptPass(leaves, roots_of(values)))
         ends = {name: value.detach().requires_grad_(value.requires_grad) for name, value in values.items()}
         loss_of(model_output(self._sequence, ends), self._case.target, self._case.loss_fn).backward()
         gradients: Mapping[str, Tensor | None] = {name: end.grad for name, end in ends.items()}

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from profiler import LayerSequence, trace
 from profiler.observe.random_states import drawing_on
 from profiler.run.loss import loss_of, model_output
-from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.sample_spec import SampleSpec
 from profiler.tracing.sample import call_arguments, describe_sample, tensor_leaves
 from profiler.tracing.sequence import Layer
@@ -187,14 +187,14 @@ def run(sequence: LayerSequence, case: Case, cuts: Sequence[int] = (), *, seeded
     inputs = dict(zip(sequence.inputs, tensor_leaves(case.sample, sequence.sample), strict=True))
     current = dict(sequence.buffers)
     values: Mapping[str, Tensor] = {}
-    passes: list[Pass] = []
+    passes: list[KeptPass] = []
     written: dict[str, Tensor] = {}
     for bounds in pairwise([0, *cuts, len(sequence)]):
         stage = StageFunction(sequence, *bounds, copies)
         leaves = leaves_of(values, stage.entering)
         results = stage.forward(leaves, inputs, current, seed=_seed if seeded else None)
         values = results.values
-        passes.append(Pass(leaves, roots_of(values)))
+        passes.append(KeptPass(leaves, roots_of(values)))
         written.update(results.buffers)
         for entry, *moved in results.statistics:
             written.update(zip((entry.mean, entry.variance, entry.count), moved, strict=True))

@@ -16,7 +16,7 @@ from profiler.observe.storage_watch import StorageWatch
 from profiler.record import LayerCost
 from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.parameter_pool import ParameterPool
-from profiler.run.stage_function import Pass, Results, StageFunction, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, Results, StageFunction, leaves_of, roots_of, run_backward
 
 CPU = torch.device("cpu")
 
@@ -94,14 +94,14 @@ def run_stages(
     values: dict[str, Tensor] = {}
     found = []
 
-    def forward(stage: StageFunction, *, is_last: bool) -> tuple[Pass, Results, dict[str, Tensor]]:
+    def forward(stage: StageFunction, *, is_last: bool) -> tuple[KeptPass, Results, dict[str, Tensor]]:
         leaves = leaves_of(values, stage.entering)
         results = stage.forward(leaves, inputs, sequence.buffers)
         leaving = dict(results.values)
         if is_last:
             leaving = {"loss": loss_of(model_output(sequence, leaving), target, loss_fn)}
         results.values.clear()
-        return Pass(leaves, roots_of(leaving)), results, leaving
+        return KeptPass(leaves, roots_of(leaving)), results, leaving
 
     for first, stop in pairwise(bounds):
         stage = StageFunction(sequence, first, stop, pool)

@@ -127,7 +127,7 @@ def test_few_long_and_many_short_messages_are_under_way(profile_of, device):
     model = CostModel(profile_of({("a", 2): rows}, parameters=[(4, True)] * 3, readers=[(0,), (1,), (2,)]))
     split = MicroBatches(batch_size=16, count=8)
     costs = model.layers("a", 2)
-    messages = Message.behind(costs, costs)
+    messages = Message.after_layers(costs, costs)
     assert messages.at_receiver("gpipe", split, 1).tolist() == [2 * long, 3 * short, 0]
     assert messages.at_sender(split).tolist() == [(3 + 2) * long, (4 + 3) * short, 0]
     assert messages.at_receiver("1f1b", split, 2).tolist() == [(2 + 2) * long, (3 + 3) * short, 0]

@@ -13,7 +13,7 @@ from torch.nn import functional
 from profiler import trace
 from profiler.run.separable import SEPARABLE, deferred_parameters
 from profiler.run.split_backward import DeferredWeights, deferring, separated
-from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.torch_private import allocations_in, use_count
 
 _aten = torch.ops.aten
@@ -33,7 +33,7 @@ def gradients_of(model: nn.Module, x: Tensor, *, splits: bool, **settings: Any) 
     store = DeferredWeights() if splits else None
     leaves = leaves_of({}, stage.entering)
     values = stage.forward(leaves, dict.fromkeys(sequence.inputs, x), {}, store=store).values
-    run_backward(Pass(leaves, roots_of(values)), {name: value.detach() for name, value in values.items()})
+    run_backward(KeptPass(leaves, roots_of(values)), {name: value.detach() for name, value in values.items()})
     if store is not None:
         store.run()
     return {name: copy.grad for (_, name), copy in copies.items()}

@@ -16,7 +16,7 @@ from profiler.memory.by_size import agree
 from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.run.inputs import fake_runner, input_bytes, micro_batch, real_runner, resized
 from profiler.run.parameter_pool import ParameterPool
-from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import computing_with
 from tests.models.tracked import Allocator, allocations, run_stages
 
@@ -48,7 +48,7 @@ class _Real:
         leaves = leaves_of(self.values[first], stage.entering)
         with allocations() as forward:
             results = stage.forward(leaves, self.inputs, self.sequence.buffers)
-            kept = Pass(leaves, roots_of(results.values))
+            kept = KeptPass(leaves, roots_of(results.values))
             results.values.clear()
         shapes = {name: self.values[stop][name].shape for name in kept.roots}
         with allocations() as backward:

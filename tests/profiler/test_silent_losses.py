@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from profiler import NotTraceableError, trace
-from profiler.run.stage_function import Pass, StageFunction, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
 from tests.coverage.fidelity import difference, eager, run
 from tests.coverage.model_list import Case
 
@@ -248,13 +248,13 @@ def test_gradients_reach_what_was_written_before_a_cut() -> None:
             for layer in sequence.layers
             for name in layer.parameters
         }
-        passes: list[Pass] = []
+        passes: list[KeptPass] = []
         values: dict[str, Tensor] = {}
         for first, stop in ((0, cut), (cut, len(sequence))):
             stage = StageFunction(sequence, first, stop, own)
             leaves = leaves_of(values, stage.entering)
             values = stage.forward(leaves, {sequence.inputs[0]: X}, sequence.buffers).values
-            passes.append(Pass(leaves, roots_of(values)))
+            passes.append(KeptPass(leaves, roots_of(values)))
         gradients = {name: torch.ones_like(value) for name, value in values.items()}
         for kept in reversed(passes):
             gradients = {name: g for name, g in run_backward(kept, gradients).items() if g is not None}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler import LayerSequence, trace
-from profiler.run.stage_function import Pass, StageFunction, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, StageFunction, roots_of, run_backward
 
 
 class Transposed(nn.Module):
@@ -35,7 +35,7 @@ def stage_of(model: nn.Module, sequence: LayerSequence) -> StageFunction:
 
 def train(stage: StageFunction, x: Tensor) -> None:
     values = stage.forward({}, {stage.inputs[0]: x}, {}).values
-    run_backward(Pass({}, roots_of(values)), {name: torch.ones_like(value) for name, value in values.items()})
+    run_backward(KeptPass({}, roots_of(values)), {name: torch.ones_like(value) for name, value in values.items()})
 
 
 @pytest.mark.parametrize(

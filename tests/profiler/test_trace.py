@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from profiler import LayerSequence, NotTraceableError, trace
 from profiler.errors import ArgumentError
 from profiler.run.loss import model_output
-from profiler.run.stage_function import Pass, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
 from profiler.tracing.sample import call_arguments, tensor_leaves
 from tests.coverage.fidelity import by_one
 
@@ -40,7 +40,7 @@ def _run(sequence: LayerSequence, sample: Any, cuts: list[int]) -> tuple[list[Te
     for stage in stages:
         leaves = leaves_of(values, stage.entering)
         values = stage.forward(leaves, inputs, sequence.buffers, seed=_seed).values
-        kept.append(Pass(leaves, roots_of(values)))
+        kept.append(KeptPass(leaves, roots_of(values)))
     gradients: Mapping[str, Tensor | None] = {name: 2 * value.detach() for name, value in values.items()}
     for passed in reversed(kept):
         gradients = run_backward(passed, {name: g for name, g in gradients.items() if g is not None})

@@ -103,6 +103,6 @@ class Message:
         return gradients + posted
 
     def _ahead(self, at_least: int, message_bytes: Floats) -> Floats:
-        """How many messages of a length may be under way on one way."""
+        """How many messages of a length may be under way in one direction."""
         many: Floats = np.maximum(at_least, self.ahead_bytes // np.maximum(1, message_bytes))
         return many

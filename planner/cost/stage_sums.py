@@ -6,8 +6,8 @@ The bytes of a stage of layers [i, j) of class c, with number v + 1 from the end
 
 and, by its form, with one micro-batch's figures `kept` and `most` of [i, j), see `Tables.stage_kept`,
 
-    KEPT        own_kept[c, v, i:j]         + in flight * kept + (most - kept) + largest of beside_whole[0, c, i:j]
-    AS_ONE      own_recomputed[c, v, i:j]   + most                             + largest of beside_whole[1, c, i:j]
+    KEPT        own_kept[c, v, i:j]         + in flight * kept + (most - kept) + largest of moments_whole[0, c, i:j]
+    AS_ONE      own_recomputed[c, v, i:j]   + most                             + largest of moments_whole[1, c, i:j]
     IN_PARTS    own_recomputed[c, v, i:j]   + what `planner.kernel.segments.pattern_costs` makes of the rest
 """
 
@@ -22,7 +22,7 @@ from planner.cost.layer_costs import Floats, Indices, prefix_sums
 from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, RangeFigures, range_rows, rows_of, whole_rows
 
 KEPT_PLACE, AS_ONE_PLACE = 0, 1
-"""Places of `StageSums.beside_whole`."""
+"""Places of `StageSums.moments_whole`."""
 
 
 class StageSums(NamedTuple):
@@ -40,8 +40,8 @@ class StageSums(NamedTuple):
         kept_layers: prefix sums over layers that no segment recomputes, shape (C, V, N).
         segment_edges: at each boundary next to a segment, shape (C, V, N).
         segment: prefix sums of the values of a segment, for one micro-batch, shape (C, N).
-        beside: of each layer for a moment, in a stage with segments, shape (C, L).
-        beside_whole: the same in a stage that keeps everything, and in one that is one segment, shape (2, C, L).
+        moments: of each layer for a moment, in a stage with segments, shape (C, L).
+        moments_whole: the same in a stage that keeps everything, and in one that is one segment, shape (2, C, L).
     """
 
     in_flight: Floats
@@ -55,8 +55,8 @@ class StageSums(NamedTuple):
     kept_layers: Floats
     segment_edges: Floats
     segment: Floats
-    beside: Floats
-    beside_whole: Floats
+    moments: Floats
+    moments_whole: Floats
 
 
 def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
@@ -97,8 +97,8 @@ def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
         kept_layers=layers(Of.KEPT_LAYERS, form=Form.IN_PARTS),
         segment_edges=boundaries(Of.SEGMENT_EDGES, Form.IN_PARTS),
         segment=np.stack([prefix_sums(moment_bytes(ledger, Of.SEGMENT, Form.IN_PARTS)) for ledger in ledgers]),
-        beside=moments(Form.IN_PARTS),
-        beside_whole=np.stack([moments(Form.KEPT), moments(Form.AS_ONE)]),
+        moments=moments(Form.IN_PARTS),
+        moments_whole=np.stack([moments(Form.KEPT), moments(Form.AS_ONE)]),
     )
 
 

@@ -15,7 +15,7 @@ ROUNDING = 1e-11
 
 @compiled
 def least_bottleneck(sums: Floats, links: Floats, stages: int, gain: float) -> float:
-    """The smallest g such that so many stages can hold all work, each at most g + gain * the work behind it.
+    """The smallest g such that so many stages can hold all work, each at most g + gain * the work after it.
 
     Args:
         sums: of the work before each place where a cut may be, both ends included, ascending.
@@ -29,8 +29,8 @@ def least_bottleneck(sums: Floats, links: Floats, stages: int, gain: float) -> f
         middle = (low + high) / 2
         first = len(sums) - 1
         for _ in range(stages):
-            behind = total - sums[first]
-            reach = sums[first] - (middle + gain * behind) - ROUNDING * total
+            after = total - sums[first]
+            reach = sums[first] - (middle + gain * after) - ROUNDING * total
             before = first
             first = min(first, np.searchsorted(sums, reach))
             while first < before and links[first] > middle + gain * (total - sums[first]) + ROUNDING * total:

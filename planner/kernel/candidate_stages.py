@@ -26,7 +26,7 @@ THROUGH, FORWARD, BACKWARD, OPTIMIZER, REST, ROOM, THROUGH_LEAST, TERMS = range(
 
 
 class Arcs(NamedTuple):
-    """Stages worth looking at: those that end at j for class c in variant v start at j - 1, j - 2, ..., j - `length`.
+    """Candidate stages: those that end at j for class c and in-flight index v start at j - 1, j - 2, ..., j - `length`.
 
     Attributes:
         objective: see `Tables`.
@@ -34,7 +34,7 @@ class Arcs(NamedTuple):
         two_sizes: whether the flow shops have unequal micro-batches and `planner.kernel.two_sizes` says what they take:
             no stage has segments to choose.
         steady: M - 1.
-        steady_again: how many of these run segments again for certain.
+        steady_recomputes: how many of these recompute segments for certain.
         least_stages: smallest K.
         most_stages: largest K.
         capacity: how many stages a class can run, shape (C,).
@@ -44,13 +44,13 @@ class Arcs(NamedTuple):
         backward_head: see `Tables`.
         more_large: see `Tables`, and so the next three.
         largest_change: the most seconds of a stage or link by which a path with its small job in place of a large one
-            to come there, which then stays, exceeds one that passes; and all that it gains behind. Forward, backward.
+            to come there, which then stays, exceeds one that passes; and all that it gains after. Forward, backward.
         largest_stay: the most seconds of one more small job, forward and backward.
         offset: place of the first arc, shape (V, C, N).
         length: how many there are, shape (V, C, N).
         need: IMPOSSIBLE, KEEPS or RECOMPUTES of each arc.
         whole: whether it fits as one segment.
-        extra: recompute seconds that it needs at least.
+        least_recompute_s: that it needs.
         terms: what it adds to the objective without recompute, shape (arcs, TERMS); seconds, and bytes in ROOM:
             THROUGH, a micro-batch's passes and its transfers before them; of rounds the first one's, which is large;
             THROUGH_LEAST, the same of any micro-batch;
@@ -66,7 +66,7 @@ class Arcs(NamedTuple):
     by_number: bool
     two_sizes: bool
     steady: int
-    steady_again: int
+    steady_recomputes: int
     least_stages: int
     most_stages: int
     capacity: Indices
@@ -84,32 +84,33 @@ class Arcs(NamedTuple):
     length: Indices
     need: NDArray[np.uint8]
     whole: NDArray[np.bool_]
-    extra: Floats
+    least_recompute_s: Floats
     terms: Floats
 
 
 class _Facts(NamedTuple):
-    """`need`, `whole`, `extra` and `terms` of `Arcs`, while they are found."""
+    """`need`, `whole`, `least_recompute_s` and `terms` of `Arcs`, while they are found."""
 
     need: NDArray[np.uint8]
     whole: NDArray[np.bool_]
-    extra: Floats
+    least_recompute_s: Floats
     terms: Floats
 
 
 @compiled
 def make_arcs(tables: Tables, below_s: float) -> Arcs:
     """The stages that rules, memory and a step time below `below_s` leave, with bounds of their recompute."""
-    classes, variants, positions = tables.memory.kept_layers.shape
+    classes, in_flight_indices, positions = tables.memory.kept_layers.shape
     offset, length = _reach(tables, below_s)
     count = int(length.sum())
     need, whole = np.zeros(count, dtype=np.uint8), np.zeros(count, dtype=np.bool_)
-    extra, terms = np.zeros(count), np.zeros((count, TERMS))
-    for variant in range(variants):
+    least_recompute_s, terms = np.zeros(count), np.zeros((count, TERMS))
+    facts = _Facts(need, whole, least_recompute_s, terms)
+    for in_flight_index in range(in_flight_indices):
         for device in range(classes):
             for stop in range(1, positions):
-                places = offset[variant, device, stop], length[variant, device, stop]
-                _fill(tables, variant, device, stop, places, below_s, _Facts(need, whole, extra, terms))
+                places = offset[in_flight_index, device, stop], length[in_flight_index, device, stop]
+                _fill(tables, in_flight_index, device, stop, places, below_s, facts)
     if classes == 1:
         _drop_small(tables.forward[0] + tables.backward[0], tables.most_stages, offset, length, need)
     largest_change, largest_stay = np.zeros(2), np.zeros(2)
@@ -119,7 +120,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         tables.by_number,
         two_sizes,
         tables.steady,
-        steady_again(tables),
+        steady_recomputes(tables),
         tables.least_stages,
         tables.most_stages,
         tables.capacity,
@@ -137,7 +138,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         length,
         need,
         whole,
-        extra,
+        least_recompute_s,
         terms,
     )
     if two_sizes:
@@ -146,28 +147,28 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
 
 
 @compiled
-def steady_again(tables: Tables) -> int:
-    """How many of the M - 1 steady micro-batches run a stage's segments again, whatever its place.
+def steady_recomputes(tables: Tables) -> int:
+    """How many of the M - 1 steady micro-batches recompute a stage's segments, whatever its place.
 
-    In an order that nobody has looked into, any number of them may turn around at once.
+    In an order that nobody knows, any number of them may turn around at once.
     """
     return 0 if tables.objective == WORK else tables.steady
 
 
 @compiled
 def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
-    """For each variant, class and position the first arc to there, and how many there are."""
+    """For each in-flight index, class and position the first arc to there, and how many there are."""
     memory = tables.memory
-    classes, variants, positions = memory.kept_layers.shape
-    offset = np.zeros((variants, classes, positions), dtype=np.int64)
-    length = np.zeros((variants, classes, positions), dtype=np.int64)
+    classes, in_flight_indices, positions = memory.kept_layers.shape
+    offset = np.zeros((in_flight_indices, classes, positions), dtype=np.int64)
+    length = np.zeros((in_flight_indices, classes, positions), dtype=np.int64)
     least_s = _least_pass_s(tables.passing)
     total = 0
-    for variant in range(variants):
+    for in_flight_index in range(in_flight_indices):
         for device in range(classes):
             forward, backward, passing = tables.forward[device], tables.backward[device], tables.passing[device]
             for stop in range(1, positions):
-                offset[variant, device, stop] = total
+                offset[in_flight_index, device, stop] = total
                 if not tables.allowed[stop]:
                     continue
                 first = stop - 1
@@ -180,10 +181,10 @@ def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
                     own_s = passing[stop] - passing[first]
                     if tables.steady * work_s + (least_s if tables.objective == FLOW_SHOPS else own_s) >= below_s:
                         break
-                    if memory.ranges[memory.range_of[device], first, stop] > tables.limit[device, variant]:
+                    if memory.ranges[memory.range_of[device], first, stop] > tables.limit[device, in_flight_index]:
                         break
                     first -= 1
-                length[variant, device, stop] = stop - 1 - first
+                length[in_flight_index, device, stop] = stop - 1 - first
                 total += stop - 1 - first
     return offset, length
 
@@ -203,7 +204,7 @@ def _least_pass_s(passing: Floats) -> float:
 
 @compiled
 def _fill(
-    tables: Tables, variant: int, device: int, stop: int, places: tuple[int, int], below_s: float, facts: _Facts
+    tables: Tables, in_flight_index: int, device: int, stop: int, places: tuple[int, int], below_s: float, facts: _Facts
 ) -> None:
     """What `Arcs` says of the stages that end at `stop`, each a layer longer than the one before.
 
@@ -212,14 +213,14 @@ def _fill(
     3. If it does not fit as it is, what recompute takes at least, see `price_layer`.
     4. If that is too much for a step below `below_s`, the stage is left out.
     """
-    need, whole, extra, terms = facts
-    prices = tables.prices[device, variant]
+    need, whole, least_recompute_s, terms = facts
+    prices = tables.prices[device, in_flight_index]
     kept, recomputed = np.zeros(len(prices)), np.zeros(len(prices))
     priced = stop  # `kept` and `recomputed` are those of layers [priced, stop)
-    costs = segment_costs(tables, device, variant)
+    costs = segment_costs(tables, device, in_flight_index)
     begin = stop - places[1]
-    needs = stage_needs(tables, device, variant, begin, stop)
-    turns_around = tables.last_turns_around and variant == 0
+    needs = stage_needs(tables, device, in_flight_index, begin, stop)
+    turns_around = tables.last_turns_around and in_flight_index == 0
     for step in range(places[1]):
         first, place = stop - 1 - step, places[0] + step
         if not tables.allowed[first]:
@@ -233,31 +234,31 @@ def _fill(
             continue
         need[place] = KEEPS if keeps else RECOMPUTES
         # 2
-        _fill_seconds(tables, variant, device, first, stop, terms[place])
+        _fill_seconds(tables, in_flight_index, device, first, stop, terms[place])
         if keeps or turns_around:
             continue
         # 3
-        all_again = tables.again[device, stop] - tables.again[device, first]
+        whole_recompute_s = tables.steady_recompute[device, stop] - tables.steady_recompute[device, first]
         if tables.recompute == ALWAYS or room < 0:
-            extra[place] = all_again
+            least_recompute_s[place] = whole_recompute_s
             continue
         while priced > first:
             priced -= 1
             edge = costs.entering_bytes[priced + 1] if priced + 1 < stop else 0.0
             own_bytes = costs.held_bytes[priced + 1] - costs.held_bytes[priced]
-            again = costs.recompute_s[priced + 1] - costs.recompute_s[priced]
-            price_layer(own_bytes, edge, again, prices, kept, recomputed)
-        extra[place] = least_at(prices, kept, recomputed, room) * (1 - 1e-9)
+            layer_recompute_s = costs.recompute_s[priced + 1] - costs.recompute_s[priced]
+            price_layer(own_bytes, edge, layer_recompute_s, prices, kept, recomputed)
+        least_recompute_s[place] = least_at(prices, kept, recomputed, room) * (1 - 1e-9)
         if whole[place]:
-            extra[place] = min(extra[place], all_again)
+            least_recompute_s[place] = min(least_recompute_s[place], whole_recompute_s)
         # 4
-        step_s = terms[place, THROUGH] + terms[place, FORWARD] + steady_again(tables) * extra[place]
+        step_s = terms[place, THROUGH] + terms[place, FORWARD] + steady_recomputes(tables) * least_recompute_s[place]
         if step_s + (terms[place, BACKWARD] if tables.objective == FLOW_SHOPS else 0.0) >= below_s:
             need[place] = IMPOSSIBLE
 
 
 @compiled
-def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: int, terms: Floats) -> None:
+def _fill_seconds(tables: Tables, in_flight_index: int, device: int, first: int, stop: int, terms: Floats) -> None:
     """The columns of `Arcs.terms` that are seconds, of one stage."""
     forward = tables.forward[device, stop] - tables.forward[device, first]
     backward = tables.backward[device, stop] - tables.backward[device, first]
@@ -269,7 +270,7 @@ def _fill_seconds(tables: Tables, variant: int, device: int, first: int, stop: i
     else:
         terms[FORWARD] = tables.steady * (forward + backward)
     if tables.objective == ROUNDS:
-        number = variant + 1
+        number = in_flight_index + 1
         forward_most = tables.forward_most[device, stop] - tables.forward_most[device, first]
         forward_first = tables.sized[0, device, stop] - tables.sized[0, device, first]
         own_least = tables.passing_least[device, stop] - tables.passing_least[device, first]
@@ -287,14 +288,14 @@ def _drop_small(work: Floats, most_stages: int, offset: Indices, length: Indices
 
     `work` are prefix sums of what layers take.
     """
-    variants, _, positions = length.shape
+    in_flight_indices, _, positions = length.shape
     largest = 0.0
     for turn in range(2):
         least = work[-1] - (most_stages - 1) * largest - 1e-9 * work[-1]
-        for variant in range(variants):
+        for in_flight_index in range(in_flight_indices):
             for stop in range(1, positions):
-                for step in range(length[variant, 0, stop]):
-                    place = offset[variant, 0, stop] + step
+                for step in range(length[in_flight_index, 0, stop]):
+                    place = offset[in_flight_index, 0, stop] + step
                     own = work[stop] - work[stop - 1 - step]
                     if turn == 0 and need[place] != IMPOSSIBLE:
                         largest = max(largest, own)

@@ -10,19 +10,20 @@ from planner.kernel.compiled import compiled
 
 @compiled
 def used_numbers(capacity: Indices) -> tuple[Indices, Indices]:
-    """All ways to use up devices: how many stages each class has, shape (U, C), and how many there are in all, (U,).
+    """All choices of devices to use: how many stages each class has, shape (U, C), and how many there are in all, (U,).
 
-    Way `u` less one stage of class c is way `u - stride[c]` with stride[c] = product of capacity + 1 of classes before.
+    Choice `u` less one stage of class c is choice `u - stride[c]`, where stride[c] is the product of capacity + 1 of
+    the classes before.
     """
-    ways = 1
+    choices = 1
     for number in capacity:
-        ways *= number + 1
-    used = np.zeros((ways, len(capacity)), dtype=np.int64)
-    total = np.zeros(ways, dtype=np.int64)
-    for way in range(ways):
-        rest = way
+        choices *= number + 1
+    used = np.zeros((choices, len(capacity)), dtype=np.int64)
+    total = np.zeros(choices, dtype=np.int64)
+    for choice in range(choices):
+        rest = choice
         for device in range(len(capacity)):
-            used[way, device] = rest % (capacity[device] + 1)
+            used[choice, device] = rest % (capacity[device] + 1)
             rest //= capacity[device] + 1
-            total[way] += used[way, device]
+            total[choice] += used[choice, device]
     return used, total

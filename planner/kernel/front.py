@@ -48,62 +48,62 @@ longest stay of large micro-batches, forward and backward, and of the slowest op
 
 @compiled
 def before_bounds(arcs: Arcs) -> Floats:
-    """What the stages in front cost at least: at [u, i, :] of layers [0, i), when those after use devices as in way u.
+    """What the stages in front cost at least: at [u, i, :] of layers [0, i), when those after use choice u.
 
     Each number is the smallest of its own; infinite where nothing leads to the start, or no stages after lead to the
     end.
     """
     used, total = used_numbers(arcs.capacity)
-    ways, classes = used.shape
+    choices, classes = used.shape
     positions = len(arcs.allowed)
-    before = np.full((ways, positions, SIZED_FRONT_COLUMNS if arcs.two_sizes else FRONT_COLUMNS), np.inf)
+    before = np.full((choices, positions, SIZED_FRONT_COLUMNS if arcs.two_sizes else FRONT_COLUMNS), np.inf)
     lowest = _lowest(arcs)
-    for way in range(ways - 1, -1, -1):
-        if total[way] > arcs.most_stages:
+    for choice in range(choices - 1, -1, -1):
+        if total[choice] > arcs.most_stages:
             continue
-        if total[way] >= arcs.least_stages:
-            before[way, 0, :] = 0.0
-        if total[way] == arcs.most_stages:
+        if total[choice] >= arcs.least_stages:
+            before[choice, 0, :] = 0.0
+        if total[choice] == arcs.most_stages:
             continue
-        variant = total[way] if arcs.by_number else 0
+        in_flight_index = total[choice] if arcs.by_number else 0
         stride = 1
         for device in range(classes):
-            rest = way + stride
+            rest = choice + stride
             stride *= arcs.capacity[device] + 1
-            if used[way, device] == arcs.capacity[device]:
+            if used[choice, device] == arcs.capacity[device]:
                 continue
-            for stop in range(max(1, lowest[way]), positions):
-                for step in range(arcs.length[variant, device, stop]):
+            for stop in range(max(1, lowest[choice]), positions):
+                for step in range(arcs.length[in_flight_index, device, stop]):
                     first = stop - 1 - step
-                    place = arcs.offset[variant, device, stop] + step
+                    place = arcs.offset[in_flight_index, device, stop] + step
                     if arcs.need[place] == IMPOSSIBLE or before[rest, first, FRONT_PASSES_S] == np.inf:
                         continue
                     if arcs.two_sizes:
-                        _lower_two_sizes(arcs, device, first, stop, place, before[rest, first], before[way, stop])
+                        _lower_two_sizes(arcs, device, first, stop, place, before[rest, first], before[choice, stop])
                     else:
-                        _lower(arcs, first, place, before[rest, first], before[way, stop])
+                        _lower(arcs, first, place, before[rest, first], before[choice, stop])
     return before
 
 
 @compiled
 def _lowest(arcs: Arcs) -> Indices:
-    """For each way to use devices a position such that no stages on them reach from further in front to the end."""
+    """For each choice of devices a position such that no stages on them reach from further in front to the end."""
     used, total = used_numbers(arcs.capacity)
-    ways, classes = used.shape
+    choices, classes = used.shape
     positions = len(arcs.allowed)
-    lowest = np.full(ways, positions, dtype=np.int64)
+    lowest = np.full(choices, positions, dtype=np.int64)
     lowest[0] = positions - 1
-    for way in range(1, ways):
-        if total[way] > arcs.most_stages:
+    for choice in range(1, choices):
+        if total[choice] > arcs.most_stages:
             continue
-        variant = total[way] - 1 if arcs.by_number else 0
+        in_flight_index = total[choice] - 1 if arcs.by_number else 0
         stride = 1
         for device in range(classes):
-            rest = way - stride
+            rest = choice - stride
             stride *= arcs.capacity[device] + 1
-            if used[way, device] > 0:
+            if used[choice, device] > 0:
                 for stop in range(lowest[rest], positions):
-                    lowest[way] = min(lowest[way], stop - arcs.length[variant, device, stop])
+                    lowest[choice] = min(lowest[choice], stop - arcs.length[in_flight_index, device, stop])
     return lowest
 
 
@@ -112,7 +112,7 @@ def _lower(arcs: Arcs, first: int, place: int, front: Floats, here: Floats) -> N
     """Lower the numbers `here` to those of a front with one more stage after it."""
     terms = arcs.terms[place]
     forward, backward = 0.0, 0.0
-    both = max(0.0, terms[BACKWARD] + arcs.steady_again * arcs.extra[place])
+    both = max(0.0, terms[BACKWARD] + arcs.steady_recomputes * arcs.least_recompute_s[place])
     if arcs.objective == FLOW_SHOPS:
         forward = terms[FORWARD]
         backward = max(both, arcs.backward_link[first]) + arcs.backward_head[first]

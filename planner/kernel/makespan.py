@@ -159,9 +159,9 @@ def _backward(walk: _Walk, seconds: Floats, stage: int, batch: int, turns_around
             return False
         start_s = max(start_s, walk.gradient_s[stage + 1, batch])
     walk.clock_s[rank] = start_s + seconds[B, stage, batch]
-    way = 0 if ranks == TWO else 1
-    sent_s = max(walk.link_s[way, rank], walk.clock_s[rank]) + seconds[SEND_B, stage, batch]
+    channel = 0 if ranks == TWO else 1
+    sent_s = max(walk.link_s[channel, rank], walk.clock_s[rank]) + seconds[SEND_B, stage, batch]
     walk.gradient_s[stage, batch] = sent_s
     if stage > 0:
-        walk.link_s[way, rank] = sent_s
+        walk.link_s[channel, rank] = sent_s
     return True

@@ -74,7 +74,7 @@ class SearchObjective(NamedTuple):
         kind: FLOW_SHOPS, ROUNDS or WORK.
         two_sizes: see `Arcs`.
         steady: M - 1.
-        steady_again: see `Arcs`.
+        steady_recomputes: see `Arcs`.
         more_large: see `Arcs`.
         more_small: see `Arcs`.
         largest_change: see `Arcs`, forward and backward.
@@ -84,7 +84,7 @@ class SearchObjective(NamedTuple):
     kind: int
     two_sizes: bool
     steady: int
-    steady_again: int
+    steady_recomputes: int
     more_large: float
     more_small: float
     largest_change: tuple[float, float]
@@ -131,7 +131,7 @@ def objective_of(arcs: Arcs) -> SearchObjective:
         arcs.objective,
         arcs.two_sizes,
         arcs.steady,
-        arcs.steady_again,
+        arcs.steady_recomputes,
         arcs.more_large,
         arcs.more_small,
         (change[0], change[1]),
@@ -155,7 +155,7 @@ def stage_in_front(arcs: Arcs, from_end: int, device: int, first: int, stop: int
         terms[BACKWARD],
         terms[OPTIMIZER],
         terms[REST],
-        arcs.extra[arc],
+        arcs.least_recompute_s[arc],
         arcs.crossing_least[first],
         arcs.backward_link[first],
         arcs.backward_head[first],
@@ -189,7 +189,7 @@ def grow(
     if objective.two_sizes:
         return _grow_two_sizes(objective, stage, rears, rear, front, new)
     through_s = stage.through_s + turnaround_s
-    steady_recompute_s = objective.steady_again * recompute_s
+    steady_recompute_s = objective.steady_recomputes * recompute_s
     passes_s = rears[rear, PASSES_S] + through_s
     optimizer_s = max(rears[rear, OPTIMIZER_S], stage.optimizer_s)
     end_s = max(optimizer_s, front[FRONT_OPTIMIZER_S])

@@ -14,7 +14,7 @@ from planner.kernel.compiled import compiled
 
 @compiled
 def price_layer(
-    own_bytes: float, edge_bytes: float, again: float, prices: Floats, kept: Floats, recomputed: Floats
+    own_bytes: float, edge_bytes: float, recompute_s: float, prices: Floats, kept: Floats, recomputed: Floats
 ) -> None:
     """Put a layer before those whose least e + price * bytes held are `kept` and `recomputed`, for each price.
 
@@ -24,7 +24,7 @@ def price_layer(
     Args:
         own_bytes: of the layer, if it is kept.
         edge_bytes: at the boundary after it, if it lies next to a segment.
-        again: its recompute seconds.
+        recompute_s: of the layer.
         prices: seconds per byte.
         kept: of the layers so far if the first is kept.
         recomputed: of the layers so far if the first is recomputed.
@@ -33,7 +33,7 @@ def price_layer(
         one, other = kept[index], recomputed[index]
         edge = prices[index] * edge_bytes
         kept[index] = min(one, other + edge) + prices[index] * own_bytes
-        recomputed[index] = min(other, one + edge) + again
+        recomputed[index] = min(other, one + edge) + recompute_s
 
 
 @compiled
@@ -46,17 +46,17 @@ def least_at(prices: Floats, kept: Floats, recomputed: Floats, room: float) -> f
 
 
 @compiled
-def least_recompute_s(held: Floats, entering: Floats, again: Floats, prices: Floats, room: float) -> float:
+def least_recompute_s(held: Floats, entering: Floats, recompute_s: Floats, prices: Floats, room: float) -> float:
     """Seconds of recompute at least when all layers together have `room` bytes; see `price_layer`.
 
     Args:
         held: bytes that each layer keeps, shape (L,).
         entering: bytes at each boundary, shape (L + 1,).
-        again: recompute seconds, shape (L,).
+        recompute_s: of each layer, shape (L,).
         prices: seconds per byte to try.
         room: bytes.
     """
     kept, recomputed = np.zeros(len(prices)), np.zeros(len(prices))
     for layer in range(len(held) - 1, -1, -1):
-        price_layer(held[layer], entering[layer + 1], again[layer], prices, kept, recomputed)
+        price_layer(held[layer], entering[layer + 1], recompute_s[layer], prices, kept, recomputed)
     return least_at(prices, kept, recomputed, room)

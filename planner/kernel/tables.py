@@ -21,26 +21,26 @@ on_line, whole_bytes = compiled(between_sizes.on_line), compiled(between_sizes.w
 class Tables(NamedTuple):
     """All that the search reads of a problem, for one schedule, R and M.
 
-    C classes of equal devices, L layers, N = L + 1 positions, V variants of what is in flight (1 where that is all
+    C classes of equal devices, L layers, N = L + 1 positions, V in-flight indices (1 where that is all
     micro-batches; else one for each number of a stage from the end). Arrays over positions are prefix sums where they
     say so; seconds are those of one micro-batch, a steady one being the mean of the first M - 1.
 
     Attributes:
         objective: of the schedule, see `planner.plan.schedules.Objective`; FLOW_SHOPS, ROUNDS or WORK.
-        by_number: whether there is a variant for each number of a stage from the end.
-        last_turns_around: whether the last stage never runs a segment again.
+        by_number: whether there is an in-flight index for each number of a stage from the end.
+        last_turns_around: whether the last stage never recomputes a segment.
         two_sizes: whether the flow shops have unequal micro-batches.
         steady: M - 1.
         recompute: AUTO, ALWAYS or NEVER.
         least_stages: smallest K.
         most_stages: largest K.
-        passing: prefix sums of f + b of a micro-batch on its way, shape (C, N): the least; of rounds the first
+        passing: prefix sums of f + b of a micro-batch that passes, shape (C, N): the least; of rounds the first
             micro-batch's f, which is large, and the least b.
         passing_least: the least in any case.
         forward: prefix sums of steady f, shape (C, N); of rounds the mean of all but the first micro-batch.
         backward: prefix sums of steady b, shape (C, N).
-        again: prefix sums of steady recompute, shape (C, N); of rounds as with `forward`.
-        again_passing: prefix sums of the least recompute of a micro-batch, shape (C, N).
+        steady_recompute: prefix sums of steady recompute, shape (C, N); of rounds as with `forward`.
+        passing_recompute: prefix sums of the least recompute of a micro-batch, shape (C, N).
         forward_most: prefix sums of the largest f, shape (C, N).
         crossing: transfer of a micro-batch, both directions, shape (N,): what `passing` is of a stage.
         crossing_least: the least in any case.
@@ -59,7 +59,7 @@ class Tables(NamedTuple):
         stage_share: where between them these sizes are, shape (C, 2).
         prices: seconds of recompute per byte held, ascending, some to try, shape (C, V, P).
         trainable_bytes: the trainable part of parameters, shape (N, N).
-        limit: bytes that a stage may fill beside what any stage needs, shape (C, V).
+        limit: bytes that a stage may fill in addition to what any stage needs, shape (C, V).
         optimizer_rate: seconds of optimizer and all-reduce for each trainable byte, shape (C,).
         optimizer_fixed: the same for a stage with trainable parameters, shape (C,).
         allowed: whether a cut is allowed at a position, shape (N,).
@@ -80,8 +80,8 @@ class Tables(NamedTuple):
     passing_least: Floats
     forward: Floats
     backward: Floats
-    again: Floats
-    again_passing: Floats
+    steady_recompute: Floats
+    passing_recompute: Floats
     forward_most: Floats
     crossing: Floats
     crossing_least: Floats
@@ -126,18 +126,20 @@ class Needs(NamedTuple):
 
 
 @compiled
-def stage_needs(tables: Tables, device: int, variant: int, begin: int, stop: int) -> Needs:
+def stage_needs(tables: Tables, device: int, in_flight_index: int, begin: int, stop: int) -> Needs:
     """What the stages of layers [begin, stop), [begin + 1, stop), ... need, by the rows of `planner.cost.ledger`.
 
     The sums are explained in `planner.cost.stage_sums`. All stages of one end are looked at in one call: to hand these
     arrays on costs more than to read them.
     """
     memory, at, share = tables.memory, tables.stage_at[device], tables.stage_share[device]
-    ranges, limit = memory.ranges[memory.range_of[device]], tables.limit[device, variant]
-    first_boundary, last_boundary = memory.first_boundary[device, variant], memory.last_boundary[device, variant]
-    own_kept, own_recomputed = memory.own_kept[device, variant], memory.own_recomputed[device, variant]
-    beside_kept, beside_as_one = memory.beside_whole[KEPT_PLACE, device], memory.beside_whole[AS_ONE_PLACE, device]
-    beside, (many, few) = memory.beside[device], (memory.in_flight[variant, 0], memory.in_flight[variant, 1])
+    ranges, limit = memory.ranges[memory.range_of[device]], tables.limit[device, in_flight_index]
+    first_boundary = memory.first_boundary[device, in_flight_index]
+    last_boundary = memory.last_boundary[device, in_flight_index]
+    own_kept, own_recomputed = memory.own_kept[device, in_flight_index], memory.own_recomputed[device, in_flight_index]
+    moments_kept, moments_as_one = memory.moments_whole[KEPT_PLACE, device], memory.moments_whole[AS_ONE_PLACE, device]
+    moments = memory.moments[device]
+    many, few = memory.in_flight[in_flight_index, 0], memory.in_flight[in_flight_index, 1]
     kept_large = _bytes_at(tables.stage_kept, at[0], share[0], begin, stop)
     kept_small = _bytes_at(tables.stage_kept, at[1], share[1], begin, stop)
     most_large = _bytes_at(tables.stage_most, at[0], share[0], begin, stop)
@@ -146,16 +148,16 @@ def stage_needs(tables: Tables, device: int, variant: int, begin: int, stop: int
     moment_kept, moment_as_one, moment_in_parts = 0.0, 0.0, 0.0
     for first in range(stop - 1, begin - 1, -1):
         place = first - begin
-        moment_kept = max(moment_kept, beside_kept[first])
-        moment_as_one = max(moment_as_one, beside_as_one[first])
-        moment_in_parts = max(moment_in_parts, beside[first])
+        moment_kept = max(moment_kept, moments_kept[first])
+        moment_as_one = max(moment_as_one, moments_as_one[first])
+        moment_in_parts = max(moment_in_parts, moments[first])
         room = limit - (ranges[first, stop] + first_boundary[first] + last_boundary[stop])
-        again = own_recomputed[stop] - own_recomputed[first]
+        own_bytes = own_recomputed[stop] - own_recomputed[first]
         in_flight = own_kept[stop] - own_kept[first] + many * kept_large[place] + few * kept_small[place]
-        most_beside = max(most_large[place] - kept_large[place], most_small[place] - kept_small[place])
-        over_kept[place] = in_flight + most_beside + moment_kept - room
-        over_as_one[place] = again + max(most_large[place], most_small[place]) + moment_as_one - room
-        left[place], moment[place] = room - again, moment_in_parts
+        most_passing = max(most_large[place] - kept_large[place], most_small[place] - kept_small[place])
+        over_kept[place] = in_flight + most_passing + moment_kept - room
+        over_as_one[place] = own_bytes + max(most_large[place], most_small[place]) + moment_as_one - room
+        left[place], moment[place] = room - own_bytes, moment_in_parts
     return Needs(over_kept, over_as_one, left, moment)
 
 
@@ -171,14 +173,14 @@ def _bytes_at(measured: Floats, sizes: Indices, share: float, begin: int, stop: 
 
 
 @compiled
-def segment_costs(tables: Tables, device: int, variant: int) -> StageCosts:
+def segment_costs(tables: Tables, device: int, in_flight_index: int) -> StageCosts:
     """What decides the segments of stages on one class of devices, with one number of micro-batches in flight."""
     memory = tables.memory
     return StageCosts(
-        memory.kept_layers[device, variant],
-        memory.segment_edges[device, variant],
+        memory.kept_layers[device, in_flight_index],
+        memory.segment_edges[device, in_flight_index],
         memory.segment[device],
-        memory.beside[device],
-        tables.again[device],
-        tables.again_passing[device],
+        memory.moments[device],
+        tables.steady_recompute[device],
+        tables.passing_recompute[device],
     )

@@ -141,7 +141,7 @@ class SegmentChoices:
         if tables.recompute == ALWAYS:
             return as_one
         most_recompute_s = np.inf
-        if self.arcs.steady_again:
+        if self.arcs.steady_recomputes:
             steady_s = float(
                 tables.forward[device, stop]
                 - tables.forward[device, first]

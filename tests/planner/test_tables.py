@@ -64,7 +64,7 @@ def test_seconds_of_ranges_are_sums_over_layers_and_micro_batches(profiles, orac
             assert between(tables.backward) == pytest.approx(steady("backward_s"))
             again = sizes[1:] if rounds else sizes[:-1]  # the first one is recomputed while its gradient is under way
             again_s = np.mean([sum(cost(kind, layer, size, "recompute_s") for layer in inside) for size in again])
-            assert between(tables.again) == pytest.approx(again_s)
+            assert between(tables.steady_recompute) == pytest.approx(again_s)
 
 
 def test_rules_and_equal_devices(profile_of, device):

@@ -4,8 +4,9 @@ INSTALLED := .venv/.installed
 RUN := .venv/bin/python
 SURVEYED := .survey/.installed
 LIBRARIES := .survey/libraries/.installed
+ENGINES := .survey/engines/.installed
 
-.PHONY: demo test slow durations lint bench coverage survey libraries
+.PHONY: demo test slow durations lint bench coverage survey libraries engines
 
 # Another schedule: make demo SCHEDULE=interleaved CHUNKS=2
 demo: $(INSTALLED)
@@ -45,6 +46,9 @@ libraries: $(LIBRARIES)
 	@OMP_NUM_THREADS=1 GPIPE_AUTOPLAN_CACHE=off PYTHONPATH=.survey/libraries:notebooks/demo:. \
 		$(RUN) -m tests.coverage.library_survey .survey/libraries.jsonl $(ONLY)
 
+engines: $(ENGINES)
+	@OMP_NUM_THREADS=1 PYTHONPATH=.survey/engines:. $(RUN) -m pytest -q tests/planner/test_export_engines.py
+
 # In a folder of its own: transformers would use torchvision in the tests as well, whose wheel needs CUDA's libraries.
 $(SURVEYED): $(INSTALLED)
 	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target .survey timm torchvision
@@ -56,6 +60,13 @@ $(LIBRARIES): $(INSTALLED) tests/coverage/libraries.txt
 	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/coverage/libraries.txt \
 		--target .survey/libraries
 	@rm -rf .survey/libraries/tests .survey/libraries/test .survey/libraries/torchaudio/lib
+	@touch $@
+
+# DeepSpeed comes as source, and its setup asks for the torch that is here. Their other dependencies are here, too.
+$(ENGINES): $(INSTALLED)
+	@DS_ACCELERATOR=cpu .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--target .survey/engines accelerate==1.15.0 megatron-core==0.16.1 torchtitan==0.3.0 deepspeed==0.19.8 \
+		spmd_types tyro typeguard shtab docstring-parser torchdata hjson py-cpuinfo msgpack einops
 	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt

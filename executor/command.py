@@ -14,6 +14,7 @@ import click
 
 from executor.commands.environment import env
 from executor.commands.estimating import estimate, what_if
+from executor.commands.export import export
 from executor.commands.planning import plan, profile, trace
 from executor.commands.plans import diff, explain, plot, show, validate
 from executor.commands.running import run
@@ -63,5 +64,5 @@ def main() -> None:
     """
 
 
-for _command in (plan, show, run, estimate, explain, diff, what_if, profile, trace, plot, validate, env):
+for _command in (plan, show, run, estimate, explain, diff, what_if, profile, trace, plot, validate, export, env):
     main.add_command(_command)

@@ -34,7 +34,7 @@ from executor.layout import layout_of
 from executor.measure.action_times import TimedAction
 from executor.measure.clocks import clock_offset_s
 from executor.measure.measured import Recorded, measured_frame, real_timelines
-from executor.plan_check import check_model, device_of, takes_target, traced_as_planned
+from executor.plan_check import device_of, takes_target
 from executor.run.outputs import check_joinable, whole_output
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
@@ -50,6 +50,7 @@ from executor.state.tied import forget_gradients, sum_gradients
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
 from executor.world import check_world_size, group_on_host, join, wait_limit
+from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
 from planner.plan.timeline import save_timeline_json
 from profiler.errors import ArgumentError

@@ -60,7 +60,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         ForeignPlanError: the profile is not the plan's.
     """
     profile = profile or plan.profile
-    problem = None if profile is None else _problem_of(plan, profile)
+    problem = None if profile is None else problem_of(plan, profile)
     timeline = simulate_plan(plan)
     size = max(plan.micro_batch_sizes)
     rows = [_row(plan, index, size) for index in range(plan.K)]
@@ -121,7 +121,7 @@ def _row(plan: Plan, index: int, size: int) -> dict[str, Any]:
     }
 
 
-def _problem_of(plan: Plan, profile: Profile) -> Problem:
+def problem_of(plan: Plan, profile: Profile) -> Problem:
     """The problem whose only freedom is recompute and cuts."""
     from planner.cost.layer_costs import fingerprint_of
     from planner.from_profile import make_problem

@@ -12,8 +12,10 @@ tensor's `_version`; the tables of a module (`_parameters`, `_buffers`, `_module
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -261,3 +263,39 @@ def process_groups_of_this_process() -> Iterator[Any]:
     from torch.distributed.distributed_c10d import _world
 
     return iter(_world.pg_map)
+
+
+# Pipelines of torch.distributed.pipelining.
+
+
+def pipeline_runtime(
+    stages: list[Any],
+    micro_batches: int,
+    loss_fn: Callable[[Any, Any], Tensor],
+    table: str,
+    batch_dims: Iterable[int | None],
+) -> Any:
+    """The runtime of torch for any schedule, which has no public name and reads its passes from a file.
+
+    Args:
+        stages: `PipelineStage`s of this process.
+        micro_batches: M.
+        loss_fn: of a micro-batch's output and target; gradients are not scaled after it.
+        table: the passes, one line a rank.
+        batch_dims: of each input; None for one that each micro-batch gets whole.
+    """
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    runtime = _PipelineScheduleRuntime(
+        stages,
+        micro_batches,
+        loss_fn=loss_fn,
+        args_chunk_spec=tuple(_Replicate() if dim is None else TensorChunkSpec(dim) for dim in batch_dims),
+        scale_grads=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "schedule.csv"
+        file.write_text(table, encoding="utf-8")
+        runtime._load_csv(str(file), format="compute_only")
+    return runtime

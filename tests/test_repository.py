@@ -56,6 +56,8 @@ IN_ONE_FILE = {
 # Where a value shows itself: one-line delegates at the end of its class, imported when they are called.
 VIEWS = {
     ("planner.plan.plan", "planner.explain"),
+    ("planner.plan.plan", "planner.export.export"),
+    ("planner.plan.plan", "planner.export.target"),
     ("planner.plan.plan", "planner.plan.report"),
     ("planner.plan.plan", "planner.plan.html"),
     ("profiler.record", "profiler.views"),

@@ -28,7 +28,9 @@ from profiler.value import Value, read_file, write_atomically
 
 if TYPE_CHECKING:
     import pandas
+    from torch import nn
 
+    from planner.export.target import Export
     from planner.plan.explanation import Explanation
     from profiler.record import Profile
 
@@ -349,6 +351,21 @@ class Plan(Value):
         from planner.explain import compare
 
         return compare(self, other)
+
+    def export(self, target: str, model: nn.Module, *, profile: Profile | None = None) -> Export:
+        """This plan for another engine, such as `"torch.distributed.pipelining"`; see `planner.export.export`.
+
+        Where cuts must move to the borders of modules, the export says what that costs; what the engine would train
+        wrongly is refused with the reason.
+
+        Args:
+            target: a key of `planner.export.export.TARGETS`.
+            model: that the plan was made for.
+            profile: what the plan was made from, which a plan made in this process knows itself; for cuts that move.
+        """
+        from planner.export.export import export
+
+        return export(self, target, model, profile=profile)
 
     def memory_over_time(self) -> pandas.DataFrame:
         """Predicted bytes of every stage during a step; see `planner.explain.memory_over_time`."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from executor import pipeline
-from executor.plan_check import traced_as_planned
 from planner.cost.skips import plan_skips, routes_of
+from planner.plan.of_model import traced_as_planned
 from planner.plan.plan import Plan, Prediction
 from planner.plan.schedules import ScheduleName
 from planner.plan.stage import Segment, Stage, StageMemory, StageTimes

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from executor import pipeline
-from executor.plan_check import traced_as_planned
+from planner.plan.of_model import traced_as_planned
 from planner.plan.plan import Plan
 from profiler.sample_spec import SampleSpec
 from profiler.tracing.sequence import LayerSequence

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.plan_check import check_model, traced_as_planned
 from planner.automatic import autoplan
 from planner.from_profile import plan_from_profile
 from planner.plan.micro_batches import MicroBatches
+from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
 from planner.solve.other_counts import promising
 from planner.solve.problem import Candidate

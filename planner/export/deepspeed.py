@@ -1,0 +1,90 @@
+"""For DeepSpeed: the `parts` of a `PipelineModule`, the bounds of its stages among its layers, and its configuration.
+
+DeepSpeed balances by itself, by parameters or by class; other bounds take a subclass of three lines, which `text` has.
+Its layers are the children of an `nn.Sequential`; of another model the blocks of its lists and what stands next to
+them, which its user writes as such a list.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from planner.export.refusing import apart
+from planner.export.target import Made, Recompute, Request, Target
+from planner.export.units import block_paths, child_paths
+
+_SCRIPT = """\
+from deepspeed.pipe import PipelineModule
+
+
+class PlannedModule(PipelineModule):  # with the stages of the plan
+    def _partition_layers(self, method="uniform"):
+        self.parts = {parts}
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+# layers: {layers}
+module = PlannedModule(
+    layers, num_stages={stages}, loss_fn=loss_fn, activation_checkpoint_interval={interval}
+)
+# configuration: {config}
+"""
+
+
+def _make(request: Request) -> Made:
+    plan, stages = request.plan, request.unit_paths
+    parts = [0, *accumulate(len(paths) for paths in stages)]
+    config = {
+        "train_batch_size": plan.batch_size,
+        "train_micro_batch_size_per_gpu": request.micro_batch_size,
+        "gradient_accumulation_steps": plan.M,
+    }
+    value: dict[str, Any] = {
+        "num_stages": plan.K,
+        "parts": parts,
+        "layers": [path for paths in stages for path in paths],
+        "activation_checkpoint_interval": int(request.recomputes),
+        "config": config,
+    }
+    notes = []
+    if not isinstance(request.model, nn.Sequential):
+        notes.append(
+            "PipelineModule calls layers one after the other: what the model does between these modules must become "
+            "part of them."
+        )
+    for name in apart(plan, request.sequence):
+        notes.append(f"{name} is shared by stages: give the layers that use it as TiedLayerSpec.")
+    text = _SCRIPT.format(
+        parts=parts,
+        layers=", ".join(value["layers"]),
+        stages=plan.K,
+        interval=value["activation_checkpoint_interval"],
+        config=config,
+    )
+    return Made(value, text, {"deepspeed_module.py": text}, tuple(notes))
+
+
+def _target(otherwise: Target | None = None, **differences: Any) -> Target:
+    return Target(
+        name="deepspeed",
+        engine="DeepSpeed",
+        make=_make,
+        schedules=("1f1b",),
+        recompute=Recompute.UNITS,
+        adds_tied=True,
+        averages_replicas=True,
+        otherwise=otherwise,
+        **differences,
+    )
+
+
+TARGET = _target(
+    unit_paths=child_paths,
+    between="children of the nn.Sequential",
+    suits=lambda plan, model: isinstance(model, nn.Sequential),
+    otherwise=_target(unit_paths=block_paths, between="blocks and the modules next to them", tensors_between=1),
+)

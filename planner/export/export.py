@@ -1,0 +1,117 @@
+"""`plan.export`: a plan as another engine takes it, by one registry with a row for each target.
+
+    made = plan.export("torchgpipe", model)
+    print(made)                                    # what moved to block borders, what that costs, and the text to paste
+    pipeline = GPipe(made.module, **made.value)
+
+First what the engine would train wrongly is refused (`refusing`), then cuts and recompute become such as it can have
+(`moving`), and then its row writes them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Final
+
+from torch import nn
+
+from planner.export import deepspeed, hugging_face, megatron, torch_pipelining, torchgpipe, torchtitan
+from planner.export.moving import Form, moved
+from planner.export.refusing import refuse_what_goes_wrong
+from planner.export.target import Export, Move, Request, Target
+from planner.export.units import Units, units_of
+from planner.plan.of_model import check_model, traced_as_planned
+from planner.plan.plan import Plan
+from profiler.errors import ArgumentError
+from profiler.record import Profile
+from profiler.tracing.sequence import LayerSequence
+
+TARGETS: Final[Mapping[str, Target]] = {
+    target.name: target
+    for target in (
+        torch_pipelining.TARGET,
+        torchgpipe.TARGET,
+        torchtitan.TARGET,
+        megatron.TARGET,
+        deepspeed.TARGET,
+        hugging_face.TARGET,
+    )
+}
+"""By name, in the order in which help lists them."""
+
+
+def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None = None) -> Export:
+    """The plan for another engine.
+
+    Args:
+        plan: what is to run there.
+        target: a key of `TARGETS`.
+        model: that the plan was made for.
+        profile: what the plan was made from, which a plan made in this process knows itself. Needed where cuts must
+            move to the borders of modules.
+
+    Raises:
+        ArgumentError: there is no such target, or a cut must move and there is no profile.
+        ForeignPlanError: the plan was made for another model, or from another profile.
+        InfeasibleError: the engine cannot run the plan, or would train wrongly by it; the message says why, and what to
+            do.
+    """
+    row = known_target(target).row_for(plan, model)
+    sequence = traced_as_planned(model, plan)
+    check_model(model, sequence, plan)
+    refuse_what_goes_wrong(plan, sequence, row)
+    row.check(plan, model, sequence)
+    units = None if row.unit_paths is None else units_of(sequence, row.unit_paths(model))
+    there = moved(plan, _form(row, plan, sequence, units), profile or plan.profile)
+    refuse_what_goes_wrong(there.plan, sequence, row)  # a cut that moved may part what was together
+    made = row.make(Request(there.plan, model, sequence, units))
+    return Export(
+        target=row.name,
+        plan=there.plan,
+        original=plan,
+        original_s=there.original_s,
+        value=made.value,
+        text=made.text,
+        files=made.files,
+        notes=made.notes,
+        module=made.module,
+        moves=tuple(
+            Move(index, old.first_layer, new.first_layer, new.module_paths[0])
+            for index, (old, new) in enumerate(zip(plan.stages, there.plan.stages, strict=True))
+            if old.first_layer != new.first_layer
+        ),
+    )
+
+
+def known_target(name: str) -> Target:
+    """The row of that name.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if name in TARGETS:
+        return TARGETS[name]
+    close = get_close_matches(str(name).lower(), TARGETS, n=1, cutoff=0.4)
+    meant = f"; did you mean {close[0]!r}" if close else ""
+    raise ArgumentError(f"there is no target {name!r}{meant}; there are {', '.join(TARGETS)}")
+
+
+def _form(row: Target, plan: Plan, sequence: LayerSequence, units: Units | None) -> Form:
+    positions = None if units is None else _places(row, plan, sequence, units)
+    between = "layers" if row.unit_paths is None else row.between
+    return Form(positions, row.recompute, units, row.name, between)
+
+
+def _places(row: Target, plan: Plan, sequence: LayerSequence, units: Units) -> frozenset[int]:
+    """One position for each number of units before it: the plan's own cut, or the last before the next unit."""
+    own = {stage.stop_layer for stage in plan.stages}
+    chosen: dict[int, int] = {}
+    possible = row.borders(units.paths)
+    for position, count in units.before.items():
+        crosses = sum(value.requires_grad for value in sequence.boundaries[position])
+        if count not in possible or (row.tensors_between is not None and crosses > row.tensors_between):
+            continue
+        if chosen.get(count) not in own:
+            chosen[count] = position
+    return frozenset(chosen.values())

@@ -1,0 +1,86 @@
+"""Plans that an engine would train wrongly, or not at all: refused with the reason and what to do."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+from planner.export.target import Target
+from planner.plan.plan import Plan
+from profiler.errors import InfeasibleError
+from profiler.tracing.sequence import LayerSequence
+
+OURS = "train with executor.Pipeline"
+
+
+def refuse_what_goes_wrong(plan: Plan, sequence: LayerSequence, target: Target) -> None:
+    """Refuse a plan that the target's engine cannot run, or would train another model by.
+
+    Raises:
+        InfeasibleError: naming all reasons.
+    """
+    reasons = list(_reasons(plan, sequence, target))
+    if reasons:
+        raise InfeasibleError(f"{target.name} cannot run this plan: {'; and '.join(reasons)}")
+
+
+def _reasons(plan: Plan, sequence: LayerSequence, target: Target) -> Iterator[str]:
+    if plan.schedule not in target.schedules:
+        able = " or ".join(repr(name) for name in target.schedules)
+        yield f"{target.engine} has no schedule {plan.schedule!r}; plan with schedule {able}"
+    if len({*plan.micro_batch_sizes}) > 1 and target.has_micro_batches:
+        least, most = min(plan.micro_batch_sizes), max(plan.micro_batch_sizes)
+        yield (
+            f"its micro-batches hold {least} and {most} samples, and {target.engine} weights them alike and expects "
+            f"one shape; plan with micro_batches that divide the {plan.batch_size // plan.replicas} of a replica"
+        )
+    if plan.replicas > 1 and not target.averages_replicas:
+        yield (
+            f"{target.engine} runs one pipeline and averages no gradients, and R = {plan.replicas}; plan with "
+            f"replicas=1, or {OURS}"
+        )
+    if target.has_micro_batches:
+        yield from _state_reasons(sequence, target)
+    if not target.adds_tied:
+        yield from _tied_reasons(plan, sequence, target)
+
+
+def _state_reasons(sequence: LayerSequence, target: Target) -> Iterator[str]:
+    """Of what a forward pass writes."""
+    moved = [entry.running_mean for layer in sequence.layers for entry in layer.statistics]
+    if moved and not target.defers_statistics:
+        yield (
+            f"{target.engine} moves running statistics with each micro-batch, and GPipe once a mini-batch, so "
+            f"{_first(moved)} would be another for each M; replace batch normalization (by GroupNorm, say), or {OURS}"
+        )
+    written = [name for layer in sequence.layers for name, _ in layer.written_buffers]
+    if written:
+        yield (
+            f"the forward pass writes the buffer {_first(written)}, and {target.engine} may run it once more, for "
+            f"shapes or to recompute; {OURS}"
+        )
+
+
+def _tied_reasons(plan: Plan, sequence: LayerSequence, target: Target) -> Iterator[str]:
+    for name, layers in apart(plan, sequence).items():
+        ranks = ", ".join(map(str, layers))
+        original = " and ".join(sequence.aliases.get(name, (name,)))
+        yield (
+            f"{original} is one parameter that ranks {ranks} use, and {target.engine} does not add up its gradients; "
+            f"untie it (tie_word_embeddings=False in a transformers configuration) and plan again, or {OURS}"
+        )
+
+
+def apart(plan: Plan, sequence: LayerSequence) -> dict[str, list[int]]:
+    """Parameters that layers of several ranks read, and these ranks."""
+    stops = [stage.stop_layer for stage in plan.stages]
+    found = {}
+    for name, layers in sequence.tied.items():
+        ranks = sorted({plan.stages[bisect_right(stops, layer)].rank for layer in layers})
+        if len(ranks) > 1:
+            found[name] = ranks
+    return found
+
+
+def _first(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

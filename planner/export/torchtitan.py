@@ -1,0 +1,75 @@
+"""For torchtitan: which modules each part of the model has, the schedule and the micro-batches, as TOML.
+
+The modules are those that torchtitan's own split knows: children of the model, and what its lists hold. Schedules that
+torch has under the same name are named; of others the passes come as a CSV file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from planner.export.target import Made, Recompute, Request, Target
+from planner.export.torch_pipelining import schedule_csv
+from planner.export.units import listed_paths
+from planner.plan.plan import Plan
+from planner.plan.schedules import SCHEDULES
+
+_SAME: Mapping[str, str] = {"gpipe": "GPipe", "1f1b": "1F1B"}
+"""Of our schedules those that torch has, pass by pass but for the order in which micro-batches go back."""
+SCHEDULE_FILE = "schedule.csv"
+
+
+def _schedule(plan: Plan) -> dict[str, str]:
+    """Options that name the schedule; torch's 1F1B needs as many micro-batches as stages."""
+    if plan.schedule in _SAME and plan.M >= plan.K:
+        return {"pipeline_parallel_schedule": _SAME[plan.schedule]}
+    return {"pipeline_parallel_schedule": "PipelineScheduleMulti", "pipeline_parallel_schedule_csv": SCHEDULE_FILE}
+
+
+def _make(request: Request) -> Made:
+    plan = request.plan
+    schedule = _schedule(plan)
+    value: dict[str, dict[str, Any]] = {
+        "parallelism": {
+            "pipeline_parallel_degree": plan.ranks,
+            "data_parallel_replicate_degree": plan.replicas,
+            "module_fqns_per_model_part": [list(paths) for paths in request.unit_paths],
+            **schedule,
+            "pipeline_parallel_microbatch_size": request.micro_batch_size,
+        },
+        "training": {"local_batch_size": plan.batch_size // plan.replicas, "global_batch_size": plan.batch_size},
+        "activation_checkpoint": {"mode": "full" if request.recomputes else "none"},
+    }
+    notes = [
+        "The model's forward must go on without the modules that its part lacks (torchtitan sets them to None), and "
+        "hand on one tensor.",
+        "Versions without TOML take the same names as options, such as --parallelism.pipeline_parallel_degree.",
+    ]
+    files = {"torchtitan.toml": _toml(value)}
+    if "pipeline_parallel_schedule_csv" in schedule:
+        files[SCHEDULE_FILE] = schedule_csv(plan)
+        notes.append(f"{SCHEDULE_FILE} has the passes; give its path as torchtitan finds it.")
+    return Made(value, files["torchtitan.toml"], files, tuple(notes))
+
+
+def _toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tables of strings, whole numbers, and lists of lists of strings, which TOML writes as JSON does."""
+    return "\n".join(
+        "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""])
+        for name, table in tables.items()
+    )
+
+
+TARGET = Target(
+    name="torchtitan",
+    engine="torchtitan",
+    make=_make,
+    schedules=tuple(SCHEDULES),
+    unit_paths=listed_paths,
+    between="the model's children and the members of its lists",
+    tensors_between=1,
+    recompute=Recompute.LISTED,
+    averages_replicas=True,
+)

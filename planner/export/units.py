@@ -1,0 +1,155 @@
+"""Modules that an engine puts on one stage or another, and the cuts that do not part them.
+
+    model.embed | model.blocks.0 | model.blocks.1 | ... | model.head        units, in the order in which they run
+                ^                ^                ^     ^                   borders
+
+A unit is cut if it has operations on both sides. A unit without parameters whose operations other units' lie between is
+a helper that they share, such as an activation function, and can be on every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from torch import nn
+
+from profiler.tracing.sequence import LayerSequence
+
+UnitPaths: TypeAlias = Callable[[nn.Module], tuple[str, ...]]
+"""The paths of a model's units, in the order in which the model declares them."""
+
+
+def child_paths(model: nn.Module) -> tuple[str, ...]:
+    """The model's children: `"0"`, `"1"`, ... of an `nn.Sequential`."""
+    return tuple(name for name, _ in model.named_children())
+
+
+def listed_paths(model: nn.Module) -> tuple[str, ...]:
+    """The model's children, and in place of an `nn.ModuleList` or `nn.ModuleDict` what it holds: `"layers.0"`."""
+    return tuple(_listed(model))
+
+
+def _listed(model: nn.Module) -> Iterator[str]:
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from (f"{name}.{inner}" for inner, _ in child.named_children())
+        else:
+            yield name
+
+
+def block_paths(model: nn.Module) -> tuple[str, ...]:
+    """What the model's outermost lists hold, wherever they are, and the modules next to them: `"model.layers.0"`."""
+    return tuple(_blocks(model, "", is_list=False))
+
+
+def _blocks(module: nn.Module, prefix: str, *, is_list: bool) -> Iterator[str]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        inner_list = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if not is_list and any(True for _ in child.children()) and (inner_list or _holds_list(child)):
+            yield from _blocks(child, f"{path}.", is_list=inner_list)
+        else:
+            yield path
+
+
+def _holds_list(module: nn.Module) -> bool:
+    return any(isinstance(inner, nn.ModuleList | nn.ModuleDict | nn.Sequential) for inner in module.modules())
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a model.
+
+    Attributes:
+        paths: in the order in which they run; those that run no operation stand after the one declared before them.
+        before: position of a cut that parts no unit -> how many of them come before it, at least one, not all.
+        layers: number of layers of the model.
+    """
+
+    paths: tuple[str, ...]
+    before: Mapping[int, int]
+    layers: int
+
+    def of_stages(self, stops: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+        """The units of each stage, for stages that end at these positions, the last at the end of the model."""
+        counts = [0, *(self.before[stop] for stop in stops[:-1]), len(self.paths)]
+        return tuple(self.paths[first:last] for first, last in pairwise(counts))
+
+    def spans(self, first: int, stop: int, *, listed_only: bool) -> list[tuple[int, int]]:
+        """The layers of a stage parted at all borders inside; without those of units that are not of a list."""
+        counts = {0: 0, **self.before, self.layers: len(self.paths)}
+        ends = {counts[first]: first, counts[stop]: stop}
+        for position in sorted(self.before):
+            if first < position < stop:
+                ends.setdefault(self.before[position], position)
+        return [
+            (ends[one], ends[other])
+            for one, other in pairwise(sorted(ends))
+            if not listed_only or all(is_listed(path) for path in self.paths[one:other])
+        ]
+
+
+def units_of(sequence: LayerSequence, paths: Sequence[str]) -> Units:
+    """Where the units with these paths run, and the cuts between them."""
+    where: dict[str, list[int]] = {path: [] for path in paths}
+    for layer in sequence.layers:
+        for path in {owner for module in layer.module_paths if (owner := _owner(module, where)) is not None}:
+            where[path].append(layer.index)
+    whole = {path: layers for path, layers in where.items() if layers and not _is_helper(sequence, path, layers)}
+    order = _in_order(paths, whole)
+    place = {path: number for number, path in enumerate(order)}
+    before: dict[int, int] = {}
+    for position in range(1, len(sequence)):
+        if any(layers[0] < position <= layers[-1] for layers in whole.values()):
+            continue
+        count = _number_before(order, place, whole, position)
+        if count and count < len(order):
+            before[position] = count
+    return Units(order, before, len(sequence))
+
+
+def is_listed(path: str) -> bool:
+    """Whether a unit stands in a list of its model, as the blocks of a transformer do."""
+    return path.rpartition(".")[2].isdecimal()
+
+
+def _owner(module: str, paths: Mapping[str, object]) -> str | None:
+    """The unit that a module belongs to."""
+    while module:
+        if module in paths:
+            return module
+        module = module.rpartition(".")[0]
+    return None
+
+
+def _is_helper(sequence: LayerSequence, path: str, layers: Sequence[int]) -> bool:
+    """Whether the unit has no parameters, and operations of other modules between its own."""
+    if layers[-1] - layers[0] + 1 == len(layers):
+        return False
+    names = {name for known in sequence.parameters for name in sequence.aliases.get(known, (known,))}
+    return not any(name.startswith(f"{path}.") for name in names)
+
+
+def _in_order(paths: Sequence[str], whole: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """Units by their first layer; one that has none comes after the unit that is declared before it.
+
+    What shares that layer with a block of a list, such as rotary embeddings, comes before the block.
+    """
+    keys: dict[str, tuple[int, int, int]] = {}
+    last = -1
+    for number, path in enumerate(paths):
+        last = whole[path][0] if path in whole else last
+        keys[path] = (last, is_listed(path) if path in whole else 2, number)
+    return tuple(sorted(paths, key=lambda path: keys[path]))
+
+
+def _number_before(
+    order: Sequence[str], place: Mapping[str, int], whole: Mapping[str, Sequence[int]], position: int
+) -> int:
+    """Units before a position, those without a layer of their own among them."""
+    after = [place[path] for path, layers in whole.items() if layers[0] >= position]
+    ran = [place[path] for path, layers in whole.items() if layers[-1] < position]
+    return min(after) if after and ran else 0

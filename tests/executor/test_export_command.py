@@ -1,0 +1,48 @@
+"""`autoplan export`: what goes to which stream, files, JSON, exit codes."""
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from executor import command
+from executor.commands.export import TARGETS
+from planner.export import export
+from tests.planner.exported import case
+
+MODEL = "tests.planner.exported:build_plain"
+
+
+def exported(*arguments: object) -> Result:
+    return CliRunner().invoke(command.main, ["export", *map(str, arguments)])
+
+
+def test_the_command_knows_every_target() -> None:
+    assert [*export.TARGETS] == [*TARGETS]
+
+
+def test_a_plan_is_exported(tmp_path: Path) -> None:
+    known = case("plain")
+    known.plan(stages=2).save(tmp_path / "plan.json")
+    known.profile.save(tmp_path / "profile.json")
+    given = (tmp_path / "plan.json", MODEL, "--profile", tmp_path / "profile.json")
+    shown = exported(*given, "--to", "torchgpipe")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("GPipe(model, balance=[")
+    assert "a step takes" in shown.stderr or "nothing moved" in shown.stderr
+    folder = tmp_path / "made"
+    printed = exported(*given, "--to", "torch.distributed.pipelining", "-o", folder, "--json")
+    told = json.loads(printed.stdout)
+    assert told["files"] == [str(folder / "schedule.csv")]
+    assert (folder / "schedule.csv").read_text() == told["text"]
+    assert (told["cost_s"], told["moves"]) == (0.0, [])
+    refused = exported(*given, "--to", "deepspeed")
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    assert "DeepSpeed has no schedule 'gpipe'; plan with schedule '1f1b'" in refused.stderr
+
+
+def test_mistakes_are_found_before_the_model_is_built(tmp_path: Path) -> None:
+    assert exported(tmp_path / "none.json", MODEL, "--to", "torchgpipe").exit_code == 5
+    wrong = exported(tmp_path / "none.json", MODEL, "--to", "torch-gpipe")
+    assert wrong.exit_code == 2
+    assert "torchgpipe" in wrong.stderr

@@ -1,0 +1,109 @@
+"""Cuts and recompute moved to what an engine can have: against every such plan, listed one by one."""
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import Phase, given, settings
+
+from planner.explain import problem_of
+from planner.export.moving import Form, _overflow, _with_cuts, moved
+from planner.export.target import Recompute
+from planner.export.units import Units
+from planner.from_profile import plan_from_profile
+from planner.plan.plan import Plan
+from planner.plan.stage import Segment
+from profiler.device import Link
+from profiler.errors import ArgumentError, InfeasibleError
+
+LAYERS = 6
+
+
+@st.composite
+def planned(draw, profile_of, device):
+    """A plan whose devices are short of memory, and where an engine may cut."""
+    work = [draw(st.integers(1, 9)) / 8 for _ in range(LAYERS)]
+    kept = [draw(st.integers(1, 40)) for _ in range(LAYERS)]
+    rows = {
+        ("a", size): [
+            [w * size, w * size, 2 * w * size, k * size, 4, 2 * size, 2 * size] for w, k in zip(work, kept, strict=True)
+        ]
+        for size in (1, 8)
+    }
+    for table in rows.values():
+        table[-1][5:] = [0, 0]
+    profile = profile_of(rows, links=(Link(latency_s=0.01, bytes_per_s=1e3),))
+    stages = draw(st.integers(2, 3))
+    most = draw(st.integers(20, 400))
+    try:
+        plan = plan_from_profile(
+            profile,
+            [device(memory_bytes=most)] * stages,
+            batch_size=8,
+            stages=stages,
+            micro_batches=4,
+            micro_batches_per_stage=1,
+            schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
+        )
+    except InfeasibleError:
+        plan = None
+    positions = draw(st.sets(st.integers(1, LAYERS - 1), min_size=stages - 1))
+    return profile, plan, frozenset(positions)
+
+
+def units_at(positions):
+    order = sorted(positions)
+    return Units(tuple(f"blocks.{n}" for n in range(len(order) + 1)), {p: n + 1 for n, p in enumerate(order)}, LAYERS)
+
+
+def every_plan(plan: Plan, profile, form: Form):
+    """Step times of all plans of that form that fit: each planned with nothing left to choose but what it keeps."""
+    problem = problem_of(plan, profile)
+    nothing: tuple[Segment, ...] = ()
+    for cuts in itertools.combinations(sorted(form.positions or ()), plan.K - 1):
+        for segments_of in (lambda first, stop: nothing, form.segments):
+            made = _with_cuts(problem, plan, cuts, segments_of)
+            if not _overflow(made):
+                yield made.prediction.step_s
+
+
+@pytest.mark.parametrize("recompute", [Recompute.STAGES, Recompute.UNITS, Recompute.ANY])
+def test_no_plan_of_the_form_is_faster(recompute, profile_of, device):
+    @settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+    @given(planned(profile_of, device))
+    def check(drawn):
+        profile, plan, positions = drawn
+        if plan is None:
+            return
+        form = Form(positions, recompute, units_at(positions), "it", "blocks")
+        listed = list(every_plan(plan, profile, form))
+        try:
+            found = moved(plan, form, profile)
+        except InfeasibleError:
+            assert not listed
+            return
+        if form.holds(plan):
+            assert found.plan is plan
+            return
+        assert form.holds(found.plan)
+        assert found.original_s == pytest.approx(plan.prediction.step_s)
+        memories = [(stage.memory.total, stage.device.memory_bytes) for stage in found.plan.stages]
+        assert all(total <= most for total, most in memories)
+        assert {stage.device.kind for stage in found.plan.stages} == {"a"}
+        assert found.plan.prediction.step_s <= min(listed, default=float("inf")) * (1 + 1e-9)
+
+    check()
+
+
+def test_without_a_profile_what_must_move_is_said(profile_of, device):
+    row = (0.25, 0.25, 0.5, 10, 4, 8, 8)
+    profile = profile_of({("a", size): [[value * size for value in row]] * LAYERS for size in (1, 8)})
+    plan = plan_from_profile(profile, [device()] * 2, batch_size=8, stages=2, micro_batches=8)
+    (cut,) = [stage.stop_layer for stage in plan.stages[:-1]]
+    form = Form(frozenset({cut + 1}), Recompute.ANY, None, "it", "blocks")
+    with pytest.raises(ArgumentError, match=r"cuts inside of blocks must move for it, .* pass profile=\.\.\."):
+        moved(plan, form, None)
+    assert [stage.stop_layer for stage in moved(plan, form, profile).plan.stages] == [cut + 1, LAYERS]
+    nowhere = Form(frozenset(), Recompute.ANY, None, "it", "blocks")
+    with pytest.raises(InfeasibleError, match="this model has 0 such places where K = 2 stages need 1; plan with sta"):
+        moved(plan, nowhere, profile)

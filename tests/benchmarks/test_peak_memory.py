@@ -2,9 +2,9 @@
 
     pytest tests/benchmarks/test_peak_memory.py -m benchmark -s
 
-A GPT whose activations outweigh its parameters, planned by a real profile, trained by two processes under both
-schedules, with and without recompute; and a U-Net in four, its long skips relayed and sent past the stages between.
-Tensors' bytes at the worst moment of a step, the optimizer's state left out on both sides.
+A GPT whose activations outweigh its parameters, planned by a real profile, trained by two processes under every
+schedule, with chunks, with and without recompute; and a U-Net in four, its long skips relayed and sent past the stages
+between. Tensors' bytes at the worst moment of a step, the optimizer's state left out on both sides.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from tests.models.unet import UNet
 CONFIG = Config(context=128, width=192, heads=4, blocks=6)
 BATCH_SIZE, M = 16, 8
 WITHIN = 0.05
+AT_LEAST = 0.7  # measured: 0.705 to 0.943
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def table_of(task: Task, found: Profile, stages: int, chosen: list[dict[str, Any
     cluster = local_devices(["cpu"] * stages)
     for settings in chosen:
         plan = plan_from_profile(
-            found, cluster, batch_size=BATCH_SIZE, optimizer="AdamW", stages=stages, micro_batches=M,
-            micro_batches_per_stage=1, **settings
+            found, cluster, batch_size=BATCH_SIZE, optimizer="AdamW", stages=stages * settings.get("chunks", 1),
+            micro_batches=M, micro_batches_per_stage=1, **settings
         )  # fmt: skip
         frames.append(launch(peaks, plan, (task,))[0].assign(**settings))
     table = pandas.concat(frames).set_index([*chosen[0], "stage"])[["predicted", "measured", "ratio"]]
@@ -88,6 +89,25 @@ def test_each_rank_peaks_where_the_plan_says() -> None:
     chosen = [{"schedule": s, "recompute": r} for s, r in product(("gpipe", "1f1b"), ("never", "always"))]
     table = table_of(task, task.profiled(2), 2, chosen)
     assert ((table["ratio"] - 1).abs() <= WITHIN).all()
+
+
+@pytest.mark.benchmark
+def test_ranks_with_chunks_or_split_passes_never_peak_above_the_plan() -> None:
+    """Below it by more than `WITHIN`, for two reasons, both seen in the table.
+
+    A rank with chunks has several boundaries, and short messages seldom wait at all of them at once. And while I makes
+    the gradients of a micro-batch, the plan counts what that one keeps until W beside what it saves, though most of it
+    is the same.
+    """
+    task = gpt()
+    ways = (("interleaved", 2), ("interleaved", 3), ("interleaved-lean", 2), ("zb-h1", 1), ("zb", 1))
+    chosen = [
+        {"schedule": schedule, "chunks": chunks, "recompute": again}
+        for (schedule, chunks), again in product(ways, ("never", "always"))
+    ]
+    table = table_of(task, task.profiled(2), 2, chosen)
+    assert (table["ratio"] <= 1).all()
+    assert (table["ratio"] >= AT_LEAST).all()
 
 
 @pytest.mark.benchmark

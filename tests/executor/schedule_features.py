@@ -6,12 +6,14 @@ That one never fails and never stops: a failed step must leave nothing behind, a
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from executor import launch
 from planner import ExecutionError, Plan
 from planner.plan.schedules import SCHEDULES, chunk_schedules
 from tests.executor.conftest import _plan as plan_for
@@ -50,35 +52,66 @@ def whole_plan(replicas: int) -> Plan:
     return plan_for(sequence(), batch_size=len(X), micro_batches=micro_batches, replicas=replicas, schedule="1f1b")
 
 
-def used(plans: list[Plan], uses: list[str], folder: Path) -> tuple[list[float], dict[str, object]]:
+Seen = list[Any]
+"""What each use shows; of a prediction None in ranks without the last stage."""
+
+
+def used(plans: list[Plan], uses: list[str], folder: Path) -> tuple[Seen, dict[str, object]]:
     """Trains with these uses in a row, a restart taking the next plan; what is observed, and the state at the end."""
     following = iter(plans)
     training = Training(next(following))
-    seen: list[float] = []
+    seen: Seen = []
     for number, use in enumerate(uses):
         if use == "restart":
             training.save(folder / str(number))
             training = Training(next(following), seed=9)
             training.load(folder / str(number))
-            continue
-        training.optimizer.zero_grad()
-        seen += _passes(training, use, at=(3 * number + 5) % len(X))
-        training.optimizer.step()
-        training.scheduler.step()
+        else:
+            seen += _passes(training, use, at=(3 * number + 5) % len(X))
     return seen, training.state()
 
 
-def _passes(training: Training, use: str, at: int) -> list[float]:
-    """Gradients of a step, and what the use shows; `at` is the sample of which a failed step fails."""
+def used_in_processes(plans: list[Plan], uses: list[str], folder: Path) -> tuple[Seen, dict[str, object]]:
+    """The same in one process for each rank, other ones after each restart."""
+    seen: Seen = []
+    parts: list[tuple[Seen, dict[str, object]]] = []
+    lives = [list(life) for is_restart, life in groupby(uses, lambda use: use == "restart") if not is_restart]
+    for number, (plan, life) in enumerate(zip(plans, lives, strict=True)):
+        parts = launch(_live, plan, (life, folder / str(number), folder / str(number + 1)))
+        for shown in zip(*(found for found, _ in parts), strict=True):
+            said = [one for one in shown if one is not None]
+            assert all(one == said[0] for one in said), f"ranks see unlike things: {said}"
+            seen.append(said[0])
+    state: dict[str, object] = {}
+    for _, part in parts:
+        both = part.keys() & state.keys()
+        assert same({name: part[name] for name in both}, {name: state[name] for name in both}), (
+            "ranks hold unlike states"
+        )
+        state |= part
+    return seen, state
+
+
+def _live(plan: Plan, uses: list[str], before: Path, after: Path) -> tuple[Seen, dict[str, object]]:
+    """A rank from one restart to the next."""
+    training = Training(plan, seed=9 if before.exists() else 0)
+    if before.exists():
+        training.load(before)
+    seen = [one for use in uses for one in _passes(training, use, at=0)]
+    training.save(after)
+    return seen, training.state()
+
+
+def _passes(training: Training, use: str, at: int) -> Seen:
+    """A step of the optimizer, and what the use shows; `at` is the sample of which a failed step fails."""
     pipe = training.pipe
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if use == "scaled" else None
-    seen = []
+    scaler = ShardedGradScaler("cpu", init_scale=8.0) if use == "scaled" else None
+    seen: Seen = []
+    training.optimizer.zero_grad()
     if use == "failed step":
         foreign = Y.clone()
         foreign[at] = 100  # a class that is not there: the loss of its micro-batch fails, after passes of others
-        with pytest.raises(
-            ExecutionError, match=r"micro-batch \d+, action \d+F\d+: IndexError: Target 100 is out of bounds"
-        ):
+        with pytest.raises(ExecutionError, match=r"action \d+F\d+: IndexError: Target 100 is out of bounds"):
             pipe.step(X, target=foreign)
         assert all(parameter.grad is None for parameter in pipe.parameters())
     seen.append(pipe.step(X, target=Y, scaler=scaler).item())
@@ -89,17 +122,26 @@ def _passes(training: Training, use: str, at: int) -> list[float]:
     if use == "evaluate":
         seen.append(pipe.evaluate(X, target=Y).item())
     if use == "predict":
-        seen += pipe.predict(X).flatten().tolist()
+        predicted = pipe.predict(X)
+        seen.append(None if predicted is None else predicted.tolist())
+    training.optimizer.step()
+    training.scheduler.step()
     return seen
 
 
-def differing(seed: int, folder: Path) -> list[str]:
-    """What a random run shows that one stage does not; empty if nothing."""
+def differing(seed: int, folder: Path, *, processes: bool = False) -> list[str]:
+    """What a random run shows that one stage does not; empty if nothing.
+
+    In processes no step fails, since that ends them, and there are no replicas, of which each predicts its own part.
+    """
     chance = random.Random(seed)
     uses = [chance.choice(USES) for _ in range(STEPS)]
-    replicas = chance.choice((1, 1, 2))
+    if processes:
+        uses = ["step", *("clip" if use == "failed step" else use for use in uses[:-1]), "step"]
+        uses = [use for use, before in zip(uses, ["", *uses], strict=False) if (use, before) != ("restart", "restart")]
+    replicas = 1 if processes else chance.choice((1, 1, 2))
     plans = [random_plan(chance, replicas) for _ in range(1 + uses.count("restart"))]
-    found, state = used(plans, uses, folder / "plans")
+    found, state = (used_in_processes if processes else used)(plans, uses, folder / "plans")
     undisturbed = ["step" if use == "failed step" else use for use in uses if use != "restart"]
     expected, whole = used([whole_plan(replicas)], undisturbed, folder / "whole")
     names = [f"{plan.schedule}, {plan.K} stages, {plan.chunks} chunks, {replicas} replicas" for plan in plans]

@@ -23,7 +23,12 @@ TARGETS = ("torch.distributed.pipelining", "torchgpipe", "torchtitan", "megatron
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @model_options
 @click.option(
-    "--to", "target", type=click.Choice(TARGETS, case_sensitive=False), required=True, help="Engine to write it for."
+    "--to",
+    "target",
+    type=click.Choice(TARGETS, case_sensitive=False),
+    required=True,
+    metavar="ENGINE",
+    help=f"One of {', '.join(TARGETS)}.",
 )
 @click.option("--profile", "profile_file", type=FILE, help="What the plan was made from; needed where cuts must move.")
 @click.option(
@@ -46,7 +51,7 @@ def export(
     \b
     Examples:
       autoplan export plan.json model.py:build --to torchgpipe
-      autoplan export plan.json --hf llama.json --to megatron-lm --profile profile.json
+      autoplan export plan.json model.py:build --to torchtitan -o config
     """
     from planner.plan.plan import Plan
     from profiler.record import Profile

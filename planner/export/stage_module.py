@@ -21,6 +21,7 @@ from profiler.errors import ArgumentError, InfeasibleError
 from profiler.machine.backend import device_of_first
 from profiler.run.stage_function import StageFunction
 from profiler.sample_spec import TensorLeaf
+from profiler.torch_private import is_view
 from profiler.tracing.sample import torch_dtype
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
@@ -56,16 +57,16 @@ class StageModule(nn.Module):
     Args:
         sequence: the layers of the model.
         stage: which of them, and what is recomputed.
-        recomputes: whether this module is to do that; without, whoever calls it may.
+        may_return_views: whether results may be views of others; without, such a result is a copy. Where torch's
+            engine splits the backward pass, it detaches results in place, which it cannot do with views.
     """
 
-    def __init__(self, sequence: LayerSequence, stage: Stage, *, recomputes: bool = True) -> None:
+    def __init__(self, sequence: LayerSequence, stage: Stage, *, may_return_views: bool = True) -> None:
         super().__init__()
+        self._may_return_views = may_return_views
         self._sequence = sequence
         self._first, self._stop = stage.first_layer, stage.stop_layer
-        self._segments = (
-            frozenset((segment.first, segment.stop) for segment in stage.recompute) if recomputes else frozenset()
-        )
+        self._segments = frozenset((segment.first, segment.stop) for segment in stage.recompute)
         self._takes = crossing(sequence, self._first)
         self._returns = crossing(sequence, self._stop)
         self._read: dict[str, str] = {}
@@ -90,10 +91,12 @@ class StageModule(nn.Module):
         for function, span in zip(self._on(held, tensors), self._spans(), strict=True):
             values |= self._run(function, values, inputs, held, recomputed=span in self._segments)
         given = {id(tensor) for tensor in tensors}
-        # A tensor that only passes through leaves as a view, since engines detach or differentiate what leaves.
         leaving = [values[name].contiguous() for name in self._returns]
         if self._stop == len(self._sequence):  # engines join what micro-batches return
             leaving = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in leaving]
+        if not self._may_return_views:
+            return tuple(tensor.clone() if id(tensor) in given or is_view(tensor) else tensor for tensor in leaving)
+        # A tensor that only passes through leaves as a view, since engines detach or differentiate what leaves.
         return tuple(tensor.view_as(tensor) if id(tensor) in given else tensor for tensor in leaving)
 
     def train(self, mode: bool = True) -> StageModule:

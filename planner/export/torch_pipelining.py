@@ -130,15 +130,12 @@ def schedule_csv(plan: Plan) -> str:
     return "".join(f"{','.join(tokens)}\n" for tokens in passes)
 
 
-def stage_modules(request: Request, *, recomputes: bool = True) -> tuple[StageModule, ...]:
-    """Every stage of the plan as a module."""
-    return tuple(StageModule(request.sequence, stage, recomputes=recomputes) for stage in request.plan.stages)
-
-
 def _make(request: Request) -> Made:
     plan = request.plan
     check_outputs(request.sequence)
-    made = TorchPipeline(plan, request.sequence, stage_modules(request), schedule_csv(plan))
+    splits = SCHEDULES[plan.schedule].splits_backward
+    modules = (StageModule(request.sequence, stage, may_return_views=not splits) for stage in plan.stages)
+    made = TorchPipeline(plan, request.sequence, tuple(modules), schedule_csv(plan))
     notes = [
         f"{plan.ranks} processes, one for each rank; micro-batches of {request.micro_batch_size} samples, "
         f"{plan.batch_size} in a step.",

@@ -208,6 +208,17 @@ def test_stage_modules_in_a_row_are_the_model(name: str, recompute: str) -> None
         pipe.modules[0](*known.inputs, torch.ones(()), torch.ones(()))
 
 
+def test_where_the_backward_pass_is_split_results_can_be_detached_in_place() -> None:
+    """torch's engine does so, and a tensor that passed through as a view ended the step of a stage in the middle."""
+    known, plan = planned("skipping", "", stages=3, schedule="zb-h1")
+    pipe = plan.export("torch.distributed.pipelining", known.model).value
+    tensors = pipe.inputs(*known.inputs)
+    for module in pipe.modules:
+        given, tensors = tensors, module(*tensors)
+        assert {tensor.data_ptr() for tensor in tensors}.isdisjoint(tensor.data_ptr() for tensor in given)
+        tensors = tuple(tensor.detach_().requires_grad_() for tensor in tensors)
+
+
 def whole_stages(known: Case) -> Plan:
     """A plan that torchgpipe can have and that recomputes all."""
     plan = planned(known_name(known), "torchgpipe")[1].export("torchgpipe", known.model).plan

@@ -5,10 +5,14 @@ RUN := .venv/bin/python
 SURVEYED := .survey/.installed
 LIBRARIES := .survey/libraries/.installed
 
-.PHONY: demo test slow durations lint bench coverage survey libraries
+.PHONY: demo notebooks test slow durations lint bench coverage survey libraries
 
 demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py
+
+# Executes every notebook and keeps its outputs; look at the pictures before they are committed.
+notebooks: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(RUN) notebooks/renew.py
 
 # One thread each: tests start several processes, and results must not depend on how sums are shared out. Two tests at a
 # time: most of them wait for imports and for each other's processes. Each worker takes the tests of a file in a row

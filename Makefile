@@ -6,11 +6,15 @@ SURVEYED := .survey/.installed
 LIBRARIES := .survey/libraries/.installed
 ENGINES := .survey/engines/.installed
 
-.PHONY: demo test slow durations lint bench coverage survey libraries engines
+.PHONY: demo notebooks test slow durations lint bench coverage survey libraries engines
 
 # Another schedule: make demo SCHEDULE=interleaved CHUNKS=2
 demo: $(INSTALLED)
 	@$(RUN) notebooks/demo/train.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(CHUNKS),--chunks $(CHUNKS))
+
+# Executes every notebook and keeps its outputs; look at the pictures before they are committed.
+notebooks: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(RUN) notebooks/renew.py
 
 # One thread each: tests start several processes, and results must not depend on how sums are shared out. Two tests at a
 # time: most of them wait for imports and for each other's processes. Each worker takes the tests of a file in a row

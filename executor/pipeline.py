@@ -59,10 +59,13 @@ from profiler.machine.channel import push_nobody_off
 from profiler.machine.device_kind import Peak
 from profiler.observe.ambient import as_in_training
 from profiler.observe.random_states import preserved
+from profiler.quantities import MOST_MICRO_BATCHES, check_count
 from profiler.run.loss import LossFunction
 
 if TYPE_CHECKING:
     import pandas
+
+    from planner.plan.simulator import Timeline
 
 
 class Pipeline:
@@ -209,8 +212,21 @@ class Pipeline:
         """
         return self._feed.batches(loader)
 
-    def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Tensor:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        accumulate: int = 1,
+        **kwargs: Any,
+    ) -> Tensor:
         """One training step: gradients of the mini-batch's mean loss are added to the parameters' `.grad`.
+
+        Gradients of several mini-batches for one step of the optimizer:
+
+            for x, y in four:
+                loss = pipe.step(x, target=y, accumulate=4)         # as (loss / 4).backward() does
+            optimizer.step(); optimizer.zero_grad()
 
         Args:
             args: what the model is called with, the whole mini-batch: on rank 0, and on all other ranks either the same
@@ -220,6 +236,8 @@ class Pipeline:
                 computes its loss itself and takes an argument of this name, it is that.
             scaler: scales the gradients, where half precision would lose small ones; call its `step` and `update` as
                 usual. Of several processes each needs torch's `ShardedGradScaler`, which lets all skip a step alike.
+            accumulate: calls that make up one step of the optimizer: each adds that part of its gradients, so that
+                mini-batches of equal size give those of their common mean. The loss that is returned stays as it is.
             kwargs: what the model is called with.
 
         Returns:
@@ -232,12 +250,16 @@ class Pipeline:
                 were before. But those that earlier steps had left, of a plan without replicas, may hold a part of this
                 step's.
         """
+        check_count("accumulate", accumulate, most=MOST_MICRO_BATCHES)
         target = self._outside_of_model(target, kwargs)
-        with self.watch.call(Phase.PREPARATION, self._feed.given("step", args, kwargs, target)):
+        given = self._feed.given("step", args, kwargs, target)
+        if accumulate > 1:
+            given = {**given, "accumulate": str(accumulate)}
+        with self.watch.call(Phase.PREPARATION, given):
             refuse_other_modes(self.plan, self._devices.values(), self._frozen)
             call = self._feed.call("step", args, kwargs, target, training=True)
             self._compare_first_step(args, kwargs, target)
-            self._begin(scaler)
+            self._begin(scaler, accumulate=accumulate)
             forget_gradients(self._placement.tied)
             with self._gradients.of_a_step():
                 with as_in_training(), preserved(self._devices.values()):
@@ -293,7 +315,8 @@ class Pipeline:
         No gradient is kept, and neither a target nor a `loss_fn` is needed. Every process calls it.
 
         Args:
-            args: what the model is called with, the whole batch; given as to `step`.
+            args: what the model is called with, the whole batch; given as to `step`. What the model can do without in
+                evaluation mode may be left out, such as its `labels`.
             kwargs: what the model is called with.
 
         Returns:
@@ -410,11 +433,19 @@ class Pipeline:
 
         Every process calls this; the first one writes. Of several replicas it is about the first.
         """
+        timeline = self.measured_timeline()
+        if self.rank == 0:
+            save_timeline_json(self.plan, path, timeline)
+
+    def measured_timeline(self) -> Timeline:
+        """The last step as it was, for `planner.pictures.timeline.plot_timeline`.
+
+        Every process calls this, and each gets all stages. Of several replicas it is about the first.
+        """
         timelines = real_timelines(self.plan, self._recorded())
         if not timelines:
-            raise ArgumentError("there is no step to show yet; call step before save_trace")
-        if self.rank == 0:
-            save_timeline_json(self.plan, path, timelines[-1])
+            raise ArgumentError("there is no step to show yet; call step first")
+        return timelines[-1]
 
     @contextmanager
     def watch_memory(self) -> Iterator[None]:
@@ -440,8 +471,10 @@ class Pipeline:
             dist.all_gather_object(everyone, own)
             return everyone[: layout.processes // layout.replicas]
 
-    def _begin(self, scaler: torch.amp.GradScaler | None, *, keep_outputs: bool = False) -> None:
+    def _begin(self, scaler: torch.amp.GradScaler | None, *, accumulate: int = 1, keep_outputs: bool = False) -> None:
         scale = None if scaler is None else loss_scale(scaler, self._layout, self._device)
+        if accumulate > 1:
+            scale = (torch.ones((), device=self._device) if scale is None else scale) / accumulate
         self._loss.begin()
         for runner in self._runners.values():
             runner.begin(self._steps, scale, keep_outputs=keep_outputs)

@@ -41,8 +41,13 @@ def takes_target(sequence: LayerSequence, loss_fn: LossFunction | None) -> bool:
         ArgumentError: the model takes an argument by a name under which `step` takes something else.
     """
     names = keywords_of(sequence.sample)
-    for name, what in (("target", "what the loss function compares with"), ("scaler", "what scales gradients")):
-        if name in names and (name == "scaler" or loss_fn is not None):
+    taken = {
+        "target": "what the loss function compares with",
+        "scaler": "what scales gradients",
+        "accumulate": "how many calls make a step of the optimizer",
+    }
+    for name, what in taken.items():
+        if name in names and (name != "target" or loss_fn is not None):
             raise ArgumentError(
                 f"the model takes an argument {name!r} by keyword, and step takes {what} by this name; plan with a "
                 "sample that gives the model its arguments by position"

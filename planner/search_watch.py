@@ -40,6 +40,7 @@ class SearchWatch:
     def __init__(self, *, progress: bool) -> None:
         self.interrupted = False
         self._shown_s = time.monotonic() + DELAY_S
+        self._is_seen = False
         self._bar = tqdm(
             bar_format="{desc}: {elapsed}{postfix}", desc="plan", delay=DELAY_S, disable=hides_progress(progress)
         )
@@ -53,6 +54,7 @@ class SearchWatch:
             at_most = f", at most {step_s / bound_s - 1:.1%} above what is possible" if 0 < bound_s <= step_s else ""
             self._bar.set_postfix_str(f"step {seconds_text(step_s)}{at_most}; Ctrl-C takes it", refresh=False)
         self._bar.refresh()
+        self._is_seen = True
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """The first Ctrl-C ends the search at its first plan, or its best; the second ends the program."""
@@ -63,7 +65,9 @@ class SearchWatch:
         tqdm.write(said, file=sys.stderr)
 
     def close(self) -> None:
-        """Nothing is shown any more."""
+        """Nothing is shown any more: the line is free for what follows."""
+        if self._is_seen:
+            self._bar.clear()
         self._bar.close()
 
 

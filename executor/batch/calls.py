@@ -32,7 +32,13 @@ from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.sample_spec import SampleSpec, TensorLeaf
-from profiler.tracing.sample import TRACED_BATCH_SIZE_AT_LEAST, batch_extent, of_other_shapes, tensor_leaves
+from profiler.tracing.sample import (
+    TRACED_BATCH_SIZE_AT_LEAST,
+    batch_extent,
+    of_other_shapes,
+    tensor_leaves,
+    without_arguments,
+)
 from profiler.tracing.sequence import LayerSequence
 from profiler.tracing.tracing import trace_again, trace_evaluation
 
@@ -176,19 +182,21 @@ class Calls:
         self._versions: dict[tuple[SampleSpec, bool], _Version] = {}
         self._programs: dict[tuple[SampleSpec, bool, tuple[int, ...]], Program] = {}
 
-    def understood(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool) -> Batch:
-        """The arguments of a call.
+    def understood(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool, may_lack: bool = False
+    ) -> Batch:
+        """The arguments of a call; `may_lack` says whether some may be left out that training has, such as labels.
 
         Raises:
             ArgumentError: they differ from what the model was traced with, or make up no micro-batches.
         """
         if args and kwargs:
             raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
-        spec, tensors = self._shaped(kwargs if kwargs else args, training=training)
+        spec, tensors = self._shaped(kwargs if kwargs else args, training=training, may_lack=may_lack)
         form = BatchForm(spec, batch_extent(tensors, spec), training)
-        self._outline(form)
+        inputs = self._outline(form).sequence.inputs
         check_target(target, form.batch_size)
-        return Batch(form, dict(zip(self._sequence.inputs, tensors, strict=True)), target)
+        return Batch(form, dict(zip(inputs, tensors, strict=True)), target)
 
     def batch_dims(self, form: BatchForm) -> dict[str, int | None]:
         """Of each input the dimension that its samples lie along; None if every micro-batch gets it whole."""
@@ -283,20 +291,21 @@ class Calls:
             )
         return known
 
-    def _shaped(self, sample: Any, *, training: bool) -> tuple[SampleSpec, list[Tensor]]:
+    def _shaped(self, sample: Any, *, training: bool, may_lack: bool) -> tuple[SampleSpec, list[Tensor]]:
         """The tensors of a call, and what it is called with: as planned, or of other shapes that the model takes."""
         planned = self._sequence.sample
         try:
             return planned, tensor_leaves(sample, planned)
         except ArgumentError as problem:
-            other = of_other_shapes(sample, planned)
+            other = of_other_shapes(sample, planned) or (without_arguments(sample, planned) if may_lack else None)
             if other is None:
                 raise
             tensors = tensor_leaves(sample, other)
             try:
                 self._version(other, training=training)
             except NotTraceableError as reason:
-                raise ArgumentError(f"{problem}; with these shapes: {reason}") from reason
+                how = "with these shapes" if other.tree == planned.tree else "without"
+                raise ArgumentError(f"{problem}; {how}: {reason}") from reason
             return other, tensors
 
     def _version(self, spec: SampleSpec, *, training: bool) -> _Version:

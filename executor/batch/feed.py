@@ -116,7 +116,7 @@ class Feed:
             return calls.cut(form, part)
         if layout.alone and _brings(pytree.tree_leaves([args, kwargs]), []) is not Brings.ALL:
             raise ArgumentError(f"{kind} was given no data; pass what the model is called with")
-        batch = calls.understood(args, kwargs, target, training=training)
+        batch = calls.understood(args, kwargs, target, training=training, may_lack=kind == "predict")
         if from_first:
             self._hand_out(batch)
         elif not layout.alone:

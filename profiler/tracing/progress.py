@@ -63,6 +63,7 @@ class TraceProgress:
             delay=DELAY_S,
             mininterval=self.REFRESH_S,
             miniters=0,
+            smoothing=0.05,
             disable=hides_progress(wanted),
         )
 

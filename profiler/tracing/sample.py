@@ -174,7 +174,7 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
     """
     leaves, tree = pytree.tree_flatten(call_arguments(sample))
     if tree != _structure(spec.tree):
-        raise ArgumentError(f"the model was traced with another structure of arguments than {tree}")
+        raise ArgumentError(_difference(call_arguments(sample), sample_tree.loads(spec.tree)))
     tensors: list[Tensor] = []
     for position, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
         if isinstance(expected, ConstantLeaf):
@@ -184,6 +184,57 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
         _check_tensor(leaf, expected, position)
         tensors.append(leaf)
     return tensors
+
+
+def _difference(given: tuple[tuple[Any, ...], dict[str, Any]], traced: Any) -> str:
+    """In what the arguments of a call differ in structure from those that the model was traced with."""
+    (args, kwargs), (traced_args, traced_kwargs) = given, traced
+    known = ", ".join(map(str, traced_kwargs))
+    missing = [name for name in traced_kwargs if name not in kwargs]
+    unknown = [name for name in kwargs if name not in traced_kwargs]
+    if bool(args) != bool(traced_args) and len(args) + len(kwargs):
+        how = f"by keyword ({known})" if traced_kwargs else "by position"
+        return f"the model was traced with arguments {how}; pass them so"
+    if missing:
+        named = ", ".join(map(repr, missing))
+        return f"the argument {named} is missing; the model was traced with {known}: pass all of them"
+    if unknown:
+        return f"the argument {unknown[0]!r} is not one that the model was traced with; these are {known}"
+    if len(args) != len(traced_args):
+        more = "missing" if len(args) < len(traced_args) else "too many"
+        return (
+            f"{len(args)} arguments are given, and the model was traced with {len(traced_args)}: argument "
+            f"{min(len(args), len(traced_args))} is {more}"
+        )
+    pairs = [*zip(range(len(args)), args, traced_args, strict=True)]
+    named_pairs = [(name, kwargs[name], traced_kwargs[name]) for name in kwargs]
+    for name, mine, planned in (*pairs, *named_pairs):
+        found, expected = pytree.tree_structure(mine), pytree.tree_structure(planned)
+        if found != expected:
+            return f"argument {name!r} holds {_held(mine)}; the model was traced with {_held(planned)}"
+    raise AssertionError("the structures differ")
+
+
+def _held(value: Any) -> str:
+    """What kind of container, with its size or keys."""
+    if isinstance(value, dict):
+        return f"a {type(value).__name__} of {', '.join(map(repr, value)) or 'nothing'}"
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else "a tensor or constant"
+
+
+def without_arguments(sample: Any, spec: SampleSpec) -> SampleSpec | None:
+    """The spec of a sample that lacks arguments, such as labels; None if it lacks none, or differs in more.
+
+    By keyword any may be left out, by position the last ones.
+    """
+    args, kwargs = call_arguments(sample)
+    planned_args, planned_kwargs = pytree.tree_unflatten(spec.leaves, _structure(spec.tree))
+    is_less = 0 < len(args) + len(kwargs) < len(planned_args) + len(planned_kwargs)
+    if not is_less or len(args) > len(planned_args) or not kwargs.keys() <= planned_kwargs.keys():
+        return None
+    kept = planned_args[: len(args)], {name: planned_kwargs[name] for name in kwargs}
+    smaller = {"tree": sample_tree.dumps(kept), "leaves": tuple(pytree.tree_leaves(kept))}
+    return of_other_shapes(sample, spec.model_copy(update=smaller))
 
 
 @cache

@@ -74,7 +74,7 @@ def transformer(blocks: int) -> Model:
 
 
 def profiled(model: Model, devices: str, link: str | Link, batch_size: int, sizes: tuple[int, ...]) -> Profile:
-    sequence = trace(model.build(), model.sample)
+    sequence = trace(model.build(), model.sample, progress=False)
     return profile(
         sequence,
         Cluster.of(devices, link=link),

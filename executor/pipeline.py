@@ -71,6 +71,19 @@ if TYPE_CHECKING:
 class Pipeline:
     """A model, cut and trained as a plan says.
 
+    The same line in every process; a process on its own runs all stages:
+
+    >>> from planner import autoplan
+    >>> model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(8, 8)
+    >>> y, loss_fn = torch.zeros(8, 2), nn.functional.mse_loss
+    >>> plan = autoplan(model, x, devices=1, loss_fn=loss_fn, target=y, time_budget_s=0.0, cache=False, progress=False)
+    >>> pipe = Pipeline(model, plan, loss_fn=loss_fn)
+    >>> optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    >>> before = pipe.step(x, target=y)
+    >>> optimizer.step()
+    >>> bool(pipe.evaluate(x, target=y) < before), pipe.predict(x).shape
+    (True, torch.Size([8, 2]))
+
     Args:
         model: the model that the plan was made for. Parameters on the CPU are trained in place.
         plan: the plan.
@@ -293,7 +306,10 @@ class Pipeline:
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The mean loss of a batch in evaluation mode: no dropout, batch normalization by running statistics.
 
-        Arguments and result are those of `step`; nothing is trained.
+        Nothing is trained.
+
+        Args:
+            args: as `step` has them, and so `target` and `kwargs`.
 
         Raises:
             NotTraceableError: in evaluation mode the model reads parameters elsewhere than in training.
@@ -431,7 +447,7 @@ class Pipeline:
     def save_trace(self, path: str | Path) -> None:
         """Write the last step as Chrome Trace Event JSON, with the tracks of the plan's `save_timeline_json`.
 
-        Every process calls this; the first one writes. Of several replicas it is about the first.
+        Every process calls this; the first one writes, to `path`. Of several replicas it is about the first.
         """
         timeline = self.measured_timeline()
         if self.rank == 0:

@@ -10,7 +10,7 @@ from torch import nn
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.rules import rules_of
-from planner.settings import SettingKeywords, Settings
+from planner.settings import SettingKeywords, Settings, tells_settings
 from profiler.cache import CacheSetting
 from profiler.machine.local import Devices, local_devices
 from profiler.measure import profile
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
+@tells_settings
 def autoplan(
     model: nn.Module,
     sample: Any,
@@ -47,6 +48,16 @@ def autoplan(
         plan = autoplan(model, x, devices=4, loss_fn=cross_entropy, target=y)
         plan.save("plan.json")
 
+    For devices that are not here nothing is measured:
+
+    >>> from profiler import Cluster
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> plan = autoplan(model, torch.zeros(8, 8), Cluster.of("2xA100-40GB"), stages=2, micro_batches=8)
+    >>> plan.K, plan.M, plan.schedule
+    (2, 8, 'gpipe')
+
+    Arguments are checked before anything is measured.
+
     Args:
         model: any module; it is not changed.
         sample: what the model is called with, a mini-batch or a few samples of one: a tensor, a tuple of positional
@@ -64,8 +75,7 @@ def autoplan(
         time_budget_s: seconds that measuring may take; with fewer the figures are noisier.
         progress: show on a terminal what is done and how long it will take.
         cache: folder of earlier measurements; None for the user's cache folder, False for none. See `profiler.cache`.
-        settings: what is asked of the plan, see `planner.settings.SettingKeywords`; checked before anything is
-        measured.
+        settings: see `planner.settings.SettingKeywords`.
 
     Raises:
         ArgumentError: an argument is out of range.

@@ -252,9 +252,13 @@ def what_if(
             found = {**_quantities(plan_of(problem)), "reason": ""}
         except InfeasibleError as reason:
             found = {"reason": str(reason)}
-        shown = {name: len(value) if name == "devices" else value for name, value in varied.items()}
+        shown = {name: _count(value) if name == "devices" else value for name, value in varied.items()}
         rows.append({**shown, **{name: value for name, value in found.items() if name not in shown}})
     return pandas.DataFrame(rows)
+
+
+def _count(devices: Cluster | Sequence[Device]) -> int:
+    return len(devices.devices if isinstance(devices, Cluster) else devices)
 
 
 def _cluster(

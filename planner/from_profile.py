@@ -17,7 +17,7 @@ from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.rates import with_rates
 from planner.rules import most_stages, rules_of
 from planner.search_watch import watched
-from planner.settings import SettingKeywords, Settings
+from planner.settings import SettingKeywords, Settings, tells_settings
 from planner.solve.deadline import Deadline
 from planner.solve.passed_over import time_for_plan, with_unused
 from planner.solve.problem import Problem, device_classes
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
+@tells_settings
 def plan_from_profile(
     profile: Profile,
     devices: Cluster | Sequence[Device],

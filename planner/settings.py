@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, TypeVar, get_args
 
 from planner.plan.schedules import (
     DEFAULT_SCHEDULE,
@@ -93,6 +95,24 @@ class SettingKeywords(TypedDict, total=False):
     cut_at: Sequence[str]
     pinned: Mapping[str, WhichDevice] | None
     time_limit_s: float | None
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def tells_settings(function: Function) -> Function:
+    """The function with every keyword of `SettingKeywords` in its docstring, where that says `settings: ...`."""
+    attributes = inspect.cleandoc(SettingKeywords.__doc__ or "").partition("Attributes:\n")[2]
+    told = textwrap.dedent(attributes)
+    lines = inspect.cleandoc(function.__doc__ or "").split("\n")
+    place = next(number for number, line in enumerate(lines) if line.startswith("    settings: "))
+    lines[place : place + 1] = [
+        "",
+        "Keywords that say what is asked of the plan:",
+        textwrap.indent(told, "    ").rstrip(),
+    ]
+    function.__doc__ = "\n".join(lines)
+    return function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

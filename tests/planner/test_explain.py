@@ -11,7 +11,7 @@ from planner.explain import what_if
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.plan.units import seconds_text
-from profiler.device import Link
+from profiler.device import Cluster, Link
 from profiler.errors import ForeignPlanError, PlanFileError
 
 
@@ -99,6 +99,14 @@ def test_what_if_is_what_planning_says(profile, device):
         expected = plan_from_profile(profile, [device()] * 3, batch_size=24, stages=stages).prediction.step_s
         assert fits["step_s"][stages, 1e6] == pytest.approx(expected)
     assert fits["step_s"][2, 1e3] > fits["step_s"][2, 1e6]
+
+
+def test_what_if_of_clusters(profile, device):
+    """A cluster has no length of its own, and the table said so by a TypeError."""
+    clusters = [Cluster(devices=tuple([device()] * count)) for count in (1, 2)]
+    frame = what_if(profile, clusters[0], {"devices": [*clusters, [device()] * 3]}, batch_size=24)
+    assert list(frame["devices"]) == [1, 2, 3]
+    assert (frame["K"] <= frame["devices"]).all()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

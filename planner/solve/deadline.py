@@ -37,3 +37,6 @@ class Deadline:
         if self._stop_at is None:
             return UNLIMITED
         return int(LABELS_PER_S * self.left_s)
+
+
+NO_DEADLINE = Deadline(None)

@@ -308,7 +308,9 @@ class Pipeline:
         Nothing is trained.
 
         Args:
-            args: as `step` has them, and so `target` and `kwargs`.
+            args: as `step` has them.
+            target: likewise.
+            kwargs: likewise.
 
         Raises:
             NotTraceableError: in evaluation mode the model reads parameters elsewhere than in training.

@@ -88,25 +88,6 @@ def test_torchs_engine_trains_the_model_by_the_plan() -> None:
     compared_with_torch("skipping", stages=2, schedule="1f1b", recompute="always")
 
 
-@pytest.mark.benchmark
-@pytest.mark.parametrize("name", ["decoder", "skipping"])
-@pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"stages": 2, "schedule": "gpipe"},
-        {"stages": 3, "schedule": "1f1b"},
-        {"stages": 4, "schedule": "interleaved", "chunks": 2},
-        {"stages": 2, "schedule": "zb-h1"},
-        {"stages": 2, "schedule": "zb"},
-        {"stages": 3, "schedule": "zb-h1"},
-    ],
-    ids=str,
-)
-def test_torchs_engine_and_every_schedule(name: str, recompute: str, settings: dict[str, Any]) -> None:
-    compared_with_torch(name, recompute=recompute, **settings)
-
-
 def test_torchtitan_takes_the_fragment() -> None:
     """Its split and the model's own forward give the model again; every option is a field of its configuration."""
     split = pytest.importorskip("torchtitan.distributed.pipeline_parallel")

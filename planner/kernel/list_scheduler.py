@@ -27,6 +27,8 @@ from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, walked
 NOT_YET = -1.0
 """When a message comes that nobody has begun to make."""
 NOTHING = -1
+LONGER_AT_FIRST = 0.02
+"""By what part a step may become longer when the first pass is moved [fitted]."""
 MOST_PLACES = 6
 """Places by which a pass is moved at most [chosen]."""
 
@@ -180,7 +182,10 @@ def _begin(walk: _Walk, seconds: Floats, stage: int, now_s: float, kind: int, tu
 
 @compiled
 def exchanged(orders: Indices, seconds: Floats, room: Room, tries: int, enough_s: float) -> Indices:
-    """Orders that are no slower: single passes moved at random as long as the step becomes no longer.
+    """Orders that are no slower: single passes moved at random.
+
+    A step may become longer than the shortest so far, at first by more than later (threshold accepting, Dueck and
+    Scheuer, J. Comp. Phys. 90, 1990).
 
     Args:
         orders: numbers of passes, shape (K, 3 M), that fit.
@@ -190,9 +195,9 @@ def exchanged(orders: Indices, seconds: Floats, room: Room, tries: int, enough_s
         enough_s: no order takes less.
     """
     _, stages, count = seconds.shape
-    best, chance = orders.copy(), 12345
-    best_s = walked(best, seconds)
-    for _ in range(tries):
+    best, now, chance = orders.copy(), orders.copy(), 12345
+    best_s = now_s = walked(best, seconds)
+    for number in range(tries):
         if best_s <= enough_s:
             break
         chance = (chance * 1103515245 + 12345) % 2147483648
@@ -201,13 +206,16 @@ def exchanged(orders: Indices, seconds: Floats, room: Room, tries: int, enough_s
         place = (chance >> 8) % (3 * count - 1)
         chance = (chance * 1103515245 + 12345) % 2147483648
         reach = min(1 + (chance >> 8) % MOST_PLACES, 3 * count - 1 - place)
-        if not _moved(best[stage], place, reach, chance >> 16 & 1):
+        if not _moved(now[stage], place, reach, chance >> 16 & 1):
             continue
-        made_s = walked(best, seconds) if _allowed(best[stage], count, room, stage) else np.inf
-        if made_s <= best_s:
-            best_s = made_s
+        made_s = walked(now, seconds) if _allowed(now[stage], count, room, stage) else np.inf
+        if made_s <= max(now_s, best_s * (1 + LONGER_AT_FIRST * (1 - number / tries))):
+            now_s = made_s
         else:
-            _moved(best[stage], place, reach, 1 - (chance >> 16 & 1))
+            _moved(now[stage], place, reach, 1 - (chance >> 16 & 1))
+        if now_s < best_s:
+            best_s = now_s
+            best[:] = now
     return best
 
 

@@ -17,16 +17,21 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
-from planner.cost.layer_costs import Floats, prefix_sums
-from planner.cost.time_ledger import end_s
+from planner.cost.layer_costs import Floats, LayerSeconds, prefix_sums
+from planner.cost.time_ledger import end_s, layer_seconds
 from planner.kernel.critical_path import longest_path
 from planner.kernel.makespan import orders_of
 from planner.plan.schedules import SCHEDULES
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.deadline import Deadline
+from planner.solve.work_bound import work_bound_s
 
 MOST_PROGRAMS = 60
 """Linear programs of one bound [chosen: 1 s for 32 stages]."""
+LONGER, LESS = 1.3, 0.5
+"""By what a stage's seconds differ from the mean in the first paths [fitted]."""
+MOST_SEED_PASSES = 4_000_000
+"""Passes that the first paths of a bound may look at together [chosen: 0.1 s]."""
 CLOSE = 1e-3
 """Relative distance to the minimum at which a bound is good enough [chosen]."""
 CERTAINTY = 1 - 1e-6
@@ -48,31 +53,96 @@ class ChunkBound:
 
 def least_s(plans: ChunkPlans) -> float:
     """A cheap bound: an even share of the work, on the device that is fastest with each layer."""
-    work = np.diff(plans.forward_s + plans.backward_s, axis=-1).min(axis=1).sum(axis=1)
-    many = plans.candidate.split.number_largest
-    total = many * work[0] + (plans.candidate.split.count - many) * work[1]
+    work_s = [
+        np.min([one.forward_s + one.backward_s for one in _layers_s(plans, size)], axis=0).sum() for size in plans.sizes
+    ]
+    split = plans.candidate.split
+    total = split.number_largest * work_s[0] + (split.count - split.number_largest) * work_s[1]
     return CERTAINTY * float(total / plans.ranks) + _end_s(plans)
+
+
+def _layers_s(plans: ChunkPlans, size: int) -> list[LayerSeconds]:
+    problem = plans.problem
+    return [layer_seconds(problem.costs, group.device.kind, size) for group in problem.classes]
 
 
 def chunk_bound(plans: ChunkPlans, deadline: Deadline, enough_s: float = np.inf) -> ChunkBound:
     """The bound of a candidate; once it is above `enough_s` nobody asks how far."""
-    program = _Program(plans)
-    end_s = _end_s(plans)
-    if SCHEDULES[plans.candidate.schedule].made_for_plan:
-        program.note_any_order()
-        bound_s, seconds = program.solved()
-        return ChunkBound(bound_s * CERTAINTY + end_s, seconds[: plans.stages])
-    best_s, bound_s = np.inf, 0.0
-    seconds = best = program.even()
-    for _ in range(MOST_PROGRAMS):
-        length_s = program.note_path(seconds)
-        if length_s < best_s:
-            best_s, best = length_s, seconds
-        bound_s, seconds = program.solved()
-        done = best_s <= bound_s * (1 + CLOSE) or bound_s * CERTAINTY + end_s > enough_s
-        if done or deadline.over:
-            break
-    return ChunkBound(bound_s * CERTAINTY + end_s, best[: plans.stages])
+    return BoundSearch(plans).tightened(MOST_PROGRAMS, deadline, enough_s)
+
+
+class BoundSearch:
+    """The bound of one candidate, which is made better as often as it is worth it.
+
+    The first lines are the paths of equal stages, and of such of which one stage or rank takes longer, or a stage less
+    long. Each program's answer is met halfway from the best seconds so far: there the paths say more than where the
+    program alone would have it (in-out, Ben-Ameur and Neto, Networks 49, 2007).
+
+    Args:
+        plans: of the candidate.
+
+    Attributes:
+        rounds: programs so far.
+        done: whether it is as good as it gets.
+        bound: what it is so far; None at first.
+    """
+
+    def __init__(self, plans: ChunkPlans) -> None:
+        self._plans, self._end_s = plans, _end_s(plans)
+        whole = plans.candidate.ring.chunks == 1 and SCHEDULES[plans.candidate.schedule].splits_backward
+        self._by_cuts_s = work_bound_s(plans.problem, plans.candidate) if whole else 0.0
+        self._program = _Program(plans)
+        self._best_s, self._at_best = np.inf, self._program.even()
+        self._next = [self._at_best]
+        self.rounds, self.done = 0, False
+        self.bound: ChunkBound | None = None
+
+    def tightened(self, programs: int, deadline: Deadline, enough_s: float = np.inf) -> ChunkBound:
+        """The bound after so many linear programs more, at least one at first."""
+        plans, program = self._plans, self._program
+        if self.bound is None:
+            self._first(deadline)
+        for _ in range(programs):
+            if self.bound is not None and (self.done or deadline.over or self.bound.step_s > enough_s):
+                break
+            if not SCHEDULES[plans.candidate.schedule].made_for_plan:
+                for seconds in self._next:
+                    self._noted(seconds)
+            bound_s, seconds = program.solved()
+            self.rounds += 1
+            if SCHEDULES[plans.candidate.schedule].made_for_plan:
+                self._best_s, self._at_best = bound_s, seconds
+            self._next = [seconds, (self._at_best + seconds) / 2]
+            self.done = self._best_s <= bound_s * (1 + CLOSE) or self.rounds >= MOST_PROGRAMS
+            step_s = max(bound_s * CERTAINTY + self._end_s, self._by_cuts_s)
+            self.bound = ChunkBound(step_s, self._at_best[: plans.stages])
+        if self.bound is None:
+            raise AssertionError("a bound was asked for after 0 programs")
+        return self.bound
+
+    def _first(self, deadline: Deadline) -> None:
+        """The lines that any program has."""
+        candidate, ranks = self._plans.candidate, self._plans.ranks
+        if SCHEDULES[candidate.schedule].made_for_plan:
+            self._program.note_any_order()
+            return
+        even = self._program.even()
+        each = even.reshape(-1, self._plans.stages)
+        passes = each.size * candidate.split.count
+        turns = [(slice(rank, None, ranks), LONGER) for rank in range(ranks)]
+        turns += [(slice(stage, stage + 1), times) for stage in range(self._plans.stages) for times in (LONGER, LESS)]
+        for places, times in turns[: MOST_SEED_PASSES // passes]:
+            if deadline.over:
+                break
+            changed = each.copy()
+            changed[:, places] *= times
+            self._program.note_path(changed.ravel())  # no cuts give these seconds: they make no best
+
+    def _noted(self, seconds: Floats) -> None:
+        """Note the longest path there."""
+        length_s = self._program.note_path(seconds)
+        if length_s < self._best_s:
+            self._best_s, self._at_best = length_s, seconds
 
 
 def _end_s(plans: ChunkPlans) -> float:
@@ -102,10 +172,7 @@ class _Program:
         self._split = candidate.split
         self._shares = np.array([np.where(larger, 1.0, _least_ratio(small, large)) for large, small in layers])
         cuts = np.flatnonzero(plans.problem.rules.allowed)[1:-1]
-        least = [
-            (0.0, 0.0) if plans.ranks == 1 else sums[:, cuts].min(axis=1)
-            for sums in (plans.outputs_s, plans.gradients_s)
-        ]
+        least = [(0.0, 0.0) if plans.ranks == 1 else sums[:, cuts].min(axis=1) for sums in plans.messages_s]
         self._sends = np.array([np.where(larger, large, small) for large, small in least])
         self._scale_s = float(sum(one[0].sum() for one in layers))  # numbers near one for the solver
         scaled = np.array([one[0] / self._scale_s for one in layers])

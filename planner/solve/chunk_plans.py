@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +26,7 @@ from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, makespan_s
 from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
 from planner.solve.balance import Balance, StageChoice, end_seconds, evaluate_s
+from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.problem import Candidate, Problem
 
 Stops = tuple[int, ...]
@@ -56,6 +58,7 @@ class ChunkPlans:
     Args:
         problem: that they solve.
         candidate: with its ring.
+        deadline: when to look for nothing better.
 
     Attributes:
         ranks: how many there are.
@@ -67,25 +70,53 @@ class ChunkPlans:
     tries_all = True
     walks = 1
 
-    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+    def __init__(self, problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> None:
         self.problem, self.candidate = problem, candidate
         self.ranks = candidate.ring.ranks
         self.stages = candidate.ring.ranks * candidate.ring.chunks
         split = candidate.split
         self.sizes = split.largest, split.smallest
+        self.deadline = deadline
         self._counts = np.array([split.number_largest, split.count - split.number_largest])
-        kinds = [group.device.kind for group in problem.classes]
-        seconds = [[layer_seconds(problem.costs, kind, size) for kind in kinds] for size in self.sizes]
-        # sums of layers [0, i), shape (2, C, L + 1)
-        self.forward_s, self.recompute_s, self.backward_s, self.weight_s = (
-            np.array([[prefix_sums(getattr(costs, name)) for costs in sized] for sized in seconds])
-            for name in ("forward_s", "recompute_s", "backward_s", "weight_s")
-        )
         self._splits = SCHEDULES[candidate.schedule].splits_backward
-        between = [boundary_s(problem.link, problem.at_boundaries(size)) for size in self.sizes]
-        self.outputs_s, self.gradients_s = (np.array(side) for side in zip(*between, strict=True))
         self._bytes: dict[tuple[int, int, int, int, bool], tuple[int, int]] = {}
         self._ends: dict[tuple[int, int, int], float] = {}
+
+    @cached_property
+    def forward_s(self) -> Floats:
+        """Sums of layers [0, i) for a large and for a small micro-batch, shape (2, C, L + 1)."""
+        return self._sums("forward_s")
+
+    @cached_property
+    def recompute_s(self) -> Floats:
+        """The same of recompute."""
+        return self._sums("recompute_s")
+
+    @cached_property
+    def backward_s(self) -> Floats:
+        """The same of whole backward passes."""
+        return self._sums("backward_s")
+
+    @cached_property
+    def weight_s(self) -> Floats:
+        """The same of the gradients of parameters."""
+        return self._sums("weight_s")
+
+    @cached_property
+    def messages_s(self) -> tuple[Floats, Floats]:
+        """Of outputs and of gradients at each boundary for a large and for a small micro-batch, shape (2, L + 1)."""
+        between = [boundary_s(self.problem.link, self.problem.at_boundaries(size)) for size in self.sizes]
+        outputs_s, gradients_s = zip(*between, strict=True)
+        return np.array(outputs_s), np.array(gradients_s)
+
+    def _sums(self, name: str) -> Floats:
+        kinds = [group.device.kind for group in self.problem.classes]
+        return np.array(
+            [
+                [prefix_sums(getattr(layer_seconds(self.problem.costs, kind, size), name)) for kind in kinds]
+                for size in self.sizes
+            ]
+        )
 
     def step_s(self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool] = ()) -> float:
         """Seconds of the step, up to rounding; nothing is recomputed by default. Whether it fits is not asked."""
@@ -104,13 +135,14 @@ class ChunkPlans:
         first, stop = np.array((0, *stops[:-1])), np.array(stops)
         group = np.array([*classes] * self.candidate.ring.chunks)
         seconds = np.zeros((6 if self._splits else 5, self.stages, 2))
+        outputs_s, gradients_s = self.messages_s
         for size in range(2):
             seconds[F, :, size] = _between(self.forward_s[size], group, first, stop)
             if any(recompute):
                 seconds[R, :, size] = _between(self.recompute_s[size], group, first, stop) * np.array(recompute)
             seconds[B, :, size] = _between(self.backward_s[size], group, first, stop)
-            seconds[SEND_F, :, size] = self.outputs_s[size][stop]
-            seconds[SEND_B, :, size] = self.gradients_s[size][first]
+            seconds[SEND_F, :, size] = outputs_s[size][stop]
+            seconds[SEND_B, :, size] = gradients_s[size][first]
             if self._splits:
                 seconds[W, :, size] = _between(self.weight_s[size], group, first, stop)
                 seconds[B, :, size] -= seconds[W, :, size]
@@ -129,17 +161,24 @@ class ChunkPlans:
             spent[rank] += self._ends[key]
         return max(spent)
 
-    def fitted(self, stops: Stops, classes: tuple[int, ...], below_s: float = np.inf) -> ChunkChoice | None:
+    def fitted(
+        self, stops: Stops, classes: tuple[int, ...], below_s: float = np.inf, *, thorough: bool = True
+    ) -> ChunkChoice | None:
         """The fastest plan with these cuts that fits; None if none does, or none takes less than `below_s`.
 
         Of each rank that is too full, every set of chunks is tried that lets it fit when recomputed and of which no
-        chunk can be left out.
+        chunk can be left out; if it need not be thorough, the one alone that takes least to recompute.
         """
         at_best_s = self.at_best_s(stops, classes)
         if at_best_s >= below_s:
             return None
         mode = self.problem.settings.recompute
         sets = [list(self._sets(rank, stops, classes, mode)) for rank in range(self.ranks)]
+        if not thorough:
+            sets = [
+                sorted(flags, key=partial(self._recompute_s, rank, stops, classes))[:1]
+                for rank, flags in enumerate(sets)
+            ]
         best: ChunkChoice | None = None
         for chosen in itertools.product(*sets):  # nothing at all where a rank has no set
             recompute = tuple(flags[chunk] for chunk in range(self.candidate.ring.chunks) for flags in chosen)
@@ -148,9 +187,19 @@ class ChunkPlans:
                 best = ChunkChoice(step_s, stops, classes, recompute)
         return best
 
+    def _recompute_s(self, rank: int, stops: Stops, classes: Sequence[int], flags: Sequence[bool]) -> float:
+        """Seconds to recompute these chunks of a rank for one micro-batch."""
+        sums, starts = self.recompute_s[0, classes[rank]], (0, *stops)
+        stages = range(rank, self.stages, self.ranks)
+        return float(
+            sum(sums[stops[stage]] - sums[starts[stage]] for stage, flag in zip(stages, flags, strict=True) if flag)
+        )
+
     def finished(self, choice: ChunkChoice) -> ChunkChoice:
-        """The plan with what is looked for around the best cuts alone: nothing where the schedule says the order."""
-        return choice
+        """The plan with what is looked for around the best cuts alone: every set of chunks to recompute."""
+        if not any(choice.recompute) or self.deadline.over:
+            return choice
+        return self.fitted(choice.stops, choice.classes, choice.step_s) or choice
 
     def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """Seconds of the step with as little recompute as the settings allow, whether it fits or not."""

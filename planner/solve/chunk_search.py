@@ -1,12 +1,9 @@
 """The search for plans with several chunks a rank: cuts, number of ranks, M and R together.
 
 A candidate is a schedule, R, M, and a number of ranks. They wait in the order of a bound: first an even share of the
-work, then `planner.solve.chunk_bound`, which also says how large the stages would best be. For those whose turn comes:
-
-1. where there are few ways to cut, all are tried;
-2. otherwise cuts are laid where the bound's stages would end, and moved as long as the step becomes shorter: one cut, a
-   run of neighbouring cuts, or two cuts against each other; then again from cuts near the best ones;
-3. of cuts that do not fit, the ones with fewer bytes too many are better.
+work, then `planner.solve.chunk_bound`, a few linear programs at a time, which also says how large the stages would best
+be. The cuts of those whose turn comes are searched (`planner.solve.cut_climb`). Because a bound leaves out memory, some
+plans with equal shares of the work come before all that, and the candidates of the fastest of them are searched first.
 
 What was not proven stays in the lower bound, and that is where a gap comes from.
 """
@@ -15,36 +12,32 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
-import random
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.layer_costs import Floats
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.units import bytes_text
 from planner.solve.balance import TIE, Balance
-from planner.solve.chunk_bound import ChunkBound, chunk_bound, least_s
+from planner.solve.chunk_bound import BoundSearch, chunk_bound, least_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
-from planner.solve.deadline import Deadline
+from planner.solve.cut_climb import CutClimb
+from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
 
-FEW_CUTS = 2_000
-"""Ways to cut that are all tried [chosen: 0.2 s]."""
-REACH = (1, 2, 4, 8)
-"""Places by which cuts are moved."""
-KICKS = 8
-"""Times that cuts near the best ones are tried."""
-MOST_ORDERS = 60
-"""Orders of unlike devices that are tried; the bound is for all."""
-MOST_PASSES, FEWEST_TRIED = 2_000_000, 300
-"""Passes, of all cuts tried of one candidate together, and how many cuts are tried at least [chosen: 0.5 s]."""
-PATIENCE = 6
+PROBES, PROBE_ROUNDS, PROBES_CLIMBED = 12, 3, 2
+"""First plans of each R, rounds of them, each nearer to the best one, and candidates whose cuts are searched then
+[chosen]."""
+PROBE_MARGIN = 1.05
+"""By how much slower than the fastest one a first plan may be [chosen]."""
+FIRST_PROGRAMS, PROGRAMS_AT_ONCE = 1, 4
+"""Linear programs of a candidate until it is another one's turn, when it comes first and later."""
+MOST_WORK = 240_000
+"""Linear programs of all candidates, times the square of their stages, without a time limit [fitted: 5 s]."""
+PATIENCE = 4
 """Candidates that are searched in vain before the search ends, those left out of which all cuts are tried, if there is
 no time limit."""
 MOST_LOOKED_AT = 12
@@ -60,7 +53,15 @@ class _Waiting(NamedTuple):
     micro_batches: int
     position: int
     plans: ChunkPlans
-    bound: ChunkBound | None
+    search: BoundSearch | None
+
+
+class _Climbed(NamedTuple):
+    """A candidate that was searched, and what no plan of it is below."""
+
+    climb: CutClimb
+    plans: ChunkPlans
+    least_s: float
 
 
 def chunk_balance(problem: Problem, reached: Balance | None = None) -> Balance | None:
@@ -73,51 +74,174 @@ def chunk_balance(problem: Problem, reached: Balance | None = None) -> Balance |
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
-    deadline = Deadline(problem.settings.time_limit_s)
-    patience = PATIENCE if problem.settings.time_limit_s is None else np.inf
-    best = reached
-    lower_bound_s, in_vain = np.inf if reached is None else reached.lower_bound_s, 0
-    queue = [
-        _Waiting(least_s(plans), plans.candidate.split.count, position, plans, None)
-        for position, plans in enumerate(plans_of(problem, candidate) for candidate in candidates(problem))
-    ]
-    heapq.heapify(queue)
-    while queue:
-        entry = heapq.heappop(queue)
-        reached_s = np.inf if best is None else best.step_s
-        deadline.tell(reached_s, min(entry.bound_s, lower_bound_s))
-        enough = deadline.over or (best is not None and in_vain >= patience)
-        if entry.bound_s > reached_s * (1 + TIE) or (enough and in_vain):
-            lower_bound_s = min(lower_bound_s, entry.bound_s)
-            break
-        if entry.bound is None:
-            bound = chunk_bound(entry.plans, deadline, reached_s)
-            heapq.heappush(queue, entry._replace(bound_s=max(entry.bound_s, bound.step_s), bound=bound))
-            continue
-        climb = _Climb(entry.plans, entry.bound, deadline)
-        choice, least_of_all_s = climb.found(reached_s)
-        lower_bound_s = min(lower_bound_s, max(entry.bound_s, least_of_all_s))
-        found = None if choice is None else entry.plans.balance(entry.plans.finished(choice))
-        in_vain += not climb.tries_all_cuts
-        if found is not None and found.better_than(best):
-            best, in_vain = found, 0
-    return None if best is None else replace(best, lower_bound_s=min(lower_bound_s, best.step_s))
+    found = _Search(problem, reached).found()
+    return None if found is None else replace(found, lower_bound_s=min(found.lower_bound_s, found.step_s))
+
+
+class _Search:
+    """The search of `chunk_balance`.
+
+    Args:
+        problem: with schedules that all may have so many chunks.
+        reached: the best plan of other schedules.
+    """
+
+    def __init__(self, problem: Problem, reached: Balance | None) -> None:
+        self._problem = problem
+        self._deadline = Deadline(problem.settings.time_limit_s)
+        self._timed = problem.settings.time_limit_s is not None
+        self._best = reached
+        self._lower_s = np.inf if reached is None else reached.lower_bound_s
+        self._work, self._in_vain = 0, 0
+        self._climbs: dict[int, _Climbed] = {}
+        self._best_plans: ChunkPlans | None = None
+        self._queue: list[_Waiting] = []
+        self._number = itertools.count()
+        for candidate in problem.candidates():
+            ranks = _most_ranks(problem, candidate)
+            if ranks:
+                self._push(replace(candidate, ring=Ring(ranks, problem.settings.chunks)))
+
+    def found(self) -> Balance | None:
+        """The best plan, and what none is below."""
+        for entry in self._probed():
+            self._climbed(entry)
+        while self._queue:
+            entry = heapq.heappop(self._queue)
+            self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s))
+            searched = self._timed or self._in_vain < PATIENCE
+            if entry.bound_s > self._reached_s * (1 + TIE) or (self._over and self._in_vain) or not searched:
+                self._lower_s = min(self._lower_s, entry.bound_s)
+                break
+            if entry.search is None:
+                self._push_with_a_rank_less(entry.plans)
+            if not (self._spent or (entry.search is not None and entry.search.done)):
+                self._tightened(entry)
+            else:
+                self._lower_s = min(self._lower_s, max(entry.bound_s, self._climbed(entry)))
+        self._use_what_is_left()
+        return None if self._best is None else replace(self._best, lower_bound_s=self._lower_s)
+
+    @property
+    def _over(self) -> bool:
+        return self._deadline.over
+
+    @property
+    def _reached_s(self) -> float:
+        return np.inf if self._best is None else self._best.step_s
+
+    @property
+    def _spent(self) -> bool:
+        """Whether bounds took what they may."""
+        return self._over or (not self._timed and self._work >= MOST_WORK)
+
+    def _push(self, candidate: Candidate) -> None:
+        """Queue a candidate with its cheap bound."""
+        plans = plans_of(self._problem, candidate, self._deadline)
+        entry = _Waiting(least_s(plans), candidate.split.count, next(self._number), plans, None)
+        heapq.heappush(self._queue, entry)
+
+    def _push_with_a_rank_less(self, plans: ChunkPlans) -> None:
+        """Queue the same candidate with a rank less, whose bound is above this one's."""
+        if self._problem.settings.stages is None and plans.ranks > _fewest_ranks(self._problem):
+            self._push(replace(plans.candidate, ring=Ring(plans.ranks - 1, plans.candidate.ring.chunks)))
+
+    def _tightened(self, entry: _Waiting) -> None:
+        """Make the bound of a candidate better, and queue it again."""
+        search = entry.search or BoundSearch(entry.plans)
+        had = search.rounds
+        bound_s = search.tightened(PROGRAMS_AT_ONCE if had else FIRST_PROGRAMS, self._deadline, self._reached_s).step_s
+        self._work += (search.rounds - had) * entry.plans.stages**2
+        heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, bound_s), search=search))
+
+    def _climbed(self, entry: _Waiting) -> float:
+        """Search the cuts of a candidate, once; what no plan of it is below, as far as that shows it."""
+        if entry.position in self._climbs:
+            return self._climbs[entry.position].least_s
+        search = entry.search or BoundSearch(entry.plans)
+        bound = search.bound or search.tightened(1, self._deadline)
+        climb = CutClimb(entry.plans, bound, self._deadline)
+        choice, least_of_all_s = climb.found(self._reached_s)
+        self._climbs[entry.position] = _Climbed(climb, entry.plans, max(bound.step_s, least_of_all_s))
+        self._in_vain += not climb.tries_all_cuts
+        self._note(entry.plans, choice)
+        return self._climbs[entry.position].least_s
+
+    def _note(self, plans: ChunkPlans, choice: ChunkChoice | None) -> None:
+        """Keep a plan that is better than the best."""
+        found = None if choice is None else plans.balance(plans.finished(choice))
+        if found is not None and found.better_than(self._best):
+            self._best, self._in_vain = found, 0
+            self._best_plans = plans
+
+    def _probed(self) -> list[_Waiting]:
+        """The candidates with the fastest first plans, of some all over the range of M, and then of some near the best.
+
+        Bounds leave out memory, and where there is little of it they say nothing about which M is good.
+        """
+        groups: dict[tuple[str, int], list[_Waiting]] = {}
+        for entry in sorted(self._queue, key=lambda entry: (entry.micro_batches, entry.position)):
+            groups.setdefault((entry.plans.candidate.schedule, entry.plans.candidate.replicas), []).append(entry)
+        groups = {key: entries for key, entries in groups.items() if len(entries) > PROBES}
+        known: dict[tuple[tuple[str, int], int], float] = {}
+        wanted = [
+            (key, round(place) - 1) for key, group in groups.items() for place in np.geomspace(1, len(group), PROBES)
+        ]
+        for _ in range(PROBE_ROUNDS):
+            for key, place in dict.fromkeys(wanted):
+                if (key, place) not in known:
+                    least_s = min(known.values(), default=self._reached_s)
+                    known[key, place] = self._probe_s(groups[key][place], least_s * PROBE_MARGIN)
+            if not known:
+                break
+            best_key, best = min(known, key=lambda at: (known[at], at))
+            tried = sorted(place for key, place in known if key == best_key)
+            at = tried.index(best)
+            ends = tried[max(0, at - 1)], tried[min(at + 1, len(tried) - 1)]
+            wanted = [(best_key, round(place)) for place in np.linspace(*ends, PROBES // 2)]
+        ranked = sorted((step_s, at) for at, step_s in known.items() if step_s < np.inf)
+        return [groups[key][place] for _, (key, place) in ranked[:PROBES_CLIMBED]]
+
+    def _probe_s(self, entry: _Waiting, below_s: float) -> float:
+        """Seconds of a candidate's first plan; infinite where it takes no less than `below_s` or does not fit."""
+        if self._over or entry.bound_s >= below_s:
+            return np.inf
+        choice = CutClimb(entry.plans, None, self._deadline).probed(below_s)
+        return np.inf if choice is None else choice.step_s
+
+    def _use_what_is_left(self) -> None:
+        """Try cuts near the best ones as long as there is time, where there is a limit of it and a gap."""
+        for climbed in sorted(self._climbs.values(), key=lambda one: one.plans is not self._best_plans):
+            if not self._timed or self._over or self._best is None or self._lower_s >= self._reached_s * (1 - TIE):
+                return
+            if not climbed.climb.tries_all_cuts and climbed.least_s < self._reached_s:
+                self._note(climbed.plans, climbed.climb.kicked_until_over())
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Every schedule, R, M and number of ranks that the settings allow."""
-    chunks, stages = problem.settings.chunks, problem.settings.stages
-    fewest = 1 if chunks == 1 else FEW_RANKS
     for candidate in problem.candidates():
-        most = problem.most_stages(candidate.replicas, candidate.split.count) // chunks
-        for ranks in range(fewest, most + 1) if stages is None else (stages // chunks,):
-            yield replace(candidate, ring=Ring(ranks, chunks))
+        most = _most_ranks(problem, candidate)
+        for ranks in range(_fewest_ranks(problem), most + 1) if problem.settings.stages is None else (most,):
+            if ranks:
+                yield replace(candidate, ring=Ring(ranks, problem.settings.chunks))
 
 
-def plans_of(problem: Problem, candidate: Candidate) -> ChunkPlans:
+def _most_ranks(problem: Problem, candidate: Candidate) -> int:
+    """The most ranks of that R and M; 0 if there are none."""
+    chunks = problem.settings.chunks
+    most = problem.most_stages(candidate.replicas, candidate.split.count) // chunks
+    return most if most >= _fewest_ranks(problem) else 0
+
+
+def _fewest_ranks(problem: Problem) -> int:
+    return 1 if problem.settings.chunks == 1 else FEW_RANKS
+
+
+def plans_of(problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> ChunkPlans:
     """The plans of a candidate: with the schedule's order, or with orders of their own."""
     own = SCHEDULES[candidate.schedule].made_for_plan
-    return OwnOrderPlans(problem, candidate) if own else ChunkPlans(problem, candidate)
+    return OwnOrderPlans(problem, candidate, deadline) if own else ChunkPlans(problem, candidate, deadline)
 
 
 def nothing_fits_text(problem: Problem) -> str:
@@ -127,8 +251,8 @@ def nothing_fits_text(problem: Problem) -> str:
     picks = np.linspace(0, len(every) - 1, min(len(every), MOST_LOOKED_AT)).round().astype(int)
     for pick in picks:
         plans = plans_of(problem, every[pick])
-        bound = chunk_bound(plans, Deadline(None, heeds_interrupt=False), enough_s=0.0)
-        found = _Climb(plans, bound, Deadline(None, heeds_interrupt=False)).nearest()
+        bound = chunk_bound(plans, NO_DEADLINE, enough_s=0.0)
+        found = CutClimb(plans, bound, NO_DEADLINE).nearest()
         if found is not None and (nearest is None or found[0] < nearest[0]):
             nearest = found[0], plans, found[1], found[2]
     if nearest is None:
@@ -148,216 +272,3 @@ def nothing_fits_text(problem: Problem) -> str:
         + ("" if problem.settings.recompute == "auto" else ', recompute="auto"')
         + ", more devices or a smaller batch"
     )
-
-
-class _Climb:
-    """The search for the cuts of one candidate.
-
-    Args:
-        plans: of the candidate.
-        bound: of it.
-        deadline: when to stop.
-    """
-
-    def __init__(self, plans: ChunkPlans, bound: ChunkBound, deadline: Deadline) -> None:
-        self._plans, self._bound, self._deadline = plans, bound, deadline
-        rules = plans.problem.rules
-        self._places = [int(place) for place in np.flatnonzero(rules.allowed)][1:-1]
-        self._demanded = {int(place) for place in np.flatnonzero(rules.demanded)}
-        self._layers = plans.problem.layers
-        self._chance = random.Random(0)
-        self._most_tried = max(
-            FEWEST_TRIED, MOST_PASSES // (2 * plans.walks * plans.stages * plans.candidate.split.count)
-        )
-        self._tried: dict[tuple[Stops, tuple[int, ...]], _Score] = {}
-
-    def found(self, below_s: float) -> tuple[ChunkChoice | None, float]:
-        """The fastest plan that was found, and what no plan of the candidate is below, as far as that shows it.
-
-        Args:
-            below_s: slower ones are not looked for where all cuts are tried.
-        """
-        orders = list(_orders(self._plans))
-        if self.tries_all_cuts:
-            return self._best_of_all(orders, below_s)
-        for start in self._starts():
-            for classes in orders:
-                self._climbed(start, classes)
-        for _ in range(KICKS if self._tried else 0):
-            stops, classes, best = self._best()
-            if self._over or best.step_s <= self._bound.step_s:
-                break
-            self._climbed(self._kicked(stops), classes)
-        return (self._best()[2].choice if self._tried else None), 0.0
-
-    @property
-    def tries_all_cuts(self) -> bool:
-        """Whether there are so few ways to cut and to order devices that all are tried."""
-        orders = sum(1 for _ in _orders(self._plans))
-        return math.comb(len(self._places), self._plans.stages - 1) * orders <= FEW_CUTS and orders < MOST_ORDERS
-
-    @property
-    def _over(self) -> bool:
-        """Whether enough was tried."""
-        return self._deadline.over or len(self._tried) >= self._most_tried
-
-    def _best(self) -> tuple[Stops, tuple[int, ...], _Score]:
-        """The best cuts and order of devices so far."""
-        (stops, classes), score = min(self._tried.items(), key=lambda item: item[1].rank())
-        return stops, classes, score
-
-    def nearest(self) -> tuple[float, Stops, tuple[int, ...]] | None:
-        """Bytes too many of the cuts with the fewest, these cuts and the order of the devices; None without cuts."""
-        classes = next(_orders(self._plans))
-        for start in self._starts():
-            self._climbed(start, classes)
-        if not self._tried:
-            return None
-        stops, classes, score = self._best()
-        return score.over_bytes, stops, classes
-
-    def _best_of_all(self, orders: Sequence[tuple[int, ...]], below_s: float) -> tuple[ChunkChoice | None, float]:
-        """The best of all cuts, and the least that any may take: where orders are made, one not found may be faster."""
-        every = [
-            (*inner, self._layers)
-            for inner in itertools.combinations(self._places, self._plans.stages - 1)
-            if self._demanded <= {*inner}
-        ]
-        at_best = sorted(
-            (self._plans.at_best_s(stops, classes), stops, classes) for stops in every for classes in orders
-        )
-        best: ChunkChoice | None = None
-        for step_s, stops, classes in at_best:
-            reached_s = below_s if best is None else best.step_s
-            if step_s >= reached_s:
-                break
-            best = self._plans.fitted(stops, classes, reached_s) or best
-        if self._plans.tries_all:
-            return best, below_s if best is None else best.step_s
-        return best, at_best[0][0] if at_best else np.inf
-
-    def _starts(self) -> list[Stops]:
-        """Cuts where the bound's stages would end, and for equal shares of the work."""
-        forward = self._plans.forward_s[0].min(axis=0)
-        work = forward + self._plans.backward_s[0].min(axis=0)
-        best = np.cumsum(self._bound.forward_s) / max(self._bound.forward_s.sum(), np.finfo(float).tiny)
-        even = np.arange(1, self._plans.stages + 1) / self._plans.stages
-        starts = self._laid(forward, best), self._laid(work, best), self._laid(work, even)
-        return list(dict.fromkeys(start for start in starts if start is not None))
-
-    def _laid(self, sums: Floats, shares: Floats) -> Stops | None:
-        """The cuts that are nearest in sum to these shares of the work; None where the rules allow none."""
-        places = [0, *self._places, self._layers]
-        wanted = shares * sums[-1]
-        least_before = np.zeros(len(places), dtype=np.int64)  # place of the last demanded cut before each place
-        for number in range(1, len(places)):
-            demanded = places[number - 1] in self._demanded
-            least_before[number] = number - 1 if demanded else least_before[number - 1]
-        away = np.abs(sums[places][None, :] - wanted[:, None])
-        reached = np.full(len(places), np.inf)
-        reached[0] = 0.0
-        came_from = np.zeros((len(wanted), len(places)), dtype=np.int64)
-        for stage in range(len(wanted)):
-            following = np.full(len(places), np.inf)
-            for number in range(stage + 1, len(places)):
-                before = slice(least_before[number], number)
-                nearest = int(np.argmin(reached[before])) + before.start
-                came_from[stage, number] = nearest
-                following[number] = reached[nearest] + away[stage, number]
-            reached = following
-        if not np.isfinite(reached[-1]):
-            return None
-        number, stops = len(places) - 1, []
-        for stage in reversed(range(len(wanted))):
-            stops.append(places[number])
-            number = int(came_from[stage, number])
-        return tuple(reversed(stops))
-
-    def _climbed(self, stops: Stops, classes: tuple[int, ...]) -> None:
-        """Move these cuts until no move makes them better."""
-        best = self._score(stops, classes, _Score(np.inf, np.inf, None))
-        moved = True
-        while moved:
-            moved = False
-            for move in self._moves():
-                if self._over:
-                    return
-                other = self._moved(stops, move)
-                if other is None or (other, classes) in self._tried:
-                    continue
-                score = self._score(other, classes, best)
-                if score.rank() < best.rank():
-                    best, stops, moved = score, other, True
-
-    def _score(self, stops: Stops, classes: tuple[int, ...], best: _Score) -> _Score:
-        """How good these cuts are; how slow exactly is found only for those faster than the best that fit."""
-        key = stops, classes
-        if key not in self._tried:
-            below_s = best.step_s if best.over_bytes == 0 else np.inf
-            choice = self._plans.fitted(stops, classes, below_s)
-            if choice is not None:
-                self._tried[key] = _Score(0.0, choice.step_s, choice)
-            elif below_s < np.inf:
-                self._tried[key] = _Score(np.inf, np.inf, None)
-            else:
-                over = sum(self._plans.over_bytes(rank, stops, classes) for rank in range(self._plans.ranks))
-                self._tried[key] = _Score(over, np.inf, None)
-        return self._tried[key]
-
-    def _moves(self) -> Iterator[tuple[int, ...]]:
-        """By how many places each cut moves."""
-        cuts = self._plans.stages - 1
-        for length in range(1, cuts + 1):
-            for first in range(cuts - length + 1):
-                for reach in REACH if length == 1 else REACH[:2]:
-                    for step in (reach, -reach):
-                        yield (0,) * first + (step,) * length + (0,) * (cuts - first - length)
-        for one, other in itertools.permutations(range(cuts), 2):
-            yield tuple((cut == one) - (cut == other) for cut in range(cuts))
-
-    def _moved(self, stops: Stops, move: Sequence[int]) -> Stops | None:
-        """The cuts after a move; None where they would meet, leave the model or a place where a cut must be."""
-        inner: list[int] = []
-        for stop, step in zip(stops, move, strict=False):
-            number = bisect_left(self._places, stop) + step
-            if not 0 <= number < len(self._places) or (inner and self._places[number] <= inner[-1]):
-                return None
-            inner.append(self._places[number])
-        return (*inner, self._layers) if self._demanded <= {*inner} else None
-
-    def _kicked(self, stops: Stops) -> Stops:
-        """Cuts near these."""
-        cuts = self._plans.stages - 1
-        for _ in range(4 * cuts):
-            move = [0] * cuts
-            for _ in range(min(3, cuts)):
-                move[self._chance.randrange(cuts)] += self._chance.choice((-2, -1, 1, 2))
-            other = self._moved(stops, move)
-            if other is not None:
-                return other
-        return stops
-
-
-class _Score(NamedTuple):
-    """Bytes too many on all devices together, the step's seconds if it fits, and the plan."""
-
-    over_bytes: float
-    step_s: float
-    choice: ChunkChoice | None
-
-    def rank(self) -> tuple[float, float]:
-        """Less is better."""
-        return self.over_bytes, self.step_s
-
-
-def _orders(plans: ChunkPlans) -> Iterator[tuple[int, ...]]:
-    """Orders of devices, as classes by rank; all of them where they are few."""
-    replicas, classes = plans.candidate.replicas, plans.problem.classes
-    able = [index for index, group in enumerate(classes) for _ in range(min(plans.ranks, group.capacity(replicas)))]
-    seen: set[tuple[int, ...]] = set()
-    for order in itertools.permutations(able, plans.ranks):
-        if order not in seen:
-            seen.add(order)
-            yield order
-        if len(seen) == MOST_ORDERS or len(classes) == 1:
-            return

@@ -53,3 +53,6 @@ class Deadline:
         if self._stop_at is None and not self.interrupted:
             return UNLIMITED
         return int(LABELS_PER_S * self.left_s)
+
+
+NO_DEADLINE = Deadline(None)

@@ -25,6 +25,7 @@ from planner.plan.schedules import Held, most_held
 from planner.plan.stage import StageMemory
 from planner.solve.any_order import any_order_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
+from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.own_orders import best_orders, moved
 from planner.solve.problem import Candidate, Problem
 
@@ -60,26 +61,38 @@ class OwnOrderPlans(ChunkPlans):
     tries_all = False
     walks = 16
 
-    def __init__(self, problem: Problem, candidate: Candidate) -> None:
-        super().__init__(problem, candidate)
+    def __init__(self, problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> None:
+        super().__init__(problem, candidate, deadline)
         self._rooms: dict[tuple[int, int, int, int, bool], _Room] = {}
 
-    def fitted(self, stops: Stops, classes: tuple[int, ...], below_s: float = np.inf) -> ChunkChoice | None:
-        """The fastest plan found with these cuts that fits; None if none does, or none takes less than `below_s`."""
+    def fitted(
+        self, stops: Stops, classes: tuple[int, ...], below_s: float = np.inf, *, thorough: bool = True
+    ) -> ChunkChoice | None:
+        """The fastest plan found with these cuts that fits; None if none does, or none takes less than `below_s`.
+
+        If it need not be thorough, and there are many sets of stages to recompute, the fewest and the most alone.
+        """
         if self.at_best_s(stops, classes) >= below_s:
             return None
         modes = [self._modes(stage, stops, classes) for stage in range(self.stages)]
         best: ChunkChoice | None = None
         for recompute in self._chosen(modes):
+            if best is not None and self.deadline.over:
+                break
             found = self._ordered(stops, classes, recompute, below_s if best is None else best.step_s)
             if found is not None and found.step_s < (below_s if best is None else best.step_s):
                 best = found
-        if best is not None and self._many_sets(modes):
+        if best is not None and thorough and self._many_sets(modes):
             best = self._one_by_one(best, modes)
         return best if best is None or self._fits(best) else None
 
     def finished(self, choice: ChunkChoice) -> ChunkChoice:
-        """The plan with single passes moved so that the step is shorter."""
+        """The plan with recompute of single stages changed, and single passes moved, so that the step is shorter."""
+        if self.deadline.over:
+            return choice
+        modes = [self._modes(stage, choice.stops, choice.classes) for stage in range(self.stages)]
+        if self._many_sets(modes):
+            choice = self._one_by_one(choice, modes)
         seconds = self.seconds(choice.stops, choice.classes, choice.recompute)
         rooms, least_s = self._rooms_of(choice.stops, choice.classes, choice.recompute, seconds)
         count = self.candidate.split.count
@@ -148,7 +161,7 @@ class OwnOrderPlans(ChunkPlans):
     def _one_by_one(self, best: ChunkChoice, modes: Sequence[tuple[bool, ...]]) -> ChunkChoice:
         """Change single stages as long as the step becomes shorter."""
         for stage, mode in enumerate(modes):
-            if len(mode) > 1:
+            if len(mode) > 1 and not self.deadline.over:
                 flags = best.recompute
                 changed = (*flags[:stage], not flags[stage], *flags[stage + 1 :])
                 found = self._ordered(best.stops, best.classes, changed, best.step_s)
@@ -164,7 +177,7 @@ class OwnOrderPlans(ChunkPlans):
         rooms, least_s = self._rooms_of(stops, classes, recompute, seconds)
         if least_s + self.end_s(stops, classes) >= below_s:
             return None
-        found = best_orders(seconds, rooms, least_s)
+        found = best_orders(seconds, rooms, least_s, self.deadline)
         return None if found is None else self._choice(found, ChunkChoice(np.inf, stops, classes, recompute))
 
     def _choice(self, found: tuple[float, Indices], plan: ChunkChoice) -> ChunkChoice:

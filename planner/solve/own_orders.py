@@ -17,6 +17,7 @@ from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
 from planner.kernel.makespan import walked_s
 from planner.plan.schedules import Held, fixed_split_orders, most_held
 from planner.solve.balance import TIE
+from planner.solve.deadline import NO_DEADLINE, Deadline
 
 PATIENCE = (0.0, 0.5, 1.0)
 """Parts of a pass of weights that a stage rather waits [chosen]."""
@@ -30,13 +31,16 @@ FEW_PASSES = 4_000
 """Passes of a step up to which all settings are tried, and beyond which half of them are [chosen]."""
 
 
-def best_orders(seconds: Floats, room: Room, least_s: float = 0.0) -> tuple[float, Indices] | None:
+def best_orders(
+    seconds: Floats, room: Room, least_s: float = 0.0, deadline: Deadline = NO_DEADLINE
+) -> tuple[float, Indices] | None:
     """The fastest orders found that fit, and their makespan; None if some stage cannot hold one micro-batch.
 
     Args:
         seconds: as `planner.kernel.makespan.makespan_s` has them, shape (6, K, M).
         room: what stages may hold.
         least_s: no order takes less; nothing better is looked for than one that takes as long.
+        deadline: when to take what there is.
     """
     _, stages, count = seconds.shape
     seconds = np.ascontiguousarray(seconds)
@@ -51,6 +55,8 @@ def best_orders(seconds: Floats, room: Room, least_s: float = 0.0) -> tuple[floa
         leads.append((2 * number - 1, 2 * number - 1))
     for lead, most in leads:
         for patience in PATIENCE if stages * count * 3 <= FEW_PASSES else PATIENCE[::2]:
+            if best is not None and (best[0] <= least_s * (1 + TIE) or deadline.over):
+                return best
             orders = listed(seconds, room, lead, most, patience)
             if orders[-1, -1] == NOTHING:
                 return None

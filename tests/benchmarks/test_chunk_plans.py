@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from planner import Plan, plan_from_profile
-from planner.solve import chunk_search
+from planner.solve import cut_climb
 from profiler import Device, Profile
 from profiler.device import Link
 from profiler.errors import InfeasibleError
@@ -73,14 +73,14 @@ def test_moved_cuts_against_all_cuts(schedule: str, monkeypatch: pytest.MonkeyPa
             "chunks": chunks,
             "stages": ranks * chunks,
         }
-        monkeypatch.setattr(chunk_search, "FEW_CUTS", ALL_CUTS)
+        monkeypatch.setattr(cut_climb, "FEW_CUTS", ALL_CUTS)
         memory_bytes = 10**9
         share = chance.choice([None, None, 0.75, 0.9])
         if share is not None:
             roomy = plan_from_profile(profile, [device()] * ranks, **asked)  # type: ignore[arg-type]
             memory_bytes = int(share * max(memory.total for memory in roomy.device_memories))
         best = planned(profile, ranks, memory_bytes, asked)
-        monkeypatch.setattr(chunk_search, "FEW_CUTS", 0)
+        monkeypatch.setattr(cut_climb, "FEW_CUTS", 0)
         found = planned(profile, ranks, memory_bytes, asked)
         if best is None or found is None:
             assert best is None, f"problem {seed}: a plan was missed"

@@ -13,7 +13,7 @@ from planner.from_profile import plan_from_profile
 from planner.kernel.critical_path import longest_path
 from planner.kernel.makespan import makespan_s, orders_of
 from planner.plan.schedules import SCHEDULES
-from planner.solve import chunk_search
+from planner.solve import cut_climb
 from planner.solve.build_plan import make_plan
 from planner.solve.chunk_bound import chunk_bound, least_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans
@@ -61,7 +61,7 @@ def settings_of(chunks, **more):
 @SLOW
 def test_no_plan_is_faster_than_the_bound_says_and_few_are_missed(few_cuts, profiles, device, monkeypatch, data):
     """With all cuts tried the best plan is found; when they are moved one by one, one close to it."""
-    monkeypatch.setattr(chunk_search, "FEW_CUTS", few_cuts)
+    monkeypatch.setattr(cut_climb, "FEW_CUTS", few_cuts)
     mode = data.draw(st.sampled_from(["auto", "never", "always"]))
     profile = data.draw(profiles(most_layers=5 if mode == "auto" else 7))
     layers = len(profile.layers)

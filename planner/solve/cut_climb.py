@@ -1,0 +1,280 @@
+"""The search for the cuts of one candidate, and for the order of unlike devices.
+
+1. Where there are few ways to cut, all are tried;
+2. otherwise cuts are laid where the bound's stages would end, and moved as long as the step becomes shorter: one cut, a
+   run of neighbouring cuts, or two cuts against each other; then again from cuts near the best ones;
+3. of cuts that do not fit, the ones with fewer bytes too many are better.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cost.layer_costs import Floats
+from planner.solve.chunk_bound import ChunkBound
+from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
+from planner.solve.deadline import Deadline
+
+FEW_CUTS = 2_000
+"""Ways to cut that are all tried [chosen: 0.2 s]."""
+REACH = (1, 2, 4, 8)
+"""Places by which cuts are moved."""
+KICKS = 8
+"""Times that cuts near the best ones are tried."""
+MOST_ORDERS = 60
+"""Orders of unlike devices that are tried; the bound is for all."""
+MOST_PASSES = 1_000_000
+"""Passes, of all cuts tried of one candidate together [chosen: 0.25 s]."""
+FEWEST_TRIED, MOST_AT_FEWEST = 200, 20_000_000
+"""Cuts that are tried at least, or a tenth of them where they have more passes than that."""
+MOST_IN_VAIN = 1_000
+"""Times that cuts near the best ones may be none but those that were tried before there seem to be no others."""
+
+
+class CutClimb:
+    """The search for the cuts of one candidate.
+
+    Args:
+        plans: of the candidate.
+        bound: of it, where there is one.
+        deadline: when to stop.
+    """
+
+    def __init__(self, plans: ChunkPlans, bound: ChunkBound | None, deadline: Deadline) -> None:
+        self._plans, self._bound, self._deadline = plans, bound, deadline
+        self._bound_s = 0.0 if bound is None else bound.step_s
+        rules = plans.problem.rules
+        self._places = [int(place) for place in np.flatnonzero(rules.allowed)][1:-1]
+        self._demanded = {int(place) for place in np.flatnonzero(rules.demanded)}
+        self._layers = plans.problem.layers
+        self._chance = random.Random(0)
+        self._in_vain = 0
+        passes = 2 * plans.walks * plans.stages * plans.candidate.split.count
+        fewest = min(FEWEST_TRIED, max(FEWEST_TRIED // 10, MOST_AT_FEWEST // passes))
+        self._most_tried = max(fewest, MOST_PASSES // passes)
+        self._tried: dict[tuple[Stops, tuple[int, ...]], Score] = {}
+
+    def found(self, below_s: float) -> tuple[ChunkChoice | None, float]:
+        """The fastest plan that was found, and what no plan of the candidate is below, as far as that shows it.
+
+        Args:
+            below_s: slower ones are not looked for where all cuts are tried.
+        """
+        orders = list(device_orders(self._plans))
+        if self.tries_all_cuts:
+            return self._best_of_all(orders, below_s)
+        for start in self._starts():
+            for classes in orders:
+                self._climbed(start, classes)
+        for _ in range(KICKS if self._tried else 0):
+            stops, classes, best = self._best()
+            if self._over or best.step_s <= self._bound_s:
+                break
+            self._climbed(self._kicked(stops), classes)
+        return (self._best()[2].choice if self._tried else None), 0.0
+
+    def probed(self, below_s: float) -> ChunkChoice | None:
+        """A first plan, with equal shares of the work; None if it does not fit or takes no less than `below_s`."""
+        start = self._starts()[-1:]
+        return (
+            self._plans.fitted(start[0], next(device_orders(self._plans)), below_s, thorough=False) if start else None
+        )
+
+    def kicked_until_over(self) -> ChunkChoice | None:
+        """The fastest plan after cuts near the best ones were tried for as long as there is time."""
+        self._most_tried = sys.maxsize
+        while self._tried and not self._over:
+            tried = len(self._tried)
+            stops, classes, best = self._best()
+            if best.step_s <= self._bound_s:
+                break
+            self._climbed(self._kicked(stops), classes)
+            self._in_vain = 0 if len(self._tried) > tried else self._in_vain + 1
+            if self._in_vain > MOST_IN_VAIN:
+                break
+        return self._best()[2].choice if self._tried else None
+
+    @property
+    def tries_all_cuts(self) -> bool:
+        """Whether there are so few ways to cut and to order devices that all are tried."""
+        orders = sum(1 for _ in device_orders(self._plans))
+        return math.comb(len(self._places), self._plans.stages - 1) * orders <= FEW_CUTS and orders < MOST_ORDERS
+
+    @property
+    def _over(self) -> bool:
+        """Whether enough was tried."""
+        return self._deadline.over or len(self._tried) >= self._most_tried
+
+    def _best(self) -> tuple[Stops, tuple[int, ...], Score]:
+        """The best cuts and order of devices so far."""
+        (stops, classes), score = min(self._tried.items(), key=lambda item: item[1].rank())
+        return stops, classes, score
+
+    def nearest(self) -> tuple[float, Stops, tuple[int, ...]] | None:
+        """Bytes too many of the cuts with the fewest, these cuts and the order of the devices; None without cuts."""
+        classes = next(device_orders(self._plans))
+        for start in self._starts():
+            self._climbed(start, classes)
+        if not self._tried:
+            return None
+        stops, classes, score = self._best()
+        return score.over_bytes, stops, classes
+
+    def _best_of_all(self, orders: Sequence[tuple[int, ...]], below_s: float) -> tuple[ChunkChoice | None, float]:
+        """The best of all cuts, and the least that any may take: where orders are made, one not found may be faster."""
+        every = [
+            (*inner, self._layers)
+            for inner in itertools.combinations(self._places, self._plans.stages - 1)
+            if self._demanded <= {*inner}
+        ]
+        at_best = sorted(
+            (self._plans.at_best_s(stops, classes), stops, classes) for stops in every for classes in orders
+        )
+        best: ChunkChoice | None = None
+        for step_s, stops, classes in at_best:
+            reached_s = below_s if best is None else best.step_s
+            if step_s >= reached_s:
+                break
+            best = self._plans.fitted(stops, classes, reached_s) or best
+        if self._plans.tries_all:
+            return best, below_s if best is None else best.step_s
+        return best, at_best[0][0] if at_best else np.inf
+
+    def _starts(self) -> list[Stops]:
+        """Cuts where the bound's stages would end, and for equal shares of the work."""
+        forward = self._plans.forward_s[0].min(axis=0)
+        work = forward + self._plans.backward_s[0].min(axis=0)
+        even = np.arange(1, self._plans.stages + 1) / self._plans.stages
+        starts = [self._laid(work, even)]
+        if self._bound is not None:
+            best = np.cumsum(self._bound.forward_s) / max(self._bound.forward_s.sum(), np.finfo(float).tiny)
+            starts = [self._laid(forward, best), self._laid(work, best), *starts]
+        return list(dict.fromkeys(start for start in starts if start is not None))
+
+    def _laid(self, sums: Floats, shares: Floats) -> Stops | None:
+        """The cuts that are nearest in sum to these shares of the work; None where the rules allow none."""
+        places = [0, *self._places, self._layers]
+        wanted = shares * sums[-1]
+        demanded = [number for number, place in enumerate(places[1:], start=1) if place in self._demanded]
+        away = np.abs(sums[places][None, :] - wanted[:, None])
+        reached = np.full(len(places), np.inf)
+        reached[0] = 0.0
+        came_from = np.zeros((len(wanted), len(places)), dtype=np.int64)
+        for stage in range(len(wanted)):
+            following = np.full(len(places), np.inf)
+            for first, last in pairwise([0, *demanded, len(places) - 1]):  # no stage goes on behind a demanded cut
+                if first == last:
+                    continue
+                before = reached[first:last]
+                least = np.minimum.accumulate(before)
+                new = np.r_[True, before[1:] < least[:-1]]
+                came_from[stage, first + 1 : last + 1] = first + np.maximum.accumulate(
+                    np.where(new, np.arange(len(new)), 0)
+                )
+                following[first + 1 : last + 1] = least + away[stage, first + 1 : last + 1]
+            reached = following
+        if not np.isfinite(reached[-1]):
+            return None
+        number, stops = len(places) - 1, []
+        for stage in reversed(range(len(wanted))):
+            stops.append(places[number])
+            number = int(came_from[stage, number])
+        return tuple(reversed(stops))
+
+    def _climbed(self, stops: Stops, classes: tuple[int, ...]) -> None:
+        """Move these cuts until no move makes them better."""
+        best = self._score(stops, classes, Score(np.inf, np.inf, None))
+        moved = True
+        while moved:
+            moved = False
+            for move in self._moves():
+                if self._over:
+                    return
+                other = self._moved(stops, move)
+                if other is None or (other, classes) in self._tried:
+                    continue
+                score = self._score(other, classes, best)
+                if score.rank() < best.rank():
+                    best, stops, moved = score, other, True
+
+    def _score(self, stops: Stops, classes: tuple[int, ...], best: Score) -> Score:
+        """How good these cuts are; how slow exactly is found only for those faster than the best that fit."""
+        key = stops, classes
+        if key not in self._tried:
+            below_s = best.step_s if best.over_bytes == 0 else np.inf
+            choice = self._plans.fitted(stops, classes, below_s, thorough=False)
+            if choice is not None:
+                self._tried[key] = Score(0.0, choice.step_s, choice)
+            elif below_s < np.inf:
+                self._tried[key] = Score(np.inf, np.inf, None)
+            else:
+                over = sum(self._plans.over_bytes(rank, stops, classes) for rank in range(self._plans.ranks))
+                self._tried[key] = Score(over, np.inf, None)
+        return self._tried[key]
+
+    def _moves(self) -> Iterator[tuple[int, ...]]:
+        """By how many places each cut moves."""
+        cuts = self._plans.stages - 1
+        for length in range(1, cuts + 1):
+            for first in range(cuts - length + 1):
+                for reach in REACH if length == 1 else REACH[:2]:
+                    for step in (reach, -reach):
+                        yield (0,) * first + (step,) * length + (0,) * (cuts - first - length)
+        for one, other in itertools.permutations(range(cuts), 2):
+            yield tuple((cut == one) - (cut == other) for cut in range(cuts))
+
+    def _moved(self, stops: Stops, move: Sequence[int]) -> Stops | None:
+        """The cuts after a move; None where they would meet, leave the model or a place where a cut must be."""
+        inner: list[int] = []
+        for stop, step in zip(stops, move, strict=False):
+            number = bisect_left(self._places, stop) + step
+            if not 0 <= number < len(self._places) or (inner and self._places[number] <= inner[-1]):
+                return None
+            inner.append(self._places[number])
+        return (*inner, self._layers) if self._demanded <= {*inner} else None
+
+    def _kicked(self, stops: Stops) -> Stops:
+        """Cuts near these."""
+        cuts = self._plans.stages - 1
+        for _ in range(4 * cuts):
+            move = [0] * cuts
+            for _ in range(min(3, cuts)):
+                move[self._chance.randrange(cuts)] += self._chance.choice((-2, -1, 1, 2))
+            other = self._moved(stops, move)
+            if other is not None:
+                return other
+        return stops
+
+
+class Score(NamedTuple):
+    """Bytes too many on all devices together, the step's seconds if it fits, and the plan."""
+
+    over_bytes: float
+    step_s: float
+    choice: ChunkChoice | None
+
+    def rank(self) -> tuple[float, float]:
+        """Less is better."""
+        return self.over_bytes, self.step_s
+
+
+def device_orders(plans: ChunkPlans) -> Iterator[tuple[int, ...]]:
+    """Orders of devices, as classes by rank; all of them where they are few."""
+    replicas, classes = plans.candidate.replicas, plans.problem.classes
+    able = [index for index, group in enumerate(classes) for _ in range(min(plans.ranks, group.capacity(replicas)))]
+    seen: set[tuple[int, ...]] = set()
+    for order in itertools.permutations(able, plans.ranks):
+        if order not in seen:
+            seen.add(order)
+            yield order
+        if len(seen) == MOST_ORDERS or len(classes) == 1:
+            return

@@ -1,6 +1,6 @@
 """Public profiles by schedule: the best plans, their memory and bubble, beside equal and balanced cuts.
 
-python -m pytest -q -s -m benchmark tests/benchmarks/test_schedules.py
+python -m pytest -q -s -m benchmark tests/benchmarks/test_schedule_profiles.py
 
 The tables are in schedules.md.
 """

@@ -56,7 +56,8 @@ def small_plan(name: str, module: ModuleType) -> Plan:
     """A plan of two stages without measuring: the script's own call of `autoplan` measures for a minute."""
     batch = next(iter(module.make_loaders()[0]))
     autocast = None if name == "cnn" else torch.bfloat16
-    sample = {"causal_lm": {"input_ids": batch, "labels": batch}, "cnn": batch[0], "t5": batch}[name]
+    makers = {"causal_lm": lambda: {"input_ids": batch, "labels": batch}, "cnn": lambda: batch[0], "t5": lambda: batch}
+    sample = makers[name]()
     sequence = trace(module.make_model(), sample, autocast=autocast)
     return plan_for(sequence, [len(sequence) // 2], batch_size=sequence.sample.batch_size, micro_batches=4)
 

@@ -53,7 +53,7 @@ def plot_frontier(frame: pandas.DataFrame, ax: Axes | None = None) -> Axes:
     every = -(-len(best) // MOST_TEXTS)
     for row in best[::every].to_dict("records"):
         axes.annotate(
-            f"K {row['K']}, M {row['M']}",
+            f"K {row['K']:.0f}, M {row['M']:.0f}",
             (row["largest_memory_bytes"] / scale, row["step_s"] * 1e3),
             textcoords="offset points",
             xytext=(4, -11),  # no plan lies below the line
@@ -88,7 +88,7 @@ def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -
     axes.plot(plans[by], plans["samples_per_s"], "o-", color=COLOURS[0], label="planned")
     for row in plans.sort_values(by).iloc[:: -(-len(plans) // MOST_TEXTS)].to_dict("records"):
         axes.annotate(
-            f"K {row['K']}, M {row['M']}",
+            f"K {row['K']:.0f}, M {row['M']:.0f}",
             (row[by], row["samples_per_s"]),
             textcoords="offset points",
             xytext=(4, -12),
@@ -110,6 +110,8 @@ def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -
 
 
 def _with_unit(column: str) -> str:
+    if column == "memory_limit":
+        return "memory limit in bytes"
     for ending, unit in (("_bytes_per_s", "bytes a second"), ("_s", "s"), ("_bytes", "bytes")):
         if column.endswith(ending):
             return f"{column.removesuffix(ending).replace('_', ' ')} in {unit}"

@@ -8,10 +8,10 @@ and takes
 2. if none is ready, a pass of weights, unless one of the two will be so soon that it had to wait for that;
 3. else what is ready first; and if nothing is on its way, it waits.
 
-A forward pass is taken only if the stage can hold one micro-batch more beside the waiting ones, and can then still go
-back with one of them; a backward pass, if it can hold one more that waits. Passes of weights need nothing and free what
-waited, so that no stage is ever stuck. How far ahead a stage goes, and how soon is soon, are the settings that
-`planner.solve.own_orders` tries. Recompute and messages are as in `planner.kernel.makespan`.
+A forward pass is taken only if the stage can hold one micro-batch more in addition to the waiting ones, and can then
+still go back with one of them; a backward pass, if it can hold one more that waits. Passes of weights need nothing and
+free what waited, so that no stage is ever stuck. How far ahead a stage goes, and how soon is soon, are the settings
+that `planner.solve.own_orders` tries. Recompute and messages are as in `planner.kernel.makespan`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Room(NamedTuple):
     """What stages may hold, in bytes; each array has shape (K,).
 
     Attributes:
-        free: left beside what there is in any case.
+        free: left in addition to what there is in any case.
         flying: of one micro-batch in flight.
         waiting: of one that waits for the gradients of its parameters.
     """

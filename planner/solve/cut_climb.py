@@ -171,7 +171,7 @@ class CutClimb:
         came_from = np.zeros((len(wanted), len(places)), dtype=np.int64)
         for stage in range(len(wanted)):
             following = np.full(len(places), np.inf)
-            for first, last in pairwise([0, *demanded, len(places) - 1]):  # no stage goes on behind a demanded cut
+            for first, last in pairwise([0, *demanded, len(places) - 1]):  # no stage goes on after a demanded cut
                 if first == last:
                     continue
                 before = reached[first:last]

@@ -139,7 +139,7 @@ def _small(
 
 
 def action_table(schedule: Any, stages: int, count: int) -> Any:
-    """Action lists for every choice of stages that recompute, shape (2**K, K, longest, 2); kind -1 behind the end."""
+    """Action lists for every choice of stages that recompute, shape (2**K, K, longest, 2); kind -1 after the end."""
     lists = [
         make_schedule(
             schedule,
@@ -272,7 +272,7 @@ def _bytes(small: Small, device: int, number: int, first: int, stop: int, patter
 
 @compiled
 def _peak(costs: Any, first: int, stop: int, pattern: Any) -> float:
-    """Bytes at a moment beside what is kept."""
+    """Bytes at a moment in addition to what is kept."""
     marked = pattern.max() > 0
     if not marked or _is_whole(pattern):
         peak = -np.inf
@@ -285,7 +285,7 @@ def _peak(costs: Any, first: int, stop: int, pattern: Any) -> float:
         return float(peak)
     peak = costs[:, TRANSIENT, first:stop].max()
     end = stop
-    behind = stop  # the last segment's values are there while the layers behind it go back
+    after_it = stop  # the last segment's values are there while the layers after it go back
     for layer in range(stop - 1, first - 1, -1):
         if pattern[layer - first] == 0:
             end = layer
@@ -293,8 +293,8 @@ def _peak(costs: Any, first: int, stop: int, pattern: Any) -> float:
             held = 0.0
             for inside in range(layer, end):
                 held += max(costs[0, KEPT, inside], costs[1, KEPT, inside])
-            peak = max(peak, held + costs[:, TRANSIENT, layer : max(behind, end)].max())
-            end, behind = layer, 0
+            peak = max(peak, held + costs[:, TRANSIENT, layer : max(after_it, end)].max())
+            end, after_it = layer, 0
     return float(peak)
 
 

@@ -83,7 +83,7 @@ def _any_order_below(
 
 
 def _room(problem: Problem, candidate: Candidate, ring: Ring, stage: int, layers: Any, group: int, flag: bool) -> Any:
-    """Bytes free beside what is there in any case, of one micro-batch in flight, and of one that waits."""
+    """Bytes free in addition to what is there in any case, of one micro-batch in flight, and of one that waits."""
     device = problem.classes[group].device
     first, stop = layers
 

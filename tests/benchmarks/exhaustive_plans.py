@@ -65,7 +65,7 @@ class Asked:
         return {one.device_kind: np.cumsum(own) * one.seconds_per_byte for one in self.profile.optimizers}
 
     def message_s(self, layer: int, size: int, kind: ActionKind) -> float:
-        """Of what goes over the boundary behind a layer."""
+        """Of what goes over the boundary after a layer."""
         (link,) = self.profile.links
         for cost in self.profile.costs:
             if (cost.layer, cost.micro_batch_size) == (layer, size):
@@ -75,7 +75,7 @@ class Asked:
 
     @cached_property
     def messages(self) -> dict[tuple[ActionKind, int], Any]:
-        """The same behind all layers by kind and size, shape (L + 1,) for the index behind a layer."""
+        """The same after all layers by kind and size, shape (L + 1,) for the index after a layer."""
         sizes = {cost.micro_batch_size for cost in self.profile.costs}
         layers = range(len(self.profile.layers))
         return {

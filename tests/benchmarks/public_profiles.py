@@ -64,7 +64,7 @@ class Layer:
         backward_s: for one micro-batch.
         parameter_bytes: of all its operations.
         kept_bytes: outputs of all its operations.
-        crossing_bytes: what crosses the boundary behind it; 0 for the last layer.
+        crossing_bytes: what crosses the boundary after it; 0 for the last layer.
     """
 
     name: str

@@ -161,10 +161,11 @@ class _Search:
         search = entry.search or BoundSearch(entry.plans)
         bound = search.bound or search.tightened(1, self._deadline)
         climb = CutClimb(entry.plans, bound, self._deadline)
-        choice, least_of_all_s = climb.found(self._reached_s)
+        choices, least_of_all_s = climb.found(self._reached_s)
         self._climbs[entry.position] = _Climbed(climb, entry.plans, max(bound.step_s, least_of_all_s))
         self._in_vain += not climb.tries_all_cuts
-        self._note(entry.plans, choice)
+        for choice in choices:
+            self._note(entry.plans, choice)
         return self._climbs[entry.position].least_s
 
     def _note(self, plans: ChunkPlans, choice: ChunkChoice | None) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.layer_costs import Floats
+from planner.cost.layer_costs import Floats, Indices
 from planner.solve.chunk_bound import ChunkBound
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
 from planner.solve.deadline import Deadline
@@ -28,6 +28,8 @@ FEW_CUTS = 2_000
 """Ways to cut that are all tried [chosen: 0.2 s]."""
 REACH = (1, 2, 4, 8)
 """Places by which cuts are moved."""
+FINISHED = 4
+"""Of the best cuts those whose orders are gone over in full: the best after that need not be the best before."""
 KICKS = 8
 """Times that cuts near the best ones are tried."""
 MOST_ORDERS = 60
@@ -36,6 +38,8 @@ MOST_PASSES = 1_000_000
 """Passes, of all cuts tried of one candidate together [chosen: 0.25 s]."""
 FEWEST_TRIED, MOST_AT_FEWEST = 200, 20_000_000
 """Cuts that are tried at least, or a tenth of them where they have more passes than that."""
+HALVINGS = 40
+"""Of the interval that the most work of a stage is in."""
 MOST_IN_VAIN = 1_000
 """Times that cuts near the best ones may be none but those that were tried before there seem to be no others."""
 
@@ -63,24 +67,30 @@ class CutClimb:
         self._most_tried = max(fewest, MOST_PASSES // passes)
         self._tried: dict[tuple[Stops, tuple[int, ...]], Score] = {}
 
-    def found(self, below_s: float) -> tuple[ChunkChoice | None, float]:
-        """The fastest plan that was found, and what no plan of the candidate is below, as far as that shows it.
+    def found(self, below_s: float) -> tuple[list[ChunkChoice], float]:
+        """The fastest plans that were found, and what no plan of the candidate is below, as far as that shows it.
 
         Args:
             below_s: slower ones are not looked for where all cuts are tried.
         """
         orders = list(device_orders(self._plans))
         if self.tries_all_cuts:
-            return self._best_of_all(orders, below_s)
-        for start in self._starts():
-            for classes in orders:
-                self._climbed(start, classes)
+            only, least_s = self._best_of_all(orders, below_s)
+            return [] if only is None else [only], least_s
+        scored = [
+            (self._score(start, classes, Score(np.inf, np.inf, None)).rank(), start, classes)
+            for start in self._starts()
+            for classes in orders
+        ]
+        for _, start, classes in sorted(scored):  # what is tried may be used up by the first
+            self._climbed(start, classes)
         for _ in range(KICKS if self._tried else 0):
             stops, classes, best = self._best()
             if self._over or best.step_s <= self._bound_s:
                 break
             self._climbed(self._kicked(stops), classes)
-        return (self._best()[2].choice if self._tried else None), 0.0
+        fitting = (score.choice for score in sorted(self._tried.values(), key=Score.rank) if score.choice is not None)
+        return list(itertools.islice(fitting, FINISHED)), 0.0
 
     def probed(self, below_s: float) -> ChunkChoice | None:
         """A first plan, with equal shares of the work; None if it does not fit or takes no less than `below_s`."""
@@ -150,14 +160,14 @@ class CutClimb:
         return best, at_best[0][0] if at_best else np.inf
 
     def _starts(self) -> list[Stops]:
-        """Cuts where the bound's stages would end, and for equal shares of the work."""
+        """Cuts where the bound's stages would end, with the fastest slowest stage, and for equal shares of the work."""
         forward = self._plans.forward_s[0].min(axis=0)
         work = forward + self._plans.backward_s[0].min(axis=0)
         even = np.arange(1, self._plans.stages + 1) / self._plans.stages
         starts = [self._laid(work, even)]
         if self._bound is not None:
             best = np.cumsum(self._bound.forward_s) / max(self._bound.forward_s.sum(), np.finfo(float).tiny)
-            starts = [self._laid(forward, best), self._laid(work, best), *starts]
+            starts = [self._laid(forward, best), self._laid(work, best), self._balanced(work), *starts]
         return list(dict.fromkeys(start for start in starts if start is not None))
 
     def _laid(self, sums: Floats, shares: Floats) -> Stops | None:
@@ -189,6 +199,32 @@ class CutClimb:
             stops.append(places[number])
             number = int(came_from[stage, number])
         return tuple(reversed(stops))
+
+    def _balanced(self, sums: Floats) -> Stops | None:
+        """The cuts whose stage with most work has the least; None where the rules allow none."""
+        places = np.array([0, *self._places, self._layers])
+        demanded = np.array([0, *np.cumsum(np.isin(places[1:-1], [*self._demanded])), len(self._demanded)])
+        found: Stops | None = None
+        low, high = 0.0, float(sums[-1])
+        for _ in range(HALVINGS):
+            most = (low + high) / 2 if found is not None else high
+            stops = self._greedy(sums[places], places, demanded, most)
+            if stops is None and found is None:
+                return None
+            low, high, found = (low, most, stops) if stops is not None else (most, high, found)
+        return found
+
+    def _greedy(self, sums: Floats, places: Indices, demanded: Indices, most: float) -> Stops | None:
+        """Cuts such that no stage has more work than that, if each takes as many layers as it may."""
+        at, stops = 0, []
+        for left in reversed(range(self._plans.stages)):
+            reach = int(np.searchsorted(sums, sums[at] + most, side="right")) - 1
+            wall = int(np.searchsorted(demanded[:-1], demanded[at] + 1))  # the next place where a cut must be
+            at, before = min(reach, wall, len(places) - 1 - left), at
+            if at <= before:
+                return None
+            stops.append(int(places[at]))
+        return tuple(stops) if at == len(places) - 1 else None
 
     def _climbed(self, stops: Stops, classes: tuple[int, ...]) -> None:
         """Move these cuts until no move makes them better."""

@@ -303,6 +303,8 @@ class Calls:
             tensors = tensor_leaves(sample, other)
             try:
                 self._version(other, training=training)
+            except ArgumentError as reason:  # the model cannot do without what is left out
+                raise problem from reason
             except NotTraceableError as reason:
                 how = "with these shapes" if other.tree == planned.tree else "without"
                 raise ArgumentError(f"{problem}; {how}: {reason}") from reason

@@ -58,8 +58,10 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         times[0] = 0
 
     monkeypatch.setattr(SearchWatch, "tell", tell)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it
     yield times
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 def test_the_best_plan_so_far_says_that_it_is(

@@ -133,6 +133,7 @@ class LayerRunner:
         self._prelude_function = sequence.prelude_of([name for name in read if name in sequence.prelude_names])
         self._prelude: dict[str, Tensor] = {}
         self._device = device_of_first(inputs.values())
+        self._split: dict[int, Callable[..., Any]] = {}
 
     def on_part(self, inputs: Mapping[str, Tensor], target: Any) -> LayerRunner:
         """A runner with the same parameters and buffers on another micro-batch."""
@@ -209,7 +210,11 @@ class LayerRunner:
             What the layer computes and what of that is read later.
         """
         layer = self._sequence.layers[index]
-        function = layer.function if store is None else split_function(layer.function, self.deferred(index))
+        function = layer.function
+        if store is not None:
+            if index not in self._split:
+                self._split[index] = split_function(function, self.deferred(index))
+            function = self._split[index]
         with self._autocasting(), deferring(store):
             outputs = function(
                 *[self._parameters[index, name] for name in layer.parameters],

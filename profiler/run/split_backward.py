@@ -5,11 +5,11 @@
               W   from what was kept  ->  gradient of w
 
 A layer's graph calls what can be split (`profiler.run.separable`) through `separated`, which runs it in an autograd
-graph of its own, on detached operands. So torch's own formulas make both gradients, each once: I asks that graph for
-the gradient of x, and W for that of w, with which it then goes back to the parameters in one walk of the engine. All
-other saved values are freed by I as ever. As torch computes one gradient of an operation without the others by the same
-kernels, and W adds up in the order in which I came to the operations, which is that of a whole backward pass, the
-gradients are the same in every bit.
+graph of its own, that begins at a leaf in place of x and at the parameters themselves. So torch's own formulas make
+both gradients, each once: I asks each of these graphs for the gradient of x, and W, in one walk of the engine over all
+of them, for those of the parameters. All other saved values are freed by I as ever. As torch computes one gradient of
+an operation without the others by the same kernels, and the engine takes the latest operation first, which is the order
+of a whole backward pass, the gradients are the same in every bit.
 
 The idea of keeping weight gradients for later is that of zero bubble (Qi et al., arXiv 2401.10241, section 2), where
 modules are rewritten by hand.
@@ -17,11 +17,9 @@ modules are rewritten by hand.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -35,6 +33,8 @@ _aten = torch.ops.aten
 _WHOLE_AGAIN: Final = frozenset({_aten.group_norm.default})
 """W asks these for the gradient of their input as well, if that is not contiguous: on a CPU torch 2.13 ends the process
 where an input in channels-last order needs none."""
+_ADDED: Final = frozenset({_aten.addmm.default, _aten.baddbmm.default})
+"""Operations whose first operand no gradient needs."""
 
 
 @dataclass(slots=True)
@@ -56,20 +56,24 @@ class DeferredWeights:
     entries: list[_Entry] = field(default_factory=list)
 
     def run(self) -> None:
-        """W: adds to the parameters' `.grad`, of each as soon as its sum is complete."""
-        entries: list[_Entry | None] = list(self.entries)
-        self.entries = []
-        for group in _sharing_parameters(entries):
-            taken = deque(entries[position] for position in group)
-            for position in group:
-                entries[position] = None
-            _add_gradients(taken)
+        """W: adds to the parameters' `.grad`."""
+        entries, self.entries = self.entries, []
+        if not entries:
+            return
+        run_engine(
+            tuple(entry.output for entry in entries),
+            tuple(entry.gradient for entry in entries),
+            keep_graph=False,
+            create_graph=False,
+            inputs=_leaves(entries),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
     def kept_bytes(self) -> int:
         """Bytes that live between I and W, of distinct storages, if operations were watched."""
         for entry in self.entries:
-            for value in (entry.gradient, *entry.weights):
-                self.note(value)
+            self.note(entry.gradient)
         return sum(self.saved.values())
 
     def note(self, value: Tensor) -> Tensor:
@@ -88,106 +92,51 @@ class _Entry(NamedTuple):
 
     Attributes:
         output: where its gradient enters its own graph.
-        wanted: the leaves of that graph that stand for parameters; after them what is asked for and not used.
-        edges: where the parameters' gradients go on.
         gradient: of the output.
+        wanted: where the gradients of its weights go on: parameters, or the graphs of weights that are computed. After
+            them what is asked for and not used.
     """
 
     output: GradientEdge
-    wanted: tuple[Tensor | GradientEdge, ...]
-    edges: tuple[GradientEdge, ...]
     gradient: Tensor
-
-    @property
-    def weights(self) -> Iterator[Tensor]:
-        """The leaves."""
-        return (leaf for leaf in self.wanted if isinstance(leaf, Tensor))
+    wanted: tuple[Tensor | GradientEdge, ...]
 
 
-def _add_gradients(entries: deque[_Entry | None]) -> None:
-    """Gradients of the parameters that these operations lead to; each is freed as soon as it is done."""
-    edges: list[GradientEdge] = []
-    gradients: list[Tensor] = []
-    while entries:
-        entry = entries.popleft()
-        assert entry is not None
-        found = _gradients_of(entry.wanted, entry.output, entry.gradient, keep_graph=False)
-        for edge, gradient in zip(entry.edges, found, strict=False):
-            if gradient is not None:
-                edges.append(edge)
-                gradients.append(gradient)
-    if edges:
-        run_engine(
-            tuple(edges),
-            tuple(gradients),
-            keep_graph=False,
-            create_graph=False,
-            inputs=(),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-
-
-def _sharing_parameters(entries: Sequence[_Entry | None]) -> list[list[int]]:
-    """Positions of entries that lead to the same parameters together, for a sum has an order; all others apart.
-
-    The gradients of one group exist at a time, so that W takes no more memory than a whole backward pass.
-    """
-    groups: dict[Any, list[int]] = {}  # by parameter's node
-    ends = [_ends(entry.edges) if entry is not None else frozenset() for entry in entries]
-    for position, own in enumerate(ends):
-        known = {id(group): group for group in map(groups.get, own) if group is not None}
-        joined = sorted(chain(*known.values())) if len(known) > 1 else next(iter(known.values()), [])
-        joined.append(position)
-        for other in joined if len(known) > 1 else (position,):
-            groups.update(dict.fromkeys(ends[other], joined))
-    return list({id(group): group for group in groups.values()}.values())
-
-
-def _ends(edges: Sequence[GradientEdge]) -> frozenset[Any]:
-    """The nodes at which autograd adds to parameters, of all that these edges lead to."""
-    seen: set[Any] = {edge.node for edge in edges}
-    waiting = list(seen)
-    found = set()
+def _leaves(entries: Sequence[_Entry]) -> tuple[Tensor, ...]:
+    """What W makes gradients of: the leaves that all these operations lead to."""
+    found: dict[int, Tensor] = {}
+    seen: set[Any] = set()
+    waiting: list[Any] = []
+    for wanted in (one for entry in entries for one in entry.wanted):
+        if isinstance(wanted, Tensor):
+            found[id(wanted)] = wanted
+        elif wanted.node not in seen:
+            seen.add(wanted.node)
+            waiting.append(wanted.node)
     while waiting:
         node = waiting.pop()
         if not node.next_functions:
-            found.add(node)
+            found[id(node.variable)] = node.variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return frozenset(found)
+    return tuple(found.values())
 
 
 class _Call(NamedTuple):
-    """One call of a separable operation."""
+    """One call of a separable operation: `inputs` are the positions of those of its `args` that are in I's graph."""
 
     operation: Callable[..., Tensor]
-    spread: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Any, ...]]
+    args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    weights: tuple[Tensor, ...]
-    edges: tuple[GradientEdge, ...]
+    inputs: Sequence[int]
+    places: Sequence[int]
     store: DeferredWeights
 
 
-def _gradients_of(
-    wanted: Sequence[Tensor | GradientEdge], output: GradientEdge, gradient: Tensor, *, keep_graph: bool
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` without what it checks in Python."""
-    return run_engine(
-        (output,),
-        (gradient,),
-        keep_graph=keep_graph,
-        create_graph=False,
-        inputs=tuple(wanted),
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
-
-
 class _Source(torch.autograd.Function):
-    """Where an operand's gradient ends in the operation's own graph; a leaf would hold the operand's memory until W."""
+    """Where the gradient of an operand ends in the operation's own graph, if a leaf would hold its memory until W."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, value: Tensor) -> Tensor:
@@ -202,21 +151,30 @@ class _Separated(torch.autograd.Function):
     """The operation in a graph of its own."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, call: _Call, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, call: _Call, *inputs: Tensor) -> Tensor:
+        args: list[Any] = [*call.args]
+        wanted: list[Tensor | GradientEdge] = []
         needs = ctx.needs_input_grad[2:]
         with torch.enable_grad():
-            leaves = [
-                _Source.apply(call.store.anchor, value) if need else value.detach()  # type: ignore[no-untyped-call]
-                for value, need in zip(inputs, needs, strict=True)
-            ]
-            weights = tuple(weight.detach().requires_grad_() for weight in call.weights)
+            for place, value, need in zip(call.inputs, inputs, needs, strict=True):
+                if not need:
+                    args[place] = value.detach()
+                elif _is_saved(value, place, call.operation):
+                    args[place] = value.detach().requires_grad_()
+                    wanted.append(args[place])
+                else:
+                    args[place] = _Source.apply(anchor, value)  # type: ignore[no-untyped-call]
+                    wanted.append(get_gradient_edge(args[place]))
             with _noting(call.store):
-                output = call.operation(*call.spread(leaves, weights), **call.kwargs)
+                output = call.operation(*args, **call.kwargs)
         ctx.set_materialize_grads(False)  # none is not zero: optimizers tell them apart
-        ctx.wanted = [get_gradient_edge(leaf) for leaf, need in zip(leaves, needs, strict=True) if need]
         again = call.operation in _WHOLE_AGAIN and not inputs[0].is_contiguous()
-        ctx.weights, ctx.edges, ctx.store = (*weights, *(ctx.wanted if again else ())), call.edges, call.store
-        ctx.output = get_gradient_edge(output)
+        weights = [call.args[place] for place in call.places]
+        ctx.weights = (
+            *(weight if weight.is_leaf else get_gradient_edge(weight) for weight in weights),
+            *((args[call.inputs[0]],) if again and needs[0] else ()),
+        )
+        ctx.wanted, ctx.store, ctx.output = tuple(wanted), call.store, get_gradient_edge(output)
         return output.detach()
 
     @staticmethod
@@ -226,10 +184,26 @@ class _Separated(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         found: Sequence[Tensor | None] = ()
         if ctx.wanted:
-            found = _gradients_of(ctx.wanted, ctx.output, gradient, keep_graph=True)
-        ctx.store.entries.append(_Entry(ctx.output, ctx.weights, ctx.edges, gradient))
+            found = run_engine(
+                (ctx.output,),
+                (gradient,),
+                keep_graph=True,
+                create_graph=False,
+                inputs=ctx.wanted,
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
+        ctx.store.entries.append(_Entry(ctx.output, gradient, ctx.weights))
         rest = iter(found)
         return (None, None, *(next(rest) if need else None for need in ctx.needs_input_grad[2:]))
+
+
+def _is_saved(value: Tensor, place: int, operation: Callable[..., Tensor]) -> bool:
+    """Whether the operation saves this operand for the gradients of its weights, and not a copy of it."""
+    if operation in _WHOLE_AGAIN:
+        return True
+    is_added = place == 0 and operation in _ADDED
+    return value.is_contiguous() and not is_added and not torch.is_autocast_enabled(value.device.type)
 
 
 def _noting(store: DeferredWeights) -> AbstractContextManager[object]:
@@ -267,18 +241,7 @@ def separated(operation: Callable[..., Tensor], places: tuple[int, ...], *args: 
     places = tuple(place for place in places if args[place].requires_grad)
     if not places:
         return operation(*args, **kwargs)
-    # A node for each use, in the place of the whole operation's: the engine takes the latest first, so W adds up in the
-    # same order. Those of one operation come in the order of its operands.
-    weights = tuple([args[place].view_as(args[place]) for place in reversed(places)][::-1])
     inputs = [place for place, value in enumerate(args) if isinstance(value, Tensor) and place not in places]
-
-    def spread(leaves: Sequence[Tensor], deferred: Sequence[Tensor]) -> tuple[Any, ...]:
-        whole = list(args_without)
-        for place, value in zip((*inputs, *places), (*leaves, *deferred), strict=True):
-            whole[place] = value
-        return tuple(whole)
-
-    args_without = [None if isinstance(value, Tensor) else value for value in args]
-    call = _Call(operation, spread, kwargs, weights, tuple(map(get_gradient_edge, weights)), _store)
-    result: Tensor = _Separated.apply(_store.anchor, call, *(args[place] for place in inputs))  # type: ignore[no-untyped-call]
+    call = _Call(operation, args, kwargs, inputs, places, _store)
+    result: Tensor = _Separated.apply(_store.anchor, call, *[args[place] for place in inputs])  # type: ignore[no-untyped-call]
     return result

@@ -160,10 +160,11 @@ def test_a_weight_that_is_computed_waits_too() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.scale = nn.Parameter(torch.randn(32))
             self.weight = nn.Parameter(torch.randn(64, 32))
 
         def forward(self, h: Tensor) -> Tensor:
-            return functional.linear(torch.tanh(h), self.weight.abs())
+            return functional.linear(torch.tanh(h * self.scale), self.weight.abs())
 
     model, x = nn.Sequential(Scaled()), torch.randn(8, 32)
     sequence = trace(model, x, keep_together=["0"])

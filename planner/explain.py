@@ -301,29 +301,43 @@ def memory_over_time(plan: Plan) -> pandas.DataFrame:
         samples = np.cumsum([[change.samples, change.waiting] for change in changes], axis=0)
         computing = 0
         rows.append((index, 0.0, float(always)))
-        most, most_waiting = _at_the_most(samples, in_flight, deferred)
+        each, other = _bytes_of_a_sample(samples, in_flight, deferred)
         for change, (now, waiting) in zip(changes, samples.tolist(), strict=True):
             computing += change.busier
-            held = min(in_flight + deferred, in_flight * now / most + deferred * waiting / most_waiting)
+            held = min(in_flight + deferred, each * now + other * waiting)
             rows.append((index, change.time_s, always + held + (transient if computing else 0)))
     frame = pandas.DataFrame(rows, columns=["stage", "time_s", "bytes"])
     return frame.drop_duplicates(["stage", "time_s"], keep="last", ignore_index=True)
 
 
-def _at_the_most(samples: Indices, in_flight: int, deferred: int) -> tuple[int, int]:
-    """Samples under way and waiting at the moment that these bytes, the most of a stage, are of.
+def _bytes_of_a_sample(samples: Indices, in_flight: int, deferred: int) -> tuple[float, float]:
+    """Of one under way and of one that waits, if these bytes, the most of a stage, are of one of these moments.
 
-    Were it another moment, bytes for each sample would follow of which that one had fewer than some other.
+    Were they of another moment, bytes of a sample would follow of which that one had fewer than some other. At a moment
+    at which none waits, or none is under way, one has as many bytes as no moment has more with.
     """
-    moments = sorted({(now, waiting) for now, waiting in samples.tolist() if now and waiting})
-    if not deferred or not moments:  # a file may say so of a schedule in which nothing waits
-        return int(samples[:, 0].max()), 1
+    most = in_flight + deferred
+    moments = sorted({(now, waiting) for now, waiting in samples.tolist() if now or waiting})
+
+    def rates(moment: tuple[int, int]) -> tuple[float, float]:
+        now, waiting = moment
+        each, other = in_flight / max(now, 1), deferred / max(waiting, 1)
+        if not waiting:
+            other = min((max(0.0, most - each * n) / w for n, w in moments if w), default=0.0)
+        if not now:
+            each = min((max(0.0, most - other * w) / n for n, w in moments if n), default=0.0)
+        return each, other
 
     def exceeded(moment: tuple[int, int]) -> float:
-        each, other = in_flight / moment[0], deferred / moment[1]
+        each, other = rates(moment)
         return float(max(each * now + other * waiting for now, waiting in moments))
 
-    return min(moments, key=exceeded)
+    possible = [
+        (now, waiting) for now, waiting in moments if (now or not in_flight) and bool(waiting) == bool(deferred)
+    ]
+    if not possible:  # a file may say so of a schedule in which nothing waits
+        return in_flight / int(samples[:, 0].max()), 0.0
+    return rates(min(possible, key=exceeded))
 
 
 class _Change(NamedTuple):
@@ -352,7 +366,7 @@ def _changes(plan: Plan, timeline: Timeline, stage: int) -> list[_Change]:
         elif action.kind is ActionKind.B:
             changes += [_Change(begin_s, 0, 0, 1), _Change(end_s, -size, 0, -1)]
         elif action.kind is ActionKind.I:
-            changes += [_Change(begin_s, 0, size, 1), _Change(end_s, -size, 0, -1)]
+            changes += [_Change(begin_s, 0, 0, 1), _Change(end_s, -size, size, -1)]
         else:
             changes += [_Change(event.start_s, 0, 0, 1), _Change(end_s, 0, -size, -1)]
     return sorted(changes, key=lambda change: (change.time_s, change.busier))

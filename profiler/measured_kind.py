@@ -237,7 +237,12 @@ def _timings(
     for size, of_layers in timings.items():
         parts = measured_weights(workload.sequence, runners[size], size, watch)
         timings[size] = [
-            replace(timing, weight_s=part.share * timing.backward_s, weight_kept_bytes=part.kept_bytes)
+            replace(
+                timing,
+                weight_s=part.share * timing.backward_s,
+                split_s=part.more * timing.backward_s,
+                weight_kept_bytes=part.kept_bytes,
+            )
             for timing, part in zip(of_layers, parts, strict=True)
         ]
     return timings
@@ -263,6 +268,7 @@ def layer_costs(
                     recompute_s=timing.forward_s,  # the same calls once more
                     backward_s=timing.backward_s,
                     weight_s=timing.weight_s,
+                    split_s=timing.split_s,
                     weight_kept_bytes=timing.weight_kept_bytes,
                     spread=timing.spread,
                     kept_bytes=memory[size][index].kept_bytes,

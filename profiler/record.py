@@ -185,6 +185,7 @@ class LayerCost(Value):
         recompute_s: median seconds of recomputing that forward pass in the backward phase.
         backward_s: median seconds of the backward pass.
         weight_s: the part of it that makes gradients of parameters and can be a pass of its own; 0 if not measured.
+        split_s: by how much all passes together take longer if it is one; this counts in that pass.
         weight_kept_bytes: what lives from the rest of the backward pass until that one.
         spread: relative spread of the timings, (third quartile - first quartile) / median of forward + backward.
         kept_bytes: bytes created by this layer that are kept until the backward pass, in distinct storages; parameters
@@ -205,6 +206,7 @@ class LayerCost(Value):
     recompute_s: Seconds
     backward_s: Seconds
     weight_s: Seconds = 0.0
+    split_s: Seconds = 0.0
     weight_kept_bytes: Bytes = 0
     spread: RelativeError
     kept_bytes: Bytes

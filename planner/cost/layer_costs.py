@@ -29,7 +29,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.intp]
 
-_TIMES = ("forward_s", "recompute_s", "backward_s", "weight_s")
+_TIMES = ("forward_s", "recompute_s", "backward_s", "weight_s", "split_s")
 _SIZES = ("kept_bytes", "transient_bytes", "output_bytes", "output_gradient_bytes", "weight_kept_bytes")
 _IN_STAGE = ("held_bytes", "workspace_bytes")
 
@@ -49,6 +49,7 @@ class LayerArrays:
     recompute_s: Floats
     backward_s: Floats
     weight_s: Floats
+    split_s: Floats
     kept_bytes: Floats
     transient_bytes: Floats
     output_bytes: Floats
@@ -67,12 +68,14 @@ class LayerSeconds:
         recompute_s: of recompute, if the layer is recomputed.
         backward_s: of backward passes.
         weight_s: the part of them that can be a pass of its own.
+        split_s: what that pass takes in addition.
     """
 
     forward_s: Floats
     recompute_s: Floats
     backward_s: Floats
     weight_s: Floats
+    split_s: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

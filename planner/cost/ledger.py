@@ -35,7 +35,7 @@ from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRa
 from planner.cost.messages import Message
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ONE_CHUNK, Held, Ring, ScheduleName
+from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Held, Ring, ScheduleName
 from profiler.record import OptimizerCost
 
 Range: TypeAlias = tuple[int, int] | EllipsisType
@@ -72,6 +72,8 @@ class Counts(Enum):
     """For each micro-batch in flight, of its own size; how many, the schedule's record says."""
     WAITING = auto()
     """For each micro-batch that waits for the gradients of its parameters, of its own size; how many, likewise."""
+    DEFERRING = auto()
+    """Once, with the larger of both figures, in schedules that split the backward pass: of the one that goes back."""
     UNDER_WAY = auto()
     """For the messages under way at a boundary; how many, the figure says."""
     TRANSIENT = auto()
@@ -199,7 +201,7 @@ class Row:
         possible = _MOMENTS if self.counts is Counts.TRANSIENT else _LASTING
         if self.forms not in possible.get(self.of, ()):
             raise ValueError(f"no sum is made of a row that is of {self.of}, counts {self.counts}, in {self.forms}")
-        if (self.memory_class == "transient") != (self.counts is Counts.TRANSIENT):
+        if (self.memory_class == "transient") != (self.counts in {Counts.TRANSIENT, Counts.DEFERRING}):
             raise ValueError(f"{self.name!r} counts {self.counts} and belongs to {self.memory_class}")
 
 
@@ -289,6 +291,13 @@ ROWS: tuple[RangeRow | Row, ...] = (
         Of.LAYERS,
         Counts.WAITING,
         lambda at: at.layers.weight_kept_bytes,
+    ),
+    Row(
+        "begun to be kept for the gradients of parameters",
+        "transient",
+        Of.LAYERS,
+        Counts.DEFERRING,
+        lambda at: np.maximum(at.layers.weight_kept_bytes - at.layers.kept_bytes, 0.0),
     ),
     *WHOLE_ROWS[1:],
     Row(
@@ -380,6 +389,7 @@ class Ledger:
         large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
         message = self.message = Message.after_layers(large, small, basis.ahead_bytes)
         self._numbers = numbers
+        self._splits = SCHEDULES[basis.schedule].splits_backward
         held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]
         if basis.held is not None:
             held = [(split.larger_first(basis.held[0]), split.larger_first(basis.held[1])) for _ in numbers]
@@ -408,7 +418,8 @@ class Ledger:
                 many, few = many[:, None], few[:, None]
             of_each: Floats = many * large + few * small
             return of_each
-        return self.moments(row)[None]
+        once = self.moments(row)[None]
+        return once if row.counts is not Counts.DEFERRING or self._splits else 0 * once
 
     def moments(self, row: Row) -> Floats:
         """Bytes of a transient row, or one that counts once: those of its figure, for the size that has more."""

@@ -35,6 +35,8 @@ class Pass(Enum):
     BACKWARD = auto()
     WEIGHTS = auto()
     """The part of the backward pass that schedules which split it take apart."""
+    SPLIT = auto()
+    """What that part takes in addition, if it is taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ PASS_ROWS: tuple[PassRow, ...] = (
     PassRow("recompute", Pass.RECOMPUTE, lambda layers: layers.recompute_s),
     PassRow("backward pass", Pass.BACKWARD, lambda layers: layers.backward_s),
     PassRow("gradients of parameters, of the backward pass", Pass.WEIGHTS, lambda layers: layers.weight_s),
+    PassRow("two backward passes in place of one", Pass.SPLIT, lambda layers: layers.split_s),
 )
 MESSAGE_ROWS: tuple[MessageRow, ...] = (
     MessageRow("latency", lambda link, size_bytes: link.latency_s),

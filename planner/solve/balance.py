@@ -92,8 +92,8 @@ def evaluate_s(
     problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...], orders: Sequence[str] = ()
 ) -> float:
     """Seconds of the step of a plan: the simulator's number."""
-    split = candidate.split
-    large, small = (stage_seconds(problem, size, stages) for size in (split.largest, split.smallest))
+    split, splits = candidate.split, SCHEDULES[candidate.schedule].splits_backward
+    large, small = (stage_seconds(problem, size, stages, splits=splits) for size in (split.largest, split.smallest))
     number = split.number_largest
     seconds = np.concatenate(
         (np.repeat(large[..., None], number, axis=2), np.repeat(small[..., None], split.count - number, axis=2)), axis=2
@@ -101,7 +101,7 @@ def evaluate_s(
     ends = [sum(end_seconds(problem, candidate, stage)) for stage in stages]
     ranks = len(stages) // candidate.ring.chunks
     end_s = max(sum(ends[rank::ranks]) for rank in range(ranks))
-    if SCHEDULES[candidate.schedule].splits_backward:
+    if splits:
         seconds[B] -= seconds[W]
     if not orders:
         return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + end_s
@@ -120,21 +120,29 @@ def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> t
     return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * trainable
 
 
-def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...]) -> Floats:
-    """Seconds of F, R, B, SEND_F, SEND_B and W, which is a part of B, of every stage for that size, shape (6, K)."""
+def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...], *, splits: bool) -> Floats:
+    """Seconds of F, R, B, SEND_F, SEND_B and W, which is a part of B, of every stage for that size, shape (6, K).
+
+    Args:
+        problem: that the stages are of.
+        size: of a micro-batch.
+        stages: the cuts.
+        splits: whether the schedule takes W apart.
+    """
     outputs, gradients = boundary_s(problem.link, problem.at_boundaries(size))
     rows = []
     for stage in stages:
         costs = layer_seconds(problem.costs, problem.classes[stage.device_class].device.kind, size)
+        split_s = costs.split_s[stage.first : stage.stop].sum() if splits else 0.0
         recompute_s = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
         rows.append(
             (
                 costs.forward_s[stage.first : stage.stop].sum(),
                 recompute_s[-1] if recompute_s else 0.0,
-                costs.backward_s[stage.first : stage.stop].sum() + sum(recompute_s[:-1]),
+                costs.backward_s[stage.first : stage.stop].sum() + sum(recompute_s[:-1]) + split_s,
                 outputs[stage.stop],
                 gradients[stage.first],
-                costs.weight_s[stage.first : stage.stop].sum(),
+                costs.weight_s[stage.first : stage.stop].sum() + split_s,
             )
         )
     return np.array(rows, dtype=np.float64).T

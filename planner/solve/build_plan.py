@@ -78,13 +78,14 @@ def _prediction(problem: Problem, found: Balance, draft: Plan) -> Prediction:
 def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[Stage, ...]:
     """The plan's stages; equal devices are taken in the order in which they were given."""
     sizes = sorted({*found.candidate.split.sizes}, reverse=True)
-    seconds = {size: stage_seconds(problem, size, found.stages) for size in sizes}
+    splits = SCHEDULES[found.candidate.schedule].splits_backward
+    seconds = {size: stage_seconds(problem, size, found.stages, splits=splits) for size in sizes}
     if routes:
         stops = [stage.stop for stage in found.stages]
         for size, table in seconds.items():
             table[SEND_F : SEND_B + 1] = neighbour_s(problem.link, problem.at_boundaries(size), size, stops, routes)
     names = ["forward_s", "recompute_s", "backward_s", "send_forward_s", "send_backward_s"]
-    if SCHEDULES[found.candidate.schedule].splits_backward:
+    if splits:
         names.append("weight_s")
     left = [list(group.members) for group in problem.classes]
     ranks = len(found.stages) // found.candidate.ring.chunks

@@ -99,8 +99,13 @@ class ChunkPlans:
 
     @cached_property
     def weight_s(self) -> Floats:
-        """The same of the gradients of parameters."""
-        return self._sums("weight_s")
+        """The same of the gradients of parameters, as a pass of their own."""
+        return self._sums("weight_s") + self._sums("split_s")
+
+    @cached_property
+    def inputs_s(self) -> Floats:
+        """The same of the rest of the backward pass."""
+        return self.backward_s - self._sums("weight_s")
 
     @cached_property
     def messages_s(self) -> tuple[Floats, Floats]:
@@ -128,7 +133,7 @@ class ChunkPlans:
         """Of each kind of pass the sums over layers: forward and backward, the latter in two where it is split."""
         if not self._splits:
             return self.forward_s, self.backward_s
-        return self.forward_s, self.backward_s - self.weight_s, self.weight_s
+        return self.forward_s, self.inputs_s, self.weight_s
 
     def seconds(self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool] = ()) -> Floats:
         """Of all passes and messages, as `planner.kernel.makespan.makespan_s` has them."""
@@ -140,12 +145,12 @@ class ChunkPlans:
             seconds[F, :, size] = _between(self.forward_s[size], group, first, stop)
             if any(recompute):
                 seconds[R, :, size] = _between(self.recompute_s[size], group, first, stop) * np.array(recompute)
-            seconds[B, :, size] = _between(self.backward_s[size], group, first, stop)
+            backward_s = self.inputs_s if self._splits else self.backward_s
+            seconds[B, :, size] = _between(backward_s[size], group, first, stop)
             seconds[SEND_F, :, size] = outputs_s[size][stop]
             seconds[SEND_B, :, size] = gradients_s[size][first]
             if self._splits:
                 seconds[W, :, size] = _between(self.weight_s[size], group, first, stop)
-                seconds[B, :, size] -= seconds[W, :, size]
         return np.repeat(seconds, self._counts, axis=2)
 
     def end_s(self, stops: Stops, classes: Sequence[int]) -> float:

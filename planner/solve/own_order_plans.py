@@ -44,15 +44,15 @@ class _Room(NamedTuple):
     @property
     def over(self) -> float:
         """Bytes that one micro-batch needs too many; at most 0 if it fits."""
-        return self.flying + self.waiting - self.free
+        return max(self.flying, self.waiting) - self.free
 
     def most(self, count: int) -> int:
-        """Micro-batches in flight at most, in addition to one that waits."""
-        return count if not self.flying else min(count, int((self.free - self.waiting) // self.flying))
+        """Micro-batches in flight at most, while none waits."""
+        return count if not self.flying else min(count, int(self.free // self.flying))
 
     def holds_all(self, count: int) -> bool:
         """Whether the order need not look at memory."""
-        return count * (self.flying + self.waiting) <= self.free
+        return count * max(self.flying, self.waiting) <= self.free
 
 
 class OwnOrderPlans(ChunkPlans):
@@ -204,7 +204,7 @@ class OwnOrderPlans(ChunkPlans):
         key = stage, group, first, stops[stage], recomputed
         if key not in self._rooms:
             count = self.candidate.split.count
-            all_bytes = self._memory(*key, (count, count)).total
+            all_bytes = self._memory(*key, (count, 0), (0, count)).total
             fits = all_bytes <= self.problem.classes[group].device.memory_bytes
             self._rooms[key] = _Room(np.inf, 0.0, 0.0) if fits else self.limited_room(*key)
         return self._rooms[key]

@@ -53,6 +53,7 @@ class LayerTiming:
         spread: interquartile range of forward and backward together, as a share of their median.
         workspace_bytes: the most that a kernel allocated inside itself; None where nobody looked.
         weight_s: the part of `backward_s` that can be a pass of its own.
+        split_s: by how much all passes together take longer if it is one.
         weight_kept_bytes: what lives from the rest of the backward pass until that one.
     """
 
@@ -61,6 +62,7 @@ class LayerTiming:
     spread: float
     workspace_bytes: int | None = None
     weight_s: float = 0.0
+    split_s: float = 0.0
     weight_kept_bytes: int = 0
 
 

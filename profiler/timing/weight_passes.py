@@ -1,15 +1,16 @@
 """What part of each layer's backward pass can wait for a pass of its own, and what is kept until then.
 
-    forward, B; forward, I and W of one layer after the other, as `profiler.run.split_backward` runs them
+    F, B; F, I and W of one layer after the other, the latter as `profiler.run.split_backward` runs them
 
 What counts is how much sooner than B the gradients of the inputs are there: I's seconds are those of the whole backward
-pass, which were measured where the layer stands, less that share. Calls and graphs of single operations make both
-passes together longer than the whole, for small layers much; then nothing can wait.
+pass, which were measured where the layer stands, less that share. Calls and graphs of single operations make the passes
+together longer than F and B, for small layers much; that counts in W, but for what F takes longer, which I does, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -32,14 +33,16 @@ class WeightPass(NamedTuple):
 
     Attributes:
         share: by how much of the backward pass I is shorter; 0 where it makes all gradients, or takes as long.
+        more: by what part of the backward pass all passes together are longer.
         kept_bytes: what lives from I until W.
     """
 
     share: float
+    more: float
     kept_bytes: int
 
 
-NOTHING = WeightPass(0.0, 0)
+NOTHING = WeightPass(0.0, 0.0, 0)
 
 
 def measured_weights(sequence: LayerSequence, runner: LayerRunner, size: int, watch: Stopwatch) -> list[WeightPass]:
@@ -74,21 +77,24 @@ def _made_up(value: BoundaryValue, size: int, device: torch.device) -> Tensor:
 
 
 def _measured(runner: LayerRunner, index: int, values: Mapping[str, Tensor], watch: Stopwatch) -> WeightPass:
-    shares = []
+    shares, more = [], []
     kept_bytes = 0
     spent_s = 0.0
     for number in range(1 + ROUNDS):
-        watch.lap(gone_forward(runner, index, values, None, None))
+        watch.lap(watch.lap(partial(gone_forward, runner, index, values, None, None)))
         store = runner.store(index, watching=not number)
-        watch.lap(gone_forward(runner, index, values, None, store))
+        watch.lap(watch.lap(partial(gone_forward, runner, index, values, None, store)))
         kept_bytes = kept_bytes or store.kept_bytes()
-        store.run()
-        whole_s, inputs_s = watch.take()
-        shares.append(max(0.0, 1 - inputs_s / whole_s) if whole_s else 0.0)
-        spent_s += whole_s + inputs_s
+        watch.lap(store.run)
+        forward_s, whole_s, split_forward_s, inputs_s, weights_s = watch.take()
+        spent_s += forward_s + whole_s + split_forward_s + inputs_s + weights_s
+        if whole_s:
+            inputs_s += max(0.0, split_forward_s - forward_s)
+            shares.append(max(0.0, 1 - inputs_s / whole_s))
+            more.append(max(0.0, (inputs_s + weights_s) / whole_s - 1))
         if number and spent_s > ENOUGH_S:
             break
-    return WeightPass(median(shares[1:]), kept_bytes)
+    return WeightPass(median(shares[1:] or [0.0]), median(more[1:] or [0.0]), kept_bytes)
 
 
 def gone_forward(

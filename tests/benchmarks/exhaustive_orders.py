@@ -63,14 +63,14 @@ def _any_order_below(
     }
     for again in itertools.product(flags, repeat=len(ranges)):
         room = np.array([rooms[stage, flag] for stage, flag in enumerate(again)])
-        if (room[:, 1] + room[:, 2] > room[:, 0]).any():
+        if (np.maximum(room[:, 1], room[:, 2]) > room[:, 0]).any():
             continue
         stages = tuple(
             StageChoice(first, stop, group, (Segment(first=first, stop=stop),) if flag else ())
             for (first, stop), group, flag in zip(ranges, classes, again, strict=True)
         )
         split = candidate.split
-        by_size = [stage_seconds(problem, size, stages) for size in (split.largest, split.smallest)]
+        by_size = [stage_seconds(problem, size, stages, splits=True) for size in (split.largest, split.smallest)]
         many = split.number_largest
         seconds = np.repeat(np.stack(by_size, axis=2), [many, split.count - many], axis=2)
         seconds[B] -= seconds[W]
@@ -193,12 +193,12 @@ def _branches(
     for stage in range(stages):
         flying, waiting = done[0, stage] - done[1, stage], done[1, stage] - done[2, stage]
         free, one, other = room[stage]
-        if done[0, stage] < count and (flying + 1) * one + max(waiting, 1) * other <= free and not blocked[0, stage]:
+        if done[0, stage] < count and (flying + 1) * one + waiting * other <= free and not blocked[0, stage]:
             there_s = inputs[stage, done[0, stage]]
             if there_s != NOT_YET:
                 starts[0, stage] = max(clock[stage], there_s)
                 ends[0, stage] = starts[0, stage] + seconds[F, stage, done[0, stage]]
-        if flying and flying * one + (waiting + 1) * other <= free and not blocked[1, stage]:
+        if flying and (flying - 1) * one + (waiting + 1) * other <= free and not blocked[1, stage]:
             there_s = gradients[stage, done[1, stage]]
             if there_s != NOT_YET:
                 again_s = 0.0 if last[stage] == done[1, stage] else seconds[R, stage, done[1, stage]]
@@ -219,7 +219,7 @@ def _branches(
         if other == kind or starts[other, stage] < ends[kind, stage]:
             options[number] = other
             number += 1
-    binds = count * (room[stage, 1] + room[stage, 2]) > room[stage, 0]
+    binds = count * max(room[stage, 1], room[stage, 2]) > room[stage, 0]
     if kind < 2 and (binds or seconds[R, stage].any()) and number < 4:
         options[number] = WAIT + kind
     return stage

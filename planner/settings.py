@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, TypeVar, get_args
 
 from planner.plan.schedules import (
-    DEFAULT_SCHEDULE,
     MOST_CHUNKS,
     SCHEDULES,
     ScheduleName,
@@ -55,8 +54,8 @@ class SettingKeywords(TypedDict, total=False):
     """Keywords of `autoplan` and `plan_from_profile` that say what is asked of a plan; all may be left out.
 
     Attributes:
-        schedule: order of forward and backward passes, a key of `planner.plan.schedules.SCHEDULES`, `"gpipe"` by
-            default; `"auto"` takes the fastest one that fits, of those that the profile and the other settings allow.
+        schedule: order of forward and backward passes, a key of `planner.plan.schedules.SCHEDULES`; `"auto"`
+            (default) takes the fastest one that fits, of those that the profile and the other settings allow.
         recompute: `"auto"` (default) recomputes no more than must be for a stage to fit or the step to be fast,
             `"always"` every stage as a whole, as GPipe does, `"never"` nothing.
         skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or
@@ -128,7 +127,7 @@ class Settings:
     """
 
     batch_size: int
-    schedules: tuple[ScheduleName, ...] = (DEFAULT_SCHEDULE,)
+    schedules: tuple[ScheduleName, ...] = one_chunk_schedules()
     recompute: RecomputeMode = "auto"
     skips: SkipMode = "relayed"
     chunks: int = 1
@@ -166,7 +165,7 @@ class Settings:
         for name, most in _MOST.items():
             if name in given:
                 check_count(name, given[name], most=most)
-        schedule = _choice("schedule", given.pop("schedule", DEFAULT_SCHEDULE), (*SCHEDULES, "auto"))
+        schedule = _choice("schedule", given.pop("schedule", "auto"), (*SCHEDULES, "auto"))
         _choice("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
         _choice("skips", given.get("skips", "relayed"), get_args(SkipMode))
         replicas = given.pop("replicas", 1)

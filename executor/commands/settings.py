@@ -21,7 +21,7 @@ from executor.commands.options import (
     Numbers,
     SecondsOption,
 )
-from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from planner.plan.schedules import SCHEDULES
 from planner.settings import RecomputeMode, SkipMode
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -66,7 +66,7 @@ PLANNING: tuple[Option[Any], ...] = (
     click.option(
         "--schedule",
         type=click.Choice([*SCHEDULES, "auto"], case_sensitive=False),
-        default=DEFAULT_SCHEDULE,
+        default="auto",
         show_default=True,
         help="Order of forward and backward passes; auto takes the fastest that fits.",
     ),

@@ -32,7 +32,7 @@ from executor import Pipeline, launch
 from executor.checkpoint import save_checkpoint
 from planner import Plan, autoplan
 from planner.pictures.timeline import plot_timeline
-from planner.plan.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from planner.plan.schedules import SCHEDULES
 from planner.plan.timeline import save_timeline_json
 
 LEARNING_RATE = 4e-3
@@ -95,7 +95,7 @@ def bits(nats: float) -> float:
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/demo"), show_default=True)
 @click.option("--steps", type=click.IntRange(min=WARM_UP_STEPS + 1), default=150, show_default=True)
-@click.option("--schedule", type=click.Choice(["auto", *SCHEDULES]), default=DEFAULT_SCHEDULE, show_default=True)
+@click.option("--schedule", type=click.Choice(["auto", *SCHEDULES]), default="gpipe", show_default=True)
 @click.option("--chunks", type=click.IntRange(min=1), default=1, show_default=True, help="Stages of each rank.")
 def main(out: Path, steps: int, schedule: str, chunks: int) -> None:
     """Plan a small GPT, train it by the plan, and check what came out."""

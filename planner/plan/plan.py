@@ -17,7 +17,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from planner.plan.actions import Schedule, make_schedule
 from planner.plan.order_text import check_order_texts, order_of_text
-from planner.plan.schedules import DEFAULT_SCHEDULE, MOST_CHUNKS, SCHEDULES, ScheduleName, check_chunks, known
+from planner.plan.schedules import MOST_CHUNKS, SCHEDULE_OF_OLD_PLANS, SCHEDULES, ScheduleName, check_chunks, known
 from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
 from planner.plan.unused import Unused
 from profiler.errors import ArgumentError, PlanFileError
@@ -121,7 +121,7 @@ class Plan(Value):
     sample: SampleSpec
     batch_size: Samples
     micro_batch_sizes: tuple[Samples, ...] = Field(min_length=1, max_length=MOST_MICRO_BATCHES)
-    schedule: ScheduleName = DEFAULT_SCHEDULE
+    schedule: ScheduleName = SCHEDULE_OF_OLD_PLANS
     chunks: int = Field(default=1, gt=0, le=MOST_CHUNKS)
     orders: tuple[str, ...] = ()
     replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)

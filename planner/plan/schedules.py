@@ -312,7 +312,8 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         made_for_plan=True,
     ),
 }
-DEFAULT_SCHEDULE: ScheduleName = "gpipe"
+SCHEDULE_OF_OLD_PLANS: ScheduleName = "gpipe"
+"""Of plans that do not say which they have."""
 
 
 def known(name: ScheduleName) -> ScheduleName:

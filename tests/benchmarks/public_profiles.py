@@ -179,6 +179,7 @@ def our_plan(layers: tuple[Layer, ...], K: int, link: Link) -> Plan:
         batch_size=count,
         micro_batches=count,
         recompute="always",
+        schedule="gpipe",
     )
 
 

@@ -23,7 +23,7 @@ def test_the_command_knows_every_target() -> None:
 
 def test_a_plan_is_exported(tmp_path: Path) -> None:
     known = case("plain")
-    known.plan(stages=2).save(tmp_path / "plan.json")
+    known.plan(stages=2, schedule="gpipe").save(tmp_path / "plan.json")
     known.profile.save(tmp_path / "profile.json")
     given = (tmp_path / "plan.json", MODEL, "--profile", tmp_path / "profile.json")
     shown = exported(*given, "--to", "torchgpipe")

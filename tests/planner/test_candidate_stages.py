@@ -19,7 +19,7 @@ STAGES, ROUNDING = 3, 1e-9
 
 
 def tables_of(profile, devices, *, batch_size, count, **asked):
-    given_: Any = {"micro_batches": count, "micro_batches_per_stage": 1, **asked}
+    given_: Any = {"micro_batches": count, "micro_batches_per_stage": 1, "schedule": "gpipe", **asked}
     problem = make_problem(profile, devices, batch_size=batch_size, optimizer=None, settings=given_)
     (candidate,) = problem.candidates()
     return make_tables(problem, candidate)

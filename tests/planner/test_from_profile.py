@@ -161,7 +161,7 @@ def test_a_memory_limit_binds_every_device(profile, device):
 
 def test_when_nothing_fits_the_error_says_where_by_how_much_and_what_would_help(profile, device):
     with pytest.raises(InfeasibleError) as caught:
-        plan_from_profile(profile, [device("a", 900)] * 2, batch_size=16, recompute="never")
+        plan_from_profile(profile, [device("a", 900)] * 2, batch_size=16, recompute="never", schedule="gpipe")
     assert str(caught.value) == (
         "no plan fits the memory. The nearest one has K = 2 stages and M = 16 micro-batches; its stage 0 (layers 0 to "
         "1, layer0 to layer1, not recomputed) needs 1.07 KiB and device cpu (a) has 900 B: 192 bytes (192 B) too many. "

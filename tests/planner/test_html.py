@@ -25,7 +25,9 @@ def profile(profile_of):
 
 @pytest.fixture(scope="module")
 def plan(profile, device) -> Plan:
-    return plan_from_profile(profile, [device()] * 2, batch_size=8, stages=2, micro_batches=8, recompute="always")
+    return plan_from_profile(
+        profile, [device()] * 2, batch_size=8, stages=2, micro_batches=8, recompute="always", schedule="gpipe"
+    )
 
 
 def picture(text: str) -> ElementTree.Element:

@@ -138,7 +138,7 @@ def test_a_terminal_sees_the_best_step_so_far(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for name in ("DELAY_S", "REFRESH_S"):
         monkeypatch.setattr(search_watch, name, 0.0)
-    plan = plan_from_profile(profile, DEVICES, batch_size=8, progress=True)
+    plan = plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True)
     told = capsys.readouterr()
     assert told.out == ""
     assert "plan: 00:0" in told.err

@@ -39,7 +39,7 @@ def plan_of(profile_of, device):
         reserve_bytes=2**20,
     )
     devices = [device("a", 1_600_000, name="cuda:0"), device("a", 2**22, name="cuda:1")]
-    return plan_from_profile(profile, devices, batch_size=11)
+    return plan_from_profile(profile, devices, batch_size=11, schedule="gpipe")
 
 
 def test_the_report_fits_one_screen_and_says_this(profile_of, device):

@@ -1,5 +1,7 @@
 """Rules about cuts and devices are kept, and those that clash are named."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -139,9 +141,10 @@ def test_more_unlike_kinds_than_can_be_told_apart(profile_of, device):
         for size in (1, 8)
     }
     profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
-    plan = plan_from_profile(profile, [device(kind) for kind in kinds], batch_size=64, micro_batches=56)
+    asked: Any = {"batch_size": 64, "micro_batches": 56, "schedule": "gpipe"}
+    plan = plan_from_profile(profile, [device(kind) for kind in kinds], **asked)
     assert 0 < plan.prediction.gap < 0.5
-    alone = plan_from_profile(profile, [device(kinds[-1])] * 14, batch_size=64, micro_batches=56)
+    alone = plan_from_profile(profile, [device(kinds[-1])] * 14, **asked)
     assert plan.prediction.step_s < alone.prediction.step_s
 
 

@@ -2,8 +2,9 @@
 
     Device.of("H100-80GB"), Cluster.of("8xA100-40GB", link="nvlink3")
 
-Rates are those of dense arithmetic (without structured sparsity), memory in the manufacturer's GB of 1e9 bytes. What
-training reaches of them is in `profiler.timing.analytic`.
+Rates are those of dense arithmetic (without structured sparsity). Memory is what torch finds on such a device where
+that is known (`TOTAL_GIB`), and else the manufacturer's GB of 1e9 bytes. What training reaches of the rates is in
+`profiler.timing.analytic`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from profiler.value import Value
 
 GB: Final = 1e9
 TERA: Final = 1e12
+GIB: Final = 2**30
 
 
 class DataSheet(Value):
     """One accelerator.
 
     Attributes:
-        memory_bytes: of the device.
+        memory_bytes: of the device, as programs find it.
         memory_bytes_per_s: bandwidth of that memory.
         float32_flops_per_s: multiply-adds counted as two, in float32 arithmetic.
         tf32_flops_per_s: of float32 convolutions, which torch lets round their factors by default; the float32 rate
@@ -105,10 +107,30 @@ _TPU = (
     "(https://doi.org/10.1145/3360307); one of a chip's two cores, as GPipe counts accelerators"
 )
 
+# "80 GB" are 80 * 2**30 bytes less what error correction and the driver take: the least total that torch's messages
+# named where memory ran out. Among the public ones at https://github.com/ are HiDream-ai/VAREdit/issues/6 (A100-80GB),
+# TianheWu/CoSeR/issues/10 (A100-40GB), vllm-project/vllm/issues/27508 (H100), liucongg/ChatGLM-Finetuning/issues/73
+# (V100-32GB), Morizeyao/GPT2-Chinese/issues/215 (V100-16GB), zai-org/CogVideo/issues/36 (RTX4090, 23.68 there),
+# zai-org/CogVLM/issues/236 (A10), hpcaitech/Open-Sora/issues/697 (T4, 14.75 there).
+TOTAL_GIB: Final = MappingProxyType(
+    {
+        "V100-16GB": 15.75,
+        "V100-32GB": 31.74,
+        "A100-40GB": 39.50,
+        "A100-80GB": 79.25,
+        "H100-80GB": 79.11,
+        "B200-180GB": 178.35,
+        "L40S-48GB": 44.40,
+        "A10-24GB": 21.99,
+        "RTX4090-24GB": 23.52,
+        "T4-16GB": 14.57,
+    }
+)
+
 # TPUs multiply float32 matrices by rounding factors to bfloat16, so all their rates are one; float64 they lack.
 # Shares of float32 that are float64: 1/64 by NVIDIA's whitepapers of GA102 (V2.1, 2021; RTX 3090, A10) and Ada (V2.1,
 # 2023; RTX 4090, L4), 1/32 by that of Turing (WP-09183-001, 2018; T4). A100 and later multiply float64 in matrix units.
-DATA_SHEETS: Final = MappingProxyType(
+_PRINTED: Final = MappingProxyType(
     {
         "V100-16GB": _sheet(16, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
         "V100-32GB": _sheet(32, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
@@ -178,6 +200,12 @@ DATA_SHEETS: Final = MappingProxyType(
         "TPUv4-32GB": _sheet(32, 1200, 275, 275, 275, None, "tpuv4", _CLOUD_TPU),
         "TPUv5e-16GB": _sheet(16, 819, 197, 197, 197, None, "tpuv5e", _CLOUD_TPU),
         "TPUv5p-95GB": _sheet(95, 2765, 459, 459, 459, None, "tpuv5p", _CLOUD_TPU),
+    }
+)
+DATA_SHEETS: Final = MappingProxyType(
+    {
+        name: sheet.model_copy(update={"memory_bytes": int(TOTAL_GIB[name] * GIB)}) if name in TOTAL_GIB else sheet
+        for name, sheet in _PRINTED.items()
     }
 )
 

@@ -36,7 +36,7 @@ class Device(Value):
         """A device that is not here, from its data sheet.
 
             >>> Device.of("H100").memory_bytes
-            80000000000
+            84943715696
 
         Args:
             kind: such as `"A100-40GB"`; see `profiler.datasheets.DATA_SHEETS`.

@@ -36,7 +36,7 @@ def test_a_cluster_from_its_text():
     cluster = Cluster.of("3xA100-40GB,T4", link="pcie4", devices_per_host=2)
     assert [device.kind for device in cluster.devices] == ["A100-40GB"] * 3 + ["T4-16GB"]
     assert [device.name for device in cluster.devices] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
-    assert cluster.devices[0].memory_bytes == 40 * 10**9
+    assert cluster.devices[0].memory_bytes == int(39.5 * 2**30)
     assert cluster.link is not None
     assert cluster.link.bytes_per_s == LINK_EFFICIENCY * 31.5e9
     assert Cluster.of("H100").link is None

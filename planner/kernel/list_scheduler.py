@@ -8,11 +8,10 @@ and takes
 2. if none is ready, a pass of weights, unless one of the two will be so soon that it had to wait for that;
 3. else what is ready first; and if nothing is on its way, it waits.
 
-A forward pass is taken only if the stage can hold one micro-batch more in addition to the waiting ones, and could then
-go back with one of them if none waited; a backward pass, if the micro-batch can wait instead of being in flight. Passes
-of weights need nothing and free what waited, so that no stage is ever stuck. How far ahead a stage goes, and how soon
-is soon, are the settings that `planner.solve.own_orders` tries. Recompute and messages are as in
-`planner.kernel.makespan`.
+A forward pass is taken only if the stage can hold one micro-batch more in addition to the waiting ones; a backward
+pass, if it can hold those that are in flight and wait. Passes of weights need nothing and free what waited, so that no
+stage is ever stuck. How far ahead a stage goes, and how soon is soon, are the settings that `planner.solve.own_orders`
+tries. Recompute and messages are as in `planner.kernel.makespan`.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def listed(seconds: Floats, room: Room, lead: Indices, most: Indices, patience: 
     _, stages, count = seconds.shape
     orders = np.full((stages, 3 * count), NOTHING)
     for stage in range(stages):
-        if max(room.flying[stage], room.waiting[stage]) > room.free[stage]:
+        if room.flying[stage] > room.free[stage]:
             return orders
     there = stages, count
     walk = _Walk(
@@ -134,12 +133,11 @@ def _chosen(
     flying, waiting = forward - backward, backward - weights
     one, other, free = room.flying[stage], room.waiting[stage], room.free[stage]
     forward_wait_s = backward_wait_s = np.inf
-    with_one_more = max((flying + 1) * one + waiting * other, flying * one + other)
-    if forward < count and flying < most and with_one_more <= free:
+    if forward < count and flying < most and (flying + 1) * one + waiting * other <= free:
         there_s = walk.input_s[stage, forward]
         if there_s != NOT_YET:
             forward_wait_s = max(0.0, there_s - now_s)
-    if backward < forward and (flying - 1) * one + (waiting + 1) * other <= free:
+    if backward < forward and flying * one + waiting * other <= free:
         there_s = walk.gradient_s[stage, backward]
         if there_s != NOT_YET:
             place = forward + backward + weights
@@ -246,7 +244,7 @@ def _allowed(order: Indices, count: int, room: Room, stage: int) -> bool:
         if done[kind] != batch or (kind > 0 and done[kind - 1] <= batch):
             return False
         flying, waiting = done[0] - done[1], done[1] - done[2]
-        flying, waiting = flying + (kind == 0) - (kind == 1), waiting + (kind == 1)
+        flying += kind == 0
         if kind < 2 and flying * room.flying[stage] + waiting * room.waiting[stage] > room.free[stage]:
             return False
         done[kind] += 1

@@ -170,10 +170,11 @@ def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
     """What a stage holds at once, where another moment has not as many of both.
 
     While the gradients of inputs are made, a micro-batch is still in flight. Layer by layer it then keeps what it
-    waits with in place of what it kept; what it has more of on the way, the ledger counts for a moment.
+    waits with in place of what it kept; what it has more of on the way, the ledger counts for a moment. So the passes
+    of weights, which have nothing for a moment, need no more than the one before.
 
     >>> most_held(SCHEDULES["zb-h1"].order(1, 3, 8, 1), 8)
-    ((1, 2), (2, 1))
+    ((2, 1),)
     """
     flying = waiting = 0
     seen: set[Held] = set()
@@ -183,8 +184,8 @@ def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
             flying += 1
             seen.add((flying, waiting))
         elif kind is PassKind.BACKWARD:
-            flying, waiting = flying - 1, waiting + 1
             seen.add((flying, waiting))
+            flying, waiting = flying - 1, waiting + 1
         else:
             waiting -= 1
     return tuple(one for one in sorted(seen) if not any(one != other and _covers(other, one) for other in seen))

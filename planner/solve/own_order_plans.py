@@ -44,7 +44,7 @@ class _Room(NamedTuple):
     @property
     def over(self) -> float:
         """Bytes that one micro-batch needs too many; at most 0 if it fits."""
-        return max(self.flying, self.waiting) - self.free
+        return self.flying - self.free
 
     def most(self, count: int) -> int:
         """Micro-batches in flight at most, while none waits."""
@@ -52,7 +52,7 @@ class _Room(NamedTuple):
 
     def holds_all(self, count: int) -> bool:
         """Whether the order need not look at memory."""
-        return count * max(self.flying, self.waiting) <= self.free
+        return self.flying + (count - 1) * max(self.flying, self.waiting) <= self.free
 
 
 class OwnOrderPlans(ChunkPlans):
@@ -204,7 +204,7 @@ class OwnOrderPlans(ChunkPlans):
         key = stage, group, first, stops[stage], recomputed
         if key not in self._rooms:
             count = self.candidate.split.count
-            all_bytes = self._memory(*key, (count, 0), (0, count)).total
+            all_bytes = self._memory(*key, (count, 0), (1, count - 1)).total
             fits = all_bytes <= self.problem.classes[group].device.memory_bytes
             self._rooms[key] = _Room(np.inf, 0.0, 0.0) if fits else self.limited_room(*key)
         return self._rooms[key]
@@ -213,13 +213,13 @@ class OwnOrderPlans(ChunkPlans):
         """The same, also where there is room for all micro-batches."""
         count = self.candidate.split.count
         one, two, before, last = (
-            self._memory(stage, group, first, stop, recomputed, (many, many))
+            self._memory(stage, group, first, stop, recomputed, (many, many - 1))
             for many in (1, min(2, count), max(1, count - 1), count)
         )
         flying = max(two.activations - one.activations, last.activations - before.activations)
         waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
         limit = self.problem.classes[group].device.memory_bytes
-        return _Room(float(limit - one.total + flying + waiting), float(flying), float(waiting))
+        return _Room(float(limit - one.total + flying), float(flying), float(waiting))
 
     def _memory(self, stage: int, group: int, first: int, stop: int, recomputed: bool, *held: Held) -> StageMemory:
         """Bytes of a stage that holds so many micro-batches, at the moment that needs most."""

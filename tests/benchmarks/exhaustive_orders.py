@@ -63,7 +63,7 @@ def _any_order_below(
     }
     for again in itertools.product(flags, repeat=len(ranges)):
         room = np.array([rooms[stage, flag] for stage, flag in enumerate(again)])
-        if (np.maximum(room[:, 1], room[:, 2]) > room[:, 0]).any():
+        if (room[:, 1] > room[:, 0]).any():
             continue
         stages = tuple(
             StageChoice(first, stop, group, (Segment(first=first, stop=stop),) if flag else ())
@@ -198,7 +198,7 @@ def _branches(
             if there_s != NOT_YET:
                 starts[0, stage] = max(clock[stage], there_s)
                 ends[0, stage] = starts[0, stage] + seconds[F, stage, done[0, stage]]
-        if flying and (flying - 1) * one + (waiting + 1) * other <= free and not blocked[1, stage]:
+        if flying and flying * one + waiting * other <= free and not blocked[1, stage]:
             there_s = gradients[stage, done[1, stage]]
             if there_s != NOT_YET:
                 again_s = 0.0 if last[stage] == done[1, stage] else seconds[R, stage, done[1, stage]]
@@ -219,7 +219,7 @@ def _branches(
         if other == kind or starts[other, stage] < ends[kind, stage]:
             options[number] = other
             number += 1
-    binds = count * max(room[stage, 1], room[stage, 2]) > room[stage, 0]
+    binds = room[stage, 1] + (count - 1) * max(room[stage, 1], room[stage, 2]) > room[stage, 0]
     if kind < 2 and (binds or seconds[R, stage].any()) and number < 4:
         options[number] = WAIT + kind
     return stage

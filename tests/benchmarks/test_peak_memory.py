@@ -96,8 +96,7 @@ def test_ranks_with_chunks_or_split_passes_never_peak_above_the_plan() -> None:
     """Below it by more than `WITHIN`, for two reasons, both seen in the table.
 
     A rank with chunks has several boundaries, and short messages seldom wait at all of them at once. And while I makes
-    the gradients of a micro-batch, the plan counts what that one keeps until W beside what it saves, though most of it
-    is the same.
+    the gradients of a micro-batch, the plan counts the inputs of layers that keep them until W as if they were new.
     """
     task = gpt()
     ways = (("interleaved", 2), ("interleaved", 3), ("interleaved-lean", 2), ("zb-h1", 1), ("zb", 1))

@@ -275,11 +275,10 @@ def held_in(plan, stage):
     seen = set()
     for action in plan.actions()[stage]:
         flying += action.kind is ActionKind.F
-        waiting += action.kind is ActionKind.I
         if action.kind in {ActionKind.F, ActionKind.I}:
             seen.add((flying, waiting))
         flying -= action.kind is ActionKind.I
-        waiting -= action.kind is ActionKind.W
+        waiting += (action.kind is ActionKind.I) - (action.kind is ActionKind.W)
     assert flying == waiting == 0
     return seen
 

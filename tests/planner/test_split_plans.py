@@ -147,7 +147,7 @@ def test_single_passes_are_moved_past_orders_that_are_slower():
 def rooms(chance, stages):
     """Room for one micro-batch at least, and for some more."""
     flying, waiting = (np.array([float(chance.randint(0, 9)) for _ in range(stages)]) for _ in range(2))
-    free = np.maximum(flying, waiting) + np.array([float(chance.randint(0, 30)) for _ in range(stages)])
+    free = flying + np.array([float(chance.randint(0, 30)) for _ in range(stages)])
     return Room(free, flying, waiting)
 
 

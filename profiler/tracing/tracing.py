@@ -46,6 +46,7 @@ from profiler.tracing.prelude import prelude_nodes
 from profiler.tracing.progress import Part, done, shown
 from profiler.tracing.sample import BatchDims, describe_sample, tensor_leaves
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelude
+from profiler.tracing.unlike_types import refuse_unlike_types
 
 
 @contextlib.contextmanager
@@ -118,6 +119,7 @@ def trace(
     values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
     with shown(model, wanted=progress):
         served = graph_of(model, spec, sample=values)
+        refuse_unlike_types(served.graph.module.graph, spec.precision)
         counters = take_out_counters(served.graph.module.graph)
         body = _body(served)
         sequence = _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
-from planner import ArgumentError, Plan
+from planner import ArgumentError, NotTraceableError, Plan
 from profiler import LayerSequence, trace
 from profiler.run import main_gradients
 from profiler.run.main_gradients import adding_to
@@ -278,6 +278,27 @@ def test_sparse_gradients_are_added_too() -> None:
     assert main.grad is not None
     assert main.grad.dtype == torch.float32
     assert main.grad.to_dense()[:, 0].tolist() == [0, 2, 0, 2, 0, 0, 0, 0, 1]
+
+
+class Mixes(nn.Module):
+    """A buffer that is never cast meets a weight that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shift: Tensor
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x + self.shift)
+        return found
+
+
+def test_products_of_unlike_types_are_refused_where_they_stand() -> None:
+    """The trace has shapes alone, so a plan from data sheets was made of what no kernel computes."""
+    with pytest.raises(NotTraceableError, match=r"linear.* bfloat16 and float32, in .*test_precision"):
+        trace(Mixes(), torch.ones(2, 4), precision="bf16-mixed")
+    assert len(trace(Mixes(), torch.ones(2, 4)))
 
 
 class Uncopied(nn.Linear):

@@ -61,6 +61,7 @@ from profiler.observe.ambient import as_in_training
 from profiler.observe.random_states import preserved
 from profiler.quantities import MOST_MICRO_BATCHES, check_count
 from profiler.run.loss import LossFunction
+from profiler.tracing.computing_model import computing_model
 
 if TYPE_CHECKING:
     import pandas
@@ -135,7 +136,8 @@ class Pipeline:
         self.plan = plan
         self.run = Run()
         self._model = model
-        self._modes = [module.training for module in model.modules()]
+        self._computing = computing_model(model, plan.sample.precision)
+        self._modes = [module.training for module in self._computing.modules()]
         self._loss_fn = loss_fn
         self._compares = compare_first_step
         self.first_step = ""
@@ -145,8 +147,8 @@ class Pipeline:
         with self.watch.call(Phase.CONSTRUCTION, {"the plan": _digest(plan.to_json()), "the seed": str(seed)}):
             check_world_size(plan, world_size)
             self._layout = layout_of(plan, self.rank, world_size)
-            self._sequence = traced_as_planned(model, plan)
-            check_model(model, self._sequence, plan)
+            self._sequence = traced_as_planned(self._computing, plan)
+            check_model(self._computing, self._sequence, plan)
             self._takes_target = takes_target(self._sequence, loss_fn)
             self._place(loss_fn, seed, initialize)
         # All meet before process groups are made: nothing could end the wait for one that is stuck.
@@ -161,7 +163,8 @@ class Pipeline:
         self._devices = devices = {stage: device_of(plan, stage, layout.replica) for stage in layout.stages}
         self._device = devices[layout.stages[0]]  # where the loss is, and what all stages share
         materialize = partial(materialized, self._model, initialize=initialize, seed=seed)
-        self._placement: Placement = place(self._sequence, plan, layout, devices, materialize)
+        originals = dict(self._model.named_parameters(remove_duplicate=False))
+        self._placement: Placement = place(self._sequence, plan, layout, devices, materialize, originals)
         self._frozen = [(name, held) for name, held in self.named_parameters() if not held.requires_grad]
         self._runners = {
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
@@ -184,7 +187,7 @@ class Pipeline:
         self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
         self._mover = BufferMover(layout, group)
         self._loss = SharedLoss(layout, self._device)
-        self._calls = Calls(self._model, plan, layout, self._sequence, devices, self._placement)
+        self._calls = Calls(self._computing, plan, layout, self._sequence, devices, self._placement)
         self._feed = Feed(self._calls, layout, self.watch, on_host)
         self._steps = 0
         self._peak = Peak()
@@ -271,6 +274,7 @@ class Pipeline:
         with self.watch.call(Phase.PREPARATION, given):
             refuse_other_modes(self.plan, self._devices.values(), self._frozen)
             call = self._feed.call("step", args, kwargs, target, training=True)
+            self._placement.round_masters()
             self._compare_first_step(args, kwargs, target)
             self._begin(scaler, accumulate=accumulate)
             forget_gradients(self._placement.tied)
@@ -300,7 +304,7 @@ class Pipeline:
         """In the one process that is always given all data."""
         if self._compares and self.rank == 0:
             batch = self._calls.first_micro_batch(self._calls.understood(args, kwargs, target, training=True))
-            self.first_step = compared(self._model, self._modes, self.plan, batch, self._loss_fn)
+            self.first_step = compared(self._computing, self._modes, self.plan, batch, self._loss_fn)
         self._compares = False
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -366,6 +370,7 @@ class Pipeline:
         refuse_other_modes(self.plan, self._devices.values(), self._frozen)
         keep_outputs = kind == "predict"
         call = self._feed.call(kind, args, kwargs, target, training=False)
+        self._placement.round_masters()
         if keep_outputs:
             check_joinable(call.sequence, sum(call.counts))
         self._begin(None, keep_outputs=keep_outputs)
@@ -393,6 +398,7 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this process's stages under all their original names.
 
+        Under a recipe of mixed precision these are the master weights, and what has none as it computes.
         In one process this is what `model.state_dict()` holds; in K processes the K parts together do.
         """
         held: dict[str, Tensor] = dict(self._placement.named_parameters())
@@ -468,7 +474,10 @@ class Pipeline:
     @contextmanager
     def watch_memory(self) -> Iterator[None]:
         """Measure the peak memory of the steps inside, for `measured`; on CPU this slows them down."""
-        held = [*self._placement.parameters.values(), *(p.grad for p in self.parameters() if p.grad is not None)]
+        masters = {id(master) for _, master in self._placement.rounded}  # the optimizer's, like its state
+        held: list[Tensor] = [own for own in self._placement.parameters.values() if id(own) not in masters]
+        held += [*(p.grad for p in self.parameters() if p.grad is not None)]
+        held += [computing for computing, _ in self._placement.rounded]
         held += [buffer for buffers in self._placement.buffers.values() for buffer in buffers.values()]
         with backend_of(self._device).watching(self._device, held) as self._peak:
             yield

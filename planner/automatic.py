@@ -15,6 +15,7 @@ from profiler.cache import CacheSetting
 from profiler.machine.local import Devices, local_devices
 from profiler.measure import profile
 from profiler.observe.untouched import untouched
+from profiler.precision import precision_named, refuse_with_autocast
 from profiler.quantities import check_seconds
 from profiler.run.loss import LossFunction
 from profiler.timing.optimizers import OptimizerChoice
@@ -37,6 +38,7 @@ def autoplan(
     optimizer: OptimizerChoice = "AdamW",
     batch_dims: BatchDims | None = None,
     autocast: torch.dtype | None = None,
+    precision: str | None = None,
     threads: int = 1,
     time_budget_s: float = 60.0,
     progress: bool = True,
@@ -71,6 +73,9 @@ def autoplan(
             parameters, such as `functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
         batch_dims: where the batch dimension is not the first, see `profiler.trace`.
         autocast: dtype of an autocast region around the model and its loss, such as `torch.bfloat16`.
+        precision: recipe of mixed precision: `"bf16-mixed"` computes with bfloat16 parameters, and has main gradients,
+            master weights and the optimizer's state in float32; `"bf16"`, `"fp32"`: all in that type. See
+            `profiler.precision`. By default in the types that the model has.
         threads: torch threads of a CPU worker.
         time_budget_s: seconds that measuring may take; with fewer the figures are noisier.
         progress: show on a terminal what is done and how long it will take.
@@ -83,6 +88,7 @@ def autoplan(
         InfeasibleError: no plan satisfies batch size and memory; the message says what would help.
     """
     check_seconds("time_budget_s", time_budget_s, positive=False)
+    refuse_with_autocast(precision_named(precision), autocast)
     cluster = local_devices(devices, threads=threads)
     samples = describe_sample(sample, batch_dims).batch_size if batch_size is None else batch_size
     asked = Settings.of(cluster.devices, samples, settings)
@@ -92,6 +98,7 @@ def autoplan(
             sample,
             batch_dims=batch_dims,
             autocast=autocast,
+            precision=precision,
             keep_together=asked.keep_together,
             stages=asked.most_stages,
             progress=progress,

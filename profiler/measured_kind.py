@@ -33,6 +33,7 @@ from profiler.timing.optimizers import optimizer_cost
 from profiler.timing.repeats import computing_with
 from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
 from profiler.timing.weight_passes import measured_weights
+from profiler.tracing.computing_model import main_like, rounded_type
 from profiler.tracing.sample import call_arguments
 from profiler.tracing.sequence import LayerSequence
 from profiler.workload import Workload
@@ -107,7 +108,8 @@ def measured_kind(
 
 def _optimizer(workload: Workload, device: Device, costs: Sequence[LayerCost]) -> OptimizerCost:
     """What the optimizer costs; after an interrupt that must not take the layers' costs along, with fewest repeats."""
-    measure = partial(optimizer_cost, workload.optimizer, workload.sequence.parameters.values(), device)
+    computing = rounded_type(workload.sequence.sample.precision)
+    measure = partial(optimizer_cost, workload.optimizer, _stepped(workload), device, computing=computing)
     with _going_on_with(costs):
         return measure(budget_s=OPTIMIZER_SHARE * workload.time_budget_s)
     return measure(budget_s=0.0)
@@ -158,13 +160,21 @@ def _key(workload: Workload, device: Device, neighbour_count: int, size: int) ->
 
 
 def _optimizer_key(workload: Workload, device: Device, neighbour_count: int) -> dict[str, Any]:
-    tensors = [tensor for tensor in workload.sequence.parameters.values() if tensor.requires_grad]
+    tensors = [tensor for tensor in _stepped(workload) if tensor.requires_grad]
+    rounded = rounded_type(workload.sequence.sample.precision)
     return {
         "what": "optimizer",
         "name": workload.optimizer,
         "parameters": [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors],
+        **({} if rounded is None else {"rounded": str(rounded)}),
         **_place(device, neighbour_count),
     }
+
+
+def _stepped(workload: Workload) -> list[Tensor]:
+    """What the optimizer steps: shapes and types of the parameters, or of their master weights."""
+    sequence = workload.sequence
+    return [main_like(sequence.sample.precision, parameter) for parameter in sequence.parameters.values()]
 
 
 def _place(device: Device, neighbour_count: int) -> dict[str, Any]:

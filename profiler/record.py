@@ -34,6 +34,7 @@ from profiler.field_types import (
     Seconds,
     Share,
 )
+from profiler.precision import recipe_of
 from profiler.sample_spec import SampleSpec
 from profiler.skip_value import SkipValue, merged_skips
 from profiler.value import Value, read_file, write_atomically
@@ -342,6 +343,11 @@ class Profile(Value):
                     f"after layer {cost.layer}, for {cost.micro_batch_size} samples, skips hold {needed:.0f} bytes "
                     f"and output_bytes is {cost.output_bytes}; change skips likewise, or set them to None"
                 )
+
+    def main_bytes(self, parameter: ParameterInfo) -> int:
+        """Bytes of a trained parameter's gradient as it is added up, and of what the optimizer steps for it."""
+        recipe = recipe_of(self.sample.precision)
+        return parameter.size_bytes if recipe is None else recipe.main_bytes(parameter.elements, parameter.size_bytes)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a layer, micro-batch size and kind of device: the fields of `LayerCost` and the layer's name."""

@@ -8,6 +8,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from profiler import sample_tree
 from profiler.field_types import Extent, Samples
+from profiler.precision import RECIPES
 from profiler.quantities import LEAST_STAGES, MOST_LAYERS, shown
 from profiler.value import Value
 
@@ -122,6 +123,8 @@ class SampleSpec(Value):
         tree: structure of `(args, kwargs)` as text, see `profiler.sample_tree`.
         leaves: in flattening order.
         autocast: dtype in which autocast lets the model compute, such as `"bfloat16"`; None for none.
+        precision: name of the recipe of mixed precision, see `profiler.precision`. Files leave it out where there is
+            none.
         keep_together: paths of modules that no cut may part.
         stages: K that layers are fine enough for, see `profiler.tracing.cuts`. Files leave `LEAST_STAGES` out, as those
             from before there was a choice.
@@ -138,6 +141,7 @@ class SampleSpec(Value):
     tree: str
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
     autocast: Literal["bfloat16", "float16"] | None = None
+    precision: str | None = None
     keep_together: tuple[str, ...] = ()
     stages: int = Field(default=LEAST_STAGES, ge=LEAST_STAGES, le=MOST_LAYERS)
     front_end: str | None = None
@@ -151,6 +155,13 @@ class SampleSpec(Value):
     def _known(cls, name: str | None) -> str | None:
         if name is not None and name not in FRONT_ENDS:
             raise ValueError(f"front end {shown(name)} is none of {', '.join(FRONT_ENDS)}")
+        return name
+
+    @field_validator("precision")
+    @classmethod
+    def _recipe(cls, name: str | None) -> str | None:
+        if name is not None and name not in RECIPES:
+            raise ValueError(f"precision {shown(name)} is none of {', '.join(RECIPES)}")
         return name
 
     @model_validator(mode="after")
@@ -180,6 +191,8 @@ class SampleSpec(Value):
             del fields["stages"]
         if not self.chances:
             del fields["chances"]
+        if self.precision is None:
+            del fields["precision"]
         return fields
 
     @property

@@ -46,6 +46,9 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+copy_all: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_
+"""Copies tensors to tensors, of other types too; on CUDA in one kernel for many, as torch's optimizers do."""
+
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many hold a living tensor's memory, given `tensor.untyped_storage()._cdata`; the call itself is one of them.
 
@@ -205,6 +208,11 @@ def has_backward_hooks(owner: nn.Module | Tensor) -> bool:
     """Whether a module or a parameter has hooks that its backward pass calls."""
     tables = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(owner, table, None) for table in tables)
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """What is called before a module's forward pass."""
+    return list(module._forward_pre_hooks.values())
 
 
 def has_backward_hooks_of_all_modules() -> bool:

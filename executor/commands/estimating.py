@@ -34,6 +34,7 @@ from executor.commands.output import (
     print_lines,
     write_picture,
 )
+from executor.commands.settings import PRECISION
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import MOST_DEVICES
@@ -55,6 +56,7 @@ SEARCH_S = 30.0
 @click.option("--batch-size", type=SAMPLES, required=True, help="Samples in a mini-batch.")
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
 @click.option("--autocast", type=FloatType(), help="Run the model in an autocast region.")
+@PRECISION
 @click.option(
     "--schedule",
     type=click.Choice([*SCHEDULES, "auto"], case_sensitive=False),
@@ -108,7 +110,14 @@ def estimate(
 
 
 def _estimated(
-    built: Built, cluster: Cluster, *, batch_size: int, optimizer: str, autocast: str | None, **settings: Any
+    built: Built,
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    optimizer: str,
+    autocast: str | None,
+    precision: str | None,
+    **settings: Any,
 ) -> tuple[Plan, Profile]:
     import torch
 
@@ -118,7 +127,7 @@ def _estimated(
 
     asked = Settings.of(cluster.devices, batch_size, settings)  # type: ignore[arg-type]  # as click checks them
     dtype = None if autocast is None else getattr(torch, autocast)
-    sequence = profiler.trace(built.model, built.sample, autocast=dtype, stages=asked.most_stages)
+    sequence = profiler.trace(built.model, built.sample, autocast=dtype, precision=precision, stages=asked.most_stages)
     measured = profiler.profile(
         sequence,
         cluster,

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from planner.plan.schedules import MOST_CHUNKS
+from profiler.errors import ArgumentError
+from profiler.precision import precision_named
 from profiler.quantities import (
     MOST_BYTES,
     MOST_DEVICES,
@@ -185,6 +187,19 @@ class FloatType(click.Choice[str]):
     def convert(self, value: Any, param: Asking, ctx: Within) -> str:
         """Torch's name."""
         return super().convert({"bf16": "bfloat16", "fp16": "float16"}.get(value, value), param, ctx)
+
+
+class Precision(ParamType):
+    """A recipe of mixed precision, as people write it."""
+
+    name = "recipe"
+
+    def convert(self, value: Any, param: Asking, ctx: Within) -> str | None:
+        """Its name in `profiler.precision`."""
+        try:
+            return precision_named(value)
+        except ArgumentError as problem:
+            self.fail(str(problem), param, ctx)
 
 
 class Input(click.Path):

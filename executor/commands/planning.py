@@ -10,7 +10,7 @@ import click
 from executor.commands.models import model_options, source_of
 from executor.commands.options import STAGES, FloatType, Numbers, Output
 from executor.commands.output import json_option, plan_outputs, present, print_frame
-from executor.commands.settings import MEASURING, PLANNING, batch_dims_of, with_options
+from executor.commands.settings import MEASURING, PLANNING, PRECISION, batch_dims_of, with_options
 from profiler.quantities import LEAST_STAGES
 
 
@@ -73,9 +73,10 @@ def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None,
     import profiler
 
     built = source.build()
-    dims, autocast = measuring.pop("batch_dims"), measuring.pop("autocast")
+    traced = {"batch_dims": measuring.pop("batch_dims")}
+    traced |= {name: measuring.pop(name) for name in ("autocast", "precision")}
     found = profiler.profile(
-        profiler.trace(built.model, built.sample, batch_dims=dims, autocast=autocast),
+        profiler.trace(built.model, built.sample, **traced),
         sample=built.sample,
         loss_fn=built.loss_fn,
         target=built.target,
@@ -98,8 +99,9 @@ def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None,
     help="Layers are fine enough for so many.",
 )
 @click.option("--autocast", type=FloatType(), help="Trace in an autocast region.")
+@PRECISION
 @json_option
-def trace(*, stages: int, autocast: str | None, as_json: bool, **given: Any) -> None:
+def trace(*, stages: int, autocast: str | None, precision: str | None, as_json: bool, **given: Any) -> None:
     """Print the layers that a model is cut into: modules, parameters, work, and what crosses after each.
 
     \b
@@ -114,7 +116,11 @@ def trace(*, stages: int, autocast: str | None, as_json: bool, **given: Any) -> 
 
     built = source.build()
     sequence = profiler.trace(
-        built.model, built.sample, autocast=None if autocast is None else getattr(torch, autocast), stages=stages
+        built.model,
+        built.sample,
+        autocast=None if autocast is None else getattr(torch, autocast),
+        precision=precision,
+        stages=stages,
     )
     frame = sequence.to_frame()
     print_frame(frame if as_json else frame.drop(columns=["boundary_values", "signature", "source"]), as_json=as_json)
@@ -128,7 +134,7 @@ def _measuring(given: dict[str, Any]) -> dict[str, Any]:
 
     from profiler.machine.local import local_devices
 
-    names = ("batch_size", "optimizer", "time_budget_s", "threads", "cache")
+    names = ("batch_size", "optimizer", "precision", "time_budget_s", "threads", "cache")
     return {
         "devices": local_devices(devices, threads=threads),
         "autocast": None if autocast is None else getattr(torch, autocast),

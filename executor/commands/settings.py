@@ -19,6 +19,7 @@ from executor.commands.options import (
     FloatType,
     MemoryLimit,
     Numbers,
+    Precision,
     SecondsOption,
 )
 from planner.plan.schedules import SCHEDULES
@@ -34,6 +35,13 @@ DEVICES = click.option(
     "[default: all CUDA devices, or else 2 CPU workers]",
 )
 BATCH_SIZE = click.option("--batch-size", type=SAMPLES, help="Samples in a mini-batch.  [default: as in the sample]")
+PRECISION = click.option(
+    "--precision",
+    type=Precision(),
+    metavar="RECIPE",
+    help="Mixed precision: bf16-mixed keeps gradients, master weights and optimizer state in float32; bf16, fp32.  "
+    "[default: the model's own types]",
+)
 MEASURING: tuple[Option[Any], ...] = (
     DEVICES,
     BATCH_SIZE,
@@ -51,6 +59,7 @@ MEASURING: tuple[Option[Any], ...] = (
         type=FloatType(),
         help="Run the model and its loss in an autocast region.",
     ),
+    PRECISION,
     click.option(
         "--time-budget",
         "time_budget_s",

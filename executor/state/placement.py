@@ -13,6 +13,8 @@ from executor.layout import Layout
 from executor.state.tied import TiedParameter, accumulator_of, users_of
 from planner.plan.plan import Plan
 from profiler.machine.backend import HOST
+from profiler.run.main_gradients import adding_to, round_to
+from profiler.tracing.computing_model import main_dtype
 from profiler.tracing.sequence import LayerSequence
 
 
@@ -21,9 +23,12 @@ class Placement:
     """The tensors of one process.
 
     Attributes:
-        parameters: by (name, device): on the CPU the model's own parameters, elsewhere copies.
+        parameters: by (name, device): on the CPU the model's own parameters, elsewhere copies; under a recipe of mixed
+            precision master weights, where a parameter has one.
         buffers: per local stage: name -> buffer on the stage's device; the model's own where that is the CPU.
-        read_by: per local stage: (layer, name) -> the tensor that the layer reads and that collects its gradient.
+        read_by: per local stage: (layer, name) -> the tensor that the layer reads; it collects its gradient, or
+            hands it to the master weight's.
+        rounded: what layers compute with in place of master weights, with these.
         tied: tied parameters with a using layer in this process.
     """
 
@@ -31,6 +36,11 @@ class Placement:
     buffers: Mapping[int, dict[str, Tensor]]
     read_by: Mapping[int, dict[tuple[int, str], Tensor]]
     tied: tuple[TiedParameter, ...]
+    rounded: tuple[tuple[Tensor, nn.Parameter], ...] = ()
+
+    def round_masters(self) -> None:
+        """Let layers compute with the master weights as they are now."""
+        round_to([computing for computing, _ in self.rounded], [master for _, master in self.rounded])
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Each parameter once, by original name, in the model's order; a tied one from its first stage."""
@@ -49,6 +59,7 @@ def place(
     layout: Layout,
     devices: Mapping[int, torch.device],
     materialize: Materialize,
+    originals: Mapping[str, nn.Parameter],
 ) -> Placement:
     """Place a process's stages of a plan.
 
@@ -58,7 +69,9 @@ def place(
         layout: says which stages this process runs.
         devices: of each of these stages.
         materialize: makes tensors on devices for names of tensors that lie on the meta device.
+        originals: the user's parameters by name; master weights are these where they have the type of such.
     """
+    held = {name: _trained(sequence, name, originals.get(name, own)) for name, own in sequence.parameters.items()}
     stages = layout.stages
     layers_of = {stage: range(plan.stages[stage].first_layer, plan.stages[stage].stop_layer) for stage in stages}
     used = {
@@ -71,7 +84,7 @@ def place(
     needed = {stage: buffer_names(sequence, layers_of[stage]) for stage in stages}
     bare: dict[str, set[torch.device]] = {}
     for name, device in ordered:
-        if sequence.parameters[name].is_meta:
+        if held[name].is_meta:
             bare.setdefault(name, set()).add(device)
     for stage in stages:
         for name in needed[stage]:
@@ -79,29 +92,61 @@ def place(
                 bare.setdefault(name, set()).add(devices[stage])
     made = materialize(bare) if bare else {}
     parameters = {
-        (name, device): _parameter(sequence.parameters[name], device, made.get((name, device)))
+        (name, device): _parameter(held[name], device, made.get((name, device)))
         for name, device in dict.fromkeys(ordered)
     }
-    read_by: dict[int, dict[tuple[int, str], Tensor]] = {}
+    collecting: dict[int, dict[tuple[int, str], Tensor]] = {}
     for stage in stages:
-        read_by[stage] = {}
+        collecting[stage] = {}
         for layer in layers_of[stage]:
             for name in sequence.layers[layer].parameters:
                 parameter = parameters[name, devices[stage]]
-                read_by[stage][layer, name] = accumulator_of(parameter) if name in sequence.tied else parameter
+                collecting[stage][layer, name] = accumulator_of(parameter) if name in sequence.tied else parameter
+    computing = {
+        (name, device): _computing(sequence.parameters[name], device)
+        for (name, device), parameter in parameters.items()
+        if parameter.dtype != sequence.parameters[name].dtype
+    }
     return Placement(
         parameters=parameters,
         buffers={
             stage: {
-                name: made[name, devices[stage]] if (name, devices[stage]) in made else buffer.to(devices[stage])
+                name: made.get((name, devices[stage]), buffer).to(devices[stage], buffer.dtype)
                 for name, buffer in sequence.buffers.items()
                 if name in needed[stage]
             }
             for stage in stages
         },
-        read_by=read_by,
-        tied=_tied(sequence, plan, layout, parameters, read_by),
+        read_by={
+            stage: {
+                (layer, name): adding_to(tensor, computing[name, devices[stage]])
+                if (name, devices[stage]) in computing
+                else tensor
+                for (layer, name), tensor in own.items()
+            }
+            for stage, own in collecting.items()
+        },
+        tied=_tied(sequence, plan, layout, parameters, collecting),
+        rounded=tuple((tensor, parameters[key]) for key, tensor in computing.items()),
     )
+
+
+def _trained(sequence: LayerSequence, name: str, original: nn.Parameter) -> nn.Parameter:
+    """What is trained for a parameter that layers compute with: itself, or its master weight."""
+    computing = sequence.parameters[name]
+    dtype = main_dtype(sequence.sample.precision, computing)
+    if dtype == computing.dtype:
+        return computing
+    if original.dtype == dtype:
+        return original
+    return nn.Parameter(original.detach().to(dtype), requires_grad=original.requires_grad)
+
+
+def _computing(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """What layers compute with in place of a master weight: the traced parameter, or one like it on the device."""
+    if parameter.device == device:
+        return parameter.detach()
+    return torch.empty_like(parameter, device=device, requires_grad=False)
 
 
 def of_no_layer(model: nn.Module, sequence: LayerSequence, materialize: Materialize) -> dict[str, Tensor]:
@@ -119,7 +164,7 @@ def _parameter(parameter: nn.Parameter, device: torch.device, made: Tensor | Non
     """The parameter on a device: the model's own if it lies there, `made` if it lies nowhere, else a copy."""
     if parameter.device == device:
         return parameter
-    value = parameter.detach().to(device) if made is None else made
+    value = parameter.detach().to(device) if made is None else made.to(parameter.dtype)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 

@@ -10,6 +10,7 @@ Ranges of layers are half open, [i, j), and matrices over them hold the range [i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +24,7 @@ from planner.cost.recurrent_workspace import with_room
 from planner.cost.stage_bytes import StageBytes, pair_sums
 from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
+from profiler.precision import BYTES, CAST_ELEMENTS
 from profiler.record import LayerCost, OptimizerCost, Profile
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -295,9 +297,11 @@ class ParameterRanges:
 
     Attributes:
         unique: every parameter that one of the layers reads, once.
-        trainable: the same for trainable parameters alone.
-        gradients: of trainable parameters; one that several layers of the model read has one accumulator for each
-            of these layers, so that gradients do not depend on the cuts.
+        trainable: the same for what the optimizer steps: trainable parameters, or their master weights.
+        masters: the master weights among these.
+        casts: of one gradient that is cast to be added to its main gradient, wherever there are master weights.
+        gradients: of trainable parameters, in the type that adds them up; one that several layers of the model read
+            has one accumulator for each of these layers, so that gradients do not depend on the cuts.
         buffers: of the layers' buffers.
         added_up: for an optimizer, what all rows of `planner.cost.ledger` say of the ranges, once that was asked.
     """
@@ -309,13 +313,23 @@ class ParameterRanges:
             for name in sorted(set(layer.parameters)):
                 readers.setdefault(name, []).append(layer.index)
         sizes = {parameter.name: parameter.size_bytes for parameter in profile.parameters}
-        trainable = {parameter.name for parameter in profile.parameters if parameter.trainable}
-        trainable_sizes = {name: size if name in trainable else 0 for name, size in sizes.items()}
+        main_sizes = {
+            parameter.name: profile.main_bytes(parameter) if parameter.trainable else 0
+            for parameter in profile.parameters
+        }
+        master_sizes = {name: size if size != sizes[name] else 0 for name, size in main_sizes.items()}
         self.unique = _unique_sums(layers, readers, sizes)
-        self.trainable = _unique_sums(layers, readers, trainable_sizes)
-        self.gradients = range_sums(_read_bytes(layers, readers, trainable_sizes))
+        self.trainable = _unique_sums(layers, readers, main_sizes)
+        self.masters = _unique_sums(layers, readers, master_sizes)
+        self.casts = np.triu(np.full_like(self.masters, _cast_bytes(master_sizes.values())), k=1)
+        self.gradients = range_sums(_read_bytes(layers, readers, main_sizes))
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
         self.added_up: dict[OptimizerCost, Floats] = {}
+
+
+def _cast_bytes(master_sizes: Iterable[int]) -> int:
+    """Of the largest part of a gradient that is cast at a time."""
+    return min(max(master_sizes, default=0), CAST_ELEMENTS * BYTES["float32"])
 
 
 def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

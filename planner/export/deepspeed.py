@@ -38,11 +38,13 @@ module = PlannedModule(
 def _make(request: Request) -> Made:
     plan, stages = request.plan, request.unit_paths
     parts = [0, *accumulate(len(paths) for paths in stages)]
-    config = {
+    config: dict[str, Any] = {
         "train_batch_size": plan.batch_size,
         "train_micro_batch_size_per_gpu": request.micro_batch_size,
         "gradient_accumulation_steps": plan.M,
     }
+    if plan.sample.precision is not None:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     value: dict[str, Any] = {
         "num_stages": plan.K,
         "parts": parts,
@@ -77,6 +79,7 @@ def _target(otherwise: Target | None = None, **differences: Any) -> Target:
         recompute=Recompute.UNITS,
         adds_tied=True,
         averages_replicas=True,
+        precisions=("bf16-mixed",),
         otherwise=otherwise,
         **differences,
     )

@@ -106,6 +106,8 @@ def _make(request: Request) -> Made:
             "--recompute-num-layers": "1",
         }
     flags = [] if request.sequence.tied else ["--untie-embeddings-and-output-weights"]
+    if plan.sample.precision is not None:
+        flags += ["--bf16", "--accumulate-allreduce-grads-in-fp32"]
     words = [word for pair in arguments.items() for word in pair] + flags
     notes = (
         f"{plan.ranks * plan.replicas} processes with tensor and context parallelism of 1; Megatron-LM makes R = "
@@ -127,5 +129,6 @@ TARGET = Target(
     recompute=Recompute.LISTED,
     adds_tied=True,
     averages_replicas=True,
+    precisions=("bf16-mixed",),
     check=_check,
 )

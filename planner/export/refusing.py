@@ -28,6 +28,12 @@ def _reasons(plan: Plan, sequence: LayerSequence, target: Target) -> Iterator[st
     if plan.schedule not in target.schedules:
         able = " or ".join(repr(name) for name in target.schedules)
         yield f"{target.engine} has no schedule {plan.schedule!r}; plan with schedule {able}"
+    precision = plan.sample.precision
+    if precision is not None and precision not in target.precisions:
+        yield (
+            f"{target.engine} is not told precision={precision!r} with a plan, and would train in the model's own "
+            f"types; plan without precision for a model in the types that you set there, or {OURS}"
+        )
     if len({*plan.micro_batch_sizes}) > 1 and target.has_micro_batches:
         least, most = min(plan.micro_batch_sizes), max(plan.micro_batch_sizes)
         yield (

@@ -96,6 +96,7 @@ class Target:
         adds_tied: whether it adds up the gradients of a parameter that several ranks hold.
         averages_replicas: whether it averages gradients over replicas.
         has_micro_batches: whether it cuts a mini-batch into micro-batches at all.
+        precisions: recipes of mixed precision that it is told with the plan; under others it would train otherwise.
         check: refuses what only this target cannot, with a reason.
         suits: whether this row is for such a plan and model; else `otherwise` is.
         otherwise: another row for the same engine.
@@ -114,6 +115,7 @@ class Target:
     adds_tied: bool = False
     averages_replicas: bool = False
     has_micro_batches: bool = True
+    precisions: tuple[str, ...] = ()
     check: Callable[[Plan, nn.Module, LayerSequence], None] = lambda plan, model, sequence: None
     suits: Callable[[Plan, nn.Module], bool] = lambda plan, model: True
     otherwise: Target | None = None

@@ -10,6 +10,7 @@ from planner.plan.bubble import bubble_parts
 from planner.plan.plan import Plan
 from planner.plan.stage import Stage, StageMemory
 from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, seconds_text
+from profiler.precision import recipe_of
 from profiler.text import one_line
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def headline(plan: Plan, width: int) -> list[str]:
         + (f", {count_text(prediction.tokens_per_s)} tokens/s" if prediction.tokens_per_s else ""),
         *_work_lines(plan),
         _bubble_text(plan),
+        *_precision_lines(plan),
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}{_too_large_text(plan)}), {optimal}",
     ]
     if plan.unused is not None:
@@ -107,6 +109,21 @@ def _work_lines(plan: Plan) -> list[str]:
         return []
     used = f", MFU {mfu:.1%}" if mfu is not None else ""
     return [f"{flops_text(rate)} a device{used} (3 x the forward pass; what is recomputed is no useful work)"]
+
+
+def _precision_lines(plan: Plan) -> list[str]:
+    """What a recipe of mixed precision costs, if there is one."""
+    recipe = recipe_of(plan.sample.precision)
+    if recipe is None:
+        return []
+    memories, count = [stage.memory for stage in plan.stages], sum(stage.parameter_count for stage in plan.stages)
+    held = [sum(getattr(memory, name) for memory in memories) for name in ("parameters", "gradients", "optimizer")]
+    parts = ", ".join(
+        f"{size / max(1, count):.3g} {name}"
+        for size, name in zip(held, ("to compute with", "of gradients", "of the optimizer"), strict=True)
+    )
+    masters = " and master weights" if recipe.has_masters else ""
+    return [f"precision {recipe.name}: {sum(held) / max(1, count):.3g} bytes a parameter ({parts}{masters})"]
 
 
 def _bubble_text(plan: Plan) -> str:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from profiler.machine.allocator import give_back_freed_memory
+from profiler.run.main_gradients import adding_to
+from profiler.tracing.computing_model import main_like
 from profiler.tracing.sequence import LayerSequence
 
 Key = tuple[int, str]  # index of a layer, name of a parameter that it reads
@@ -65,7 +67,7 @@ class ParameterPool(Mapping[Key, Tensor]):
         """Bytes that a layer's parameters and their gradients take on the device in addition to the model's own."""
         tensors = [self._sequence.parameters[name] for name in self._sequence.layers[index].parameters]
         own = sum(_block_bytes(tensor) for tensor in tensors if tensor.device != self._device)
-        return own + sum(_block_bytes(tensor) for tensor in tensors if tensor.requires_grad)
+        return own + sum(_block_bytes(self._main(tensor)) for tensor in tensors if tensor.requires_grad)
 
     def hold(self, layers: range) -> None:
         """Bring the parameters of these layers to the device; where room is short, all others go first."""
@@ -110,8 +112,19 @@ class ParameterPool(Mapping[Key, Tensor]):
                 placed.copy_(parameter.detach())
         placed.requires_grad_(parameter.requires_grad)
         if placed.requires_grad:
-            placed.grad = _shaped(self._block(parameter).zero_(), parameter)
+            like = self._main(parameter)
+            gradient = _shaped(self._block(like).zero_(), like)
+            if like is parameter:
+                placed.grad = gradient
+            else:
+                main = torch.empty((), dtype=like.dtype, device=self._device).expand(like.shape).requires_grad_()
+                main.grad = gradient
+                placed = adding_to(main, placed)
         return placed
+
+    def _main(self, parameter: Tensor) -> Tensor:
+        """What a parameter's gradients are added up like."""
+        return main_like(self._sequence.sample.precision, parameter)
 
     def _block(self, like: Tensor) -> Tensor:
         """As many elements of that dtype, one after the other in the room."""

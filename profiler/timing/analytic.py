@@ -330,8 +330,17 @@ def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float
     )
 
 
-def estimated_optimizer(name: str, kind: str, parameters: Iterable[Tensor], rates: Rates) -> OptimizerCost:
+def estimated_optimizer(
+    name: str, kind: str, parameters: Iterable[Tensor], rates: Rates, *, rounded_bytes: int = 0
+) -> OptimizerCost:
     """A step that reads parameters, gradients and state and writes parameters and state.
+
+    Args:
+        name: of the optimizer.
+        kind: of device.
+        parameters: what it steps; only shape, type and `requires_grad` matter.
+        rates: of the device.
+        rounded_bytes: of what master weights are rounded to after the step: they are read once more.
 
     Raises:
         ArgumentError: the optimizer cannot train these parameters.
@@ -341,6 +350,7 @@ def estimated_optimizer(name: str, kind: str, parameters: Iterable[Tensor], rate
         return OptimizerCost(name=str(name), device_kind=kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
     size_bytes, state = sum(tensor.nbytes for tensor in trained), state_bytes(name, trained)
     moved_bytes = 4 * size_bytes + 2 * state  # parameters and state read and written, gradients read and set to zero
+    moved_bytes += size_bytes + rounded_bytes if rounded_bytes else 0
     return OptimizerCost(
         name=str(name),
         device_kind=kind,

@@ -27,6 +27,7 @@ from profiler.timing.analytic import (
     work_of_layers,
 )
 from profiler.timing.sweeps import LayerTiming
+from profiler.tracing.computing_model import main_like
 from profiler.workload import Workload
 
 PLACE = HOST  # of fake tensors: a build of torch without CUDA cannot hold fake CUDA tensors
@@ -74,9 +75,17 @@ def estimated(
     for kind in dict.fromkeys(device.kind for device in cluster.devices):
         rates = Rates.of(kind)
         timings[kind] = {size: _timings(layers, rates) for size, layers in work.items()}
-        optimizers.append(estimated_optimizer(workload.optimizer, kind, workload.sequence.parameters.values(), rates))
+        optimizers.append(_optimizer(workload, kind, rates))
         estimates.append(estimate_of(kind, work[max(work)], rates, ERROR))
     return memory, timings, optimizers, estimates
+
+
+def _optimizer(workload: Workload, kind: str, rates: Rates) -> OptimizerCost:
+    precision, computing = workload.sequence.sample.precision, workload.sequence.parameters.values()
+    stepped = [main_like(precision, parameter) for parameter in computing]
+    pairs = zip(computing, stepped, strict=True)
+    rounded_bytes = sum(parameter.nbytes for parameter, main in pairs if main is not parameter)
+    return estimated_optimizer(workload.optimizer, kind, stepped, rates, rounded_bytes=rounded_bytes)
 
 
 Found = TypeVar("Found")

@@ -16,6 +16,7 @@ from profiler.device import Device
 from profiler.errors import ArgumentError
 from profiler.machine.local import torch_device
 from profiler.record import OptimizerCost
+from profiler.run.main_gradients import round_to
 from profiler.timing.repeats import computing_with, time_call
 from profiler.torch_private import storage_of
 
@@ -99,15 +100,24 @@ def check_optimizer(name: str) -> None:
         raise ArgumentError(f"optimizer={name!r}; choose one of torch.optim: {', '.join(optimizer_names())}")
 
 
-def optimizer_cost(name: str, parameters: Iterable[Tensor], device: Device, *, budget_s: float = 2.0) -> OptimizerCost:
+def optimizer_cost(
+    name: str,
+    parameters: Iterable[Tensor],
+    device: Device,
+    *,
+    budget_s: float = 2.0,
+    computing: torch.dtype | None = None,
+) -> OptimizerCost:
     """Measure `step()` and `zero_grad()` of an optimizer; its state is that of `state_bytes`.
 
     Args:
         name: what `named_optimizer` gave, or of a class in `torch.optim` for its default settings.
-        parameters: those of the model; only shape, dtype and `requires_grad` matter. Copies are made of as many as
+        parameters: what it steps; only shape, dtype and `requires_grad` matter. Copies are made of as many as
             `COPIED_BYTES_AT_MOST` and `COPIED_SHARE` allow.
         device: where the step runs.
         budget_s: seconds that measuring may take.
+        computing: the type that layers compute with, to which master weights are rounded once a step; None where
+            there are none. The few parameters that are never cast count like others.
 
     Raises:
         ArgumentError: there is no such optimizer, or it cannot train these parameters.
@@ -122,6 +132,8 @@ def optimizer_cost(name: str, parameters: Iterable[Tensor], device: Device, *, b
     copies = _copies(trained, place, min(COPIED_BYTES_AT_MOST, int(COPIED_SHARE * device.memory_bytes)))
     gradients = [torch.full_like(copy, 1e-3) for copy in copies]
     optimizer = _build(name, copies)
+    masters = copies if computing is not None else []
+    rounded = [torch.empty_like(master, dtype=computing, requires_grad=False) for master in masters]
 
     def prepare() -> None:
         for copy, gradient in zip(copies, gradients, strict=True):
@@ -130,6 +142,7 @@ def optimizer_cost(name: str, parameters: Iterable[Tensor], device: Device, *, b
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
+        round_to(rounded, masters)
 
     with computing_with(device.threads):
         timing = time_call(step, place, prepare=prepare, budget_s=budget_s)

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from profiler.conditions.check import Check
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.observe.ambient import as_in_training
+from profiler.precision import precision_named, refuse_with_autocast
 from profiler.quantities import LEAST_STAGES, MOST_LAYERS, check_count
 from profiler.sample_spec import SampleSpec
 from profiler.tracing.batch_norm import take_out_counters
@@ -36,6 +37,7 @@ from profiler.tracing.build_layer import (
     symbolic_shape,
     value_text,
 )
+from profiler.tracing.computing_model import computing_model
 from profiler.tracing.cuts import Body, layer_starts
 from profiler.tracing.evaluation_cuts import stage_starts
 from profiler.tracing.export import TracedGraph
@@ -44,6 +46,7 @@ from profiler.tracing.prelude import prelude_nodes
 from profiler.tracing.progress import Part, done, shown
 from profiler.tracing.sample import BatchDims, describe_sample, tensor_leaves
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelude
+from profiler.tracing.unlike_types import refuse_unlike_types
 
 
 @contextlib.contextmanager
@@ -69,6 +72,7 @@ def trace(
     *,
     batch_dims: BatchDims | None = None,
     autocast: torch.dtype | None = None,
+    precision: str | None = None,
     keep_together: Sequence[str] = (),
     stages: int = LEAST_STAGES,
     progress: bool = True,
@@ -89,6 +93,8 @@ def trace(
         batch_dims: where the batch dimension is not the first: argument position or keyword -> dimension, or None for
             tensors that every micro-batch gets whole.
         autocast: dtype of an autocast region around the whole model, such as `torch.bfloat16`.
+        precision: recipe of mixed precision, such as `"bf16-mixed"`: a twin of the model is traced, whose parameters
+            are cast as `profiler.precision` says.
         keep_together: paths of modules whose operations shall stay in one layer. One of them that cannot be traced is
             called as it is, as one operation: its forward pass may branch on data, have a backward pass of its own or
             hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers (torch's,
@@ -104,11 +110,16 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
-    spec = sample if isinstance(sample, SampleSpec) else _spec(sample, batch_dims, autocast, keep_together, stages)
+    if isinstance(sample, SampleSpec):
+        spec = sample
+    else:
+        spec = _spec(sample, batch_dims, autocast, precision, keep_together, stages)
+    model = computing_model(model, spec.precision)
     _check_paths(model, spec.keep_together)
     values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
     with shown(model, wanted=progress):
         served = graph_of(model, spec, sample=values)
+        refuse_unlike_types(served.graph.module.graph, spec.precision)
         counters = take_out_counters(served.graph.module.graph)
         body = _body(served)
         sequence = _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
@@ -120,14 +131,18 @@ def _spec(
     sample: Any,
     batch_dims: BatchDims | None,
     autocast: torch.dtype | None,
+    precision: str | None,
     keep_together: Sequence[str],
     stages: int,
 ) -> SampleSpec:
+    recipe = precision_named(precision)
+    refuse_with_autocast(recipe, autocast)
     check_count("stages", stages, most=MOST_LAYERS)
     if isinstance(keep_together, str):
         raise ArgumentError(f"keep_together is the string {keep_together!r}; pass a list of module paths")
     settings = {
         "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
+        "precision": recipe,
         "keep_together": tuple(keep_together),
         "stages": LEAST_STAGES << max(0, -(-stages // LEAST_STAGES) - 1).bit_length(),
     }

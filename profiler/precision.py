@@ -1,0 +1,126 @@
+"""Recipes of mixed precision: in which types a model computes, adds up gradients and is stepped. Torch-free.
+
+A recipe is one record of `RECIPES`. What follows from it, for a parameter that is trained, with Adam:
+
+    recipe        computes with   main gradient   master weight   state of Adam   bytes a parameter
+    fp32          float32  4      float32  4      none            float32  8      16
+    bf16          bfloat16 2      bfloat16 2      none            bfloat16 4       8
+    bf16-mixed    bfloat16 2      float32  4      float32  4      float32  8      18
+
+`bf16-mixed` is what Megatron-LM does with `--bf16 --accumulate-allreduce-grads-in-fp32` and DeepSpeed with
+`bf16: {"enabled": true}`: layers compute with bfloat16 parameters; the gradient of each micro-batch is added to a main
+gradient in float32, in the order of the micro-batches, and is then gone; sums over tied uses and over replicas, the
+norm and clipping are of main gradients; the optimizer steps master weights in float32, and the next call begins by
+rounding these to the parameters that layers compute with. Lightning uses the same name for autocast, which keeps all
+parameters in float32: that is `autocast=torch.bfloat16`, 16 bytes. The two exclude each other.
+
+How a model becomes one that computes so is in `profiler.tracing.computing_model`: its parameters and persistent buffers
+of floating point are cast, those of a batch normalization stay as they are, and so do buffers that no state holds
+(rotary tables). Its floating-point inputs are cast where they enter, and its outputs leave in float32.
+
+What is trained, saved and given back by `state_dict()` are the master weights, under the model's own names. Parameters
+that are frozen have none: they are held, and saved, in the type that computes. Without a recipe all stays in the types
+that the model has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from profiler.errors import ArgumentError
+
+FloatName: TypeAlias = Literal["float32", "bfloat16"]
+"""Torch's name of a floating-point type, without the prefix."""
+
+BYTES: dict[FloatName, int] = {"float32": 4, "bfloat16": 2}
+"""Of one element."""
+CAST_ELEMENTS = 2**22
+"""Of a gradient that is added to its main gradient at a time: a type's cast takes memory of its own [chosen]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Types of one recipe.
+
+    Attributes:
+        name: as users write it.
+        computes: of parameters and values in forward and backward passes.
+        main: of gradients as they are added up, of what the optimizer steps, and of its state.
+    """
+
+    name: str
+    computes: FloatName
+    main: FloatName
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer steps other tensors than layers compute with."""
+        return self.computes != self.main
+
+    def main_bytes(self, elements: int, size_bytes: int) -> int:
+        """Bytes of a trained parameter's main gradient, and of what the optimizer steps.
+
+        Args:
+            elements: of the parameter.
+            size_bytes: of the parameter that layers compute with; what was never cast is as large or larger already.
+        """
+        return max(size_bytes, elements * BYTES[self.main]) if self.has_masters else size_bytes
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("fp32", "float32", "float32"),
+        Recipe("bf16", "bfloat16", "bfloat16"),
+        Recipe("bf16-mixed", "bfloat16", "float32"),
+    )
+}
+_ALSO_WRITTEN = {
+    "float32": "fp32",
+    "32": "fp32",
+    "bfloat16": "bf16",
+    "bf16-true": "bf16",
+    "bfloat16-mixed": "bf16-mixed",
+}
+
+
+def precision_named(name: str | None) -> str | None:
+    """A recipe's name, from how people write it.
+
+    >>> precision_named("BF16_mixed"), precision_named("bfloat16"), precision_named(None)
+    ('bf16-mixed', 'bf16', None)
+
+    Raises:
+        ArgumentError: there is no such recipe.
+    """
+    if name is None:
+        return None
+    plain = str(name).strip().lower().replace("_", "-").removeprefix("torch.")
+    found = _ALSO_WRITTEN.get(plain, plain)
+    if found in RECIPES:
+        return found
+    if plain in ("fp16", "fp16-mixed", "float16", "16", "16-mixed", "half"):
+        raise ArgumentError(
+            f"precision={name!r}: float16 loses small gradients without a scaled loss, and no recipe scales it; choose "
+            "precision='bf16-mixed', or autocast=torch.float16 and pass step(..., scaler=...)"
+        )
+    raise ArgumentError(f"precision={name!r}; choose one of {', '.join(RECIPES)}, or None for the model's own types")
+
+
+def recipe_of(precision: str | None) -> Recipe | None:
+    """The record of a recipe by its name; None for the model's own types."""
+    return None if precision is None else RECIPES[precision]
+
+
+def refuse_with_autocast(precision: str | None, autocast: object) -> None:
+    """A recipe casts parameters once a step, an autocast region casts values at each operation: only one of them.
+
+    Raises:
+        ArgumentError: both are given.
+    """
+    if precision is not None and autocast is not None:
+        raise ArgumentError(
+            f"precision={precision!r} and autocast={autocast} exclude each other: under the first layers compute with "
+            "cast parameters, under the second they cast float32 parameters in each operation; pass one of them"
+        )

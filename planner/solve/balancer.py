@@ -37,6 +37,8 @@ LEAST_S, MOST_S, GAP_S = 1.0, 10.0, 100.0
 1 [chosen]."""
 WITHOUT_PLAN_S = 100.0
 """The same as long as no plan was found [chosen]."""
+HASTE_S = 5.0
+"""The same until what needs least memory comes first, as long as no plan was found [chosen]."""
 WORTH_WAITING = 1e-3
 """By what a plan must be faster for the search not to have been in vain [chosen]."""
 LARGE_S = 0.25
@@ -111,6 +113,8 @@ class _Balancer:
     def _next(self) -> Waiting:
         """The part to look at: what lies ahead of the best plan, or the one with the least bound.
 
+        Where time is up, or much was spent, before there is any plan, the one that needs least memory.
+
         Where proofs are cut off or take long, in turns
 
         - that one;
@@ -118,7 +122,10 @@ class _Balancer:
         - one that differs in the number of stages or in devices from that, or from what lay ahead of it.
         """
         entry = None
-        if self._ahead is not None:
+        if self._best is None and (self._deadline.over or self._in_vain_s > HASTE_S):
+            roomiest = min((waiting.part for waiting in self._queue), key=_needed)
+            entry = self._queue.take(lambda one: one.part == roomiest)
+        elif self._ahead is not None:
             ahead = self._ahead
             entry = self._queue.take(lambda one: one.level == 0 and ahead.lies_in(one.part))
             self._ahead = ahead if entry is not None else None
@@ -263,3 +270,9 @@ class _Balancer:
         classes = range(len(self._problem.classes))
         devices = tuple(used[one] for one in classes) if len(classes) > 1 else None
         return Part(plan.candidate, len(plan.stages), devices)
+
+
+def _needed(part: Part) -> tuple[bool, int, int]:
+    """What plans with little memory have least of: micro-batches in flight, replicas, and samples of a micro-batch."""
+    candidate = part.candidate
+    return SCHEDULES[candidate.schedule].keeps_all, candidate.replicas, candidate.split.largest

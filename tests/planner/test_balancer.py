@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.from_profile import plan_from_profile
+from planner.solve import balancer
+from profiler.device import Link
 from profiler.errors import InfeasibleError
 
 CLOSE = 1e-9
@@ -97,3 +99,23 @@ def test_segments_of_a_long_stage(profiles, oracle, device, data):
     devices = draw_devices(data, device, oracle, profile, 8, most=1)[:1]
     best_s = oracle(profile, (device("a", devices[0].memory_bytes),), 8).best_step_s([4])
     check(profile, [device("a", devices[0].memory_bytes)], best_s, batch_size=8, micro_batches=4)
+
+
+def test_without_time_the_roomiest_candidate_comes_first(profile_of, device, monkeypatch):
+    """Eight replicas have the best bounds and never fit: 70B on 64 devices took 130 s of 10 until there was a plan."""
+    row = [1.0, 1.0, 2.0, 10, 0, 1, 1]
+    profile = profile_of(
+        {("a", size): [[value * size for value in row]] * 8 for size in (1, 4)},
+        parameters=[(100, True)] * 8,
+        readers=[(layer,) for layer in range(8)],
+        links=(Link(latency_s=0.0, bytes_per_s=1e6),),
+    )
+    tried = []
+    dive = balancer._Balancer._dive
+    monkeypatch.setattr(balancer._Balancer, "_dive", lambda self, part: tried.append(part) or dive(self, part))
+    asked = {"batch_size": 64, "replicas": "auto", "schedule": "1f1b", "micro_batches_per_stage": 1}
+    plan = plan_from_profile(profile, [device("a", 600)] * 8, time_limit_s=1e-9, **asked)
+    assert (plan.replicas, tried[0].candidate.replicas, len(tried)) == (1, 1, 1)
+    tried.clear()
+    assert plan_from_profile(profile, [device("a", 600)] * 8, **asked).prediction.step_s <= plan.prediction.step_s
+    assert tried[0].candidate.replicas > 1

@@ -213,13 +213,13 @@ class OwnOrderPlans(ChunkPlans):
         """The same, also where there is room for all micro-batches."""
         count = self.candidate.split.count
         one, two, before, last = (
-            self._memory(stage, group, first, stop, recomputed, (many, many - 1))
+            self._memory(stage, group, first, stop, recomputed, (many, many if count > 1 else 0))
             for many in (1, min(2, count), max(1, count - 1), count)
         )
         flying = max(two.activations - one.activations, last.activations - before.activations)
         waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
         limit = self.problem.classes[group].device.memory_bytes
-        return _Room(float(limit - one.total + flying), float(flying), float(waiting))
+        return _Room(float(limit - one.total + flying + waiting), float(flying), float(waiting))
 
     def _memory(self, stage: int, group: int, first: int, stop: int, recomputed: bool, *held: Held) -> StageMemory:
         """Bytes of a stage that holds so many micro-batches, at the moment that needs most."""

@@ -28,7 +28,7 @@ from tests.models.unet import UNet
 CONFIG = Config(context=128, width=192, heads=4, blocks=6)
 BATCH_SIZE, M = 16, 8
 WITHIN = 0.05
-AT_LEAST = 0.7  # measured: 0.705 to 0.943
+AT_LEAST = 0.7  # measured: 0.76 to 0.932
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,9 @@ def memory_on(measured: Profile, devices: str, link: str, batch_size: int, **set
     for cell, memory_bytes in (("{:.1f} / {:.1f}", cluster.devices[0].memory_bytes), ("({:.1f} / {:.1f})", 10**15)):
         try:
             plan = plan_from_profile(
-                measured, with_memory(cluster, memory_bytes), batch_size=batch_size, stages=count, **settings
-            )
+                measured, with_memory(cluster, memory_bytes), batch_size=batch_size, stages=count, schedule="gpipe",
+                **settings,
+            )  # fmt: skip
         except InfeasibleError:
             continue
         memory = [stage.memory for stage in plan.stages]
@@ -268,7 +269,7 @@ def throughput(
         huge = with_memory(Cluster.of(f"{stages}x{device}", link=link), 10**15)
         plan = plan_from_profile(
             measured, huge, batch_size=batch_size, stages=stages, micro_batches=32, micro_batches_per_stage=1,
-            recompute="always",
+            recompute="always", schedule="gpipe",
         )  # fmt: skip
         for number in numbers:
             seconds[number].append(step_s(measured, plan, number, batch_size, link))
@@ -337,7 +338,7 @@ def test_efficiency_over_m() -> None:
         for factor in (1, 2, 4, 8, 16):
             plan = plan_from_profile(
                 measured, huge, batch_size=batch_size, stages=stages, micro_batches=factor * stages,
-                micro_batches_per_stage=1,
+                micro_batches_per_stage=1, schedule="gpipe",
             )  # fmt: skip
             times = [stage.times[0] for stage in plan.stages]
             work = sum(time.forward_s + time.backward_s for time in times) * factor * stages

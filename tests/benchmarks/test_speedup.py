@@ -73,7 +73,9 @@ def test_two_workers_against_one(tmp_path: Path) -> None:
     for number in range(ROUNDS):
         measured = profile(sequence, cluster, sample=ids, batch_size=BATCH_SIZE, loss_fn=next_token_loss, target=ids)
         one, two = (
-            plan_from_profile(measured, cluster, batch_size=BATCH_SIZE, stages=stages, micro_batches=M)
+            plan_from_profile(
+                measured, cluster, batch_size=BATCH_SIZE, stages=stages, micro_batches=M, schedule="gpipe"
+            )
             for stages in (1, 2)
         )
         folder = tmp_path / str(number)

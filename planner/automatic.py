@@ -56,7 +56,7 @@ def autoplan(
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> plan = autoplan(model, torch.zeros(8, 8), Cluster.of("2xA100-40GB"), stages=2, micro_batches=8)
     >>> plan.K, plan.M, plan.schedule
-    (2, 8, 'gpipe')
+    (2, 8, 'zb')
 
     Arguments are checked before anything is measured.
 

@@ -46,8 +46,17 @@ def profile() -> Profile:
     )
 
 
+@pytest.fixture(autouse=True)
+def it_is_heard() -> Iterator[None]:
+    """A job in a shell's background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
-def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sends the signal as soon as there is a plan, as often as the number in the list says."""
     times = [1]
 
@@ -58,10 +67,7 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         times[0] = 0
 
     monkeypatch.setattr(SearchWatch, "tell", tell)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it
-    yield times
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+    return times
 
 
 def test_the_best_plan_so_far_says_that_it_is(

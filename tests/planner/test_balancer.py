@@ -3,6 +3,8 @@
 `test_brute_force.py` and `make bench` try more problems, with an oracle that is compiled.
 """
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -112,8 +114,13 @@ def test_without_time_the_roomiest_candidate_comes_first(profile_of, device, mon
     )
     tried = []
     dive = balancer._Balancer._dive
-    monkeypatch.setattr(balancer._Balancer, "_dive", lambda self, part: tried.append(part) or dive(self, part))
-    asked = {"batch_size": 64, "replicas": "auto", "schedule": "1f1b", "micro_batches_per_stage": 1}
+
+    def watched(self: Any, part: Any) -> Any:
+        tried.append(part)
+        return dive(self, part)
+
+    monkeypatch.setattr(balancer._Balancer, "_dive", watched)
+    asked: Any = {"batch_size": 64, "replicas": "auto", "schedule": "1f1b", "micro_batches_per_stage": 1}
     plan = plan_from_profile(profile, [device("a", 600)] * 8, time_limit_s=1e-9, **asked)
     assert (plan.replicas, tried[0].candidate.replicas, len(tried)) == (1, 1, 1)
     tried.clear()

@@ -272,8 +272,10 @@ def _schedules(schedule: ScheduleName, given: Mapping[str, Any], *, choose_chunk
     """Those to choose from; one that is named and cannot go together with another setting is refused."""
     for_neighbours = [name for name, value in _ONLY_WHOLE if given.get(name) and value in (None, given[name])]
     if schedule == "auto":
+        # Of equally fast plans the first stays: the one that keeps less, and adds up gradients in the others' order.
+        whole = sorted(one_chunk_schedules(), key=lambda name: SCHEDULES[name].keeps_all)
         split = () if for_neighbours else split_schedules()
-        return one_chunk_schedules() + split + (chunk_schedules() if choose_chunks else ())
+        return (*whole, *split, *(chunk_schedules() if choose_chunks else ()))
     if SCHEDULES[schedule].splits_backward and for_neighbours:
         name = for_neighbours[0]
         raise ArgumentError(

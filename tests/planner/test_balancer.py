@@ -100,7 +100,7 @@ def test_segments_of_a_long_stage(profiles, oracle, device, data):
     profile = data.draw(profiles(most_layers=9, kinds=("a",), sizes=(1, 8)))
     devices = draw_devices(data, device, oracle, profile, 8, most=1)[:1]
     best_s = oracle(profile, (device("a", devices[0].memory_bytes),), 8).best_step_s([4])
-    check(profile, [device("a", devices[0].memory_bytes)], best_s, batch_size=8, micro_batches=4)
+    check(profile, [device("a", devices[0].memory_bytes)], best_s, batch_size=8, micro_batches=4, schedule="gpipe")
 
 
 def test_without_time_the_roomiest_candidate_comes_first(profile_of, device, monkeypatch):

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -159,9 +159,8 @@ def test_it_trains_the_same_for_every_number_of_stages(layers: Layers) -> None:
     for stages, recompute in cases:
         own = Dropping(layers)
         own.load_state_dict(state)
-        plan = plan_from_profile(
-            measured, local_devices(3), batch_size=12, stages=stages, micro_batches=12, recompute=recompute
-        )
+        asked: Any = {"stages": stages, "micro_batches": 12, "recompute": recompute, "schedule": "gpipe"}
+        plan = plan_from_profile(measured, local_devices(3), batch_size=12, **asked)
         pipe = Pipeline(own, plan, loss_fn=functional.cross_entropy, seed=1)
         losses.append([pipe.step(X, target=TARGET).item() for _ in range(2)])
         gradients.append({name: p.grad for name, p in pipe.named_parameters() if p.grad is not None})

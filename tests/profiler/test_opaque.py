@@ -128,7 +128,8 @@ def test_a_plan_trains_it_the_same_for_every_number_of_stages() -> None:
     for stages, recompute in cases:
         model = case(dropout=0.3).model
         cluster = local_devices(2)
-        plan = plan_from_profile(measured, cluster, batch_size=8, stages=stages, micro_batches=8, recompute=recompute)
+        asked: Any = {"stages": stages, "micro_batches": 8, "recompute": recompute, "schedule": "gpipe"}
+        plan = plan_from_profile(measured, cluster, batch_size=8, **asked)
         pipe = Pipeline(model, plan, loss_fn=of.loss_fn, seed=1)
         losses.append(pipe.step(of.sample, target=of.target))
         gradients.append({name: p.grad for name, p in pipe.named_parameters() if p.grad is not None})

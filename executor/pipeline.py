@@ -15,6 +15,7 @@ model, data, M, R, schedule and seed, not of K, the cuts, recompute or the proce
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +35,7 @@ from executor.layout import layout_of
 from executor.measure.action_times import TimedAction
 from executor.measure.clocks import clock_offset_s
 from executor.measure.measured import Recorded, measured_frame, real_timelines
+from executor.measure.replanning import Replan, Replanning
 from executor.plan_check import device_of, takes_target
 from executor.run.outputs import check_joinable, whole_output
 from executor.run.runtime import Runtime
@@ -95,6 +97,9 @@ class Pipeline:
             for each loss to be computed, which on CUDA costs time.
         compare_first_step: before the first step run its first micro-batch through the model as it is, and end with
             an error where loss or gradients are not those of the layers; see `executor.first_step`.
+        replan: what is done after step 20 and then every thousandth: "report" warns on rank 0 where steps take longer
+            or less than the plan doubts; the plan's profile lets it say, too, whether another plan is worth a change;
+            None does nothing. The plan never changes by itself.
         initialize: of a model on the meta device, whose tensors come to life only where they are used: fills those of
             the module that it is called with, in place of the module's own initializer; see
             `executor.state.materialize`.
@@ -124,6 +129,7 @@ class Pipeline:
         seed: int = 0,
         check_finite: bool = False,
         compare_first_step: bool = True,
+        replan: Replan = "report",
         initialize: Initializer | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -135,6 +141,7 @@ class Pipeline:
             raise ArgumentError(f"timeout_s is {timeout_s}; pass more than 0 seconds, or None")
         self.plan = plan
         self.run = Run()
+        self._replanning = Replanning(plan, replan)
         self._model = model
         self._computing = computing_model(model, plan.sample.precision)
         self._modes = [module.training for module in self._computing.modules()]
@@ -291,6 +298,11 @@ class Pipeline:
             self._steps += 1
             self._feed.end()
             self.watch.log.step = self._steps
+        if self._replanning.due(self._steps) and self._layout.processes == self.plan.ranks * self.plan.replicas:
+            recorded = self._recorded()
+            said = self._replanning.report(recorded) if self.rank == 0 else ""
+            if said:
+                warnings.warn(said, stacklevel=2)
         return loss
 
     def _outside_of_model(self, target: Any, kwargs: dict[str, Any]) -> Any:

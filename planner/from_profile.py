@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from planner.cost.layer_costs import CostModel, ParameterRanges
 from planner.cost.time_ledger import layer_seconds
+from planner.doubt import with_doubt
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.rates import with_rates
@@ -87,7 +88,7 @@ def plan_of(problem: Problem) -> Plan:
             raise KeyboardInterrupt
         raise InfeasibleError(no_plan_text(problem))
     profile = problem.costs.profile
-    return with_rates(with_unused(problem, plan, time.monotonic() - began_s), profile)
+    return with_doubt(with_rates(with_unused(problem, plan, time.monotonic() - began_s), profile), problem.costs)
 
 
 def make_problem(

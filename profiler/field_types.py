@@ -11,6 +11,7 @@ from profiler.quantities import (
     MOST_LAYERS,
     MOST_PREDICTED_BYTES,
     MOST_PREDICTED_SECONDS,
+    MOST_RELATIVE,
     MOST_SAMPLES,
     MOST_SECONDS,
     SHORTEST_STEP_S,
@@ -32,7 +33,7 @@ NoRate = Annotated[float, Field(ge=0, le=1e30)]
 """The same where 0 says that there is none."""
 RelativeSize = Annotated[float, Field(ge=0, le=1e6)]
 Share = Annotated[float, Field(ge=0, le=1)]
-RelativeError = Annotated[float, Field(ge=0, le=1e12)]
+RelativeError = Annotated[float, Field(ge=0, le=MOST_RELATIVE)]
 PredictedSeconds = Annotated[float, Field(ge=0, le=MOST_PREDICTED_SECONDS)]
 PredictedBytes = Annotated[int, Field(ge=0, le=MOST_PREDICTED_BYTES)]
 StepSeconds = Annotated[float, Field(ge=SHORTEST_STEP_S, le=MOST_PREDICTED_SECONDS)]

@@ -281,6 +281,7 @@ def layer_costs(
                     split_s=timing.split_s,
                     weight_kept_bytes=timing.weight_kept_bytes,
                     spread=timing.spread,
+                    slowdown=timing.slowdown,
                     kept_bytes=memory[size][index].kept_bytes,
                     transient_bytes=memory[size][index].transient_bytes,
                     in_stage=memory[size][index].in_stage,

@@ -24,6 +24,7 @@ LEAST_STAGES: Final = 4
 for 1 to 4 devices share layers and measurements [chosen]."""
 MOST_THREADS: Final = 1024  # torch ends the process with a segmentation fault where the system starts no more
 MOST_PREDICTED_SECONDS: Final = 1e30  # of sums and products of the others
+MOST_RELATIVE: Final = 1e12  # an error, as a share of what it is of
 MOST_PREDICTED_BYTES: Final = 2**100
 SHORTEST_WORK_S: Final = 1e-9  # of all layers for one micro-batch: nothing is faster, and shares of it stay finite
 SHORTEST_STEP_S: Final = 1e-12  # what is left of that on the fastest of unlike devices, in a bound

@@ -189,6 +189,8 @@ class LayerCost(Value):
         split_s: by how much all passes together take longer if it is one; this counts in that pass.
         weight_kept_bytes: what lives from the rest of the backward pass until that one.
         spread: relative spread of the timings, (third quartile - first quartile) / median of forward + backward.
+        slowdown: by what share a reference took longer meanwhile than at the device's usual pace, because others used
+            it or its clock fell: 0.5 for half as long again. It is divided out of the seconds.
         kept_bytes: bytes created by this layer that are kept until the backward pass, in distinct storages; parameters
             and what enters the layer are not counted. Stages keep at most the sum of their layers'.
         transient_bytes: the largest bytes that tensors occupy in addition to the kept ones during the layer's forward
@@ -210,6 +212,7 @@ class LayerCost(Value):
     split_s: Seconds = 0.0
     weight_kept_bytes: Bytes = 0
     spread: RelativeError
+    slowdown: RelativeError = 0.0
     kept_bytes: Bytes
     transient_bytes: Bytes
     in_stage: InStage | None = None

@@ -60,6 +60,8 @@ VIEWS = {
     ("planner.plan.plan", "planner.export.target"),
     ("planner.plan.plan", "planner.plan.report"),
     ("planner.plan.plan", "planner.plan.html"),
+    ("planner.plan.plan", "planner.refine"),
+    ("planner.plan.plan", "planner.settings"),
     ("profiler.record", "profiler.views"),
     ("profiler.tracing.sequence", "profiler.views"),
     ("profiler.tracing.sequence", "profiler.tracing.dataflow"),

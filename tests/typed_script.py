@@ -32,6 +32,7 @@ def train(plan: Plan, folder: Path) -> float:
     save_checkpoint(folder, pipe, optimizer)
     assert_type(load_checkpoint(folder, pipe, optimizer), int)
     assert_type(pipe.measured(), pandas.DataFrame)
+    assert_type(plan.refined(pipe.measured(), stages=2).worth_it, bool)
     return pipe.evaluate(torch.ones(8, 8), target=torch.zeros(8, 2)).item()
 
 

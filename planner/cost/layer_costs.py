@@ -121,6 +121,8 @@ class CostModel:
         self._measured = _measured_arrays(self._rows)
         self._measured_below = _measured_arrays(self._rows_below)
         self._layers: dict[tuple[str, int], LayerArrays] = {}
+        self._spreads: dict[tuple[str, int], Floats] = {}
+        self._slowdowns: dict[str, float] = {}
 
     def measured_sizes(self, device_kind: str) -> tuple[int, ...]:
         """The micro-batch sizes measured on that kind of device, ascending.
@@ -186,6 +188,20 @@ class CostModel:
                 position_below[key] = len(stacked)
                 stacked.append(rows)
         return StageStack(self, position, position_below, *map(np.stack, zip(*map(_stage_bytes, stacked), strict=True)))
+
+    def spread(self, device_kind: str, micro_batch_size: int) -> Floats:
+        """The relative spread of each layer's timings at a measured size, shape (L,)."""
+        key = (device_kind, micro_batch_size)
+        if key not in self._spreads:
+            self._spreads[key] = np.array([cost.spread for cost in self._rows[key]])
+        return self._spreads[key]
+
+    def slowdown(self, device_kind: str) -> float:
+        """By what share that kind of device was slower than usual while it was measured, at the worst."""
+        if device_kind not in self._slowdowns:
+            rows = self._rows_of(device_kind)
+            self._slowdowns[device_kind] = max((cost.slowdown for row in rows for cost in row), default=0.0)
+        return self._slowdowns[device_kind]
 
     def splits_backward(self, device_kind: str) -> bool:
         """Whether gradients of parameters were measured apart on that kind of device."""

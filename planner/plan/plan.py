@@ -17,77 +17,32 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from planner.plan.actions import Schedule, make_schedule
 from planner.plan.order_text import check_order_texts, order_of_text
+from planner.plan.prediction import ROUNDING, Prediction
 from planner.plan.schedules import MOST_CHUNKS, SCHEDULE_OF_OLD_PLANS, SCHEDULES, ScheduleName, check_chunks, known
 from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
 from planner.plan.unused import Unused
 from profiler.errors import ArgumentError, PlanFileError
-from profiler.field_types import PredictedSeconds, Samples, Share, StepSeconds
+from profiler.field_types import Samples
 from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value, read_file, write_atomically
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Unpack
+
     import pandas
     from torch import nn
 
     from planner.export.target import Export
     from planner.plan.explanation import Explanation
+    from planner.refine import Refined
+    from planner.settings import SettingKeywords
+    from profiler.device import Cluster, Device
     from profiler.record import Profile
 
 PLAN_SCHEMA_VERSION: Final = 2
 _MADE_FROM: Final = "made_from_profile"
-ROUNDING: Final = 1e-9
-"""Relative difference of two numbers of a plan that must be one, at most."""
-
-
-class Prediction(Value):
-    """What the planner expects of one training step.
-
-    Attributes:
-        step_s: seconds of one step, the optimizer included.
-        optimizer_s: the part of it that is the optimizer's.
-        bubble: share of the devices' time before the optimizer step in which they neither compute nor recompute.
-        samples_per_s: throughput.
-        lower_bound_s: no plan for the same profile, devices and settings is faster than this.
-        gap: `step_s / lower_bound_s - 1`; 0 means proven optimal for the cost model.
-        one_device_s: predicted step time of the same batch on the first device alone without recompute, if memory
-            were no matter: the base of speed-up figures.
-        tokens_per_s: throughput of a model of text; files leave it out where it is not known, as the next two.
-        device_flops_per_s: floating-point operations that the model needs in a second, divided by the devices of the
-            plan; recompute does not count.
-        mfu: model FLOPs utilization, the share of the devices' printed rates that this is.
-    """
-
-    step_s: StepSeconds
-    optimizer_s: PredictedSeconds
-    bubble: Share
-    samples_per_s: float = Field(gt=0)
-    lower_bound_s: StepSeconds
-    gap: float = Field(ge=0)
-    one_device_s: StepSeconds
-    tokens_per_s: float | None = Field(default=None, gt=0)
-    device_flops_per_s: float | None = Field(default=None, gt=0)
-    mfu: float | None = Field(default=None, gt=0)
-
-    @model_serializer(mode="wrap")
-    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        for name in ("tokens_per_s", "device_flops_per_s", "mfu"):
-            if fields.get(name, 0) is None:
-                del fields[name]
-        return fields
-
-    @model_validator(mode="after")
-    def _belongs_together(self) -> Self:
-        if self.optimizer_s > self.step_s * (1 + ROUNDING):
-            raise ValueError(f"optimizer_s is {self.optimizer_s}, of a step of {self.step_s} s in all")
-        if self.lower_bound_s > self.step_s * (1 + ROUNDING):
-            raise ValueError(f"lower_bound_s is {self.lower_bound_s}, and step_s is less: {self.step_s}")
-        if not isclose(1 + self.gap, self.step_s / self.lower_bound_s, rel_tol=ROUNDING):
-            raise ValueError(
-                f"gap is {self.gap}, but step_s / lower_bound_s - 1 is {self.step_s / self.lower_bound_s - 1}"
-            )
-        return self
 
 
 class Plan(Value):
@@ -264,6 +219,10 @@ class Plan(Value):
                 )
             if stage.devices != self.stages[position % ranks].devices:
                 raise ValueError(f"stages {position % ranks} and {position} are of one rank and on unlike devices")
+        try:
+            _ = self.device_memories
+        except ArgumentError as problem:
+            raise ValueError(f"the memory of a rank's {self.chunks} chunks together: {problem}") from problem
 
     def _check_tokens(self) -> None:
         given, tokens = self.prediction.tokens_per_s, self.sample.tokens
@@ -345,6 +304,21 @@ class Plan(Value):
         from planner.explain import explain
 
         return explain(self, profile)
+
+    def refined(
+        self,
+        measured: pandas.DataFrame,
+        profile: Profile | None = None,
+        devices: Cluster | Sequence[Device] | None = None,
+        **settings: Unpack[SettingKeywords],
+    ) -> Refined:
+        """Plan again with what `Pipeline.measured()` saw, and say whether that is worth a change.
+
+        See `planner.refine.refined`.
+        """
+        from planner.refine import refined
+
+        return refined(self, measured, profile, devices, **settings)
 
     def compare(self, other: Plan) -> pandas.DataFrame:
         """This plan and another side by side, one row a quantity."""

@@ -14,14 +14,15 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
 
-from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan, Prediction
+from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan
+from planner.plan.prediction import Doubt, Prediction
 from planner.plan.stage import Segment, Skip, SkipTimes, Stage, StageMemory, StageTimes
 from planner.plan.unused import LooserPlan, Unused
 from profiler.device import Device
 from profiler.sample_spec import ConstantLeaf, Decision, SampleSpec, TensorLeaf
 
 PARTS: Final[tuple[type[BaseModel], ...]] = (
-    *(Plan, Prediction, Stage, StageTimes, StageMemory, Segment, Device, Skip, SkipTimes, Unused, LooserPlan),
+    *(Plan, Prediction, Doubt, Stage, StageTimes, StageMemory, Segment, Device, Skip, SkipTimes, Unused, LooserPlan),
     *(SampleSpec, TensorLeaf, ConstantLeaf, Decision),
 )
 """What a file consists of, the whole first."""
@@ -40,7 +41,9 @@ SYMBOLS: Final = {
 """Symbols of GPipe (Huang et al., arXiv 1811.06965; N, K and M) and of our page on planning (the others)."""
 _UNITS: Final = (("_bytes", "bytes"), ("_per_s", "1/s"), ("_s", "s"))
 _SIZES: Final = frozenset({"batch_size", "micro_batch_size", "micro_batch_sizes"})
-_SHARES: Final = frozenset({"bubble", "gap", "called_share", "mfu"})
+_SHARES: Final = frozenset(
+    {"bubble", "gap", "called_share", "mfu", "step_less", "step_more", "memory_less", "memory_more", "slowdown"}
+)
 
 
 class FormatRow(NamedTuple):

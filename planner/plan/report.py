@@ -82,6 +82,7 @@ def headline(plan: Plan, width: int) -> list[str]:
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
         f"{prediction.samples_per_s:.4g} samples/s"
         + (f", {count_text(prediction.tokens_per_s)} tokens/s" if prediction.tokens_per_s else ""),
+        *(prediction.doubt.lines(prediction.step_s) if prediction.doubt is not None else []),
         *_work_lines(plan),
         _bubble_text(plan),
         *_precision_lines(plan),

@@ -9,7 +9,8 @@ from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.kernel.makespan import SEND_B, SEND_F
 from planner.plan.order_text import order_of_text
-from planner.plan.plan import Plan, Prediction
+from planner.plan.plan import Plan
+from planner.plan.prediction import Prediction
 from planner.plan.schedules import SCHEDULES, most_held
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageTimes

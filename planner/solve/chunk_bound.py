@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import OptimizeResult, linprog
 
 from planner.cost.layer_costs import Floats, LayerSeconds, prefix_sums
 from planner.cost.time_ledger import end_s, layer_seconds
@@ -181,6 +181,7 @@ class _Program:
         self._limits: list[float] = []
         self._totals, self._least = scaled.sum(axis=1), scaled.min(axis=1)
         self._order_of_layers(scaled)
+        self._of_layers = len(self._rows)
 
     def _row(self, weights: Floats, makespan: float, limit: float) -> None:
         """One condition: the sum weighted so, of shape (kinds, K), is at most the limit."""
@@ -234,27 +235,37 @@ class _Program:
             self._row(path, -1.0, -(there_s + stage * self._sends[1, -1]) / self._scale_s)
 
     def solved(self) -> tuple[float, Floats]:
-        """The least makespan above all paths so far, and the seconds of the stages that have it."""
+        """The least makespan above all paths so far, and the seconds of the stages that have it.
+
+        Where seconds of layers are of very unlike orders (a profile may say 1e-300 and 1e300), conditions contradict
+        each other by rounding: then what cuts could give is left out, and at last all; 0 is a bound, too.
+        """
+        for first, least in ((0, self._least), (self._of_layers, np.zeros(self._kinds))):
+            answer = self._answer(first, least)
+            if answer.status == 0 and answer.fun is not None and answer.x is not None:
+                seconds: Floats = answer.x[:-1] * self._scale_s
+                return float(answer.fun) * self._scale_s, seconds
+        return 0.0, self.even()
+
+    def _answer(self, first: int, least: Floats) -> OptimizeResult:
+        """Of the program with the conditions from a first one on, and these least seconds of a stage by kind."""
         count = self._stages
         whole = np.zeros((self._kinds, self._kinds * count + 1))
         for kind in range(self._kinds):
             whole[kind, kind * count : (kind + 1) * count] = 1.0
-        answer = linprog(
+        return linprog(
             np.r_[np.zeros(self._kinds * count), 1.0],
-            A_ub=np.array(self._rows),
-            b_ub=self._limits,
+            A_ub=np.array(self._rows[first:]),
+            b_ub=self._limits[first:],
             A_eq=whole,
             b_eq=self._totals,
-            bounds=[(float(least), None) for least in np.repeat(self._least, count)] + [(0.0, None)],
+            bounds=[(float(one), None) for one in np.repeat(least, count)] + [(0.0, None)],
             method="highs",
         )
-        if answer.status != 0 or answer.fun is None or answer.x is None:
-            raise AssertionError(f"a linear program that has a solution ends with: {answer.message}")
-        seconds: Floats = answer.x[:-1] * self._scale_s
-        return float(answer.fun) * self._scale_s, seconds
 
 
 def _least_ratio(upper: Floats, lower: Floats) -> float:
     """The least that `upper` is of `lower`, over the layers where `lower` is not 0."""
     counted = lower > 0
-    return float(np.min(upper[counted] / lower[counted], initial=np.inf)) if counted.any() else 0.0
+    with np.errstate(over="ignore"):
+        return float(np.min(upper[counted] / lower[counted], initial=np.inf)) if counted.any() else 0.0

@@ -45,5 +45,7 @@ def busy_work(device: torch.device) -> Callable[[], torch.Tensor]:
 
 
 def _end_with_parent(connection: socket.socket) -> None:
-    connection.recv(1)
-    os._exit(0)
+    try:
+        connection.recv(1)
+    finally:  # also where the parent died before it had read that we are ready: then the connection is reset
+        os._exit(0)

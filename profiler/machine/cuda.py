@@ -156,6 +156,10 @@ class CudaStopwatch:
         self._events, self._launches = [], []
         return seconds
 
+    def lost_share(self) -> float:
+        """Nobody says when others have the device."""
+        return 0.0
+
     def _hold_back(self) -> None:
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):

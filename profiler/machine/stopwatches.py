@@ -10,42 +10,98 @@ A process that carries out one action after the other sets one mark after each (
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
 
 T = TypeVar("T")
+_OF_THIS_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # of Linux
 
 
-class Stopwatch(Protocol):
-    """Times calls one after the other."""
+class Watch(Protocol):
+    """Looks at calls one after the other."""
 
     def lap(self, call: Callable[[], T]) -> T:
-        """Call it and time it."""
+        """Call it and note what it takes."""
         ...
 
     def take(self) -> list[float]:
-        """Seconds of the laps since the last `take`, in order; waits until the device is through with them."""
+        """What the laps since the last `take` took, in order; waits until the device is through with them."""
+        ...
+
+
+class Stopwatch(Watch, Protocol):
+    """Takes seconds."""
+
+    def lost_share(self) -> float:
+        """Of the time of all laps, the share for which others had the device; it is in no lap. 0 if nobody knows."""
         ...
 
 
 class ClockStopwatch:
-    """Times by the clock."""
+    """Times by the clock, and what one thread computes by its own seconds: while others have its core it stands still.
+
+    A lap in which the thread waited of itself (it slept, or another thread computed for it) goes by the clock.
+    """
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
+        self._began = _Moment.now()
+        self._lost_s = 0.0
+        self._lasted_s = 0.0
 
     def lap(self, call: Callable[[], T]) -> T:
         """Call it and time it."""
-        start = time.perf_counter()
+        before = _Moment.now()
+        if not self._seconds:
+            self._began = before
         result = call()
-        self._seconds.append(time.perf_counter() - start)
+        after = _Moment.now()
+        lasted_s, computed_s = after.clock_s - before.clock_s, after.computed_s - before.computed_s
+        alone = torch.get_num_threads() == 1 and after.computed_all_between(before)
+        self._seconds.append(min(computed_s, lasted_s) if alone else lasted_s)
         return result
 
     def take(self) -> list[float]:
         """Seconds of the laps since the last `take`, in order."""
+        now = _Moment.now()
+        if torch.get_num_threads() == 1 and now.computed_all_between(self._began):
+            lasted_s = now.clock_s - self._began.clock_s  # between laps others take the core as well
+            self._lasted_s += lasted_s
+            self._lost_s += max(0.0, lasted_s - (now.computed_s - self._began.computed_s))
         seconds, self._seconds = self._seconds, []
         return seconds
+
+    def lost_share(self) -> float:
+        """Of the time of all laps, the share for which others had the core."""
+        return self._lost_s / self._lasted_s if self._lasted_s > 0 else 0.0
+
+
+class _Moment(NamedTuple):
+    """A moment of this thread.
+
+    Attributes:
+        clock_s: by the clock.
+        computed_s: that it has computed.
+        waits: how often it has given up its core of itself; None where the system does not say.
+    """
+
+    clock_s: float
+    computed_s: float
+    waits: int | None
+
+    @classmethod
+    def now(cls) -> _Moment:
+        """This one."""
+        waits = None if _OF_THIS_THREAD is None else resource.getrusage(_OF_THIS_THREAD).ru_nvcsw
+        return cls(time.perf_counter(), time.thread_time(), waits)
+
+    def computed_all_between(self, earlier: _Moment) -> bool:
+        """Whether the thread never waited of itself since then."""
+        return self.waits is not None and self.waits == earlier.waits
 
 
 class Marks(Protocol):

@@ -8,6 +8,8 @@ a call, an autograd graph and a Python frame for each: single layers are correct
     forward    | 0 | 1 | 2 | 3 | loss |                       | uncut |
     backward                          | 3 | 2 | 1 | 0 |               | uncut |
 
+The device's pace is watched meanwhile, and drift divided out: `profiler.timing.pace`.
+
 Where the device cannot hold what all layers keep at once, or not their parameters, a sweep goes through windows of
 layers that it can hold. Of many equal layers a few are swept, see `profiler.run.sampled_layers`.
 """
@@ -18,7 +20,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import TypeAlias
@@ -28,12 +30,13 @@ from torch import Tensor
 
 from profiler.left_out_sizes import Refusals
 from profiler.machine.backend import backend_of
-from profiler.machine.stopwatches import Stopwatch
+from profiler.machine.stopwatches import Watch
 from profiler.observe.allocator_record import KernelMemory
 from profiler.run.layer_runner import Kept, LayerRunner, Uncut, backward, keep
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.sampled_layers import BoundaryValues, swept_layers, windows
 from profiler.run.stage_function import KeptPass, leaves_of, roots_of, run_backward
+from profiler.timing.pace import PacedStopwatch
 from profiler.timing.repeats import Timing, collecting_no_garbage, rounds
 from profiler.tracing.sequence import LayerSequence
 
@@ -51,6 +54,7 @@ class LayerTiming:
         forward_s: median of forward passes, as part of a stage.
         backward_s: median of backward passes, as part of a stage.
         spread: interquartile range of forward and backward together, as a share of their median.
+        slowdown: by what share all laps took longer than at the device's usual pace, which the times are given at.
         workspace_bytes: the most that a kernel allocated inside itself; None where nobody looked.
         weight_s: the part of `backward_s` that can be a pass of its own.
         split_s: by how much all passes together take longer if it is one.
@@ -60,6 +64,7 @@ class LayerTiming:
     forward_s: float
     backward_s: float
     spread: float
+    slowdown: float = 0.0
     workspace_bytes: int | None = None
     weight_s: float = 0.0
     split_s: float = 0.0
@@ -152,7 +157,7 @@ class _Turns:
         self._device = layers.device
         self._refusals = refusals
         self._backend = backend_of(layers.device)
-        self._watch = self._backend.stopwatch(layers.device)
+        self._watch = PacedStopwatch(self._backend.stopwatch(layers.device), layers.device)
         self._sweep_done = sweep_done
         self._sweeps: dict[int, _Sweep] = {}
         self._laps: dict[int, _Laps] = {}
@@ -204,8 +209,17 @@ class _Turns:
 
     def summaries(self) -> dict[int, list[LayerTiming]]:
         """The times of all layers, of each size that was swept at least once."""
+        scale, slowdown = self._watch.to_usual, self._watch.slowdown
         return {
-            size: _summary(self._keys, sweep.windows, self._laps[size])
+            size: [
+                replace(
+                    timing,
+                    forward_s=timing.forward_s * scale,
+                    backward_s=timing.backward_s * scale,
+                    slowdown=slowdown,
+                )
+                for timing in _summary(self._keys, sweep.windows, self._laps[size])
+            ]
             for size, sweep in self._sweeps.items()
             if self._laps[size].layers
         }
@@ -228,7 +242,7 @@ def _summary(keys: Sequence[_Key], runs: Sequence[range], laps: _Laps) -> list[L
             of_key[keys[index]].append((forward_s, backward_s))
     means = {key: (fmean(pair[0] for pair in pairs), fmean(pair[1] for pair in pairs)) for key, pairs in of_key.items()}
     return [
-        LayerTiming(*scaled.get(index, means[key]), spreads[key], laps.workspace_bytes.get(key))
+        LayerTiming(*scaled.get(index, means[key]), spreads[key], workspace_bytes=laps.workspace_bytes.get(key))
         for index, key in enumerate(keys)
     ]
 
@@ -276,7 +290,7 @@ class _Sweep:
         self._readers = _readers(sequence)
         self._boundary_values = BoundaryValues(sequence, keys, [index for window in runs for index in window])
 
-    def run(self, watch: Stopwatch) -> tuple[dict[int, Pair], list[Pair]]:
+    def run(self, watch: Watch) -> tuple[dict[int, Pair], list[Pair]]:
         """Seconds of each layer, where the readers of the prelude are charged with it alike, and of each window."""
         watch.lap(self._runner.run_prelude)
         (prelude_s,) = watch.take()
@@ -298,7 +312,7 @@ class _Sweep:
         return layers, uncut
 
     def _one_by_one(
-        self, window: range, values: dict[str, Tensor], watch: Stopwatch
+        self, window: range, values: dict[str, Tensor], watch: Watch
     ) -> tuple[list[Pair], dict[str, Tensor]]:
         kept: list[Kept] = []
         for index in window:
@@ -317,7 +331,7 @@ class _Sweep:
             gradients = passed.caught
         return list(zip(forward, reversed(watch.take()), strict=True)), values
 
-    def _uncut(self, layers: Uncut, values: dict[str, Tensor], watch: Stopwatch) -> Pair:
+    def _uncut(self, layers: Uncut, values: dict[str, Tensor], watch: Watch) -> Pair:
         leaves = leaves_of(values, layers.function.entering)
         kept = KeptPass(leaves, {})
         leaving = watch.lap(lambda: self._runner.run_uncut(layers, leaves))

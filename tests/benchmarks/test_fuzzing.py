@@ -1,4 +1,4 @@
-"""Hostile plans, profiles and command lines, ten thousand: an error from our tree or a sound value, and soon.
+"""Ten thousand hostile plans, and profiles and command lines: an error from our tree or a sound value, and soon.
 
     make bench
 
@@ -8,6 +8,7 @@ Every input is tried in this process. A plan that is accepted is shown, explaine
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,17 +16,18 @@ from typing import Any
 import pytest
 
 from tests.fuzzing.mutations import command_lines, documents
-from tests.fuzzing.subjects import good_plan, good_profile, workplace
+from tests.fuzzing.subjects import good_plans, good_profile, workplace
 from tests.fuzzing.trial import Outcome, command_line, options_of_commands, plan_file, profile_file, tried
 
-PLANS, PROFILES, LINES = 4000, 3000, 3000
+PLANS, PROFILES, LINES = 10_000, 3000, 3000
 SEED = 20_000
 
 
 @pytest.mark.benchmark
 def test_hostile_plans(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    texts = documents(good_plan().to_json(), SEED, PLANS)
+    plans = good_plans()
+    texts = chain(*(documents(plan.to_json(), SEED + number, PLANS // 3 + 1) for number, plan in enumerate(plans)))
     _report("plan.json", [(text, tried(lambda: plan_file(path))) for text in _written(texts, path)])
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from executor import pipeline
 from planner.cost.skips import plan_skips, routes_of
 from planner.plan.of_model import traced_as_planned
-from planner.plan.plan import Plan, Prediction
+from planner.plan.plan import Plan
+from planner.plan.prediction import Prediction
 from planner.plan.schedules import ScheduleName
 from planner.plan.stage import Segment, Stage, StageMemory, StageTimes
 from profiler.device import Device

@@ -21,7 +21,8 @@ from executor import command
 from executor.commands.options import Size
 from planner import automatic
 from planner.cost.layer_costs import fingerprint_of
-from planner.plan.plan import Plan, Prediction
+from planner.plan.plan import Plan
+from planner.plan.prediction import Prediction
 from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.settings import SettingKeywords
 from profiler.device import Device

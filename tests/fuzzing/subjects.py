@@ -47,6 +47,7 @@ def good_profile() -> Profile:
         links=(Link(latency_s=1e-5, bytes_per_s=1e8, error=0.1),),
         input_bytes=12,
         reserve_bytes=100,
+        weights=[(0.4, 0.3)] * 6,
     )
     spec = SampleSpec(
         batch_size=8,
@@ -94,7 +95,22 @@ def good_plan() -> Plan:
         micro_batches=13,
         recompute="always",
         skips="direct",
+        schedule="gpipe",
     )
+
+
+@cache
+def good_plans() -> tuple[Plan, ...]:
+    """That one, one with chunks and replicas, and one with orders of its own."""
+    with_chunks: Any = {"schedule": "interleaved", "chunks": 2, "stages": 4, "replicas": 2}
+    with_orders: Any = {"schedule": "zb", "stages": 3}
+    return good_plan(), _of_equal_devices(4, with_chunks), _of_equal_devices(3, with_orders)
+
+
+def _of_equal_devices(count: int, settings: Any) -> Plan:
+    device = Device(name="cpu", kind="a", memory_bytes=2**20, threads=1)
+    cluster = Cluster(devices=(device,) * count, link=Link(latency_s=1e-6, bytes_per_s=1e9))
+    return plan_from_profile(good_profile(), cluster, batch_size=24, micro_batches=12, **settings)
 
 
 def workplace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

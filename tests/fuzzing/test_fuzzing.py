@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 
 from tests.fuzzing.mutations import command_lines, documents
-from tests.fuzzing.subjects import good_plan, good_profile, workplace
-from tests.fuzzing.trial import Outcome, command_line, options_of_commands, plan_file, profile_file, tried
+from tests.fuzzing.subjects import good_plans, good_profile, workplace
+from tests.fuzzing.trial import (
+    Outcome,
+    command_line,
+    options_of_commands,
+    plan_file,
+    profile_file,
+    said_otherwise,
+    tried,
+)
 
-PLANS, PROFILES, LINES = 150, 70, 150
+PLANS, PROFILES, LINES = 50, 70, 150
 
 
 def check(outcomes: list[tuple[Any, Outcome]]) -> None:
@@ -29,8 +37,28 @@ def of_files(texts: Any, path: Path, read: Callable[[Path], str]) -> list[tuple[
     return outcomes
 
 
-def test_hostile_plans(tmp_path: Path) -> None:
-    check(of_files(documents(good_plan().to_json(), 1, PLANS), tmp_path / "plan.json", plan_file))
+@pytest.mark.parametrize("number", range(3))
+def test_hostile_plans(number: int, tmp_path: Path) -> None:
+    texts = documents(good_plans()[number].to_json(), number, PLANS)
+    check(of_files(texts, tmp_path / "plan.json", plan_file))
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "place"),
+    [
+        ({"a": "1"}, {"a": 1}, "$.a"),
+        ({"a": [True]}, {"a": [1]}, "$.a[0]"),
+        ({"a": [1, 2]}, {"a": [1]}, "$.a"),
+        ({"surprise": 1}, {}, "$.surprise"),
+        ({}, {"interrupted": True}, "$.interrupted"),
+    ],
+)
+def test_what_is_said_otherwise_is_found(written: Any, read: Any, place: str) -> None:
+    assert [one.split()[0] for one in said_otherwise(written, read)] == [place]
+
+
+def test_what_a_file_may_leave_out_says_nothing() -> None:
+    assert not list(said_otherwise({"replicas": 1}, {"interrupted": False, "replicas": 1.0}))
 
 
 def test_hostile_profiles(tmp_path: Path) -> None:

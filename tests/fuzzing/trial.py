@@ -1,15 +1,17 @@
 """One hostile input: what becomes of it, and whether that is what we promise.
 
-What is read is refused with an error from our tree, or is a value that survives a trip, can be shown and, if it is a
-profile, planned by; and either way within seconds of processor time.
+What is read is refused with an error from our tree, or is a value that says what the file says, survives a trip, can
+be shown and, if it is a profile, planned by; and either way within seconds of processor time.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from planner.plan.timeline import save_timeline_json
 from profiler.device import Cluster, Device
 from profiler.errors import PlanError
 from profiler.record import Profile
+from profiler.value import Value
 
 LIMIT_S = 5.0  # of processor time; usual is a hundredth
 
@@ -62,6 +65,15 @@ def tried(action: Callable[[], str]) -> Outcome:
 def plan_file(path: Path) -> str:
     """Read a plan; one that is read must survive a trip and be shown."""
     plan = Plan.load(path)
+    assert not list(said_otherwise(json.loads(path.read_bytes()), json.loads(plan.to_json())))
+    try:
+        _look_at(plan, path)
+    except PlanError as problem:
+        raise AssertionError("a plan that was accepted cannot be looked at") from problem
+    return "accepted"
+
+
+def _look_at(plan: Plan, path: Path) -> None:
     again = Plan.parse_json(plan.to_json(), source="again", error=PlanError)
     assert again == plan
     assert again.to_json() == plan.to_json()
@@ -71,19 +83,56 @@ def plan_file(path: Path) -> str:
     plan.compare(again)
     plan.memory_over_time()
     save_timeline_json(plan, path.with_suffix(".trace"))
-    return "accepted"
+
+
+def said_otherwise(written: Any, read: Any, place: str = "$") -> Iterator[str]:
+    """Where the value that was read says something else than the file, or more than the file without a default."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        yield from (
+            f"{place}.{name} is lost" for name in written.keys() - read.keys() if not _is_default(name, written)
+        )
+        yield from (
+            f"{place}.{name} is made up" for name in read.keys() - written.keys() if not _is_default(name, read)
+        )
+        for name in written.keys() & read.keys():
+            yield from said_otherwise(written[name], read[name], f"{place}.{name}")
+    elif isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        for number, (one, other) in enumerate(zip(written, read, strict=True)):
+            yield from said_otherwise(one, other, f"{place}[{number}]")
+    elif written != read or isinstance(written, bool) != isinstance(read, bool):
+        yield f"{place} is {written!r} in the file and {read!r} in the value"
+
+
+def _is_default(name: str, fields: dict[str, Any]) -> bool:
+    return any(type(fields[name]) is type(value) and fields[name] == value for value in _defaults().get(name, ()))
+
+
+@cache
+def _defaults() -> dict[str, list[Any]]:
+    """What a file may leave out, by the field's name, as JSON."""
+    found: dict[str, list[Any]] = {}
+    classes = [Value]
+    while classes:
+        one = classes.pop()
+        classes += one.__subclasses__()
+        for name, field in one.model_fields.items():
+            if not field.is_required():
+                default = field.get_default(call_default_factory=True, validated_data={})
+                found.setdefault(name, []).append(json.loads(json.dumps(default)))
+    return found
 
 
 def profile_file(path: Path) -> str:
     """Read a profile; one that is read must survive a trip, as a frame too, and be planned by, or say why not."""
     profile = Profile.load(path)
+    assert not list(said_otherwise(json.loads(path.read_bytes()), json.loads(profile.to_json())))
     assert Profile.parse_json(profile.to_json(), source="again", error=PlanError) == profile
     assert profile.from_frame(profile.to_frame()) == profile
     kinds = sorted({cost.device_kind for cost in profile.costs})
     devices = tuple(Device(name="cpu", kind=kinds[place % len(kinds)], memory_bytes=2**40) for place in range(2))
     try:
         plan = plan_from_profile(
-            profile, Cluster(devices=devices), batch_size=profile.sample.batch_size * 2, time_limit_s=1.0
+            profile, Cluster(devices=devices), batch_size=profile.sample.batch_size * 2, time_limit_s=0.1
         )
     except PlanError as problem:
         return f"accepted, then {type(problem).__name__}"

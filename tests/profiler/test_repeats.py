@@ -2,6 +2,8 @@
 
 import gc
 import os
+import select
+import socket
 import time
 from itertools import count
 from pathlib import Path
@@ -13,6 +15,7 @@ from profiler.errors import ProfileError
 from profiler.machine.allocator import give_back_freed_memory, keep_freed_memory
 from profiler.machine.backend import backend_of
 from profiler.machine.background_load import neighbours
+from profiler.machine.start import start_process
 from profiler.timing.repeats import Timing, collecting_no_garbage, computing_with, rounds, time_call
 
 
@@ -27,6 +30,7 @@ def _ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look at the clock finds it a second later."""
     ticks = count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("profiler.machine.stopwatches._OF_THIS_THREAD", None)  # laps go by the clock
 
 
 def test_laps_are_timed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +109,20 @@ def test_a_neighbour_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.executable", "/bin/true")
     with neighbours(1) as wait_until_busy, pytest.raises(ProfileError, match="ended with code 0 before it had begun"):
         wait_until_busy()
+
+
+def test_a_neighbour_ends_with_a_caller_that_is_killed_before_it_has_listened() -> None:
+    """Its connection is reset then, not closed: a profile that was killed in its first seconds left a busy process."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = start_process(
+            "profiler.machine.busy_work",
+            "1",
+            str(theirs.fileno()),
+            environment={**os.environ},
+            descriptors=[theirs.fileno()],
+        )
+    ready, _, _ = select.select([ours], [], [], 120)
+    assert ready, "it has not begun"
+    ours.close()  # with what it said unread
+    assert process.wait(timeout=60) == 0

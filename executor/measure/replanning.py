@@ -1,0 +1,87 @@
+"""Whether a plan still fits: at an interval its step is compared with the prediction, and what differs is said.
+
+Pipeline(model, plan, replan="report")      # the default: a warning where a step takes longer, or less, than doubted
+Pipeline(model, plan, replan=profile)       # and plans again with what was measured; nothing changes by itself
+Pipeline(model, plan, replan=None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal, TypeAlias
+
+from executor.measure.measured import Recorded, measured_frame, real_timelines
+from planner.plan.plan import Plan
+from planner.plan.simulator import simulate_plan
+from planner.plan.units import seconds_text
+from profiler.errors import ArgumentError, PlanError
+from profiler.record import Profile
+
+Replan: TypeAlias = Literal["report"] | Profile | None
+FIRST_STEP = 20
+EVERY = 1000
+"""Steps from one comparison to the next [chosen: it takes milliseconds]."""
+SHORTEST_S = 0.02
+"""Shorter steps are the executor's own time for a good part, which no plan changes."""
+WITHOUT_DOUBT = 0.15
+"""What a plan of an earlier version, which does not say its doubt, may be off by [chosen]."""
+SAME = 0.1
+"""What changed by less since it was said is not said again."""
+SEARCH_S = 2.0
+"""For planning again, while the other processes wait."""
+
+
+class Replanning:
+    """Compares the steps of one replica with their plan.
+
+    Args:
+        plan: the plan.
+        replan: what is done.
+
+    Raises:
+        ArgumentError: it is none of the three.
+    """
+
+    def __init__(self, plan: Plan, replan: Replan) -> None:
+        if not (replan is None or replan == "report" or isinstance(replan, Profile)):
+            raise ArgumentError(f'replan is {replan!r}; pass "report", the profile of the plan, or None')
+        self._plan = plan
+        self._profile = replan if isinstance(replan, Profile) else None
+        self._off = replan is None
+        self._said = 1.0
+
+    def due(self, steps: int) -> bool:
+        """Whether it is time to compare, after so many steps."""
+        return not self._off and steps % EVERY == FIRST_STEP
+
+    def report(self, recorded: Sequence[Recorded]) -> str:
+        """What differs and was not said yet; "" if nothing does.
+
+        Args:
+            recorded: the last steps of each process of a replica.
+        """
+        timelines = real_timelines(self._plan, recorded)
+        if not timelines:
+            return ""
+        lasted_s = median(timeline.makespan_s for timeline in timelines)
+        predicted_s = simulate_plan(self._plan).makespan_s
+        ratio = lasted_s / predicted_s
+        doubt = self._plan.prediction.doubt
+        less, more = (doubt.step_less, doubt.step_more) if doubt is not None else (WITHOUT_DOUBT, WITHOUT_DOUBT)
+        if lasted_s < SHORTEST_S or 1 - less <= ratio <= 1 + more or abs(ratio / self._said - 1) < SAME:
+            return ""
+        self._said = ratio
+        said = (
+            f"a step takes {seconds_text(lasted_s)} before the optimizer, {ratio:.2f} times the "
+            f"{seconds_text(predicted_s)} that were predicted, which were in doubt by {less:.0%} to {more:.0%}"
+        )
+        return f"{said}; {self._other_plan(recorded)}"
+
+    def _other_plan(self, recorded: Sequence[Recorded]) -> str:
+        if self._profile is None:
+            return "plan.refined(pipe.measured(), profile) says whether another plan is worth a change"
+        try:
+            return str(self._plan.refined(measured_frame(self._plan, recorded), self._profile, time_limit_s=SEARCH_S))
+        except PlanError as problem:
+            return f"no other plan could be made of what was measured: {problem}"

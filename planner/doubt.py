@@ -1,0 +1,104 @@
+"""How sure a prediction is: the one place that says so.
+
+    plan.prediction.doubt                     # shares by which step and memory may differ
+    plan.prediction.doubt.lines(step_s)       # the same in words
+
+Of a stage's seconds these are in doubt, each as a share, and all add up, for what disturbs one layer disturbs others:
+
+    the model of a step itself                                        MODEL
+    spread of the layers' timings (interquartile range / median)      x OF_SPREAD, weighted by seconds
+    slowdown of the device meanwhile, which was divided out           x OF_SLOWDOWN
+    a line between two measured sizes                                 half of what lies between its extremes
+    a data sheet instead of a measurement                             its own error
+
+The step has the doubt of the stage that can delay it most, and of the links' seconds their error of fit. A step is
+longer, but not shorter, by what the executor's own code takes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.cost.layer_costs import CostModel, Floats
+from planner.plan.plan import Plan
+from planner.plan.prediction import Doubt
+from planner.plan.stage import Stage
+from profiler.precision import recipe_of
+from profiler.quantities import MOST_RELATIVE
+
+MODEL = 0.04
+"""Steps of five models in quiet hours lay within this of what was predicted [measured]."""
+OF_SPREAD = 0.6
+"""Nine of ten of normally distributed values lie within 1.2 interquartile ranges around their mean, and a step is the
+sum of many [chosen]."""
+OF_SLOWDOWN = 0.25
+"""What was divided out is right to a quarter [chosen, see the table of `tests/benchmarks/test_doubt.py`]."""
+OVERHEAD_S = 150e-6
+"""For one micro-batch on one stage: 138 microseconds between processes of one machine [measured]."""
+LESS_MEMORY = 0.05
+"""Peaks lay at 0.955 to 1.000 of the prediction [measured]."""
+LESS_MEMORY_OF_PARTS = 0.25
+"""With chunks, a split backward pass or main gradients, whose moments are counted together: 0.76 to 0.99 [measured]."""
+
+
+def with_doubt(plan: Plan, costs: CostModel) -> Plan:
+    """The plan whose prediction says how sure it is.
+
+    Args:
+        plan: the plan.
+        costs: of its profile.
+    """
+    prediction = plan.prediction
+    busy_s = [_busy_s(plan, stage) for stage in plan.stages]
+    size = max(plan.micro_batch_sizes)
+    off_s = [_of_stage(stage, costs, size) * seconds for stage, seconds in zip(plan.stages, busy_s, strict=True)]
+    passes = max(off_s) / max(busy_s) if max(busy_s) > 0 else MODEL
+    optimizer = prediction.optimizer_s / prediction.step_s
+    step = (1 - optimizer) * passes + optimizer * MODEL + _of_links(plan, costs)
+    overhead_s = plan.M * OVERHEAD_S * (plan.K // plan.ranks)
+    in_parts = plan.chunks > 1 or any(times.weight_s for stage in plan.stages for times in stage.times)
+    loose = in_parts or recipe_of(plan.sample.precision) is not None
+    found = Doubt(
+        step_less=min(1.0, step),
+        step_more=min(MOST_RELATIVE, step + overhead_s / prediction.step_s),
+        memory_less=LESS_MEMORY_OF_PARTS if loose else LESS_MEMORY,
+        memory_more=0.0,
+        slowdown=max(costs.slowdown(device.kind) for stage in plan.stages for device in stage.devices),
+    )
+    return plan.model_copy(update={"prediction": prediction.model_copy(update={"doubt": found})})
+
+
+def _busy_s(plan: Plan, stage: Stage) -> float:
+    """Seconds of a step that a stage computes."""
+    by_size = {times.micro_batch_size: times.forward_s + times.recompute_s + times.backward_s for times in stage.times}
+    return sum(by_size[size] for size in plan.micro_batch_sizes)
+
+
+def _of_stage(stage: Stage, costs: CostModel, size: int) -> float:
+    """The share of a stage's seconds that is in doubt, with micro-batches of that size."""
+    kind = stage.device.kind
+    estimated = {estimate.device_kind: estimate.error for estimate in costs.profile.estimates}
+    layers = slice(stage.first_layer, stage.stop_layer)
+    seconds = _seconds(costs, kind, size)[layers]
+    whole_s = float(seconds.sum())
+    if not whole_s > 0:
+        return MODEL
+    below, above, share = costs.around(kind, size)
+    lower_s = np.maximum(_seconds(costs, kind, below), _seconds(costs, kind, above) * (size / above))[layers].sum()
+    of_line = max(0.0, whole_s - float(lower_s)) / whole_s / 2 if share else 0.0
+    if kind in estimated:
+        return max(MODEL, estimated[kind]) + of_line
+    spread = float((seconds * costs.spread(kind, above)[layers]).sum()) / whole_s
+    return MODEL + OF_SPREAD * spread + OF_SLOWDOWN * costs.slowdown(kind) + of_line
+
+
+def _seconds(costs: CostModel, kind: str, size: int) -> Floats:
+    layers = costs.layers(kind, size)
+    return layers.forward_s + layers.backward_s
+
+
+def _of_links(plan: Plan, costs: CostModel) -> float:
+    """The share of a step that its messages are in doubt by, if nothing hides them."""
+    error = max((link.error for link in costs.profile.links), default=0.0)
+    sent_s = [max(times.send_forward_s, times.send_backward_s) for stage in plan.stages for times in (stage.times[0],)]
+    return min(1.0, error) * min(1.0, plan.M * max(sent_s) / plan.prediction.step_s)

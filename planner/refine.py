@@ -1,0 +1,245 @@
+"""The closed loop: what a training run measured goes back into the profile, and the plan is made again.
+
+    refined = plan.refined(pipe.measured())
+    print(refined)                              # is it worth a change?
+    plan = refined.plan                         # only then
+
+What a stage took, as a ratio to what was predicted, holds for each of its layers on that kind of device; layers that
+did not run on a kind of device have the ratio of all that ran on it. Messages do the same to the link. What was not
+seen (the optimizer, links that nobody waited for) stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, TypeVar
+
+from planner.cost.layer_costs import fingerprint_of
+from planner.plan.plan import Plan
+from planner.plan.simulator import simulate_plan
+from planner.plan.stage import SkipTimes, Stage, StageTimes
+from planner.plan.units import seconds_text
+from profiler.device import Cluster, Device, Link
+from profiler.errors import ArgumentError, ForeignPlanError
+from profiler.record import LayerCost, Profile
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    import pandas
+
+    from planner.settings import SettingKeywords
+
+_Times = TypeVar("_Times", StageTimes, SkipTimes)
+COLUMNS = ("stage", "what", "predicted", "measured")
+PASSES = ("forward_s", "recompute_s", "backward_s", "weight_s")
+MEASURED_ERROR = 0.1
+"""Of times that came from a data sheet and were scaled by what was measured of their kind of device [chosen]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """What measuring a plan's steps comes to.
+
+    Attributes:
+        plan: the best plan for the refined profile, perhaps with the same cuts as before.
+        profile: scaled by what was measured.
+        now_s: seconds of a step of the plan that was measured, by that profile.
+        gain: the share of them that the other plan saves; 0 if it is no faster.
+        doubt: the share that gain must be more than to be worth a change.
+    """
+
+    plan: Plan
+    profile: Profile
+    now_s: float
+    gain: float
+    doubt: float
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the gain is beyond doubt."""
+        return self.gain > self.doubt
+
+    def __str__(self) -> str:
+        """One sentence."""
+        said = f"a step of this plan takes {seconds_text(self.now_s)} by what was measured"
+        if not self.gain:
+            return f"{said}, and no other plan is faster"
+        plan = self.plan
+        return (
+            f"{said}; K = {plan.K}, M = {plan.M}, {plan.schedule} would take {seconds_text(plan.prediction.step_s)}, "
+            f"{self.gain:.1%} less, which is {'beyond' if self.worth_it else 'within'} the doubt of {self.doubt:.1%}: "
+            f"{'worth a change' if self.worth_it else 'not worth a change'}"
+        )
+
+
+def refined(
+    plan: Plan,
+    measured: pandas.DataFrame,
+    profile: Profile | None = None,
+    devices: Cluster | Sequence[Device] | None = None,
+    **settings: Unpack[SettingKeywords],
+) -> Refined:
+    """Plan again with what `Pipeline.measured()` saw of a plan.
+
+    Args:
+        plan: that was measured.
+        measured: what `Pipeline.measured()` returned; columns `stage`, `what`, `predicted` and `measured`.
+        profile: what the plan was made from, which a plan made in this process knows itself.
+        devices: what may be used; the plan's own by default.
+        settings: see `planner.settings.SettingKeywords`.
+
+    Raises:
+        ArgumentError: the plan does not know its profile, or the table is none of `measured()`, or of no step.
+        ForeignPlanError: the plan was not made from that profile, or the table is of a plan of more stages.
+    """
+    profile = profile or plan.profile
+    if profile is None:
+        raise ArgumentError("a plan from a file does not know its profile; pass profile=, what it was made from")
+    if fingerprint_of(profile) != plan.profile_fingerprint:
+        raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
+    ratios = _Ratios.of(plan, measured)
+    better = _scaled_profile(profile, plan, ratios)
+    link = next(iter(better.links), None)
+    if devices is None:
+        given: Cluster | Sequence[Device] = Cluster(
+            devices=tuple(device for stage in plan.stages[: plan.ranks] for device in stage.devices), link=link
+        )
+    elif isinstance(devices, Cluster) and devices.link is not None:
+        given = devices.model_copy(update={"link": _scaled_link(devices.link, ratios.link)})
+    else:
+        given = devices
+    from planner.from_profile import plan_from_profile
+
+    new = plan_from_profile(better, given, batch_size=plan.batch_size, optimizer=plan.optimizer, **settings)
+    now_s = simulate_plan(_scaled_plan(plan, ratios)).step_s
+    doubt = new.prediction.doubt
+    return Refined(
+        plan=new,
+        profile=better,
+        now_s=now_s,
+        gain=max(0.0, 1 - new.prediction.step_s / now_s),
+        doubt=doubt.step_more if doubt is not None else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ratios:
+    """Measured by predicted.
+
+    Attributes:
+        stages: of each stage the ratio of each of `PASSES` that was seen.
+        kinds: the same of all stages on a kind of device.
+        link: of all messages.
+    """
+
+    stages: tuple[dict[str, float], ...]
+    kinds: dict[str, dict[str, float]]
+    link: float
+
+    @classmethod
+    def of(cls, plan: Plan, measured: pandas.DataFrame) -> _Ratios:
+        missing = [name for name in COLUMNS if name not in getattr(measured, "columns", ())]
+        if missing:
+            raise ArgumentError(f"measured has no column {missing[0]!r}; pass what Pipeline.measured() returns")
+        stages: list[dict[str, float]] = [{} for _ in plan.stages]
+        kinds: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+        sent: list[tuple[float, float]] = []
+        for stage, what, predicted_s, seconds in measured[list(COLUMNS)].itertuples(index=False):
+            if stage >= plan.K:
+                raise ForeignPlanError(f"measured has stage {stage}, and the plan has {plan.K} stages")
+            if not (isfinite(seconds) and isfinite(predicted_s) and seconds > 0 and predicted_s > 0):
+                continue
+            if what in PASSES:
+                stages[stage][what] = seconds / predicted_s
+                kinds[plan.stages[stage].device.kind][what].append((seconds, predicted_s))
+            elif what.endswith(("send_forward_s", "send_backward_s")):
+                sent.append((seconds, predicted_s))
+        if not any(stages):
+            raise ArgumentError("measured holds no pass of any stage; train a step before Pipeline.measured() is asked")
+        of_kinds = {kind: {what: _ratio(pairs) for what, pairs in found.items()} for kind, found in kinds.items()}
+        return cls(tuple(stages), of_kinds, _ratio(sent))
+
+    def at(self, what: str, stage: int | None, kind: str) -> float:
+        """Of a pass of a stage, or of a kind of device; of a pass that was not seen that of the most alike."""
+        found = self.kinds.get(kind, {}) if stage is None else self.stages[stage]
+        for name in (what, *_ALIKE[what]):
+            if name in found:
+                return found[name]
+        return 1.0 if stage is None else self.at(what, None, kind)
+
+
+_ALIKE = {
+    "forward_s": ("backward_s",),
+    "recompute_s": ("forward_s", "backward_s"),
+    "backward_s": ("forward_s",),
+    "weight_s": ("backward_s", "forward_s"),
+}
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(one for one, _ in pairs) / sum(other for _, other in pairs) if pairs else 1.0
+
+
+def _scaled_profile(profile: Profile, plan: Plan, ratios: _Ratios) -> Profile:
+    ran_on = {
+        (layer, stage.device.kind): number
+        for number, stage in enumerate(plan.stages)
+        for layer in range(stage.first_layer, stage.stop_layer)
+    }
+    costs = tuple(_scaled_cost(cost, ratios, ran_on.get((cost.layer, cost.device_kind))) for cost in profile.costs)
+    estimates = tuple(
+        estimate.model_copy(update={"error": min(estimate.error, MEASURED_ERROR)})
+        if estimate.device_kind in ratios.kinds
+        else estimate
+        for estimate in profile.estimates
+    )
+    links = tuple(_scaled_link(link, ratios.link) for link in profile.links)
+    return profile.model_copy(update={"costs": costs, "estimates": estimates, "links": links})
+
+
+def _scaled_cost(cost: LayerCost, ratios: _Ratios, stage: int | None) -> LayerCost:
+    if cost.device_kind not in ratios.kinds:
+        return cost
+    backward, weight = (ratios.at(what, stage, cost.device_kind) for what in ("backward_s", "weight_s"))
+    backward_s = cost.backward_s * backward
+    return cost.model_copy(
+        update={
+            "forward_s": cost.forward_s * ratios.at("forward_s", stage, cost.device_kind),
+            "recompute_s": cost.recompute_s * ratios.at("recompute_s", stage, cost.device_kind),
+            "backward_s": backward_s,
+            "weight_s": min(backward_s, cost.weight_s * weight),
+            "split_s": cost.split_s * backward,
+            "slowdown": 0.0,
+        }
+    )
+
+
+def _scaled_link(link: Link, ratio: float) -> Link:
+    return link.model_copy(update={"latency_s": link.latency_s * ratio, "bytes_per_s": link.bytes_per_s / ratio})
+
+
+def _scaled_plan(plan: Plan, ratios: _Ratios) -> Plan:
+    """The same plan with the seconds that were measured."""
+    stages = tuple(_scaled_stage(stage, number, ratios) for number, stage in enumerate(plan.stages))
+    skips = tuple(
+        skip.model_copy(update={"times": tuple(_sent(entry, ratios) for entry in skip.times)}) for skip in plan.skips
+    )
+    return plan.model_copy(update={"stages": stages, "skips": skips})
+
+
+def _scaled_stage(stage: Stage, number: int, ratios: _Ratios) -> Stage:
+    times = []
+    for entry in stage.times:
+        seconds = {what: getattr(entry, what) * ratios.at(what, number, stage.device.kind) for what in PASSES}
+        seconds["weight_s"] = min(seconds["weight_s"], seconds["backward_s"])
+        times.append(_sent(entry.model_copy(update=seconds), ratios))
+    return stage.model_copy(update={"times": tuple(times)})
+
+
+def _sent(entry: _Times, ratios: _Ratios) -> _Times:
+    sends = {what: getattr(entry, what) * ratios.link for what in ("send_forward_s", "send_backward_s")}
+    return entry.model_copy(update=sends)

@@ -1,0 +1,95 @@
+"""A step that takes longer than its plan doubts is said, once, and nothing is changed."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor import Pipeline, launch
+from executor.measure import replanning
+from executor.measure.replanning import FIRST_STEP
+from planner import ArgumentError, Plan, autoplan, plan_from_profile
+from profiler import trace
+
+X = torch.randn(8, 4)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def said(plan: Plan, **settings: Any) -> list[str]:
+    """What is said in some steps more than it takes."""
+    replanning.SHORTEST_S = 0.0
+    pipe = Pipeline(model(), plan, loss_fn=mean, **settings)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(FIRST_STEP + 3):
+            pipe.step(X, target=X[:, :2])
+    return [str(one.message) for one in heard if "were predicted" in str(one.message)]
+
+
+@pytest.fixture(autouse=True)
+def steps_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replanning, "SHORTEST_S", 0.0)
+
+
+@pytest.fixture
+def hopeful(plan_for: Callable[..., Plan]) -> Callable[[int], Plan]:
+    """A plan that predicts a tenth of a microsecond."""
+
+    def make(stages: int) -> Plan:
+        plan = plan_for(trace(model(), X), list(range(1, stages)), batch_size=8, micro_batches=8)
+        quick = {
+            "forward_s": 1e-8,
+            "backward_s": 1e-8,
+            "recompute_s": 0.0,
+            "send_forward_s": 0.0,
+            "send_backward_s": 0.0,
+        }
+        return plan.model_copy(
+            update={
+                "stages": tuple(
+                    stage.model_copy(update={"times": tuple(entry.model_copy(update=quick) for entry in stage.times)})
+                    for stage in plan.stages
+                )
+            }
+        )
+
+    return make
+
+
+def test_what_differs_is_said_once(hopeful: Callable[[int], Plan]) -> None:
+    (text,) = said(hopeful(1))
+    assert "times the" in text
+    assert "plan.refined(pipe.measured(), profile) says whether another plan is worth a change" in text
+    assert not said(hopeful(1), replan=None)
+
+
+def test_processes_meet_and_the_first_says_it(hopeful: Callable[[int], Plan]) -> None:
+    assert [len(texts) for texts in launch(said, hopeful(2))] == [1, 0]
+
+
+def test_with_the_profile_it_plans_again() -> None:
+    plan = autoplan(
+        model(), X, 1, loss_fn=mean, target=X[:, :2], time_budget_s=0.0, cache=False, progress=False, stages=1
+    )
+    known = plan.profile
+    assert known is not None
+    costs = tuple(cost.model_copy(update={"forward_s": 1e-9, "backward_s": 1e-8}) for cost in known.costs)
+    wrong = known.model_copy(update={"costs": costs})
+    (text,) = said(plan_from_profile(wrong, [plan.stages[0].device], batch_size=8), replan=wrong)
+    assert "a step of this plan takes" in text
+
+
+def test_another_wish_is_refused(hopeful: Callable[[int], Plan]) -> None:
+    with pytest.raises(ArgumentError, match="replan is 'always'; pass \"report\", the profile of the plan, or None"):
+        Pipeline(model(), hopeful(1), loss_fn=mean, replan="always")  # type: ignore[arg-type]

@@ -1,0 +1,138 @@
+"""What a run measured mends the profile: one that is wrong by a factor a kind of device and link comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas
+import pytest
+
+from planner import Plan, plan_from_profile
+from planner.plan.simulator import simulate_plan
+from planner.refine import refined
+from profiler.device import Cluster, Device, Link
+from profiler.errors import ArgumentError, ForeignPlanError
+from profiler.record import Profile
+from tests.planner.made_up import build_profile
+
+FORWARD = {"a": 1.7, "b": 0.8}
+BACKWARD = {"a": 1.4, "b": 0.6}
+LINK = 3.0
+DEVICES = tuple(Device(name=f"d{number}", kind=kind, memory_bytes=2**30) for number, kind in enumerate("aabb"))
+
+
+def known(forward: dict[str, float], backward: dict[str, float], link: float) -> Profile:
+    """Of eight unlike layers on two kinds of device, whose seconds are so many times the true ones."""
+    rows = {
+        (kind, size): [
+            (
+                1e-3 * (1 + layer % 3) * (size + 1) * own * forward[kind],
+                1e-3 * (1 + layer % 3) * (size + 1) * own * forward[kind],
+                2e-3 * (1 + layer % 2) * (size + 1) * own * backward[kind],
+                *(10, 5, 4000 * size, 4000 * size),
+            )
+            for layer in range(8)
+        ]
+        for kind, own in (("a", 1.0), ("b", 1.6))
+        for size in (1, 4)
+    }
+    links = (Link(latency_s=1e-5 * link, bytes_per_s=1e8 / link),)
+    return build_profile(rows, parameters=[(64, True)] * 8, readers=[[k] for k in range(8)], links=links)
+
+
+ONES = {"a": 1.0, "b": 1.0}
+
+
+def frame(plan: Plan, ratio: Any) -> pandas.DataFrame:
+    """As `Pipeline.measured()` gives it; `ratio(stage, what)` is measured by predicted."""
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        times = stage.times[0]
+        for what in ("forward_s", "recompute_s", "backward_s", "send_forward_s", "send_backward_s"):
+            predicted_s = getattr(times, what)
+            rows.append((number, what, predicted_s, predicted_s * ratio(number, what)))
+        rows.append((number, "peak_bytes", 1.0, float("nan")))
+    return pandas.DataFrame(rows, columns=["stage", "what", "predicted", "measured"])
+
+
+def made(profile: Profile, **settings: Any) -> Plan:
+    cluster = Cluster(devices=DEVICES, link=profile.links[0])
+    return plan_from_profile(profile, cluster, batch_size=16, micro_batches=16, schedule="1f1b", **settings)
+
+
+def truth_of(plan: Plan) -> Any:
+    """What the true profile says of the wrong one's plan."""
+    kinds = [stage.device.kind for stage in plan.stages]
+
+    def ratio(stage: int, what: str) -> float:
+        if what.startswith("send"):
+            return 1 / LINK
+        return 1 / (BACKWARD if what == "backward_s" else FORWARD)[kinds[stage]]
+
+    return ratio
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_wrong_profile_comes_back(stages: int) -> None:
+    right, wrong = known(ONES, ONES, 1.0), known(FORWARD, BACKWARD, LINK)
+    plan = made(wrong, stages=4)  # both kinds of device are seen
+    found = refined(plan, frame(plan, truth_of(plan)), wrong, DEVICES, micro_batches=16, schedule="1f1b", stages=stages)
+    for cost, true in zip(found.profile.costs, right.costs, strict=True):
+        for what in ("forward_s", "recompute_s", "backward_s"):
+            assert getattr(cost, what) == pytest.approx(getattr(true, what))
+    assert found.profile.links[0].transfer_s(1e6) == pytest.approx(right.links[0].transfer_s(1e6))
+    best = made(right, stages=stages)
+    assert found.plan.prediction.step_s == pytest.approx(best.prediction.step_s)
+    assert found.now_s >= (best.prediction.step_s if stages == 4 else 0.0) * (1 - 1e-9)
+
+
+def test_layers_have_the_ratio_of_their_stage() -> None:
+    profile = known(ONES, ONES, 1.0)
+    plan = made(profile, stages=2)
+    ratios = {0: 1.5, 1: 1.0}
+    found = plan.refined(frame(plan, lambda stage, what: 1.0 if "send" in what else ratios[stage]))
+    stop = plan.stages[0].stop_layer
+    kind = plan.stages[0].device.kind
+    for cost, was in zip(found.profile.costs, profile.costs, strict=True):
+        if cost.device_kind == kind:
+            assert cost.forward_s == pytest.approx(was.forward_s * (1.5 if cost.layer < stop else 1.0))
+    slower = [1.5 * plan.stages[0].times[0].forward_s, plan.stages[1].times[0].forward_s]
+    assert found.now_s > plan.prediction.step_s
+    assert found.now_s >= 16 * max(slower)
+
+
+def test_a_plan_that_was_right_stays() -> None:
+    plan = made(known(ONES, ONES, 1.0))
+    found = plan.refined(frame(plan, lambda *_: 1.0), micro_batches=16, schedule="1f1b")
+    assert found.now_s == pytest.approx(simulate_plan(plan).step_s)
+    assert not found.worth_it
+    assert found.gain == pytest.approx(0.0, abs=1e-9)
+    assert "no other plan is faster" in str(found) or "not worth a change" in str(found)
+
+
+def test_a_stage_that_is_three_times_slower_is_worth_a_change() -> None:
+    plan = made(known(ONES, ONES, 1.0), stages=2)
+    found = plan.refined(
+        frame(plan, lambda stage, what: 3.0 if stage == 0 and "send" not in what else 1.0),
+        micro_batches=16,
+        schedule="1f1b",
+    )
+    assert found.worth_it
+    assert str(found).endswith("worth a change")
+    assert found.plan.stages[0].stop_layer < plan.stages[0].stop_layer or found.plan.K != plan.K
+
+
+def test_what_cannot_be_used_is_refused() -> None:
+    profile = known(ONES, ONES, 1.0)
+    plan = made(profile, stages=2)
+    seen = frame(plan, lambda *_: 1.0)
+    with pytest.raises(ArgumentError, match="does not know its profile; pass profile="):
+        Plan.parse_json(plan.to_json(), source="file", error=ArgumentError).refined(seen)
+    with pytest.raises(ForeignPlanError, match="not made from this profile"):
+        refined(plan, seen, known(FORWARD, ONES, 1.0))
+    with pytest.raises(ArgumentError, match="no column 'what'"):
+        plan.refined(seen.drop(columns="what"))
+    with pytest.raises(ArgumentError, match="no pass of any stage"):
+        plan.refined(seen.assign(measured=float("nan")))
+    with pytest.raises(ForeignPlanError, match="has stage 7, and the plan has 2 stages"):
+        plan.refined(seen.assign(stage=7))

@@ -3,6 +3,8 @@
 Pipeline(model, plan, replan="report")      # the default: a warning where a step takes longer, or less, than doubted
 Pipeline(model, plan, replan=profile)       # and plans again with what was measured; nothing changes by itself
 Pipeline(model, plan, replan=None)
+
+A plan that does not say its doubt (of an earlier version, or made by hand) has nothing to be compared with.
 """
 
 from __future__ import annotations
@@ -24,8 +26,6 @@ EVERY = 1000
 """Steps from one comparison to the next [chosen: it takes milliseconds]."""
 SHORTEST_S = 0.02
 """Shorter steps are the executor's own time for a good part, which no plan changes."""
-WITHOUT_DOUBT = 0.15
-"""What a plan of an earlier version, which does not say its doubt, may be off by [chosen]."""
 SAME = 0.1
 """What changed by less since it was said is not said again."""
 SEARCH_S = 2.0
@@ -48,12 +48,12 @@ class Replanning:
             raise ArgumentError(f'replan is {replan!r}; pass "report", the profile of the plan, or None')
         self._plan = plan
         self._profile = replan if isinstance(replan, Profile) else None
-        self._off = replan is None
+        self._doubt = plan.prediction.doubt if replan is not None else None
         self._said = 1.0
 
     def due(self, steps: int) -> bool:
         """Whether it is time to compare, after so many steps."""
-        return not self._off and steps % EVERY == FIRST_STEP
+        return self._doubt is not None and steps % EVERY == FIRST_STEP
 
     def report(self, recorded: Sequence[Recorded]) -> str:
         """What differs and was not said yet; "" if nothing does.
@@ -62,18 +62,17 @@ class Replanning:
             recorded: the last steps of each process of a replica.
         """
         timelines = real_timelines(self._plan, recorded)
-        if not timelines:
+        if not timelines or self._doubt is None:
             return ""
         lasted_s = median(timeline.makespan_s for timeline in timelines)
         predicted_s = simulate_plan(self._plan).makespan_s
         ratio = lasted_s / predicted_s
-        doubt = self._plan.prediction.doubt
-        less, more = (doubt.step_less, doubt.step_more) if doubt is not None else (WITHOUT_DOUBT, WITHOUT_DOUBT)
+        less, more = self._doubt.step_less, self._doubt.step_more
         if lasted_s < SHORTEST_S or 1 - less <= ratio <= 1 + more or abs(ratio / self._said - 1) < SAME:
             return ""
         self._said = ratio
         said = (
-            f"a step takes {seconds_text(lasted_s)} before the optimizer, {ratio:.2f} times the "
+            f"a step takes {seconds_text(lasted_s)} before the optimizer, {ratio:.3g} times the "
             f"{seconds_text(predicted_s)} that were predicted, which were in doubt by {less:.0%} to {more:.0%}"
         )
         return f"{said}; {self._other_plan(recorded)}"

@@ -12,9 +12,11 @@ from executor import Pipeline, launch
 from executor.measure import replanning
 from executor.measure.replanning import FIRST_STEP
 from planner import ArgumentError, Plan, autoplan, plan_from_profile
+from planner.plan.prediction import Doubt
 from profiler import trace
 
 X = torch.randn(8, 4)
+DOUBT = Doubt(step_less=0.15, step_more=0.15, memory_less=0.05, memory_more=0.0)
 
 
 def model() -> nn.Module:
@@ -43,10 +45,10 @@ def steps_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hopeful(plan_for: Callable[..., Plan]) -> Callable[[int], Plan]:
+def hopeful(plan_for: Callable[..., Plan]) -> Callable[..., Plan]:
     """A plan that predicts a tenth of a microsecond."""
 
-    def make(stages: int) -> Plan:
+    def make(stages: int, doubt: Doubt | None = DOUBT) -> Plan:
         plan = plan_for(trace(model(), X), list(range(1, stages)), batch_size=8, micro_batches=8)
         quick = {
             "forward_s": 1e-8,
@@ -57,24 +59,30 @@ def hopeful(plan_for: Callable[..., Plan]) -> Callable[[int], Plan]:
         }
         return plan.model_copy(
             update={
+                "prediction": plan.prediction.model_copy(update={"doubt": doubt}),
                 "stages": tuple(
                     stage.model_copy(update={"times": tuple(entry.model_copy(update=quick) for entry in stage.times)})
                     for stage in plan.stages
-                )
+                ),
             }
         )
 
     return make
 
 
-def test_what_differs_is_said_once(hopeful: Callable[[int], Plan]) -> None:
+def test_what_differs_is_said_once(hopeful: Callable[..., Plan]) -> None:
     (text,) = said(hopeful(1))
     assert "times the" in text
     assert "plan.refined(pipe.measured(), profile) says whether another plan is worth a change" in text
     assert not said(hopeful(1), replan=None)
 
 
-def test_processes_meet_and_the_first_says_it(hopeful: Callable[[int], Plan]) -> None:
+def test_a_plan_that_does_not_say_its_doubt_is_not_compared(hopeful: Callable[..., Plan]) -> None:
+    """Ranks of a plan of made-up times printed that warning, next to the one error that they all end with."""
+    assert not said(hopeful(1, doubt=None))
+
+
+def test_processes_meet_and_the_first_says_it(hopeful: Callable[..., Plan]) -> None:
     assert [len(texts) for texts in launch(said, hopeful(2))] == [1, 0]
 
 
@@ -90,6 +98,6 @@ def test_with_the_profile_it_plans_again() -> None:
     assert "a step of this plan takes" in text
 
 
-def test_another_wish_is_refused(hopeful: Callable[[int], Plan]) -> None:
+def test_another_wish_is_refused(hopeful: Callable[..., Plan]) -> None:
     with pytest.raises(ArgumentError, match="replan is 'always'; pass \"report\", the profile of the plan, or None"):
         Pipeline(model(), hopeful(1), loss_fn=mean, replan="always")  # type: ignore[arg-type]

@@ -155,7 +155,7 @@ def _usual_link(kinds: Sequence[str], devices_per_host: int) -> Link:
     if len(kinds) > devices_per_host:
         raise ArgumentError(
             f"{len(kinds)} devices without a link between them, and a host has {devices_per_host}; name the link "
-            "between hosts, such as link='ndr' or '64xH100:ndr'"
+            "between hosts, such as '64xH100:ndr', or link='ndr' in Python"
         )
     links = [Link.of(data_sheet(kind).link) for kind in dict.fromkeys(kinds)]
     return min(links, key=lambda link: link.bytes_per_s)

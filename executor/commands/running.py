@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @click.argument("script", metavar="FUNCTION")
 @click.option("--dry-run", is_flag=True, help="Check the plan, the devices and the function, and stop.")
-def run(plan_file: Path, script: str, dry_run: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print what was found as JSON.")
+def run(plan_file: Path, script: str, dry_run: bool, as_json: bool) -> None:
     """Call a function in one process for each stage.
 
     FUNCTION names it, path/to/file.py:function or package.module:function. It is called with the plan, and trains with
-    Pipeline(model, plan). Each process imports its file: what the file does as a script must stand under
-    `if __name__ == "__main__":`.
+    Pipeline(model, plan). A file that defines functions needs nothing else; what it does at its top level, each process
+    does as it imports the file, unless that stands under `if __name__ == "__main__":`.
 
     \b
     Examples:
@@ -33,12 +35,18 @@ def run(plan_file: Path, script: str, dry_run: bool) -> None:
     """
     from planner.plan.plan import Plan
 
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run; what a run prints is what FUNCTION prints")
     made = Plan.load(plan_file)
     _check_devices(plan_file, made)
     function = named_function(script, "FUNCTION")
     if dry_run:
-        places = ", ".join(stage.device.name for stage in made.stages[: made.K // made.chunks])
-        click.echo(f"{plan_file}: sound; {made.K} stage{'s' if made.K > 1 else ''} on {places}")
+        places = [stage.devices[r].name for r in range(made.replicas) for stage in made.stages[: made.ranks]]
+        if as_json:
+            found = {"file": str(plan_file), "K": made.K, "M": made.M, "R": made.replicas, "devices": places}
+            click.echo(json.dumps(found, indent=2))
+        else:
+            click.echo(f"{plan_file}: sound; {made.K} stage{'s' if made.K > 1 else ''} on {', '.join(places)}")
         return
     from executor.launching import launch
 
@@ -50,10 +58,11 @@ def _check_devices(plan_file: Path, plan: Plan) -> None:
     from profiler.machine.local import torch_device
 
     for position, stage in enumerate(plan.stages):
-        try:
-            torch_device(stage.device)
-        except ArgumentError as problem:
-            raise ForeignPlanError(
-                f"{plan_file}: stage {position} cannot run here: {problem}; make a plan for the devices that are here "
-                "with `autoplan plan`"
-            ) from problem
+        for device in stage.devices:
+            try:
+                torch_device(device)
+            except ArgumentError as problem:
+                raise ForeignPlanError(
+                    f"{plan_file}: stage {position} cannot run here: {problem}; make a plan for the devices that are "
+                    "here with `autoplan plan`"
+                ) from problem

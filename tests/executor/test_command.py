@@ -373,6 +373,9 @@ def test_dry_run_launches_nothing(folder: Path, launched: list[tuple[Any, ...]])
     a_plan().save("plan.json")
     result = autoplan("run", "plan.json", "shop_model.py:train", "--dry-run")
     assert (result.exit_code, result.stdout) == (0, "plan.json: sound; 1 stage on cpu\n")
+    shown = autoplan("run", "plan.json", "shop_model.py:train", "--dry-run", "--json").stdout
+    assert json.loads(shown) == {"file": "plan.json", "K": 1, "M": 2, "R": 1, "devices": ["cpu"]}
+    assert autoplan("run", "plan.json", "shop_model.py:train", "--json").exit_code == 2
     assert autoplan("run", "plan.json", "shop_model.py:gone", "--dry-run").exit_code == 2
     assert launched == []
 

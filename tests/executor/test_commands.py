@@ -27,9 +27,10 @@ def autoplan(*arguments: object) -> Result:
 
 
 @pytest.mark.parametrize("name", sorted(command.main.commands))
-def test_help_has_two_examples(name: str) -> None:
+def test_help_has_two_examples_and_json(name: str) -> None:
     shown = autoplan(name, "--help")
     assert shown.exit_code == 0
+    assert "--json" in shown.stdout
     examples = shown.stdout.partition("Examples:")[2].partition("Options:")[0]
     assert examples.count(f"autoplan {name}") == 2
 

@@ -29,10 +29,11 @@ from executor.commands.output import (
     cell_text,
     json_option,
     plan_outputs,
-    present,
     print_frame,
     print_lines,
+    terminal_width,
     write_picture,
+    write_pictures,
 )
 from executor.commands.settings import PRECISION
 from planner.plan.schedules import SCHEDULES
@@ -88,7 +89,8 @@ def estimate(
 ) -> None:
     """Say how well a model trains on devices that are not here: does it fit, how fast, with which plan.
 
-    Times come from data sheets, and the last lines say how far they may be off.
+    Times come from data sheets, and the last lines say how far they may be off. -o writes the plan, whose stages
+    `autoplan show` prints.
 
     \b
     Examples:
@@ -104,9 +106,14 @@ def estimate(
         measured.save(save_profile)
     if output is not None:
         made.save(output)
-    present(made, as_json=as_json, timeline=timeline, trace=trace)
-    if not as_json:
-        print_lines(["", *_in_short(made, measured)])
+    write_pictures(made, timeline=timeline, trace=trace)
+    if as_json:
+        click.echo(made.to_json(), nl=False)
+        return
+    from planner.plan.report import plan_summary
+
+    click.echo(plan_summary(made, terminal_width()))
+    print_lines(_in_short(made, measured))
 
 
 def _estimated(

@@ -44,8 +44,24 @@ def plan_outputs(command: Command) -> Command:
     return command
 
 
-def present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | None) -> None:
+def present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | None, every_stage: bool = False) -> None:
     """Print a plan as a report or as JSON, and write its pictures."""
+    write_pictures(plan, timeline=timeline, trace=trace)
+    if as_json:
+        click.echo(plan.to_json(), nl=False)
+        return
+    from planner.plan.report import plan_report
+
+    click.echo(plan_report(plan, terminal_width(), every_stage=every_stage))
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or of a report where there is none."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns
+
+
+def write_pictures(plan: Plan, *, timeline: Path | None, trace: Path | None) -> None:
+    """Write the files that `plan_outputs` asks for."""
     if timeline is not None:
         from planner.pictures.timeline import plot_timeline
 
@@ -54,19 +70,12 @@ def present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | N
         from planner.plan.timeline import save_timeline_json
 
         save_timeline_json(plan, trace)
-    if as_json:
-        click.echo(plan.to_json(), nl=False)
-        return
-    from planner.plan.report import plan_report
-
-    click.echo(plan_report(plan, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print sentences, each from a new line on, as wide as the terminal."""
-    width = shutil.get_terminal_size((WIDTH, 24)).columns
     for line in lines:
-        click.echo("\n".join(textwrap.wrap(line, width, subsequent_indent="  ")))
+        click.echo("\n".join(textwrap.wrap(line, terminal_width(), subsequent_indent="  ")))
 
 
 def write_picture(axes: Axes, file: Path) -> None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @plan_outputs
-def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bool) -> None:
+@click.option("--every-stage", is_flag=True, help="List all stages, however many; otherwise some of more than 16.")
+def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bool, every_stage: bool) -> None:
     """Print a plan: its stages, predicted times and memory.
 
     \b
@@ -29,7 +30,7 @@ def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bo
       autoplan show plan.json
       autoplan show plan.json --timeline plan.png --trace plan-trace.json
     """
-    present(_loaded(plan_file), as_json=as_json, timeline=timeline, trace=trace)
+    present(_loaded(plan_file), as_json=as_json, timeline=timeline, trace=trace, every_stage=every_stage)
 
 
 @click.command()

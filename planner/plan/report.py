@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,85 @@ NARROWEST = 60
 """Columns that a line may have at least."""
 LEAST_MODULES = 15
 """Columns that names of modules keep."""
+MOST_STAGES = 16
+"""Stages that are all listed; of more the first, the last, the slowest and the fullest [chosen]."""
+AT_EACH_END = 4
 _CLASSES = tuple(StageMemory.model_fields)
 
 
-def plan_report(plan: Plan, width: int = WIDTH) -> str:
+def plan_report(plan: Plan, width: int = WIDTH, *, every_stage: bool = False) -> str:
     """The plan in words and two tables: what each stage holds and takes, and what its memory is filled with.
 
     Args:
         plan: what to report.
         width: columns of the screen; a table that is wider goes on below, with its first column again.
+        every_stage: list all stages, however many they are.
     """
     width = max(width, NARROWEST)
-    return "\n".join([*headline(plan, width), "", *_stage_table(plan, width), "", *_memory_table(plan, width)])
+    listed = [*range(plan.K)] if every_stage else _listed(plan)
+    tables = [*_stage_table(plan, width, listed), "", *_memory_table(plan, width, listed)]
+    return "\n".join([*headline(plan, width), "", *tables])
+
+
+def plan_summary(plan: Plan, width: int = WIDTH) -> str:
+    """The plan without its stages: what it is, how fast, what is recomputed, and what fills the fullest device.
+
+    Args:
+        plan: what to report.
+        width: columns of the screen.
+    """
+    width = max(width, NARROWEST)
+    rank, slowest = fullest_rank(plan), slowest_stage(plan)
+    device, memory = plan.stages[rank].device, plan.device_memories[rank]
+    classes = ", ".join(
+        f"{name.replace('_', ' ')} {bytes_text(size)}" for name, size in memory.model_dump().items() if size
+    )
+    segments = [segment for stage in plan.stages for segment in stage.recompute]
+    redone = sum(segment.stop - segment.first for segment in segments)
+    lines = [
+        f"fullest device: {one_line(device.name)}, rank {rank}, {bytes_text(memory.total)} of "
+        f"{bytes_text(device.memory_bytes)}, {memory.total / device.memory_bytes:.0%}: {classes}",
+        f"recompute: {redone} of {plan.stages[-1].stop_layer} layers, in "
+        f"{sum(bool(stage.recompute) for stage in plan.stages)} of {plan.K} stages"
+        if segments
+        else "recompute: nothing, all activations are kept",
+        f"slowest stage: {slowest}, {' .. '.join(map(one_line, plan.stages[slowest].module_paths))}",
+    ]
+    return "\n".join([*headline(plan, width), *(part for line in lines for part in _wrapped(line, width))])
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    return textwrap.wrap(line, width, subsequent_indent="  ")
+
+
+def _listed(plan: Plan) -> list[int]:
+    """Stages that a screen has room for, and those that limit the step or the memory."""
+    if plan.K <= MOST_STAGES:
+        return [*range(plan.K)]
+    notable = {slowest_stage(plan), fullest_rank(plan)}
+    return sorted({*range(AT_EACH_END), *range(plan.K - AT_EACH_END, plan.K), *notable})
+
+
+def slowest_stage(plan: Plan) -> int:
+    """The first of the stages that compute longest for a micro-batch."""
+    times = [stage.times_at(max(plan.micro_batch_sizes)) for stage in plan.stages]
+    return max(range(plan.K), key=lambda k: times[k].forward_s + times[k].recompute_s + times[k].backward_s)
+
+
+def fullest_rank(plan: Plan) -> int:
+    """The first of the ranks whose device is fullest; its first stage has the same number."""
+    memories = plan.device_memories
+    return max(range(len(memories)), key=lambda rank: memories[rank].total / plan.stages[rank].device.memory_bytes)
+
+
+def _left_out(plan: Plan, listed: list[int]) -> str:
+    """A remark on the stages that are not listed."""
+    if len(listed) == plan.K:
+        return ""
+    return (
+        f"; {plan.K - len(listed)} of {plan.K} stages are left out: the slowest and the fullest are here, and "
+        "`autoplan show --every-stage` or to_frame() has all"
+    )
 
 
 def plan_frame(plan: Plan) -> pandas.DataFrame:
@@ -100,7 +168,7 @@ def headline(plan: Plan, width: int) -> list[str]:
             for skip, entry in zip(plan.skips, times, strict=True)
         )
         lines.append(f"values sent past the stages between: {ways}")
-    return [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent="  ")]
+    return [part for line in lines for part in _wrapped(line, width)]
 
 
 def _work_lines(plan: Plan) -> list[str]:
@@ -154,8 +222,9 @@ def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     return head, [_stage_row(plan, index, stage) for index, stage in enumerate(plan.stages)]
 
 
-def _stage_table(plan: Plan, width: int) -> list[str]:
-    head, rows = stage_rows(plan)
+def _stage_table(plan: Plan, width: int, listed: list[int]) -> list[str]:
+    head, every_row = stage_rows(plan)
+    rows = [every_row[stage] for stage in listed]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     room = width - sum(widths) - 2 * (len(widths) - 1)
     modules = head.index("modules")
@@ -166,11 +235,13 @@ def _stage_table(plan: Plan, width: int) -> list[str]:
             widths[column] -= cut
             room += cut
     paths = _distinct_paths(plan)
-    for row, (first, last) in zip(rows, paths, strict=True):
-        row[modules] = _range_text(first, last, widths[modules])
+    for row, stage in zip(rows, listed, strict=True):
+        row[modules] = _range_text(*paths[stage], widths[modules])
         row[device] = _shortened(row[device], widths[device])
     size = max(plan.micro_batch_sizes)
-    note = f"seconds of one micro-batch of {size} samples; memory, and its share of the device's"
+    note = (
+        f"seconds of one micro-batch of {size} samples; memory, and its share of the device's{_left_out(plan, listed)}"
+    )
     return [*_aligned([head, *rows], width, left={"device", "modules"}), *textwrap.wrap(note, width)]
 
 
@@ -196,8 +267,8 @@ def _range_text(first: str, last: str, width: int) -> str:
 def _short_path(path: str, width: int) -> str:
     """A module path that keeps what tells it apart, its numbers, and its last name where there is room for it.
 
-    >>> [_short_path("layers.15.self_attn.q_proj", width) for width in (20, 12, 9)]
-    ['15.self_attn.q_proj', '15..q_proj', 'layers.15']
+    >>> [_short_path("model.layers.15.self_attn.q_proj", width) for width in (20, 12, 9, 4)]
+    ['15.self_attn.q_proj', '15..q_proj', 'layers.15', '15']
     """
     parts = path.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
@@ -208,8 +279,14 @@ def _short_path(path: str, width: int) -> str:
             parts[place] = ""
     short = _joined(parts)
     if len(short) > width and numbers:
-        short = ".".join(path.split(".")[: numbers[-1] + 1])
+        numbered = path.split(".")[: numbers[-1] + 1]
+        short = next((text for text in map(".".join, _ends(numbered)) if len(text) <= width), numbered[-1])
     return _shortened(short, width)
+
+
+def _ends(parts: list[str]) -> Iterator[list[str]]:
+    """The whole, and what is left without the first, the first two and so on."""
+    return (parts[place:] for place in range(len(parts)))
 
 
 def _joined(parts: list[str]) -> str:
@@ -239,8 +316,9 @@ def _stage_row(plan: Plan, index: int, stage: Stage) -> list[str]:
     ]
 
 
-def _memory_table(plan: Plan, width: int) -> list[str]:
+def _memory_table(plan: Plan, width: int, listed: list[int]) -> list[str]:
     """A row for each stage, or for each rank where it has several."""
+    ranks = {plan.stages[stage].rank for stage in listed}
     deferred = any(memory.deferred for memory in plan.device_memories)
     names = [name for name in _CLASSES if deferred or name != "deferred"]
     head = ["rank" if plan.chunks > 1 else "stage", *(name.replace("_", " ") for name in names), "device"]
@@ -251,6 +329,7 @@ def _memory_table(plan: Plan, width: int) -> list[str]:
             bytes_text(plan.stages[index].device.memory_bytes),
         ]
         for index, memory in enumerate(plan.device_memories)
+        if index in ranks
     ]
     return ["predicted peak memory", *_aligned([head, *rows], width, left=set())]
 

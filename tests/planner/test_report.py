@@ -1,8 +1,13 @@
+import re
+from typing import Any
+
 import pytest
 
 from planner.from_profile import plan_from_profile
 from planner.plan.bubble import bubble_parts
-from planner.plan.report import plan_report
+from planner.plan.plan import Plan
+from planner.plan.report import plan_report, plan_summary
+from planner.plan.stage import Segment
 from profiler.device import Link
 
 GOLDEN = """\
@@ -56,6 +61,45 @@ def test_the_report_is_as_wide_as_the_screen(profile_of, device, width):
     assert max(len(line) for line in text.splitlines()) <= width
     words = set(str(plan_of(profile_of, device)).split())
     assert {word for word in words if word[0].isdigit()} <= set(text.split())  # narrower, and complete
+
+
+def with_stages(plan: Plan, count: int) -> Plan:
+    """The same plan with so many stages, each a copy of the first; of these 7 is the slowest and 11 the fullest."""
+    first = plan.stages[0]
+    slow = tuple(entry.model_copy(update={"backward_s": 9.0}) for entry in first.times)
+    full = first.memory.model_copy(update={"activations": first.memory.activations + 1000})
+    changes: dict[int, dict[str, Any]] = {7: {"times": slow}, 11: {"memory": full}}
+    stages = (
+        first.model_copy(update={"first_layer": k, "stop_layer": k + 1, "rank": k, **changes.get(k, {})})
+        for k in range(count)
+    )
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+@pytest.mark.parametrize(("count", "shown"), [(16, [*range(16)]), (64, [*range(4), 7, 11, *range(60, 64)])])
+def test_of_many_stages_those_are_listed_that_matter(profile_of, device, count, shown):
+    """The report of 64 stages had 280 lines of 80 columns."""
+    plan = with_stages(plan_of(profile_of, device), count)
+    parts = plan_report(plan, 80).partition("predicted peak memory")
+    for part in (parts[0], parts[2]):
+        numbers = re.findall(r"^ *(\d+)  ", part, re.MULTILINE)
+        assert numbers == 2 * [*map(str, shown)]  # each table goes on below
+    assert ("are left out" in parts[0]) == (count > 16)
+    whole = plan_report(plan, 80, every_stage=True)
+    assert sum(line.split()[:1] == ["40"] for line in whole.splitlines()) == (4 if count > 16 else 0)
+
+
+def test_a_summary_says_what_limits_and_what_is_recomputed(profile_of, device):
+    plan = with_stages(plan_of(profile_of, device), 64)
+    stages = list(plan.stages)
+    stages[3] = stages[3].model_copy(update={"recompute": (Segment(first=3, stop=4),)})
+    text = plan_summary(plan.model_copy(update={"stages": tuple(stages)}), 80)
+    words = " ".join(text.split())
+    assert "fullest device: cuda:0, rank 11, 1.34 MiB of 1.53 MiB, 88%: parameters 3.91 KiB, gradients" in words
+    assert "recompute: 1 of 64 layers, in 1 of 64 stages" in words
+    assert "slowest stage: 7, " in words
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) < 24  # a screen
 
 
 def test_the_bubble_is_that_of_filling_and_draining_and_of_imbalance(profile_of, device):

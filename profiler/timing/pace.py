@@ -1,6 +1,6 @@
 """How fast a device is while layers are timed: a reference kernel between the laps, by which drift is divided out.
 
-    watch = PacedStopwatch(backend_of(device).stopwatch(device), device)
+    watch = PacedStopwatch(backend_of(device).stopwatch(device), device, memory_bytes)
     watch.lap(forward)
     (forward_s,) = watch.take()          # as if the device had been as fast as it usually was
     watch.to_usual, watch.slowdown       # known when all is timed
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 from typing import TypeVar
 
 import numpy as np
@@ -23,8 +24,11 @@ from torch import Tensor
 from profiler.machine.stopwatches import Stopwatch
 
 T = TypeVar("T")
-SIDES = (192, 384, 768, 1536, 3072)
-"""Of the reference's square matrices; the first that takes `LEAST_S` is taken."""
+SIDES = (32, 192, 384, 768, 1536, 3072)
+"""Of the reference's square matrices; the first that takes `LEAST_S` is taken, or the largest that there is
+room for."""
+ROOM_SHARE = 1 / 16
+"""Of the memory in which layers are timed, at most for the reference; the smallest needs 8 KiB."""
 LEAST_S = 1e-4
 """Of the reference: far more than its launch, and less than a system's scheduler leaves a core to others [chosen]."""
 EVERY = 30
@@ -35,16 +39,10 @@ STEADY = 0.08
 """A pace within this share of the first is noise of the reference, and divided out it would be noise of the layers."""
 
 
-def _reference(watch: Stopwatch, device: torch.device) -> Callable[[], Tensor]:
-    """A product of matrices, to be called."""
-    for side in SIDES:
-        factor = torch.full((side, side), 1.0 / side, device=device)
-        product = partial(torch.matmul, factor, factor)
-        for _ in range(3):
-            watch.lap(product)
-        if min(watch.take()) >= LEAST_S:
-            break
-    return product
+def _products(factor: Tensor, times: int) -> None:
+    """The same product of matrices several times."""
+    for _ in range(times):
+        torch.matmul(factor, factor)
 
 
 class PacedStopwatch:
@@ -53,11 +51,26 @@ class PacedStopwatch:
     Args:
         watch: that times.
         device: where the calls compute.
+        memory_bytes: what may be occupied there, of which the reference takes `ROOM_SHARE`.
+
+    Attributes:
+        reference_bytes: what the reference occupies while this lives.
     """
 
-    def __init__(self, watch: Stopwatch, device: torch.device) -> None:
+    def __init__(self, watch: Stopwatch, device: torch.device, memory_bytes: int) -> None:
         self._watch = watch
-        self._reference = _reference(watch, device)
+        for side in SIDES:
+            if side > SIDES[0] and _bytes_of(side) > ROOM_SHARE * memory_bytes:
+                break
+            factor = torch.full((side, side), 1.0 / side, device=device)
+            once = partial(_products, factor)
+            for _ in range(3):
+                watch.lap(partial(once, 1))
+            took_s = min(watch.take())
+            self.reference_bytes = _bytes_of(side)
+            self._reference = partial(once, max(1, ceil(LEAST_S / took_s)) if took_s > 0 else 1)
+            if took_s >= LEAST_S:
+                break
         for _ in range(FIRST):
             watch.lap(self._reference)
         self._paces = watch.take()
@@ -110,6 +123,11 @@ class PacedStopwatch:
         self._watch.lap(self._reference)
         self._is_reference.append(True)
         self._last = time.perf_counter()
+
+
+def _bytes_of(side: int) -> int:
+    """Of a square matrix and its product with itself."""
+    return 2 * 4 * side**2
 
 
 def _usual(seconds: Sequence[float]) -> float:

@@ -157,14 +157,15 @@ class _Turns:
         self._device = layers.device
         self._refusals = refusals
         self._backend = backend_of(layers.device)
-        self._watch = PacedStopwatch(self._backend.stopwatch(layers.device), layers.device)
+        self._watch = PacedStopwatch(self._backend.stopwatch(layers.device), layers.device, layers.memory_bytes)
         self._sweep_done = sweep_done
         self._sweeps: dict[int, _Sweep] = {}
         self._laps: dict[int, _Laps] = {}
         most_enqueued = self._backend.most_enqueued
         launches = [0 if most_enqueued is None else len(layer.operations) for layer in sequence.layers]
         placed = [layers.pool.bytes_of(index) for index in range(len(sequence))]
-        limits = (layers.memory_bytes, most_enqueued or 0, layers.pool.capacity_bytes)
+        memory_bytes = layers.memory_bytes - self._watch.reference_bytes
+        limits = (memory_bytes, most_enqueued or 0, layers.pool.capacity_bytes)
         for size, runner in layers.runners.items():
             held = [sum(pair) for pair in zip(layers.kept_bytes[size], placed, strict=True)]
             runs = windows(swept_layers(self._keys, held), list(zip(held, launches, placed, strict=True)), limits)

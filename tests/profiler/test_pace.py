@@ -56,7 +56,7 @@ class MadeUp:
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[MadeUp], tuple[list[float], PacedStopwatch]]:
     def measure(made_up: MadeUp) -> tuple[list[float], PacedStopwatch]:
         monkeypatch.setattr("profiler.timing.pace.time.perf_counter", lambda: made_up.now)
-        watch = PacedStopwatch(made_up, HERE)
+        watch = PacedStopwatch(made_up, HERE, 2**20)
         found = []
         for _ in range(60):
             for _ in range(20):

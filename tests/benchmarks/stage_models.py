@@ -14,6 +14,7 @@ from tests.coverage.model_list import hugging_face
 from tests.models.amoebanet import AmoebaNet
 from tests.models.densenet import DenseNet
 from tests.models.gnmt import GNMT
+from tests.models.mixture_of_experts import MixtureOfExperts
 from tests.models.unet import UNet
 
 BATCH = 16
@@ -88,6 +89,16 @@ def _t5() -> Model:
     return Model(case.model.train(), case.sample)
 
 
+def _wide_vocabulary() -> Model:
+    ids = _tokens(50_000, 32)
+    return Model(GPT(Config(vocabulary=50_000, context=32, width=96, blocks=8)), ids, next_token_loss, ids)
+
+
+def _experts() -> Model:
+    ids = _tokens(256, 64)
+    return Model(MixtureOfExperts(width=96, blocks=4, experts=4), {"ids": ids, "labels": ids.clone()})
+
+
 def _densenet() -> Model:
     model = DenseNet(growth=16, blocks=(4, 6, 4), num_classes=10)
     return Model(model, _images(64), functional.cross_entropy, _classes())
@@ -108,6 +119,8 @@ def _lstm() -> Model:
 
 MODELS: Mapping[str, Callable[[], Model]] = {
     "GPT": _gpt,
+    "GPT of 50k words": _wide_vocabulary,
+    "mixture of experts": _experts,
     "Llama": _llama,
     "T5": _t5,
     "DenseNet": _densenet,
@@ -115,6 +128,8 @@ MODELS: Mapping[str, Callable[[], Model]] = {
     "AmoebaNet-D": _amoebanet,
     "LSTM (GNMT)": _lstm,
 }
+UNLIKE = ("GPT of 50k words", "T5", "AmoebaNet-D", "U-Net", "DenseNet", "LSTM (GNMT)", "mixture of experts")
+"""Those that have little in common."""
 
 
 def build(name: str) -> Model:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas
@@ -26,6 +27,7 @@ from planner import Plan, plan_from_profile
 from profiler import profile, trace
 from profiler.machine.local import local_devices
 from profiler.tracing.sample import call_arguments
+from tests.benchmarks.kept_rows import kept
 from tests.benchmarks.test_schedule_gains import subject
 
 MODELS = ("demo's GPT", "T5", "DenseNet")
@@ -103,7 +105,12 @@ def row(name: str, load: str) -> dict[str, Any]:
 
 @pytest.mark.benchmark
 def test_steps_lie_where_the_doubt_says() -> None:
-    rows = [row(name, load) for _ in range(REPEATS) for name in MODELS for load in LOADS]
+    rows = [
+        kept(f"doubt {name} {load} {number}", partial(row, name, load))
+        for number in range(REPEATS)
+        for name in MODELS
+        for load in LOADS
+    ]
     frame = pandas.DataFrame(rows)
     print("\n" + frame.to_string(float_format=lambda value: f"{value:.4g}"))
     by = frame.groupby("load", sort=False)[["inside", "wide", "warned"]].mean()

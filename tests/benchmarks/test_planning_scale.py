@@ -1,0 +1,93 @@
+"""What do trace, profile and plan take, in seconds and memory, from 12 to 400 blocks and from 2 to 1,024 devices?
+
+    OMP_NUM_THREADS=1 python -m pytest -m benchmark -o faulthandler_timeout=0 tests/benchmarks/test_planning_scale.py -s
+
+A GPT of width 1024 on the meta device, for A100s by data sheets, with the defaults of every call. Each case runs in a
+process of its own, on one thread; seconds are the processor's. The table is in planning_scale.md.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+
+from tests.benchmarks.kept_rows import kept
+
+REPOSITORY = Path(__file__).parents[2]
+BATCH = 1024
+CASES = [(blocks, 8) for blocks in (12, 48, 96, 200, 400)]
+CASES += [(96, devices) for devices in (2, 32, 128, 1024)]
+CASES += [(400, 64), (400, 1024)]
+SECONDS_AT_MOST = float(os.environ.get("SECONDS_AT_MOST", "200"))
+"""For a case; the phases until then are shown."""
+
+PROGRAM = """
+import json, resource, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch
+from gpt import GPT, Config, next_token_loss
+from planner import plan_from_profile
+from profiler import profile, trace
+from profiler.device import Cluster
+
+blocks, devices, batch = map(int, sys.argv[1:])
+with torch.device("meta"):
+    model = GPT(Config(vocabulary=50257, context=1024, width=1024, heads=16, blocks=blocks))
+    ids = torch.zeros(4, 1024, dtype=torch.int64)
+    trace(torch.nn.Linear(2, 2), torch.zeros(2, 2))  # what the first trace in a process loads
+cluster = Cluster.of(f"{devices}xA100-80GB", link="nvlink3")
+row = {}
+def done(what, begun):
+    row[what + ", s"] = time.process_time() - begun
+    row[what + ", GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps(row), flush=True)
+    return time.process_time()
+now = done("imports", 0.0)
+sequence = trace(model, ids, stages=devices)
+now = done("trace", now)
+found = profile(
+    sequence, cluster, batch_size=batch, loss_fn=next_token_loss, target=ids, progress=False, cache=False
+)
+now = done("profile", now)
+plan = plan_from_profile(found, cluster, batch_size=batch)
+now = done("plan", now)
+row.update(layers=len(sequence), K=plan.K, R=plan.replicas, M=plan.M, schedule=plan.schedule, gap=plan.prediction.gap)
+print(json.dumps(row))
+"""
+
+
+def row(blocks: int, devices: int) -> dict[str, Any]:
+    """Of the table."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(blocks), str(devices), str(BATCH)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/notebooks/demo", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        printed, _ = running.communicate(timeout=SECONDS_AT_MOST)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        printed, _ = running.communicate()
+    else:
+        assert not running.returncode
+    return {"blocks": blocks, "devices": devices, **json.loads(printed.splitlines()[-1])}
+
+
+@pytest.mark.benchmark
+def test_planning_grows_no_faster_than_the_model() -> None:
+    rows = []
+    for case in CASES:
+        rows.append(kept(f"scale {case}", partial(row, *case)))
+        print(rows[-1], flush=True)
+    frame = pandas.DataFrame(rows)
+    with pandas.option_context("display.width", 250, "display.max_columns", 30):
+        print(f"\n{frame.to_string(index=False, float_format='{:.3g}'.format)}")
+    assert frame["gap"].notna().all(), "each case ends in time"

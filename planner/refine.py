@@ -12,9 +12,11 @@ seen (the optimizer, links that nobody waited for) stays as it was.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isclose, isfinite
+from numbers import Real
+from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
 from planner.cost.layer_costs import fingerprint_of
@@ -22,6 +24,7 @@ from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import SkipTimes, Stage, StageTimes
 from planner.plan.units import seconds_text
+from planner.settings import MICRO_BATCHES_PER_STAGE
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError, ForeignPlanError
 from profiler.record import LayerCost, Profile
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 _Times = TypeVar("_Times", StageTimes, SkipTimes)
 COLUMNS = ("stage", "what", "predicted", "measured")
 PASSES = ("forward_s", "recompute_s", "backward_s", "weight_s")
+SAME = 1e-6
+"""Relative difference of a prediction in a table from the plan's, at most."""
 MEASURED_ERROR = 0.1
 """Of times that came from a data sheet and were scaled by what was measured of their kind of device [chosen]."""
 
@@ -90,7 +95,8 @@ def refined(
         measured: what `Pipeline.measured()` returned; columns `stage`, `what`, `predicted` and `measured`.
         profile: what the plan was made from, which a plan made in this process knows itself.
         devices: what may be used; the plan's own by default.
-        settings: see `planner.settings.SettingKeywords`.
+        settings: see `planner.settings.SettingKeywords`; replicas, chunks, skips and the fewest micro-batches a stage
+            are the plan's own where they are not given. A limit of memory is not part of a plan: give it again.
 
     Raises:
         ArgumentError: the plan does not know its profile, or the table is none of `measured()`, or of no step.
@@ -114,7 +120,8 @@ def refined(
         given = devices
     from planner.from_profile import plan_from_profile
 
-    new = plan_from_profile(better, given, batch_size=plan.batch_size, optimizer=plan.optimizer, **settings)
+    asked: SettingKeywords = {**_settings_of(plan, settings.get("schedule", plan.schedule)), **settings}
+    new = plan_from_profile(better, given, batch_size=plan.batch_size, optimizer=plan.optimizer, **asked)
     now_s = simulate_plan(_scaled_plan(plan, ratios)).step_s
     doubt = new.prediction.doubt
     return Refined(
@@ -124,6 +131,17 @@ def refined(
         gain=max(0.0, 1 - new.prediction.step_s / now_s),
         doubt=doubt.step_more if doubt is not None else 0.0,
     )
+
+
+def _settings_of(plan: Plan, schedule: str) -> SettingKeywords:
+    """What a plan shows of the settings that it was made with, so that a plan like itself is among those searched."""
+    fewest = min(MICRO_BATCHES_PER_STAGE, max(1, plan.M // plan.ranks))
+    found: SettingKeywords = {"replicas": plan.replicas, "micro_batches_per_stage": fewest}
+    if plan.chunks > 1 and schedule == plan.schedule:
+        found["chunks"] = "auto"
+    if plan.skips and schedule == plan.schedule:
+        found["skips"] = "direct"
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,21 +160,14 @@ class _Ratios:
 
     @classmethod
     def of(cls, plan: Plan, measured: pandas.DataFrame) -> _Ratios:
-        missing = [name for name in COLUMNS if name not in getattr(measured, "columns", ())]
-        if missing:
-            raise ArgumentError(f"measured has no column {missing[0]!r}; pass what Pipeline.measured() returns")
         stages: list[dict[str, float]] = [{} for _ in plan.stages]
         kinds: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
         sent: list[tuple[float, float]] = []
-        for stage, what, predicted_s, seconds in measured[list(COLUMNS)].itertuples(index=False):
-            if stage >= plan.K:
-                raise ForeignPlanError(f"measured has stage {stage}, and the plan has {plan.K} stages")
-            if not (isfinite(seconds) and isfinite(predicted_s) and seconds > 0 and predicted_s > 0):
-                continue
+        for stage, what, predicted_s, seconds in _seen(plan, measured):
             if what in PASSES:
                 stages[stage][what] = seconds / predicted_s
                 kinds[plan.stages[stage].device.kind][what].append((seconds, predicted_s))
-            elif what.endswith(("send_forward_s", "send_backward_s")):
+            else:
                 sent.append((seconds, predicted_s))
         if not any(stages):
             raise ArgumentError("measured holds no pass of any stage; train a step before Pipeline.measured() is asked")
@@ -178,6 +189,40 @@ _ALIKE = {
     "backward_s": ("forward_s",),
     "weight_s": ("backward_s", "forward_s"),
 }
+
+
+def _seen(plan: Plan, measured: pandas.DataFrame) -> Iterator[tuple[int, str, float, float]]:
+    """Stage, what, predicted and measured seconds of the passes and transfers that took time.
+
+    Raises:
+        ArgumentError: the table is none of `Pipeline.measured()`.
+        ForeignPlanError: it is that of another plan.
+    """
+    missing = [name for name in COLUMNS if name not in getattr(measured, "columns", ())]
+    if missing:
+        raise ArgumentError(f"measured has no column {missing[0]!r}; pass what Pipeline.measured() returns")
+    for stage, what, predicted_s, seconds in measured[list(COLUMNS)].itertuples(index=False):
+        sends = str(what).endswith(("send_forward_s", "send_backward_s"))
+        if what not in PASSES and not sends:
+            continue
+        numbers = (stage, predicted_s, seconds)
+        if not all(isinstance(number, Real) for number in numbers) or stage != stage // 1 or stage < 0:
+            raise ArgumentError(
+                f"measured has a row of stage {stage!r}, {what}, {predicted_s!r}, {seconds!r}; stages are counted from "
+                "0 and the others are seconds: pass what Pipeline.measured() returns"
+            )
+        if stage >= plan.K:
+            raise ForeignPlanError(f"measured has stage {stage}, and the plan has {plan.K} stages")
+        if not (isfinite(seconds) and isfinite(predicted_s) and seconds > 0 and predicted_s > 0):
+            continue
+        if not sends:
+            of_plan = [getattr(plan.stages[int(stage)].times_at(size), what) for size in plan.micro_batch_sizes]
+            if not isclose(predicted_s, fmean(of_plan), rel_tol=SAME):
+                raise ForeignPlanError(
+                    f"measured says that {what} of stage {stage} was predicted to be {predicted_s:.6g}, and the plan "
+                    f"predicts {fmean(of_plan):.6g}; pass what a Pipeline of this plan measured"
+                )
+        yield int(stage), what, float(predicted_s), float(seconds)
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:

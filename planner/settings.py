@@ -37,6 +37,8 @@ SkipMode: TypeAlias = Literal["relayed", "direct"]
 MemoryLimit: TypeAlias = int | Sequence[int | None] | Mapping[str, int]
 WhichDevice: TypeAlias = str | int
 
+MICRO_BATCHES_PER_STAGE = 4
+"""By default, see there."""
 _MOST = {
     "chunks": MOST_CHUNKS,
     "stages": MOST_LAYERS,
@@ -135,7 +137,7 @@ class Settings:
     stages: int | None = None
     max_stages: int
     micro_batches: int | None = None
-    micro_batches_per_stage: int = 4
+    micro_batches_per_stage: int = MICRO_BATCHES_PER_STAGE
     micro_batch_sizes: frozenset[int] | None = None
     replicas: int | None = 1
     memory_limits: tuple[int, ...]

@@ -20,6 +20,7 @@ from typing import Any
 
 import pandas
 import pytest
+import torch
 import torch.distributed as dist
 
 from executor import Pipeline, launch
@@ -29,7 +30,9 @@ from profiler import Cluster, LayerSequence, Profile, profile, trace
 from profiler.machine.local import local_devices
 from profiler.tracing.sample import call_arguments
 from tests.benchmarks.kept_rows import kept
+from tests.benchmarks.others_load import OthersLoad
 from tests.benchmarks.stage_models import Model
+from tests.benchmarks.test_doubt import NEARLY_ALONE, TRIES
 from tests.benchmarks.test_schedule_gains import subject
 
 MODELS = ("demo's GPT", "T5", "DenseNet")
@@ -41,19 +44,36 @@ SHEET = "2xA100-40GB"
 CLOSE = 0.15
 
 
-def trained(plan: Plan, name: str) -> tuple[float, pandas.DataFrame | None]:
-    """Median seconds of a step before the optimizer's, and what the pipeline measured."""
+def trained(plan: Plan, name: str) -> tuple[list[float], float, pandas.DataFrame | None]:
+    """Seconds of steps before the optimizer's, how many cores others used, and what the pipeline measured."""
     model, _ = subject(name)
     args, kwargs = call_arguments(model.sample)
     pipe = Pipeline(model.model, plan, loss_fn=model.loss_fn, compare_first_step=False, replan=None)
-    found = []
-    for _ in range(STEPS):
-        model.model.zero_grad()
-        dist.barrier()
-        begun_s = time.perf_counter()
+    for _ in range(2):
         pipe.step(*args, target=model.target, **kwargs)
-        found.append(time.perf_counter() - begun_s)
-    return median(found[2:]), pipe.measured()
+    found = []
+    own_s = time.process_time()
+    with OthersLoad() as others:
+        for _ in range(STEPS):
+            model.model.zero_grad()
+            dist.barrier()
+            begun_s = time.perf_counter()
+            pipe.step(*args, target=model.target, **kwargs)
+            found.append(time.perf_counter() - begun_s)
+    everyones_s = torch.tensor(time.process_time() - own_s)
+    dist.all_reduce(everyones_s)
+    return found, others.cores(everyones_s.item()), pipe.measured()
+
+
+def alone(plan: Plan, name: str) -> tuple[float, float, pandas.DataFrame]:
+    """The median step of the slowest process, while nobody else computed, or nearly so."""
+    tries = []
+    for _ in range(TRIES):
+        ranks = launch(trained, plan, (name,), timeout_s=60)
+        tries.append((median(max(pair) for pair in zip(*(steps for steps, *_ in ranks), strict=True)), *ranks[0][1:]))
+        if tries[-1][1] <= NEARLY_ALONE:
+            break
+    return min(tries, key=lambda one: one[1])
 
 
 def profiled(source: str, model: Model, sequence: LayerSequence, batch_size: int, cluster: Cluster) -> Profile:
@@ -66,8 +86,8 @@ def profiled(source: str, model: Model, sequence: LayerSequence, batch_size: int
         here = {"device_kind": cluster.devices[0].kind}
         return found.model_copy(
             update={
-                "costs": tuple(cost.model_copy(update=here) for cost in found.costs),
-                "estimates": tuple(estimate.model_copy(update=here) for estimate in found.estimates),
+                name: tuple(entry.model_copy(update=here) for entry in getattr(found, name))
+                for name in ("costs", "estimates", "optimizers")
             }
         )
     rival = subprocess.Popen([sys.executable, "-c", RIVAL.format(core=min(os.sched_getaffinity(0)))])
@@ -85,10 +105,9 @@ def row(name: str, source: str) -> dict[str, Any]:
     found = profiled(source, model, sequence, batch_size, cluster)
     asked: Any = {"stages": K, "micro_batches": M, "schedule": "1f1b"}
     plan = plan_from_profile(found, cluster, batch_size=batch_size, **asked)
-    ranks = launch(trained, plan, (name,), timeout_s=60)
-    before_s = max(seconds for seconds, _ in ranks)
-    again = refined(plan, ranks[0][1], found, cluster, **asked)
-    after_s = max(seconds for seconds, _ in launch(trained, again.plan, (name,), timeout_s=60))
+    before_s, others, measured = alone(plan, name)
+    again = refined(plan, measured, found, cluster, **asked)
+    after_s, others_later, _ = alone(again.plan, name)
     one, other = _passes_s(plan), _passes_s(again.plan)
     return {
         "model": name, "profile": source,
@@ -97,7 +116,7 @@ def row(name: str, source: str) -> dict[str, Any]:
         "mended, s": again.now_s - plan.prediction.optimizer_s,
         "measured / mended": before_s / (again.now_s - plan.prediction.optimizer_s),
         "new plan, s": other, "its measured, s": after_s, "its measured / predicted": after_s / other,
-        "gain said": again.gain, "gain measured": 1 - after_s / before_s,
+        "gain said": again.gain, "gain measured": 1 - after_s / before_s, "others, cores": max(others, others_later),
     }  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m pytest -m benchmark -o faulthandler_timeout=0 tests/benchmarks/test_planning_scale.py -s
 
-A GPT of width 1024 on the meta device, for A100s by data sheets, with the defaults of every call. Each case runs in a
-process of its own, on one thread; seconds are the processor's. The table is in planning_scale.md.
+A GPT of width 1024 on the meta device, for A100s by data sheets, batch 1024. "1f1b" searches that schedule to its end,
+"auto" all schedules for 10 s. Each case runs in a process of its own, on one thread; seconds are the processor's. The
+table is in planning_scale.md.
 """
 
 import json
@@ -24,7 +25,7 @@ BATCH = 1024
 CASES = [(blocks, 8) for blocks in (12, 48, 96, 200, 400)]
 CASES += [(96, devices) for devices in (2, 32, 128, 1024)]
 CASES += [(400, 64), (400, 1024)]
-SECONDS_AT_MOST = float(os.environ.get("SECONDS_AT_MOST", "200"))
+SECONDS_AT_MOST = float(os.environ.get("SECONDS_AT_MOST", "150"))
 """For a case; the phases until then are shown."""
 
 PROGRAM = """
@@ -55,10 +56,13 @@ found = profile(
     sequence, cluster, batch_size=batch, loss_fn=next_token_loss, target=ids, progress=False, cache=False
 )
 now = done("profile", now)
-plan = plan_from_profile(found, cluster, batch_size=batch)
-now = done("plan", now)
-row.update(layers=len(sequence), K=plan.K, R=plan.replicas, M=plan.M, schedule=plan.schedule, gap=plan.prediction.gap)
-print(json.dumps(row))
+row["layers"] = len(sequence)
+for what, asked in ("1f1b", {"schedule": "1f1b"}), ("auto", {"time_limit_s": 10.0}):
+    plan = plan_from_profile(found, cluster, batch_size=batch, **asked)
+    row[what] = f"{plan.schedule}, K = {plan.K}, M = {plan.M}"
+    row[what + ", gap"] = plan.prediction.gap
+    row[what + ", step s"] = plan.prediction.step_s
+    now = done(what, now)
 """
 
 
@@ -90,4 +94,4 @@ def test_planning_grows_no_faster_than_the_model() -> None:
     frame = pandas.DataFrame(rows)
     with pandas.option_context("display.width", 250, "display.max_columns", 30):
         print(f"\n{frame.to_string(index=False, float_format='{:.3g}'.format)}")
-    assert frame["gap"].notna().all(), "each case ends in time"
+    assert frame["auto, gap"].notna().all(), "each case ends in time"

@@ -134,5 +134,27 @@ def test_what_cannot_be_used_is_refused() -> None:
         plan.refined(seen.drop(columns="what"))
     with pytest.raises(ArgumentError, match="no pass of any stage"):
         plan.refined(seen.assign(measured=float("nan")))
+    for stage in (-1, 0.5, float("nan"), "0"):  # a stage of -1 was the last one, the others ended in a TypeError
+        with pytest.raises(ArgumentError, match="stages are counted from 0"):
+            plan.refined(seen.assign(stage=stage))
+    with pytest.raises(ArgumentError, match="the others are seconds"):
+        plan.refined(seen.assign(measured="fast"))
+    with pytest.raises(ForeignPlanError, match=r"was predicted to be .* and the plan predicts"):
+        plan.refined(seen.assign(predicted=2 * seen["predicted"]))
     with pytest.raises(ForeignPlanError, match="has stage 7, and the plan has 2 stages"):
         plan.refined(seen.assign(stage=7))
+
+
+def test_a_plan_like_itself_is_searched() -> None:
+    """Of a plan with replicas, chunks or few micro-batches, others were searched only: its own was no choice."""
+    right = known(ONES, ONES, 1.0)
+    cluster = Cluster(devices=DEVICES[:2] * 2, link=right.links[0])
+    for settings in (
+        {"replicas": 2, "stages": 2, "micro_batches": 8},
+        {"schedule": "interleaved", "chunks": 2, "micro_batches": 16},
+        {"stages": 4, "micro_batches": 4, "micro_batches_per_stage": 1},
+    ):
+        plan = plan_from_profile(right, cluster, batch_size=16, **settings)  # type: ignore[arg-type]
+        found = plan.refined(frame(plan, lambda *_: 1.0))
+        assert found.plan.replicas == plan.replicas
+        assert found.plan.prediction.step_s <= plan.prediction.step_s * (1 + 1e-9)

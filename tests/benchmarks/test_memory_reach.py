@@ -1,0 +1,189 @@
+"""What is the largest model that trains in 1 GiB a worker? GPipe's table 1 in spirit, enforced by the system.
+
+    OMP_NUM_THREADS=1 python -m pytest -m benchmark -o faulthandler_timeout=0 tests/benchmarks/test_memory_reach.py -s
+
+Each process may have 1 GiB of data (RLIMIT_DATA: heap, private mappings, stacks), the interpreter and torch included;
+what exceeds it fails to be allocated. A model trains if 3 steps with AdamW pass: as plain PyTorch, with K = 1, where
+only recompute and micro-batches help, and with K = 2 and 4, each planned by `autoplan` from the model on meta tensors.
+The planner is told what is left of 1 GiB in a worker that has trained a tiny model. Sizes grow until there is no plan.
+The table is in memory_reach.md.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from gpt import GPT, Config, next_token_loss
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor import Pipeline, launch
+from planner import InfeasibleError, Plan, PlanError, autoplan
+from profiler.run.loss import LossFunction
+from tests.benchmarks.kept_rows import kept
+from tests.models.amoebanet import AmoebaNet
+
+REPOSITORY = Path(__file__).parents[2]
+LIMIT_BYTES = 2**30
+STEPS = 3
+STAGES = (1, 2, 4)
+PLAIN = "plain PyTorch"
+MODELS = os.environ.get("MODELS", "GPT,AmoebaNet-D").split(",")
+FINENESS = 1.08
+"""Sizes that differ by less are not told apart."""
+
+
+def model_of(name: str, size: int) -> nn.Module:
+    """A GPT of so many blocks, or an AmoebaNet-D of three times so many normal cells."""
+    if name == "GPT":
+        return GPT(Config(vocabulary=256, context=64, width=384, heads=6, blocks=size, dropout=0.0))
+    return AmoebaNet(3 * size, 128, 10)
+
+
+def data_of(name: str) -> tuple[Tensor, Tensor, LossFunction]:
+    """A mini-batch and the loss."""
+    torch.manual_seed(0)
+    if name == "GPT":
+        ids = torch.randint(256, (32, 64))
+        return ids, ids, next_token_loss
+    return torch.randn(32, 3, 64, 64), torch.randint(10, (32,)), functional.cross_entropy
+
+
+def parameters_of(name: str, size: int) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model_of(name, size).parameters())
+
+
+def limited() -> None:
+    """No more data than `LIMIT_BYTES` in this process."""
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+
+
+def data_bytes() -> int:
+    """What the limit counts, of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmData"))
+
+
+def train_plain(name: str, size: int) -> None:
+    """Some steps without a pipeline; run in a process of its own."""
+    limited()
+    model = model_of(name, size)
+    x, y, loss_fn = data_of(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+
+
+def train(plan: Plan, name: str, size: int) -> tuple[float, int]:
+    """Some steps of a worker: the last loss, and the bytes of data in the end."""
+    limited()
+    with torch.device("meta"):
+        model = model_of(name, size)
+    x, y, loss_fn = data_of(name)
+    pipe = Pipeline(model, plan, loss_fn=loss_fn, compare_first_step=False, replan=None)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = pipe.step(x, target=y)
+        optimizer.step()
+    return float(loss), data_bytes()
+
+
+def plan_of(name: str, size: int, stages: int, limit_bytes: int | None) -> Plan:
+    x, y, loss_fn = data_of(name)
+    with torch.device("meta"):
+        model = model_of(name, size)
+    return autoplan(
+        model, x, ["cpu"] * stages, batch_size=len(x), loss_fn=loss_fn, target=y, stages=stages,
+        memory_limit=limit_bytes, time_budget_s=5.0, progress=False,
+    )  # fmt: skip
+
+
+def left_bytes() -> int:
+    """Of the limit in a worker that has trained a small model."""
+    taken = [bytes_ for _, bytes_ in launch(train, plan_of("GPT", 2, 2, None), ("GPT", 2))]
+    return LIMIT_BYTES - max(taken)
+
+
+def trains_plain(name: str, size: int) -> bool:
+    program = f"from tests.benchmarks.test_memory_reach import train_plain; train_plain({name!r}, {size})"
+    path = f"{REPOSITORY}:{REPOSITORY}/notebooks/demo"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert not done.returncode or "allocate memory" in done.stderr or "MemoryError" in done.stderr, done.stderr
+    return not done.returncode
+
+
+def fits(name: str, size: int, stages: int, limit_bytes: int) -> bool:
+    try:
+        plan_of(name, size, stages, limit_bytes)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def largest(possible: Callable[[int], bool]) -> int:
+    """The largest size that is possible, to `FINENESS`."""
+    low, high = 0, 4
+    while possible(high):
+        low, high = high, 2 * high
+    while high - low > 1 and high > FINENESS * low:
+        middle = (low + high) // 2
+        low, high = (middle, high) if possible(middle) else (low, middle)
+    return low
+
+
+def reach(name: str, stages: int, limit_bytes: int) -> dict[str, Any]:
+    """The row of a model and a number of workers; no stages: plain PyTorch."""
+    if not stages:
+        size = largest(lambda one: kept(f"plain {name} {one}", partial(trains_plain, name, one)))
+        return {"model": name, "with": PLAIN, "size": size, "parameters": parameters_of(name, size)}
+    planned = largest(lambda one: kept(f"fits {name} {stages} {one}", partial(fits, name, one, stages, limit_bytes)))
+    size, said = planned, []
+    while size > 0:
+        plan = plan_of(name, size, stages, limit_bytes)
+        try:
+            ranks = launch(train, plan, (name, size), timeout_s=240)
+            break
+        except PlanError as problem:
+            said.append(f"{size}: {str(problem)[:200]}")
+            size = min(size - 1, int(size * 0.95))
+    return {
+        "model": name, "with": f"K = {stages}", "size": size, "parameters": parameters_of(name, size),
+        "planned": planned, "failed": said, "plan": f"{plan.schedule}, M = {plan.M}",
+        "data, MiB": [round(bytes_ / 2**20) for _, bytes_ in ranks], "loss": ranks[-1][0],
+    }  # fmt: skip
+
+
+@pytest.mark.benchmark
+def test_more_workers_train_larger_models() -> None:
+    limit_bytes = kept("left", left_bytes)
+    print(f"\nleft of a worker's 1 GiB: {limit_bytes / 2**20:.0f} MiB")
+    rows = []
+    for name in MODELS:
+        for stages in (0, *STAGES):
+            rows.append(kept(f"reach {name} {stages}", partial(reach, name, stages, limit_bytes)))
+            print(rows[-1], flush=True)
+    frame = pandas.DataFrame(rows)
+    frame["times plain"] = frame["parameters"] / frame.groupby("model")["parameters"].transform("first")
+    with pandas.option_context("display.width", 250, "display.max_columns", 30):
+        print(f"\n{frame.to_string(index=False, float_format='{:.3g}'.format)}")
+    for _, of_model in frame.groupby("model"):
+        assert of_model["parameters"].is_monotonic_increasing
+    assert (frame["planned"].dropna() == frame.loc[frame["planned"].notna(), "size"]).all(), "what is planned trains"

@@ -5,7 +5,8 @@
     plan = refined.plan                         # only then
 
 What a stage took, as a ratio to what was predicted, holds for each of its layers on that kind of device; layers that
-did not run on a kind of device have the ratio of all that ran on it. Messages do the same to the link. What was not
+did not run on a kind of device have the ratio of all that ran on it. Messages do the same to the link. All is scaled by
+how much longer a step takes than its passes explain: they scatter, and the executor's own code takes time. What was not
 seen (the optimizer, links that nobody waited for) stays as it was.
 """
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _Times = TypeVar("_Times", StageTimes, SkipTimes)
 COLUMNS = ("stage", "what", "predicted", "measured")
 PASSES = ("forward_s", "recompute_s", "backward_s", "weight_s")
+WHOLE = "makespan_s"
 SAME = 1e-6
 """Relative difference of a prediction in a table from the plan's, at most."""
 MEASURED_ERROR = 0.1
@@ -108,6 +110,7 @@ def refined(
     if fingerprint_of(profile) != plan.profile_fingerprint:
         raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
     ratios = _Ratios.of(plan, measured)
+    ratios = ratios.times(_rest(plan, measured, ratios))
     better = _scaled_profile(profile, plan, ratios)
     link = next(iter(better.links), None)
     if devices is None:
@@ -174,6 +177,12 @@ class _Ratios:
         of_kinds = {kind: {what: _ratio(pairs) for what, pairs in found.items()} for kind, found in kinds.items()}
         return cls(tuple(stages), of_kinds, _ratio(sent))
 
+    def times(self, factor: float) -> _Ratios:
+        """All of them so many times as large."""
+        stages = tuple({what: ratio * factor for what, ratio in one.items()} for one in self.stages)
+        kinds = {kind: {what: ratio * factor for what, ratio in one.items()} for kind, one in self.kinds.items()}
+        return _Ratios(stages, kinds, self.link * factor)
+
     def at(self, what: str, stage: int | None, kind: str) -> float:
         """Of a pass of a stage, or of a kind of device; of a pass that was not seen that of the most alike."""
         found = self.kinds.get(kind, {}) if stage is None else self.stages[stage]
@@ -223,6 +232,17 @@ def _seen(plan: Plan, measured: pandas.DataFrame) -> Iterator[tuple[int, str, fl
                     f"predicts {fmean(of_plan):.6g}; pass what a Pipeline of this plan measured"
                 )
         yield int(stage), what, float(predicted_s), float(seconds)
+
+
+def _rest(plan: Plan, measured: pandas.DataFrame, ratios: _Ratios) -> float:
+    """How many times as long a step takes as its passes and messages explain; 1 if the table does not say it.
+
+    A stage waits for the slowest pass of its neighbours, not for their median, and the executor's own code takes time.
+    """
+    whole = measured[(measured["what"] == WHOLE) & (measured["stage"] == -1)]["measured"]
+    if len(whole) != 1 or not (isfinite(whole.iloc[0]) and whole.iloc[0] > 0):
+        return 1.0
+    return float(whole.iloc[0]) / simulate_plan(_scaled_plan(plan, ratios)).makespan_s
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:

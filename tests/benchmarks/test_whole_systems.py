@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,18 @@ def _lines(script: str) -> list[str]:
     return [line.strip() for line in script.splitlines() if line.strip()]
 
 
+@cache
+def plain_gradients(subject: str, folder: Path) -> dict[str, Tensor]:
+    return run(PLAIN, subject, folder / f"{len(list(folder.iterdir()))}")[1]
+
+
 def compared(system: str, subject: str, number: int, folder: Path) -> dict[str, Any]:
     """A row of the table."""
     processes, gradients, failed = run(SCRIPTS[system], subject, folder / f"{len(list(folder.iterdir()))}")
     row: dict[str, Any] = {"system": system, "subject": subject, "lines": changed_lines(SCRIPTS[system])}
     if failed:
         return {**row, "gradients": f"fails: {failed[:160]}"}
-    _, expected, _ = run(PLAIN, subject, folder / f"{len(list(folder.iterdir()))}")
+    expected = plain_gradients(subject, folder)
     scale = max(one.abs().max().item() for one in expected.values())
     off = {
         name: (gradients[name] - one).abs().max().item() / scale if name in gradients else float("inf")
@@ -91,7 +96,7 @@ def test_ours_is_right_and_no_slower(tmp_path: Path) -> None:
     rows = [
         kept(f"systems {system} {subject} {number}", partial(compared, system, subject, number, tmp_path))
         for number in range(ROUNDS)
-        for subject in (SUBJECTS if number == 0 else SUBJECTS[:2])
+        for subject in (SUBJECTS if number == 0 else SUBJECTS[1:2])
         for system in SCRIPTS
     ]
     frame = pandas.DataFrame(rows)

@@ -95,6 +95,8 @@ plan = autoplan(make_model(), x, ["cpu", "cpu"], batch_size=BATCH, loss_fn=loss_
 launch(train, plan)
 """
 
+UNCOMPARED = OURS.replace("loss_fn=loss_fn)\n    opt", "loss_fn=loss_fn, compare_first_step=False)\n    opt")
+
 TORCHGPIPE = """
 import torch
 from torch import nn
@@ -113,7 +115,7 @@ class Embedding(nn.Module):
 
 model = make_model()
 layers = nn.Sequential(Embedding(model), *model.blocks, model.norm, model.head)
-balance = balance_by_time(2, layers, next(batches())[0])
+balance = balance_by_time(2, layers, next(batches())[0], device="cpu")
 pipe = GPipe(layers, balance, devices=["cpu", "cpu"], chunks=8, checkpoint="never")
 optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
 for x, y in watched(dict(model.named_parameters())):
@@ -151,6 +153,7 @@ dist.destroy_process_group()
 SCRIPTS: Final = {
     "plain PyTorch, one process": PLAIN,
     "ours, K = 2": OURS,
+    "ours, the first step not compared with the model": UNCOMPARED,
     "torchgpipe 0.0.7, two CPU partitions of one process": TORCHGPIPE,
     "torch.distributed.pipelining, cut by hand": TORCH,
 }

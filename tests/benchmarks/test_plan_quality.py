@@ -49,8 +49,8 @@ from tests.executor.conftest import _plan as plan_with
 from tests.executor.conftest import shared_traces
 
 K, MICRO_BATCHES = 2, 8
-ROUNDS = int(os.environ.get("ROUNDS", "8"))
-MOST_CUTS = int(os.environ.get("MOST_CUTS", "16"))
+ROUNDS = int(os.environ.get("ROUNDS", "6"))
+MOST_CUTS = int(os.environ.get("MOST_CUTS", "12"))
 HERE = Path(__file__).parent
 SECONDS_PER_TURN = 0.25
 SPLITS = 200

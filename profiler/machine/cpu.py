@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from profiler.device import Device
 from profiler.machine.device_kind import Backend, Peak
+from profiler.machine.host_memory import machine_bytes, process_bytes
 from profiler.machine.stopwatches import ClockMarks, ClockStopwatch, Marks, Stopwatch
 from profiler.torch_private import allocations_in, reports_to_a_profiler
 
@@ -34,10 +34,10 @@ class Cpu(Backend):
         """As many workers as anybody asks for."""
 
     def described(self, device: torch.device, threads: int, sharing: int) -> Device:
-        """A worker, with its share of the machine's memory."""
+        """A worker, with its share of the memory of the machine or of the container."""
         kind = f"{self.type}/{threads} thread{'s' if threads > 1 else ''}"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Device(name=self.type, kind=kind, memory_bytes=memory // sharing, threads=threads)
+        memory = min(machine_bytes() // sharing, process_bytes() or machine_bytes())
+        return Device(name=self.type, kind=kind, memory_bytes=memory, threads=threads)
 
     def context_bytes(self, device: torch.device) -> int:
         """Nothing."""

@@ -35,7 +35,7 @@ def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
         threads: threads that each CPU worker computes with.
 
     Returns:
-        The devices in pipeline order. CPU workers share the machine's memory equally.
+        The devices in pipeline order. CPU workers share the memory of the machine, or of the container, equally.
 
     Raises:
         ArgumentError: no devices, more than there are, or something else than devices; threads that cannot be.

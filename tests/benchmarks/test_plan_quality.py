@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
+from unittest import mock
 
 import matplotlib
 import pandas
@@ -72,7 +73,7 @@ def worker(_: Plan, name: str, cuts: Sequence[int]) -> dict[int, list[float]]:
     """All cuts in turns, in each of the two processes."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    pipeline.traced_as_planned = shared_traces()
+    mock.patch.object(pipeline, "traced_as_planned", shared_traces()).start()
     model = build(name)
     sequence = trace(model.model, model.sample)
     args, kwargs = call_arguments(model.sample)

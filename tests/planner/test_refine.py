@@ -154,7 +154,7 @@ def test_a_plan_like_itself_is_searched() -> None:
         {"schedule": "interleaved", "chunks": 2, "micro_batches": 16},
         {"stages": 4, "micro_batches": 4, "micro_batches_per_stage": 1},
     ):
-        plan = plan_from_profile(right, cluster, batch_size=16, **settings)  # type: ignore[arg-type]
+        plan = plan_from_profile(right, cluster, batch_size=16, **settings)
         found = plan.refined(frame(plan, lambda *_: 1.0))
         assert found.plan.replicas == plan.replicas
         assert found.plan.prediction.step_s <= plan.prediction.step_s * (1 + 1e-9)
@@ -166,7 +166,8 @@ def test_what_passes_do_not_explain_is_in_the_mended_step() -> None:
     seen = frame(plan, truth_of(plan))
     found = refined(plan, seen, plan.profile, micro_batches=16, schedule="1f1b", stages=2)
     whole_s = 1.08 * (found.now_s - plan.prediction.optimizer_s)
-    seen.loc[len(seen)] = [-1, "makespan_s", simulate_plan(plan).makespan_s, whole_s]
+    whole = pandas.DataFrame([[-1, "makespan_s", simulate_plan(plan).makespan_s, whole_s]], columns=seen.columns)
+    seen = pandas.concat([seen, whole])
     longer = refined(plan, seen, plan.profile, micro_batches=16, schedule="1f1b", stages=2)
     assert longer.now_s - plan.prediction.optimizer_s == pytest.approx(whole_s)
     assert longer.gain == pytest.approx(found.gain)

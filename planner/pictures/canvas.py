@@ -56,6 +56,11 @@ def byte_unit(largest_bytes: float) -> tuple[str, int]:
     return ("GiB", 2**30) if largest_bytes >= 2**30 else ("MiB", 2**20)
 
 
+def time_unit(largest_s: float) -> tuple[str, float]:
+    """The unit of an axis of seconds, and how many of them a second has."""
+    return next((unit for unit in (("s", 1.0), ("ms", 1e3)) if largest_s * unit[1] >= 1), ("us", 1e6))
+
+
 def row_kind(plan: Plan) -> str:
     """What a row of a picture is: a stage, or a rank with several."""
     return "rank" if plan.chunks > 1 else "stage"

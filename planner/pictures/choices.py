@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from planner.pictures.canvas import byte_unit, new_axes
+from planner.pictures.canvas import byte_unit, new_axes, time_unit
+from planner.plan.units import bytes_text
 from profiler.errors import ArgumentError
 from profiler.text import one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import pandas
     from matplotlib.axes import Axes
 
 MOST_TEXTS: Final = 12
 """Plans of the frontier that say what they are; of more every second, third and so on [chosen]."""
+TEXT_WIDTH_PT, TEXT_HEIGHT_PT = 56.0, 10.0
+"""What the text of a plan takes, in points."""
 MARKS: Final = "osD^vPX*<>"
 COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")
 _COLUMNS: Final = ("step_s", "largest_memory_bytes", "schedule", "K", "M")
@@ -37,31 +42,26 @@ def plot_frontier(frame: pandas.DataFrame, ax: Axes | None = None) -> Axes:
     plans = _plans(frame)
     axes = ax if ax is not None else new_axes(5.0)
     unit, scale = byte_unit(plans["largest_memory_bytes"].max())
+    unit_of_time, in_a_second = time_unit(plans["step_s"].max())
     for position, (schedule, rows) in enumerate(plans.groupby("schedule", sort=True)):
         axes.plot(
             rows["largest_memory_bytes"] / scale,
-            rows["step_s"] * 1e3,
+            rows["step_s"] * in_a_second,
             MARKS[position % len(MARKS)],
             color=COLOURS[position % len(COLOURS)],
             label=one_line(str(schedule)),
         )
     ordered = plans.sort_values(["largest_memory_bytes", "step_s"])
     best = ordered[ordered["step_s"] < ordered["step_s"].cummin().shift(fill_value=float("inf"))]
-    axes.plot(
-        best["largest_memory_bytes"] / scale, best["step_s"] * 1e3, "k--", drawstyle="steps-post", linewidth=1, zorder=0
-    )
-    every = -(-len(best) // MOST_TEXTS)
-    for row in best[::every].to_dict("records"):
-        axes.annotate(
-            f"K {row['K']:.0f}, M {row['M']:.0f}",
-            (row["largest_memory_bytes"] / scale, row["step_s"] * 1e3),
-            textcoords="offset points",
-            xytext=(4, -11),  # no plan lies below the line
-            fontsize=8,
-        )
+    places = best["largest_memory_bytes"] / scale, best["step_s"] * in_a_second
+    axes.plot(*places, "k--", drawstyle="steps-post", linewidth=1, zorder=0)
+    _spread_out(axes.set_xscale, plans["largest_memory_bytes"])
+    _spread_out(axes.set_yscale, plans["step_s"])
     axes.margins(x=0.12, y=0.15)
+    texts = [f"K {k:.0f}, M {m:.0f}" for k, m in zip(best["K"], best["M"], strict=True)]
+    _write_apart(axes, list(zip(*places, texts, strict=True)))
     axes.set_xlabel(f"predicted memory of the fullest device in {unit}")
-    axes.set_ylabel("predicted step in ms")
+    axes.set_ylabel(f"predicted step in {unit_of_time}")
     axes.set_title(f"{len(plans)} plans; the line joins the {len(best)} that no other beats in both")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -98,8 +98,10 @@ def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -
     if len(without):
         axes.plot(without[by], [0.0] * len(without), "x", color=COLOURS[3], label="no plan fits")
     values = frame[by].astype(float)
-    if values.min() > 0 and values.max() >= 10 * values.min():
-        axes.set_xscale("log")
+    _spread_out(axes.set_xscale, values)
+    if len({*values}) <= MOST_TEXTS:  # the cases themselves, and not powers of ten between them
+        axes.set_xticks(sorted({*values}), [_case_text(by, value) for value in sorted({*values})], fontsize=8)
+        axes.minorticks_off()
     axes.set_ylim(bottom=0 if len(without) == 0 else -0.03 * plans["samples_per_s"].max())
     axes.margins(x=0.08, y=0.12)
     axes.set_xlabel(_with_unit(by))
@@ -109,12 +111,35 @@ def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -
     return axes
 
 
+def _spread_out(set_scale: Callable[[str], None], values: pandas.Series) -> None:
+    """A logarithmic axis where the largest value is ten times the least or more."""
+    if values.min() > 0 and values.max() >= 10 * values.min():
+        set_scale("log")
+
+
+def _write_apart(axes: Axes, texts: Sequence[tuple[float, float, str]]) -> None:
+    """Texts below their points, but for those that would hide an earlier one."""
+    axes.autoscale_view()
+    taken: list[tuple[float, float]] = []
+    points = 72 / axes.figure.dpi
+    for x, y, text in texts:
+        left, bottom = (float(pixels) * points for pixels in axes.transData.transform((x, y)))
+        if all(abs(left - one) > TEXT_WIDTH_PT or abs(bottom - other) > TEXT_HEIGHT_PT for one, other in taken):
+            axes.annotate(text, (x, y), textcoords="offset points", xytext=(4, -11), fontsize=8)
+            taken.append((left, bottom))
+
+
+def _case_text(column: str, value: float) -> str:
+    """A case below the axis, with its unit where the column has one."""
+    if column.endswith("_bytes_per_s"):
+        return f"{bytes_text(value)}/s"
+    return bytes_text(value) if column == "memory_limit" or column.endswith("_bytes") else f"{value:g}"
+
+
 def _with_unit(column: str) -> str:
-    if column == "memory_limit":
-        return "memory limit in bytes"
-    for ending, unit in (("_bytes_per_s", "bytes a second"), ("_s", "s"), ("_bytes", "bytes")):
+    for ending, words in (("_bytes_per_s", "bandwidth of the {}"), ("_bytes", "{}"), ("_s", "{} in s")):
         if column.endswith(ending):
-            return f"{column.removesuffix(ending).replace('_', ' ')} in {unit}"
+            return words.format(column.removesuffix(ending).replace("_", " "))
     return column.replace("_", " ")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planner.pictures.canvas import new_axes, row_kind, some
+from planner.pictures.canvas import new_axes, row_kind, some, time_unit
 from planner.plan.actions import ActionKind
 from planner.plan.colours import ACTION_COLOURS
 from planner.plan.plan import Plan
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_WRITTEN = 24
-"""Cuts whose bytes are written large; of more they are small [chosen]."""
+"""Cuts whose bytes are written large; of more they are small, or said once if they are equal [chosen]."""
 MOST_BUSY_TEXTS = 16
 """Stages whose shares are written above them [chosen]."""
 
@@ -41,35 +41,41 @@ def plot_layers(plan: Plan, profile: Profile | None = None, ax: Axes | None = No
     costs = layer_costs_of(plan, profile)
     redone = {layer for stage in plan.stages for s in stage.recompute for layer in range(s.first, s.stop)}
     bottom = [0.0] * len(costs)
+    unit, scale = time_unit(max(cost.forward_s + cost.backward_s for cost in costs))
     for kind, name, heights in (
         (ActionKind.F, "forward", [cost.forward_s for cost in costs]),
         (ActionKind.R, "recompute", [cost.recompute_s * (cost.layer in redone) for cost in costs]),
         (ActionKind.B, "backward", [cost.backward_s for cost in costs]),
     ):
         if any(heights):
-            shown = [seconds * 1e3 for seconds in heights]
+            shown = [seconds * scale for seconds in heights]
             axes.bar(range(len(costs)), shown, 0.9, bottom=bottom, color=ACTION_COLOURS[kind], label=name)
             bottom = [low + height for low, height in zip(bottom, shown, strict=True)]
-    cuts = [stage.stop_layer for stage in plan.stages[:-1]]
-    for cut in cuts:
-        axes.axvline(cut - 0.5, color="black", linewidth=1.0, linestyle="--")
-        axes.text(
-            cut - 0.5,
-            1.01,
-            bytes_text(costs[cut - 1].output_bytes),
-            transform=axes.get_xaxis_transform(),
-            rotation=90,
-            ha="center",
-            va="bottom",
-            fontsize=8 if len(cuts) <= MOST_WRITTEN else 5.5,
-        )
+    title = f"cost of each layer and the cuts of K = {plan.K} stages"
+    crossing = [bytes_text(costs[stage.stop_layer - 1].output_bytes) for stage in plan.stages[:-1]]
+    is_one = len({*crossing}) == 1 and len(crossing) > MOST_WRITTEN
+    _draw_cuts(axes, [stage.stop_layer - 0.5 for stage in plan.stages], [] if is_one else crossing)
     axes.set_xlim(-0.5, len(costs) - 0.5)
-    axes.set_xlabel(f"layer; micro-batches of {costs[0].micro_batch_size} samples; dashed: cuts, what crosses on top")
-    axes.set_ylabel("ms")
-    axes.set_title(f"cost of each layer and the cuts of K = {plan.K} stages", pad=48 if cuts else 6)
+    on_top = ", what crosses on top" if crossing and not is_one else ""
+    axes.set_xlabel(f"layer; micro-batches of {costs[0].micro_batch_size} samples; dashed: cuts{on_top}")
+    axes.set_ylabel(unit)
+    axes.set_title(f"{title}; {crossing[0]} cross at each" if is_one else title, pad=48 if on_top else 6)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
+
+
+def _draw_cuts(axes: Axes, ends: list[float], texts: list[str]) -> None:
+    """Dashed lines with what crosses on top; every second stage is grey, so that many cuts are seen as well."""
+    for first, stop in zip(ends[::2], ends[1::2], strict=False):
+        axes.axvspan(first, stop, color="black", alpha=0.08, linewidth=0, zorder=0)
+    places = ends[:-1]
+    for place in places:
+        axes.axvline(place, color="black", linewidth=1.0 if len(places) <= MOST_WRITTEN else 0.5, linestyle="--")
+    for place, text in zip(places, texts, strict=False):
+        size = 8 if len(places) <= MOST_WRITTEN else 5.5
+        on_top = axes.get_xaxis_transform()
+        axes.text(place, 1.01, text, transform=on_top, rotation=90, ha="center", va="bottom", fontsize=size)
 
 
 def layer_costs_of(plan: Plan, profile: Profile) -> list[LayerCost]:
@@ -106,23 +112,25 @@ def plot_balance(plan: Plan, ax: Axes | None = None) -> Axes:
     size = max(plan.micro_batch_sizes)
     times = [[stage.times_at(size) for stage in plan.stages_of(rank)] for rank in rows]
     bottom = [0.0] * plan.ranks
+    unit, scale = time_unit(max(sum(e.forward_s + e.recompute_s + e.backward_s for e in entries) for entries in times))
     for kind, name in ((ActionKind.F, "forward_s"), (ActionKind.R, "recompute_s"), (ActionKind.B, "backward_s")):
-        heights = [sum(getattr(entry, name) for entry in entries) * 1e3 for entries in times]
+        heights = [sum(getattr(entry, name) for entry in entries) * scale for entries in times]
         if any(heights):
             label = name.removesuffix("_s")
             axes.bar(rows, heights, 0.8, bottom=bottom, color=ACTION_COLOURS[kind], label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    mean_ms = sum(bottom) / len(bottom)
-    axes.axhline(mean_ms, color="black", linestyle="--", label="mean")
+    mean = sum(bottom) / len(bottom)
+    axes.axhline(mean, color="black", linestyle="--", label="mean")
     for row in rows if plan.ranks <= MOST_BUSY_TEXTS else ():
-        axes.text(row, bottom[row], f"{bottom[row] / mean_ms - 1:+.0%}", ha="center", va="bottom", fontsize=8)
+        place = max(bottom[row], mean)  # above the line, which would strike the text through
+        axes.text(row, place, f"{bottom[row] / mean - 1:+.0%}", ha="center", va="bottom", fontsize=8)
     slowest = max(rows, key=lambda row: bottom[row])
     axes.set_xticks([*some(plan.ranks)])
     axes.set_xlabel(row_kind(plan))
-    axes.set_ylabel(f"ms for a micro-batch of {size} samples")
+    axes.set_ylabel(f"{unit} for a micro-batch of {size} samples")
     axes.set_title(
-        f"balance: {row_kind(plan)} {slowest} takes {seconds_text(bottom[slowest] / 1e3)}, "
-        f"{bottom[slowest] / mean_ms - 1:.1%} more than the mean"
+        f"balance: {row_kind(plan)} {slowest} takes {seconds_text(bottom[slowest] / scale)}, "
+        f"{bottom[slowest] / mean - 1:.1%} more than the mean"
     )
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

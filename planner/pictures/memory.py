@@ -6,18 +6,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planner.pictures.canvas import FAR_AWAY, byte_unit, limits_of, limits_text, new_axes, plain, row_kind, some
+from planner.pictures.canvas import (
+    FAR_AWAY,
+    byte_unit,
+    limits_of,
+    limits_text,
+    new_axes,
+    plain,
+    row_kind,
+    some,
+    time_unit,
+)
 from planner.plan.colours import MEMORY_COLOURS
 from planner.plan.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_LINES = 8
-"""Stages that are lines; more are rows of a map [chosen]."""
+MOST_LINES = 5
+"""Stages that are lines; more, which would hide each other, are rows of a map [chosen]."""
 MOST_LONG_NAMES = 16
 """Bars whose devices are named below them [chosen]."""
-LINE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#000000", "#999999")
+LINE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7")
 TIME_BINS = 600
 
 
@@ -79,10 +89,13 @@ def plot_memory_over_time(plan: Plan, ax: Axes | None = None) -> Axes:
     limits = [stage.device.memory_bytes for stage in plan.stages]
     end_s = max(times[-1] for times, _ in courses)
     title = f"predicted memory during the step, K = {plan.K}, M = {plan.M}, {plan.schedule}"
-    axes.set_xlabel("time in ms")
+    unit_of_time, in_a_second = time_unit(end_s)
+    axes.set_xlabel(f"time in {unit_of_time}")
     if plan.K > MOST_LINES:
-        _draw_map(axes, courses, limits, end_s)
-        axes.set_title(title)
+        _draw_map(axes, courses, limits, end_s, end_s * in_a_second)
+        shares = [held.max() / limit for (_, held), limit in zip(courses, limits, strict=True)]
+        stage = int(np.argmax(shares))
+        axes.set_title(f"{title}\nfullest: stage {stage}, {shares[stage]:.0%} of its device")
         return axes
     fullest = max(held.max() for _, held in courses)
     is_near = fullest >= FAR_AWAY * max(limits)
@@ -90,7 +103,7 @@ def plot_memory_over_time(plan: Plan, ax: Axes | None = None) -> Axes:
     for stage, (times, held) in enumerate(courses):
         steps = [*times, end_s], [*held, held[-1]]
         axes.step(
-            np.array(steps[0]) * 1e3,
+            np.array(steps[0]) * in_a_second,
             np.array(steps[1]) / scale,
             where="post",
             color=LINE_COLOURS[stage],
@@ -100,7 +113,7 @@ def plot_memory_over_time(plan: Plan, ax: Axes | None = None) -> Axes:
         for limit in sorted({*limits}):
             axes.axhline(limit / scale, color="black", linestyle="--", label="device")
     axes.set_ylim(bottom=0)
-    axes.set_xlim(0, end_s * 1e3)
+    axes.set_xlim(0, end_s * in_a_second)
     axes.set_ylabel(unit)
     axes.set_title(title if is_near else f"{title}\n{limits_text(limits)}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
@@ -113,23 +126,29 @@ def _draw_map(
     courses: list[tuple[np.ndarray, np.ndarray]],
     limits: list[int],
     end_s: float,
+    end: float,
 ) -> None:
-    """A row a stage, coloured by the share of its device that is full."""
+    """A row a stage, coloured by the share of its device that is full; `end` is `end_s` in the unit of the axis."""
     edges = np.linspace(0.0, end_s, TIME_BINS + 1)
     shares = np.array(
-        [
-            held[np.maximum(0, np.searchsorted(times, edges[:-1], side="right") - 1)] / limit
-            for (times, held), limit in zip(courses, limits, strict=True)
-        ]
+        [_fullest(times, held, edges) / limit for (times, held), limit in zip(courses, limits, strict=True)]
     )
     shown = axes.imshow(
         shares * 100,
         aspect="auto",
         cmap="cividis",
-        extent=(0, end_s * 1e3, len(courses) - 0.5, -0.5),
+        extent=(0, end, len(courses) - 0.5, -0.5),
         interpolation="nearest",
         vmin=0,
+        vmax=100 if shares.max() >= FAR_AWAY else None,  # or all would be one colour
     )
     axes.figure.colorbar(shown, ax=axes, label="share of the device's memory in %")
     axes.set_yticks([*some(len(courses))])
     axes.set_ylabel("stage")
+
+
+def _fullest(times: np.ndarray, held: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The most that is held between two edges, so that no peak falls between what is drawn."""
+    firsts = np.maximum(0, np.searchsorted(times, edges[:-1], side="right") - 1)
+    stops = np.searchsorted(times, edges[1:], side="left")
+    return np.array([held[first : max(stop, first + 1)].max() for first, stop in zip(firsts, stops, strict=True)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.pictures.canvas import MOST_NAMES, legend_beside, new_axes, some
+from planner.pictures.canvas import MOST_NAMES, legend_beside, new_axes, some, time_unit
 from planner.plan.actions import COMPUTING, ActionKind
 from planner.plan.colours import ACTION_COLOURS, ACTION_NAMES, letters_on
 from planner.plan.plan import Plan
@@ -37,7 +37,8 @@ PALEST = 0.45
 
 
 class _Row(NamedTuple):
-    name: str
+    lane: str
+    timeline: str
     events: list[Event]
     is_link: bool
 
@@ -68,17 +69,30 @@ def plot_timeline(
     axes = ax if ax is not None else new_axes(1.4 + ROW_IN * len(rows))
     end_s = max(timeline.makespan_s for timeline in timelines.values())
     has_room = len(rows) <= MOST_NAMES
+    unit, scale = time_unit(end_s)
     for position, row in enumerate(rows):
-        _draw_row(axes, position, row, plan, end_s, has_room=has_room)
-    named = some(len(rows), 2 * MOST_NAMES)
-    axes.set_yticks([*named], [rows[position].name for position in named], fontsize=9 if has_room else 6)
+        _draw_row(axes, position, row, plan, end_s, scale, has_room=has_room)
+    note += _name_rows(axes, rows, len(timelines))
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, end_s * 1e3)
-    axes.set_xlabel(f"time in ms{note}")
+    axes.set_xlim(0, end_s * scale)
+    axes.set_xlabel(f"time in {unit}{note}")
     axes.set_title("\n".join([title_text(plan), *(_summary(name, line) for name, line in timelines.items())]))
     present = {event.action.kind for row in rows for event in row.events}
     legend_beside(axes, [(ACTION_COLOURS[kind], _explained(kind)) for kind in ACTION_NAMES if kind in present])
     return axes
+
+
+def _name_rows(axes: Axes, rows: list[_Row], timelines: int) -> str:
+    """Each row its name, or one for both rows of a stage where there are many; then a remark says which is which."""
+    if len(rows) <= MOST_NAMES:
+        names = [f"{row.lane} {row.timeline}" if timelines > 1 else row.lane for row in rows]
+        axes.set_yticks(range(len(rows)), names, fontsize=9)
+        return ""
+    every = some(len(rows) // timelines, 2 * MOST_NAMES).step * timelines
+    named = range(0, len(rows), every)
+    places = [position + (timelines - 1) / 2 for position in named]
+    axes.set_yticks(places, [rows[position].lane for position in named], fontsize=6)
+    return "; of two rows the upper one is predicted, the lower one measured" if timelines > 1 else ""
 
 
 def _explained(kind: ActionKind) -> str:
@@ -106,18 +120,18 @@ def _rows(plan: Plan, timelines: dict[str, Timeline]) -> tuple[list[_Row], str]:
             if is_link and (several or plan.ranks > MOST_LINKED or busy < LEAST_BUSY):
                 left_out = max(left_out, busy)
                 continue
-            rows.append(_Row(f"{lane} {name}" if several else lane, events, is_link))
+            rows.append(_Row(lane, name, events, is_link))
     drawn = sum(row.is_link for row in rows)
     links = sum(lane.startswith("link") for lane in lanes)
     return rows, f"; links that are not drawn are busy for at most {left_out:.1%} of it" if drawn < links else ""
 
 
-def _draw_row(axes: Axes, position: int, row: _Row, plan: Plan, end_s: float, *, has_room: bool) -> None:
+def _draw_row(axes: Axes, position: int, row: _Row, plan: Plan, end_s: float, scale: float, *, has_room: bool) -> None:
     height = 0.4 if row.is_link else 0.8
     least_s = end_s * LEAST_WIDTH if row.is_link else 0.0
     faces = [_paler(ACTION_COLOURS[e.action.kind], e.action.stage // plan.ranks, plan.chunks) for e in row.events]
     axes.broken_barh(
-        [(e.start_s * 1e3, max(e.end_s - e.start_s, least_s) * 1e3) for e in row.events],
+        [(e.start_s * scale, max(e.end_s - e.start_s, least_s) * scale) for e in row.events],
         (position - height / 2, height),
         facecolors=faces,
         edgecolors="white",
@@ -126,15 +140,21 @@ def _draw_row(axes: Axes, position: int, row: _Row, plan: Plan, end_s: float, *,
     )
     if row.is_link or not has_room:
         return
-    for event in row.events:
-        seconds = event.end_s - event.start_s
-        whole = f"{event.action.kind}{event.action.micro_batch}"
-        texts = (whole, str(event.action.kind))
-        label = next((text for text in texts if seconds >= LABEL_SHARE * len(text) * end_s), "")
-        if label:
-            middle_ms = (event.start_s + seconds / 2) * 1e3
-            ink = letters_on(ACTION_COLOURS[event.action.kind])
-            axes.text(middle_ms, position, label, ha="center", va="center", fontsize=7, color=ink)
+    for kind in {event.action.kind: None for event in row.events}:
+        events = [event for event in row.events if event.action.kind is kind]
+        ink = letters_on(ACTION_COLOURS[kind])
+        for event, label in zip(events, _labels(events, end_s), strict=True):
+            middle = (event.start_s + event.end_s) / 2 * scale
+            axes.text(middle, position, label, ha="center", va="center", fontsize=7, color=ink)
+
+
+def _labels(events: list[Event], end_s: float) -> list[str]:
+    """Letter and micro-batch in each box if all have room for it, else the letter in those that have."""
+    wholes = [f"{event.action.kind}{event.action.micro_batch}" for event in events]
+    room = [(event.end_s - event.start_s) / (LABEL_SHARE * end_s) for event in events]
+    if all(len(whole) <= letters for whole, letters in zip(wholes, room, strict=True)):
+        return wholes
+    return [str(event.action.kind) if letters >= 1 else "" for event, letters in zip(events, room, strict=True)]
 
 
 def _paler(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:

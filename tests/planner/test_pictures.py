@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from planner.from_profile import plan_from_profile
 from planner.pictures.canvas import TALLEST_IN
 from planner.pictures.choices import plot_frontier, plot_sensitivity
-from planner.pictures.layers import plot_balance, plot_layers
+from planner.pictures.layers import MOST_WRITTEN, plot_balance, plot_layers
 from planner.pictures.memory import plot_memory, plot_memory_over_time
 from planner.pictures.timeline import LEAST_WIDTH, plot_timeline
 from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
-from profiler.device import Link
+from profiler.device import Device, Link
 from profiler.errors import ArgumentError
 from profiler.record import Profile
 
@@ -105,9 +105,57 @@ def test_predicted_and_measured_are_on_one_clock(plan: Plan, axes: Axes) -> None
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names[:2] == ["stage 0 predicted", "stage 0 measured"]
     assert len(names) == 6
-    assert axes.get_xlim()[1] == pytest.approx(2e3 * step.makespan_s)
+    assert axes.get_xlim()[1] == pytest.approx(2 * step.makespan_s)
+    assert axes.get_xlabel().startswith("time in s;")
     with pytest.raises(ArgumentError, match="give one of them"):
         plot_timeline(plan, axes, predicted=False)
+
+
+def test_a_row_has_micro_batches_in_all_boxes_or_in_none(plan: Plan, axes: Axes) -> None:
+    """B0 to B9 had numbers, and the narrower B10 had none."""
+    plot_timeline(plan, axes)
+    for row in range(3):
+        texts = [text.get_text() for text in axes.texts if text.get_position()[1] == row]
+        for kind in "FB":
+            assert len({len(text) > 1 for text in texts if text.startswith(kind)}) <= 1, texts
+
+
+def test_of_many_pairs_the_picture_says_which_row_is_measured(plan: Plan, axes: Axes) -> None:
+    """Every second row was named, and all of these were predicted ones."""
+    many = wide(plan, 64)
+    plot_timeline(many, axes, measured=simulate_plan(many))
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [f"stage {k}" for k in range(64)]
+    assert [float(place) for place in axes.get_yticks()] == [2 * k + 0.5 for k in range(64)]
+    assert "the upper one is predicted, the lower one measured" in axes.get_xlabel()
+
+
+def test_what_crosses_many_cuts_alike_is_said_once(profile_of, axes: Axes) -> None:
+    """64 texts of half a millimetre said the same."""
+    count = MOST_WRITTEN + 2
+    profile = profile_of({("a", 1): [(0.1, 0.1, 0.2, 10, 4, 8, 8)] * count})
+    device = Device(name="a:0", kind="a", memory_bytes=10**9)
+    plan = plan_from_profile(
+        profile, [device] * count, batch_size=count, stages=count, micro_batches=count, micro_batches_per_stage=1
+    )
+    plot_layers(plan, profile, axes)
+    assert axes.get_title().endswith("; 8 B cross at each")
+    assert not axes.texts
+
+
+def test_memory_of_many_stages_is_a_map_up_to_the_limit(plan: Plan, axes: Axes) -> None:
+    full = wide(plan, 8)
+    limit = max(stage.memory.total for stage in full.stages) * 2
+    stages = tuple(
+        stage.model_copy(update={"devices": (stage.device.model_copy(update={"memory_bytes": limit}),)})
+        for stage in full.stages
+    )
+    plot_memory_over_time(full.model_copy(update={"stages": stages}), axes)
+    (image,) = axes.images
+    assert image.get_clim() == (0, 100)
+    fullest = np.asarray(image.get_array()).max(axis=1)  # of each stage, however short its peak
+    assert fullest == pytest.approx([100 * stage.memory.total / limit for stage in full.stages])
+    assert axes.get_title().endswith("50% of its device")
 
 
 def test_64_stages_fit_on_a_page(plan: Plan) -> None:

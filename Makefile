@@ -5,8 +5,9 @@ RUN := .venv/bin/python
 SURVEYED := .survey/.installed
 LIBRARIES := .survey/libraries/.installed
 ENGINES := .survey/engines/.installed
+PYRIGHT := .survey/pyright/.installed
 
-.PHONY: demo notebooks test slow durations lint bench coverage survey libraries engines
+.PHONY: demo notebooks test slow durations lint pyright bench coverage survey libraries engines
 
 # Another schedule: make demo SCHEDULE=interleaved CHUNKS=2
 demo: $(INSTALLED)
@@ -36,6 +37,10 @@ lint: $(INSTALLED)
 	@$(RUN) -m ruff check
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m mypy
+
+# What pyright says of a user's script, which mypy checks in the tests; it fetches its program from npm at its first run.
+pyright: $(PYRIGHT)
+	@PYTHONPATH=.survey/pyright $(RUN) -m pyright --pythonpath $(RUN) tests/typed_script.py
 
 bench: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest tests/benchmarks -m benchmark -s -q
@@ -71,6 +76,10 @@ $(ENGINES): $(INSTALLED)
 	@DS_ACCELERATOR=cpu .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--target .survey/engines accelerate==1.15.0 megatron-core==0.16.1 torchtitan==0.3.0 deepspeed==0.19.8 \
 		spmd_types tyro typeguard shtab docstring-parser torchdata hjson py-cpuinfo msgpack einops
+	@touch $@
+
+$(PYRIGHT): $(INSTALLED)
+	@.venv/bin/pip install --quiet --disable-pip-version-check --target .survey/pyright pyright==1.1.414
 	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -69,7 +69,7 @@ def plan_from_profile(
         ProfileError: the profile lacks a device kind, an optimizer, a link, or the micro-batch sizes.
     """
     problem = make_problem(profile, devices, batch_size=batch_size, optimizer=optimizer, settings=settings)
-    with watched(progress=progress) as watch:
+    with watched(progress=progress, limit_s=problem.settings.time_limit_s) as watch:
         plan = plan_of(problem)
     cut_short = watch.interrupted and plan.prediction.gap > 0
     return plan.model_copy(update={"interrupted": cut_short}).made_from(profile)

@@ -37,12 +37,16 @@ class SearchWatch:
         interrupted: whether Ctrl-C asked for the best plan so far.
     """
 
-    def __init__(self, *, progress: bool) -> None:
+    def __init__(self, *, progress: bool, limit_s: float | None = None) -> None:
         self.interrupted = False
         self._shown_s = time.monotonic() + DELAY_S
         self._is_seen = False
+        most = "" if limit_s is None else f" of at most {tqdm.format_interval(limit_s)}"
         self._bar = tqdm(
-            bar_format="{desc}: {elapsed}{postfix}", desc="plan", delay=DELAY_S, disable=hides_progress(progress)
+            bar_format=f"{{desc}}: {{elapsed}}{most}{{postfix}}",
+            desc="plan",
+            delay=DELAY_S,
+            disable=hides_progress(progress),
         )
 
     def tell(self, step_s: float, bound_s: float) -> None:
@@ -80,13 +84,14 @@ def current_watch() -> SearchWatch | None:
 
 
 @contextmanager
-def watched(*, progress: bool) -> Iterator[SearchWatch]:
+def watched(*, progress: bool, limit_s: float | None = None) -> Iterator[SearchWatch]:
     """Within, searches can be seen and interrupted; by Ctrl-C where Python's own answer to it is in force.
 
     Args:
         progress: show how far they are, on a terminal.
+        limit_s: seconds that they may take, if there is a limit.
     """
-    watch = SearchWatch(progress=progress)
+    watch = SearchWatch(progress=progress, limit_s=limit_s)
     before = signal.getsignal(signal.SIGINT)
     ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     token = _CURRENT.set(watch)

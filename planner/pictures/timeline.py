@@ -14,7 +14,7 @@ from planner.plan.actions import COMPUTING, ActionKind
 from planner.plan.colours import ACTION_COLOURS, ACTION_NAMES, letters_on
 from planner.plan.plan import Plan
 from planner.plan.simulator import Event, Timeline, simulate_plan
-from planner.plan.timeline import lanes_by_place, title_text
+from planner.plan.timeline import box_texts, lanes_by_place, title_text
 from planner.plan.units import seconds_text
 from profiler.errors import ArgumentError
 
@@ -143,18 +143,10 @@ def _draw_row(axes: Axes, position: int, row: _Row, plan: Plan, end_s: float, sc
     for kind in {event.action.kind: None for event in row.events}:
         events = [event for event in row.events if event.action.kind is kind]
         ink = letters_on(ACTION_COLOURS[kind])
-        for event, label in zip(events, _labels(events, end_s), strict=True):
+        room = [(event.end_s - event.start_s) / (LABEL_SHARE * end_s) for event in events]
+        for event, label in zip(events, box_texts(events, room), strict=True):
             middle = (event.start_s + event.end_s) / 2 * scale
             axes.text(middle, position, label, ha="center", va="center", fontsize=7, color=ink)
-
-
-def _labels(events: list[Event], end_s: float) -> list[str]:
-    """Letter and micro-batch in each box if all have room for it, else the letter in those that have."""
-    wholes = [f"{event.action.kind}{event.action.micro_batch}" for event in events]
-    room = [(event.end_s - event.start_s) / (LABEL_SHARE * end_s) for event in events]
-    if all(len(whole) <= letters for whole, letters in zip(wholes, room, strict=True)):
-        return wholes
-    return [str(event.action.kind) if letters >= 1 else "" for event, letters in zip(events, room, strict=True)]
 
 
 def _paler(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from planner.plan.colours import ACTION_COLOURS, ACTION_NAMES, MEMORY_COLOURS, l
 from planner.plan.plan import Plan
 from planner.plan.report import headline, stage_rows
 from planner.plan.simulator import Event, Timeline, simulate_plan
+from planner.plan.timeline import box_texts
 from planner.plan.units import WIDTH, bytes_text, seconds_text
 from profiler.html import block, paragraph, table
 from profiler.text import one_line
@@ -22,6 +23,8 @@ MARGIN = 90
 """Units for the names on the left."""
 ROW, TALLEST = 22, 700
 """Units of a row, and of all rows together at most [chosen]."""
+HEAD = 5
+"""Units above the first row, which letters of low rows reach into."""
 LETTER = 6.5
 """Units that a letter takes."""
 MOST_BARS = 50_000
@@ -99,22 +102,27 @@ def timeline_svg(plan: Plan) -> str:
 def _passes(events: Iterable[Event], timeline: Timeline, top: float, row: float) -> Iterable[str]:
     """The bars of a lane, one path for each kind, and letters in those that have room."""
     scale = (PICTURE_WIDTH - MARGIN) / timeline.makespan_s
-    letters = []
-    outlines: dict[ActionKind, list[str]] = {}
+    letters: list[str] = []
+    of_kind: dict[ActionKind, list[Event]] = {}
     for event in events:
-        left, width = MARGIN + event.start_s * scale, (event.end_s - event.start_s) * scale
-        kind = event.action.kind
-        gap = 0.6 if width > 2 else 0.0
-        outlines.setdefault(kind, []).append(
-            f"M{left:.1f} {top:.1f}h{width - gap:.1f}v{row * 0.8:.1f}h-{width - gap:.1f}z"
-        )
-        whole = f"{kind}{event.action.micro_batch}"
-        label = next((text for text in (whole, str(kind)) if len(text) * LETTER < width), "")
-        if label and row >= ROW:
-            ink = letters_on(ACTION_COLOURS[kind])
-            letters.append(_text(left + width / 2, top + row * 0.57, label, anchor="middle", fill=ink, size=10))
-    for kind, boxes in outlines.items():
+        of_kind.setdefault(event.action.kind, []).append(event)
+    for kind, alike in of_kind.items():
+        widths = [(event.end_s - event.start_s) * scale for event in alike]
+        boxes = []
+        for event, width in zip(alike, widths, strict=True):
+            wide = width - (0.6 if width > 2 else 0.0)
+            left = MARGIN + event.start_s * scale
+            boxes.append(f"M{left:.1f} {top:.1f}h{wide:.1f}v{row * 0.8:.1f}h-{wide:.1f}z")
         yield f'<path fill="{ACTION_COLOURS[kind]}" d="{"".join(boxes)}"/>'
+        if row < ROW:
+            continue
+        ink = letters_on(ACTION_COLOURS[kind])
+        for event, width, text in zip(
+            alike, widths, box_texts(alike, [width / LETTER for width in widths]), strict=True
+        ):
+            if text:
+                middle = MARGIN + event.start_s * scale + width / 2
+                letters.append(_text(middle, top + row * 0.57, text, anchor="middle", fill=ink, size=10))
     yield from letters
 
 
@@ -147,7 +155,7 @@ def _lane_name(plan: Plan, index: int) -> str:
 
 
 def _svg(parts: Iterable[str], height: float, label: str) -> str:
-    shape = f'viewBox="0 0 {PICTURE_WIDTH} {height:.0f}" role="img" aria-label="{label}"'
+    shape = f'viewBox="0 {-HEAD} {PICTURE_WIDTH} {height + HEAD:.0f}" role="img" aria-label="{label}"'
     style = f"width:100%;max-width:{PICTURE_WIDTH}px;font:11px sans-serif;color:inherit"
     return f'<svg xmlns="http://www.w3.org/2000/svg" {shape} style="{style}">{"".join(parts)}</svg>'
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ def title_text(plan: Plan) -> str:
 def lanes_by_place(timeline: Timeline) -> list[str]:
     """Lanes from the first device to the last, each link below the stage that sends first."""
     return sorted(timeline.lanes, key=_place)
+
+
+def box_texts(events: Sequence[Event], letters: Sequence[float]) -> list[str]:
+    """What stands in boxes of one kind: letter and micro-batch if all have room, else the letter where there is room.
+
+    Args:
+        events: of a lane and kind.
+        letters: how many each box has room for.
+    """
+    whole = [f"{event.action.kind}{event.action.micro_batch}" for event in events]
+    if all(len(text) <= room for text, room in zip(whole, letters, strict=True)):
+        return whole
+    return [str(event.action.kind) if room >= 1 else "" for event, room in zip(events, letters, strict=True)]
 
 
 def _place(lane: str) -> tuple[float, str]:

@@ -9,7 +9,7 @@ from planner.from_profile import plan_from_profile
 from planner.pictures.memory import plot_memory
 from planner.pictures.timeline import plot_timeline
 from planner.plan.simulator import simulate_plan
-from planner.plan.timeline import save_timeline_json
+from planner.plan.timeline import box_texts, save_timeline_json
 from profiler.device import Link
 
 
@@ -21,6 +21,15 @@ def plan(profile_of, device):
         links=(Link(latency_s=0.01, bytes_per_s=100.0),),
     )
     return plan_from_profile(profile, [device()] * 3, batch_size=16, stages=3, micro_batches=14, recompute="always")
+
+
+def test_boxes_have_their_micro_batch_all_or_none(plan):
+    """B0 to B9 had numbers, and B10 had none."""
+    events = [event for event in simulate_plan(plan).events if (event.lane, event.action.kind) == ("stage 0", "B")]
+    assert len(events) == 14
+    assert box_texts(events, [3.0] * 14) == [f"B{event.action.micro_batch}" for event in events]
+    assert box_texts(events, [2.9] * 14) == ["B"] * 14
+    assert box_texts(events, [3.0] * 13 + [0.9]) == ["B"] * 13 + [""]
 
 
 @pytest.fixture

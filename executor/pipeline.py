@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from executor.plan_check import device_of, takes_target
 from executor.run.outputs import check_joinable, whole_output
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
-from executor.run.transports import transport_for
+from executor.run.transports import TransportName, transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
@@ -105,6 +105,9 @@ class Pipeline:
             `executor.state.materialize`.
         timeout_s: how long a process waits for another before all end; as `launch` says, or follows from the plan, if
             None (see `executor.watch.watch`).
+        transport: what carries messages between processes: "auto" is memory that they share where two of them compute
+            on the cores of one machine, and the library of their devices (gloo, NCCL) everywhere else; "gloo" uses no
+            shared memory.
 
     Attributes:
         plan: the plan.
@@ -132,6 +135,7 @@ class Pipeline:
         replan: Replan = "report",
         initialize: Initializer | None = None,
         timeout_s: float | None = None,
+        transport: TransportName = "auto",
     ) -> None:
         if not isinstance(plan, Plan):
             raise ArgumentError(f"the plan is a {type(plan).__name__}; pass a Plan, Plan.load(path) reads one")
@@ -139,6 +143,8 @@ class Pipeline:
             raise ArgumentError(f"the seed is {seed!r}; pass a whole number of at most 64 bits")
         if timeout_s is not None and not timeout_s > 0:
             raise ArgumentError(f"timeout_s is {timeout_s}; pass more than 0 seconds, or None")
+        if transport not in get_args(TransportName):
+            raise ArgumentError(f"transport={transport!r}; pass one of {', '.join(map(repr, get_args(TransportName)))}")
         self.plan = plan
         self.run = Run()
         self._replanning = Replanning(plan, replan)
@@ -151,7 +157,8 @@ class Pipeline:
         limit_s = wait_limit(plan, timeout_s)
         self.rank, world_size = join()
         self.watch = Watch(self.rank, world_size, timeout_s=limit_s)
-        with self.watch.call(Phase.CONSTRUCTION, {"the plan": _digest(plan.to_json()), "the seed": str(seed)}):
+        given = {"the plan": _digest(plan.to_json()), "the seed": str(seed), "the transport": transport}
+        with self.watch.call(Phase.CONSTRUCTION, given):
             check_world_size(plan, world_size)
             self._layout = layout_of(plan, self.rank, world_size)
             self._sequence = traced_as_planned(self._computing, plan)
@@ -160,7 +167,7 @@ class Pipeline:
             self._place(loss_fn, seed, initialize)
         # All meet before process groups are made: nothing could end the wait for one that is stuck.
         with self.watch.call(Phase.CONSTRUCTION, {"the call": "the end of the construction"}):
-            self._connect(check_finite)
+            self._connect(check_finite, transport)
             self.watch.log.phase(Phase.SHARING)
             share_state(self._sequence, plan, self._layout, self._placement, self._unread)
 
@@ -179,17 +186,18 @@ class Pipeline:
         self._seed = seed
         self._unread = of_no_layer(self._model, self._sequence, materialize) if 0 in self._runners else {}
 
-    def _connect(self, check_finite: bool) -> None:
+    def _connect(self, check_finite: bool, wanted: TransportName) -> None:
         """What carries out the stages of this process, together with the others."""
         plan, layout, devices = self.plan, self._layout, self._devices
         if not layout.alone:
             backend_of(self._device).use(self._device)
-        transport = transport_for(layout, [skip.ends for skip in plan.skips], devices)
+        transport = transport_for(layout, [skip.ends for skip in plan.skips], devices, wanted)
         self._runtime = Runtime(self._runners, transport, self.watch.log, check_finite)
         group, on_host = group_of_peers(layout), group_on_host(layout)
         for made in (*transport.groups, group, on_host):
             if made is not None:
                 self.watch.add_group(made)
+        self.watch.add_wait(transport.interrupt)
         push_nobody_off()
         self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
         self._mover = BufferMover(layout, group)

@@ -65,6 +65,9 @@ class Distributed:
         """One for each channel where messages arrive in the order of their calls."""
         return list(self._groups.values())
 
+    def interrupt(self) -> None:
+        """All waits are in process groups."""
+
     def begin(self, receives: Sequence[Transfer]) -> None:
         """Note which receives will come; the first ones of each channel are posted before this process waits at all."""
         self._inboxes = {}

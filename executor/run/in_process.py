@@ -28,6 +28,9 @@ class InProcess:
     def __init__(self) -> None:
         self._messages: dict[int, list[Tensor]] = {}
 
+    def interrupt(self) -> None:
+        """Nothing waits in one process."""
+
     def begin(self, receives: Sequence[Transfer]) -> None:
         """Drop what an aborted step left."""
         self._messages.clear()

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor
+
+from profiler.machine.ring import ALIGNMENT
 
 SMALL_BYTES = 64 * 1024  # copying them takes 5 us, a message of its own 15 us on each side, and a thread's wake-up
 _ALIGNMENT = 16  # bytes; of every element type
@@ -56,6 +59,7 @@ class MessageForm:
 
     Attributes:
         size_bytes: of all tensors.
+        slot_bytes: that they take where they lie side by side.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
@@ -74,6 +78,8 @@ class MessageForm:
             end += -(-specs[index].size_bytes // _ALIGNMENT) * _ALIGNMENT
         self._small_bytes = end
         self.size_bytes = sum(spec.size_bytes for spec in specs)
+        ends = accumulate((-(-spec.size_bytes // ALIGNMENT) * ALIGNMENT for spec in specs), initial=0)
+        *self._starts, self.slot_bytes = ends
 
     def buffers(self) -> list[Tensor]:
         """Memory to receive the pieces into."""
@@ -111,6 +117,14 @@ class MessageForm:
             memory = self._slot(pieces[-1], index) if index in self._offsets else next(whole)
             inverse = self._inverse[index]
             tensors.append(memory if inverse is None else memory.permute(inverse))
+        return tensors
+
+    def laid_out(self, memory: Tensor) -> list[Tensor]:
+        """The tensors side by side in memory of at least `slot_bytes`."""
+        tensors = []
+        for spec, start, extents, inverse in zip(self._specs, self._starts, self._extents, self._inverse, strict=True):
+            own = memory[start : start + spec.size_bytes].view(spec.dtype).view(extents)
+            tensors.append(own if inverse is None else own.permute(inverse))
         return tensors
 
     def _slot(self, shared: Tensor | None, index: int) -> Tensor:

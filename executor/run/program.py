@@ -173,6 +173,7 @@ class _Moves:
         self._sizes = sizes
         self._skips = {skip.ends: frozenset(skip.values) for skip in plan.skips} if training else {}
         self._number = {skip.ends: plan.K + position for position, skip in enumerate(plan.skips)}
+        self._forms: dict[tuple[tuple[TensorSpec, ...], torch.device], MessageForm] = {}
         first: dict[tuple[int, ActionKind, int | None], Action] = {}
         last: dict[tuple[int, ActionKind, int], Action] = {}
         for action in actions:
@@ -193,7 +194,7 @@ class _Moves:
         # A schedule that keeps the inputs of all micro-batches until their backward pass may have their buffers from
         # the start.
         unlimited = action.kind is ActionKind.RECV_F and SCHEDULES[self._plan.schedule].keeps_all
-        form = MessageForm([*mask, *specs], here)
+        form = self._form((*mask, *specs), here)
         return Move(
             names=tuple(value.name for value in values),
             specs=specs,
@@ -202,6 +203,13 @@ class _Moves:
             says_which=says_which,
             is_last=action in self._last,
         )
+
+    def _form(self, specs: tuple[TensorSpec, ...], device: torch.device) -> MessageForm:
+        """Equal messages share one, by which their places in shared memory are found."""
+        known = self._forms.get((specs, device))
+        if known is None:
+            known = self._forms[specs, device] = MessageForm(specs, device)
+        return known
 
     def _values(self, action: Action) -> tuple[BoundaryValue, ...]:
         """Those of the boundary that the message holds."""

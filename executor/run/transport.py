@@ -74,6 +74,9 @@ class Transport(Protocol):
     def groups(self) -> Sequence[dist.ProcessGroup]:
         """Process groups of its own, in which a process may wait."""
 
+    def interrupt(self) -> None:
+        """From another thread: end all other waits, the present one and later ones, with an exception."""
+
     def begin(self, receives: Sequence[Transfer]) -> None:
         """Get ready for these receives, in their order."""
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -71,6 +71,7 @@ class Watch:
         self._agreement = Agreement(rank, world_size)
         self._contents = Contents(rank)
         self._groups: list[dist.ProcessGroup | None] = [None]
+        self._interrupts: list[Callable[[], None]] = []
         self._said_s = time.monotonic()  # when this rank last told the others where it is
         self._mesh = _meet(rank, world_size, self.log, timeout_s) if world_size > 1 else None
         about = () if self._mesh is None else self._mesh.about
@@ -89,6 +90,10 @@ class Watch:
         goodbye.atexit = False
         atexit.register(goodbye)
         _report_uncaught(self)
+
+    def add_wait(self, interrupt: Callable[[], None]) -> None:
+        """Watch over waits of another kind; the call ends them with an exception."""
+        self._interrupts.append(interrupt)
 
     def add_group(self, group: dist.ProcessGroup) -> None:
         """Watch over waits in a further process group that this rank belongs to."""
@@ -253,6 +258,8 @@ class Watch:
 
     def _end_waits(self) -> None:
         """Make the training thread raise, or end the process if it cannot."""
+        for interrupt in self._interrupts:
+            interrupt()
         for group in self._groups:
             _interrupt(group)
         end = time.monotonic() + GRACE_S

@@ -1,8 +1,9 @@
-"""The descriptors of standard input, output and error: always open, so that nothing else gets their numbers."""
+"""Descriptors: those of standard input, output and error are always open, those of another process can be opened."""
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
 
 
@@ -23,3 +24,23 @@ def hides_progress(wanted: bool) -> bool | None:
     Where standard error is closed it does not, and ends what it should only show.
     """
     return None if wanted and sys.stderr is not None else True
+
+
+def open_of_another(process: int, descriptor: int, at_least_bytes: int, access: int) -> int:
+    """Open the file that another process of this machine has open; it needs no name.
+
+    Args:
+        process: its number.
+        descriptor: the other process's.
+        at_least_bytes: of the file.
+        access: as `os.open` has it.
+
+    Raises:
+        OSError: there is no such file: the process is on another machine, or the system does not let this one look.
+    """
+    found = os.open(f"/proc/{process}/fd/{descriptor}", access | os.O_NONBLOCK)
+    about = os.fstat(found)
+    if not stat.S_ISREG(about.st_mode) or about.st_size < at_least_bytes:
+        os.close(found)
+        raise FileNotFoundError(f"process {process} here is another one than was meant")
+    return found

@@ -10,10 +10,11 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import stat
 import struct
 import tempfile
 import weakref
+
+from profiler.machine.descriptors import open_of_another
 
 _LAYOUT = struct.Struct("<8q")
 _KEY_OFFSET = 7 * 8  # of the last number
@@ -79,11 +80,8 @@ class ForeignJournal:
 
     def __init__(self, address: Address) -> None:
         process, descriptor, key = address
-        found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
+        found = open_of_another(process, descriptor, mmap.PAGESIZE, os.O_RDONLY)
         try:
-            about = os.fstat(found)
-            if not stat.S_ISREG(about.st_mode) or about.st_size < mmap.PAGESIZE:
-                raise FileNotFoundError(f"process {process} here is another one than was meant")
             self._page = mmap.mmap(found, mmap.PAGESIZE, access=mmap.ACCESS_READ)
         finally:
             os.close(found)

@@ -100,10 +100,10 @@ def test_the_first_transport_that_serves_is_taken(monkeypatch: pytest.MonkeyPatc
     def chosen(processes: int) -> type:
         ranks = tuple(range(processes)) if processes > 1 else (0, 0)
         layout = Layout(0, processes, 1, 0, stages=(0,), process_of=ranks)
-        return type(transports.transport_for(layout, (), {0: CPU}))
+        return type(transports.transport_for(layout, (), {0: CPU}, "gloo"))
 
     assert [chosen(processes) for processes in (1, 2)] == [InProcess, Distributed]
-    more: list[MakeTransport] = [Mailbox.between, *transports.TRANSPORTS]
+    more: dict[str, MakeTransport] = {"mailbox": Mailbox.between, **transports.TRANSPORTS}
     monkeypatch.setattr(transports, "TRANSPORTS", more)
     assert [chosen(processes) for processes in (1, 2, 3)] == [InProcess, Mailbox, Distributed]
 

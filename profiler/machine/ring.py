@@ -23,7 +23,6 @@ import os
 import secrets
 import struct
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +39,7 @@ _NOTE = struct.Struct("<4q")  # tag, descriptor of the slots, bytes of a slot, n
 _ARRIVED, _RELEASED = SIZE_BYTES, 2 * SIZE_BYTES
 _NOTES = 3 * SIZE_BYTES
 _PAGE_BYTES = 4096
+_NEVER = 2**62  # no ring carries as many messages
 
 Address = tuple[int, int, int]  # process, its descriptor of the page, and the key that the page begins with
 
@@ -74,7 +74,9 @@ class Outgoing:
         self._ahead_bytes = ahead_bytes
         key = secrets.randbits(62) + 1
         page = _memory("page", _PAGE_BYTES)
-        self._files = [page]  # that the receiver may still have to open
+        # Slots that the receiver may still have to open, each with the message whose room shows that it has not.
+        self._files: dict[int, int] = {}
+        weakref.finalize(self, os.close, page)
         weakref.finalize(self, _close, self._files)
         self._page = mmap.mmap(page, _PAGE_BYTES)
         _KEY.pack_into(self._page, 0, key)
@@ -85,8 +87,8 @@ class Outgoing:
         self._slots: list[Slot] = []
         self._slot_bytes = -1
         self._count = 0
+        self._file = -1
         self._first = 0  # of the messages in these slots
-        self._opened_at = 0  # with room for this message the receiver has opened these slots
 
     def room(self, size_bytes: int) -> Slot:
         """The slot of the next message; waits while too many are under way.
@@ -98,16 +100,15 @@ class Outgoing:
         if size_bytes > self._slot_bytes:
             self._make_slots(size_bytes)
         self._released.wait()
-        if len(self._files) > 2 and self._count >= self._opened_at:
-            _close(self._files[1:-1])
-            del self._files[1:-1]
+        if len(self._files) > 1:
+            _close(self._files, before=self._count)
         return self._slots[(self._count - self._first) % len(self._slots)]
 
     def send(self, tag: int) -> None:
         """Let the receiver have what was copied into the slot."""
         number = (self._count - self._first) % len(self._slots)
         note = _NOTES + self._count % MOST_SLOTS * _NOTE.size
-        _NOTE.pack_into(self._page, note, tag, self._files[-1], self._slot_bytes, number)
+        _NOTE.pack_into(self._page, note, tag, self._file, self._slot_bytes, number)
         self._count += 1
         self._arrived.post()
 
@@ -127,13 +128,15 @@ class Outgoing:
                 f"memory, which this machine does not give ({problem.strerror}); make room, plan with smaller "
                 'micro-batches, or send over sockets with Pipeline(..., transport="gloo")'
             ) from problem
-        self._files.append(file)
+        if self._slots:
+            self._files[self._file] = self._count + count  # then the first message of the new ones is released
+        self._files[file] = _NEVER
         for _ in range(count - len(self._slots)):
             self._released.post()
         for _ in range(len(self._slots) - count):
             self._released.wait()
         self._slots, self._slot_bytes = _slots_of(file, slot_bytes, count), slot_bytes
-        self._first, self._opened_at = self._count, self._count + count
+        self._file, self._first = file, self._count
 
 
 class Incoming:
@@ -226,6 +229,7 @@ def _start_of(page: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(page))
 
 
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
+def _close(files: dict[int, int], before: int = _NEVER) -> None:
+    for descriptor in [file for file, until in files.items() if until <= before]:
+        del files[descriptor]
         os.close(descriptor)

@@ -19,6 +19,7 @@ from statistics import median
 import pytest
 
 from executor import launch
+from executor.run.transports import TransportName
 from planner import ExecutionError, Plan
 from planner.plan.schedules import ScheduleName
 from tests.executor import forked_trials
@@ -34,8 +35,16 @@ from tests.executor.fault_trials import (
 from tests.executor.killed_while_saving import goes_on, never_stopped, save_until_killed
 
 TRIALS = {"launch": 20, "torchrun": 20}
-FORKS = {("gpipe", 1): 50, ("interleaved", 2): 20, ("interleaved-lean", 2): 20, ("zb-h1", 1): 20, ("zb", 1): 20}
-"""Trials of each kind of fault, by schedule and chunks a rank."""
+FORKS = {
+    ("gpipe", 1, "auto"): 50,
+    ("gpipe", 1, "gloo"): 20,
+    ("interleaved", 2, "auto"): 20,
+    ("interleaved-lean", 2, "auto"): 20,
+    ("zb-h1", 1, "auto"): 20,
+    ("zb", 1, "auto"): 20,
+}
+"""Trials of each kind of fault, by schedule, chunks a rank and transport."""
+KILLS = 200
 RANKS = 3
 
 
@@ -68,23 +77,40 @@ def test_every_rank_has_one_error_soon(
     plan_for: Callable[..., Plan],  # noqa: F811
     tmp_path: Path,
     kind: str,
-    way: tuple[ScheduleName, int],
+    way: tuple[ScheduleName, int, TransportName],
 ) -> None:
-    schedule, chunks = way
-    plan_of(plan_for, RANKS, schedule, chunks).save(tmp_path / "plan.json")
+    _try_forks(plan_for, tmp_path, kind, way, FORKS[way])
+
+
+@pytest.mark.benchmark
+def test_kills_at_random_moments_leave_nothing(plan_for: Callable[..., Plan], tmp_path: Path) -> None:  # noqa: F811
+    """With shared memory between the ranks: no hang, no name in /dev/shm, and the one error in the others."""
+    _try_forks(plan_for, tmp_path, "kill", ("1f1b", 1, "auto"), KILLS)
+
+
+def _try_forks(
+    plan_for: Callable[..., Plan],  # noqa: F811
+    folder: Path,
+    kind: str,
+    way: tuple[ScheduleName, int, TransportName],
+    trials: int,
+) -> None:
+    schedule, chunks, transport = way
+    plan_of(plan_for, RANKS, schedule, chunks).save(folder / "plan.json")
     script = str(Path(forked_trials.__file__).resolve())
     done = subprocess.run(
-        [sys.executable, script, str(tmp_path), kind, str(FORKS[way]), str(TIMEOUT_S)],
+        [sys.executable, script, str(folder), kind, str(trials), str(TIMEOUT_S), transport],
         env={**os.environ, **forked_trials.ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,
     )
-    trials = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(trials) == FORKS[way], done.stderr
-    wrong = [problem for trial in trials for problem in trial["wrong"]]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == trials, done.stderr
+    wrong = [problem for trial in found for problem in trial["wrong"]]
     how = f"forks, {schedule}" + (f" with {chunks} chunks" if chunks > 1 else "")
-    _report(how, kind, FORKS[way], [one for trial in trials for one in trial["seconds"]], wrong)
+    how += ", sockets" if transport == "gloo" else ""
+    _report(how, kind, trials, [one for trial in found for one in trial["seconds"]], wrong)
 
 
 def _report(how: str, kind: str, trials: int, seconds: list[float], wrong: list[str]) -> None:

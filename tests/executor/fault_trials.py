@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from executor import Pipeline, launch
 from executor.run.stage_runner import StageRunner
+from executor.run.transports import TransportName
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName
@@ -57,12 +58,16 @@ class Deep(nn.Module):
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, in which rank, how many seconds after the first step, and where the moment is written."""
+    """What goes wrong, in which rank, how many seconds after the first step, and where the moment is written.
+
+    `transport` carries the messages meanwhile.
+    """
 
     kind: str
     rank: int
     after_s: float
     mark: str
+    transport: TransportName = "auto"
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def train(plan: Plan, fault: Fault) -> None:
         return loss * float("nan") if switch.on and fault.kind == "nan" else loss
 
     torch.manual_seed(0)
-    pipe = Pipeline(Deep(), plan, loss_fn=loss_fn, check_finite=True)
+    pipe = Pipeline(Deep(), plan, loss_fn=loss_fn, check_finite=True, transport=fault.transport)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
     for step in range(STEPS):
         pipe.step(X, target=X)
@@ -169,10 +174,12 @@ def began(fault: Fault) -> float:
     return json.loads(Path(fault.mark).read_text())[0]
 
 
-def random_fault(kind: str, ranks: int, folder: Path, random_numbers: random.Random) -> Fault:
+def random_fault(
+    kind: str, ranks: int, folder: Path, random_numbers: random.Random, transport: TransportName = "auto"
+) -> Fault:
     """A fault of a kind in a random rank at a random moment."""
     rank = ranks - 1 if kind == "nan" else random_numbers.randrange(ranks)
-    return Fault(kind, rank, random_numbers.uniform(0.0, 0.5), str(folder / f"mark-{uuid.uuid4().hex}"))
+    return Fault(kind, rank, random_numbers.uniform(0.0, 0.5), str(folder / f"mark-{uuid.uuid4().hex}"), transport)
 
 
 def launch_trial(plan: Plan, fault: Fault, folder: Path, timeout_s: float = TIMEOUT_S) -> Outcome:

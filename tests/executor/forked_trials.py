@@ -1,10 +1,10 @@
 """Many trials of `fault_trials` in little time: the ranks are forks of one process that has all modules at hand.
 
-    python forked_trials.py FOLDER KIND,KIND,... TRIALS TIMEOUT_S
+    python forked_trials.py FOLDER KIND,KIND,... TRIALS TIMEOUT_S [TRANSPORT]
 
-`FOLDER` holds plan.json; each kind of fault is tried TRIALS times. The ranks meet as under torchrun, each trial like a
-restart. One line of JSON a trial: seconds from the fault to the error in each rank that can still speak, and what was
-not as it should be.
+`FOLDER` holds plan.json; each kind of fault is tried TRIALS times, with messages over TRANSPORT. The ranks meet as under
+torchrun, each trial like a restart. One line of JSON a trial: seconds from the fault to the error in each rank that can
+still speak, and what was not as it should be.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from executor.run.transports import TransportName
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from profiler import trace
@@ -42,6 +43,7 @@ from tests.executor.fault_trials import (
 )
 
 LAST_WORDS = "endless action"  # the fault whose rank cannot be interrupted: its error is printed before it is ended
+SHARED = Path("/dev/shm")  # where shared memory with a name would be
 PATIENCE_S = 60.0  # no trial takes as long
 ENVIRONMENT = {  # of this script; torch must not warn of a name server that does not answer where nothing is printed
     "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
@@ -61,9 +63,11 @@ class Trial:
     def run(self, allowed_s: float) -> tuple[list[float], list[str]]:
         """Seconds until the errors, and what is wrong."""
         ranks = range(ranks_of(self.plan))
+        before = set(SHARED.glob("*"))
         children = {rank: self._fork(rank) for rank in ranks}
         hung = self._wait(dict(children))
         wrong = [f"rank {rank} had to be killed" for rank in hung if (self.fault.kind, rank) != ("stop", self._odd)]
+        wrong += [f"{left} is left" for left in set(SHARED.glob("*")) - before]
         seconds, errors = [], set()
         for rank in ranks:
             said = self._file("stderr", rank).read_text()
@@ -139,7 +143,7 @@ def port_of_store() -> int:
     return int(os.read(port_read, 8))
 
 
-def main(folder: Path, kinds: str, trials: int, timeout_s: float) -> None:
+def main(folder: Path, kinds: str, trials: int, timeout_s: float, transport: TransportName = "auto") -> None:
     torch.set_num_threads(1)
     plan = Plan.load(folder / "plan.json")
     known_traces.remember(trace(Deep(), X))  # loads all that the forks will need
@@ -154,10 +158,10 @@ def main(folder: Path, kinds: str, trials: int, timeout_s: float) -> None:
     numbers = random.Random(kinds)
     files = Path(tempfile.mkdtemp(dir=folder))
     for number, kind in enumerate(kinds.split(",") * trials):
-        fault = random_fault(kind, ranks_of(plan), files, numbers)
+        fault = random_fault(kind, ranks_of(plan), files, numbers, transport)
         seconds, wrong = Trial(plan, fault, number, files).run(timeout_s if kind in STUCK else 1.0)
         print(json.dumps({"kind": kind, "rank": fault.rank, "seconds": seconds, "wrong": wrong}), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:6])  # type: ignore[arg-type]

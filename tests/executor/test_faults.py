@@ -22,13 +22,18 @@ from tests.executor.fault_trials import FAULTS, expected, launch_trial, plan_of,
 RANKS = 3
 
 
+@pytest.mark.parametrize(("transport", "kinds"), [("auto", FAULTS), ("gloo", ("kill", "exception", "stop"))])
 def test_every_rank_ends_with_one_error(
-    plan_for: Callable[..., Plan], script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    plan_for: Callable[..., Plan],
+    script: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    transport: str,
+    kinds: tuple[str, ...],
 ) -> None:
     plan_of(plan_for, RANKS).save(tmp_path / "plan.json")
-    done = script(Path(forked_trials.__file__).resolve(), str(tmp_path), ",".join(FAULTS), "1", "3")
+    done = script(Path(forked_trials.__file__).resolve(), str(tmp_path), ",".join(kinds), "1", "3", transport)
     trials = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [trial["kind"] for trial in trials] == list(FAULTS), done.stderr
+    assert [trial["kind"] for trial in trials] == list(kinds), done.stderr
     busy = ("took", "several errors")  # on a busy machine ranks may be late, and miss their turns to tell
     wrong = [problem for trial in trials for problem in trial["wrong"]]
     assert [problem for problem in wrong if not any(words in problem for words in busy)] == []

@@ -1,0 +1,143 @@
+"""Messages through shared memory are what they are over sockets."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor import Pipeline, launch
+from executor.layout import Layout
+from executor.run.distributed import Distributed
+from executor.run.message import MessageForm, TensorSpec
+from executor.run.shared_memory import SharedMemory
+from executor.run.transport import Transfer
+from executor.run.transports import TransportName
+from planner import ArgumentError, Plan
+from planner.plan.actions import Action, ActionKind
+from profiler import trace
+from profiler.machine.ring import Incoming, Outgoing
+from profiler.machine.ring_meeting import Rings
+
+CPU = torch.device("cpu")
+AT_LEAST = 4
+DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn]
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> TensorSpec:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    return TensorSpec(shape, tuple(draw(st.permutations(range(len(shape))))), draw(st.sampled_from(DTYPES)))
+
+
+def tensor_of(spec: TensorSpec, number: int) -> Tensor:
+    """In the memory order of the spec."""
+    memory = (torch.arange(number, number + spec.size_bytes // spec.dtype.itemsize) % 120).to(spec.dtype)
+    inverse = [spec.dim_order.index(dim) for dim in range(len(spec.shape))]
+    return memory.view(spec.in_memory).permute(inverse)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(specs(), max_size=4), min_size=1, max_size=4), st.lists(st.booleans(), max_size=40))
+def test_messages_of_all_forms_arrive_as_they_left(forms: list[list[TensorSpec]], moves: list[bool]) -> None:
+    """In any order of sends and receives, of forms that take turns; nothing that has arrived changes later."""
+    outgoing = Outgoing(AT_LEAST, 0, looks=False)
+    rings = Rings({(0, 1): outgoing}, {(0, 1): Incoming(outgoing.address, looks=False)}, any=True)
+    nobody = Layout(0, 2, 1, 0, stages=(0,), process_of=(0, 1))
+    transport = SharedMemory(rings, Distributed(nobody, in_order=False))
+    made = [MessageForm(form, CPU) for form in forms]
+    under_way: deque[tuple[Transfer, list[Tensor]]] = deque()
+    arrived = []
+    number = 0
+    for sends in moves:
+        if sends and len(under_way) < AT_LEAST:
+            form = number % len(forms)
+            tensors = [tensor_of(spec, number) for spec in forms[form]]
+            transport.send(Transfer(Action(0, ActionKind.SEND_F, number), made[form], CPU, 2), tensors)
+            receive = Transfer(Action(1, ActionKind.RECV_F, number), made[form], CPU, 2)
+            transport.begin([receive])
+            under_way.append((receive, tensors))
+            number += 1
+        elif under_way:
+            receive, tensors = under_way.popleft()
+            arrived.append((transport.receive(receive), tensors))
+    for received, tensors in arrived:
+        for one, other in zip(received, tensors, strict=True):
+            assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+            assert torch.equal(one.to(torch.complex128), other.to(torch.complex128))
+
+
+class Net(nn.Module):
+    """Values of several types and a skip over a stage cross its boundaries, some without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.first(x))
+        largest = first.argmax(-1)
+        second = self.norm(functional.dropout(self.second(first), 0.3, self.training))
+        return self.third(second + first) * (1 + largest.unsqueeze(-1) % 2)
+
+
+def trained(plan: Plan, transport: TransportName) -> dict[str, Any]:
+    """Of training with batches of several sizes, evaluation and prediction: all that comes out, and what carried it."""
+    torch.manual_seed(0)
+    pipe = Pipeline(Net(), plan, loss_fn=functional.mse_loss, transport=transport)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    found: dict[str, Any] = {"carrier": type(pipe._runtime._remote).__name__}
+    for step, size in enumerate((10, 7, 40)):
+        x = torch.linspace(-2, 1, size * 6).sin().reshape(size, 6) * (step + 1)
+        found[f"loss {step}"] = pipe.step(x, target=x)
+        optimizer.step()
+        if step < 2:
+            optimizer.zero_grad()
+        found[f"evaluated {step}"] = pipe.evaluate(x.repeat(3, 1), target=x.repeat(3, 1))
+        found[f"predicted {step}"] = pipe.predict(x[:5].repeat(9, 1))
+    for name, parameter in pipe.named_parameters():
+        found[f"gradient of {name}"] = parameter.grad
+    return {**found, **{name: value.clone() for name, value in pipe.state_dict().items()}}
+
+
+def both_ways(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    return trained(plan, "auto"), trained(plan, "gloo")
+
+
+def test_both_transports_train_alike(plan_for: Callable[..., Plan]) -> None:
+    """Bitwise, also as one process does: uneven micro-batches, other sizes, skips, and ranks with two stages."""
+    sequence = trace(Net(), torch.ones(4, 6))
+    cuts = [len(sequence) // 3, 2 * len(sequence) // 3]
+    plans = [
+        plan_for(sequence, cuts, batch_size=10, micro_batches=4, recompute=[True, False, True], skips=True),
+        plan_for(sequence, cuts, batch_size=10, micro_batches=4, schedule="1f1b"),
+    ]
+    for plan in plans:
+        whole = trained(plan, "auto")
+        assert whole.pop("carrier") == "InProcess"
+        parts = launch(both_ways, plan)
+        carriers = {(shared.pop("carrier"), sockets.pop("carrier")) for shared, sockets in parts}
+        assert carriers == {("SharedMemory", "Distributed")}
+        for shared, sockets in parts:
+            for name, value in shared.items():
+                for other in (sockets[name], whole[name]):
+                    assert value is None or torch.equal(value, other), name
+
+
+def differs(plan: Plan) -> None:
+    names: list[TransportName] = ["auto", "gloo", "auto"]
+    Pipeline(Net(), plan, loss_fn=functional.mse_loss, transport=names[torch.distributed.get_rank()])
+
+
+def test_ranks_that_ask_for_different_transports_are_told(plan_for: Callable[..., Plan]) -> None:
+    plan = plan_for(trace(Net(), torch.ones(4, 6)), [1], batch_size=8, micro_batches=2)
+    with pytest.raises(ArgumentError, match="differ in the transport: rank 0 has auto, rank 1 has gloo"):
+        launch(differs, plan)
+    with pytest.raises(ArgumentError, match=r"transport='tcp'; pass one of 'auto', 'gloo'"):
+        Pipeline(Net(), plan, transport="tcp")  # type: ignore[arg-type]

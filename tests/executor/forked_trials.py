@@ -2,7 +2,7 @@
 
     python forked_trials.py FOLDER KIND,KIND,... TRIALS TIMEOUT_S [TRANSPORT]
 
-`FOLDER` holds plan.json; each kind of fault is tried TRIALS times, with messages over TRANSPORT. The ranks meet as under
+`FOLDER` holds plan.json; each kind of fault is tried TRIALS times, messages go over TRANSPORT. The ranks meet as under
 torchrun, each trial like a restart. One line of JSON a trial: seconds from the fault to the error in each rank that can
 still speak, and what was not as it should be.
 """

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from executor.plan_check import device_of, takes_target
 from executor.run.outputs import check_joinable, whole_output
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
-from executor.run.transports import TransportName, transport_for
+from executor.run.transports import ANY, CHOICES, transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
@@ -135,7 +135,7 @@ class Pipeline:
         replan: Replan = "report",
         initialize: Initializer | None = None,
         timeout_s: float | None = None,
-        transport: TransportName = "auto",
+        transport: str = ANY,
     ) -> None:
         if not isinstance(plan, Plan):
             raise ArgumentError(f"the plan is a {type(plan).__name__}; pass a Plan, Plan.load(path) reads one")
@@ -143,8 +143,8 @@ class Pipeline:
             raise ArgumentError(f"the seed is {seed!r}; pass a whole number of at most 64 bits")
         if timeout_s is not None and not timeout_s > 0:
             raise ArgumentError(f"timeout_s is {timeout_s}; pass more than 0 seconds, or None")
-        if transport not in get_args(TransportName):
-            raise ArgumentError(f"transport={transport!r}; pass one of {', '.join(map(repr, get_args(TransportName)))}")
+        if transport not in CHOICES:
+            raise ArgumentError(f"transport={transport!r}; pass one of {', '.join(map(repr, CHOICES))}")
         self.plan = plan
         self.run = Run()
         self._replanning = Replanning(plan, replan)
@@ -186,7 +186,7 @@ class Pipeline:
         self._seed = seed
         self._unread = of_no_layer(self._model, self._sequence, materialize) if 0 in self._runners else {}
 
-    def _connect(self, check_finite: bool, wanted: TransportName) -> None:
+    def _connect(self, check_finite: bool, wanted: str) -> None:
         """What carries out the stages of this process, together with the others."""
         plan, layout, devices = self.plan, self._layout, self._devices
         if not layout.alone:

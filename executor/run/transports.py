@@ -6,7 +6,6 @@ A further one is one more file with one class (`executor.run.transport`), and it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
 
 import torch
 
@@ -15,25 +14,27 @@ from executor.run.distributed import Distributed
 from executor.run.in_process import InProcess
 from executor.run.shared_memory import SharedMemory
 from executor.run.transport import MakeTransport, Transport
+from profiler.machine.backend import HOST, backend_of
 
-TRANSPORTS: Mapping[str, MakeTransport] = {
-    "in process": InProcess.between,
-    "shared memory": SharedMemory.between,
-    "gloo": Distributed.between,
-}
-"""By name, in order: the first that can carry the messages is taken."""
+TRANSPORTS: Sequence[MakeTransport] = (InProcess.between, SharedMemory.between, Distributed.between)
+"""In order: the first that can carry the messages is taken."""
 
-TransportName: TypeAlias = Literal["auto", "gloo"]
-"""What a user may ask for: "auto" for the first that can, or messages between processes over sockets only."""
+ANY = "auto"
+LIBRARY = backend_of(HOST).process_group
+CHOICES = (ANY, LIBRARY)
+"""What a user may ask for: any transport, or the library that carries tensors of the host, and no shared memory."""
 
 
 def transport_for(
     layout: Layout,
     skips: Sequence[tuple[int, int]],
     devices: Mapping[int, torch.device],
-    wanted: TransportName = "auto",
+    wanted: str = ANY,
 ) -> Transport:
-    """The transport between the processes of a pipeline; see `MakeTransport` for the arguments."""
-    left_out = () if wanted == "auto" else ("shared memory",)
-    made = (make(layout, skips, devices) for name, make in TRANSPORTS.items() if name not in left_out)
+    """The transport between the processes of a pipeline; see `MakeTransport` for the arguments.
+
+    `wanted` is one of `CHOICES`, the same in all processes.
+    """
+    left_out = SharedMemory.between if wanted == LIBRARY else None
+    made = (make(layout, skips, devices) for make in TRANSPORTS if make != left_out)
     return next(transport for transport in made if transport is not None)

@@ -19,7 +19,6 @@ from statistics import median
 import pytest
 
 from executor import launch
-from executor.run.transports import TransportName
 from planner import ExecutionError, Plan
 from planner.plan.schedules import ScheduleName
 from tests.executor import forked_trials
@@ -77,7 +76,7 @@ def test_every_rank_has_one_error_soon(
     plan_for: Callable[..., Plan],  # noqa: F811
     tmp_path: Path,
     kind: str,
-    way: tuple[ScheduleName, int, TransportName],
+    way: tuple[ScheduleName, int, str],
 ) -> None:
     _try_forks(plan_for, tmp_path, kind, way, FORKS[way])
 
@@ -92,7 +91,7 @@ def _try_forks(
     plan_for: Callable[..., Plan],  # noqa: F811
     folder: Path,
     kind: str,
-    way: tuple[ScheduleName, int, TransportName],
+    way: tuple[ScheduleName, int, str],
     trials: int,
 ) -> None:
     schedule, chunks, transport = way

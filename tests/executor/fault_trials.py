@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from executor import Pipeline, launch
 from executor.run.stage_runner import StageRunner
-from executor.run.transports import TransportName
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName
@@ -67,7 +66,7 @@ class Fault:
     rank: int
     after_s: float
     mark: str
-    transport: TransportName = "auto"
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -174,9 +173,7 @@ def began(fault: Fault) -> float:
     return json.loads(Path(fault.mark).read_text())[0]
 
 
-def random_fault(
-    kind: str, ranks: int, folder: Path, random_numbers: random.Random, transport: TransportName = "auto"
-) -> Fault:
+def random_fault(kind: str, ranks: int, folder: Path, random_numbers: random.Random, transport: str = "auto") -> Fault:
     """A fault of a kind in a random rank at a random moment."""
     rank = ranks - 1 if kind == "nan" else random_numbers.randrange(ranks)
     return Fault(kind, rank, random_numbers.uniform(0.0, 0.5), str(folder / f"mark-{uuid.uuid4().hex}"), transport)

@@ -24,7 +24,6 @@ from typing import NoReturn
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from executor.run.transports import TransportName
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
 from profiler import trace
@@ -143,7 +142,7 @@ def port_of_store() -> int:
     return int(os.read(port_read, 8))
 
 
-def main(folder: Path, kinds: str, trials: int, timeout_s: float, transport: TransportName = "auto") -> None:
+def main(folder: Path, kinds: str, trials: int, timeout_s: float, transport: str = "auto") -> None:
     torch.set_num_threads(1)
     plan = Plan.load(folder / "plan.json")
     known_traces.remember(trace(Deep(), X))  # loads all that the forks will need
@@ -164,4 +163,4 @@ def main(folder: Path, kinds: str, trials: int, timeout_s: float, transport: Tra
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:6])  # type: ignore[arg-type]
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:6])

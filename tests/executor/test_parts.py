@@ -103,7 +103,7 @@ def test_the_first_transport_that_serves_is_taken(monkeypatch: pytest.MonkeyPatc
         return type(transports.transport_for(layout, (), {0: CPU}, "gloo"))
 
     assert [chosen(processes) for processes in (1, 2)] == [InProcess, Distributed]
-    more: dict[str, MakeTransport] = {"mailbox": Mailbox.between, **transports.TRANSPORTS}
+    more: list[MakeTransport] = [Mailbox.between, *transports.TRANSPORTS]
     monkeypatch.setattr(transports, "TRANSPORTS", more)
     assert [chosen(processes) for processes in (1, 2, 3)] == [InProcess, Mailbox, Distributed]
 

@@ -1,9 +1,11 @@
 """Latency and bandwidth of the link between two ranks, measured with the calls that the executor sends with.
 
-Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer. Meanwhile both ends
-compute, as they do in training: on a machine of two cores that halves the bandwidth between its processes [measured].
-A thread of its own computes here, which never waits as one that trains would; so gloo's threads keep their priority,
-which the executor lowers (`channel.push_nobody_off`).
+Rank 0 sends a message, rank 1 returns one of the same size; half a round trip is one transfer. What two processes share
+memory for goes through it (`profiler.machine.ring`), copied by the thread that else computes. Anything else is carried
+by threads of its own, or by the device; then both ends compute meanwhile, as they do in training: on a machine of two
+cores that halves the bandwidth of sockets between its processes [measured]. A thread of its own computes here, which
+never waits as one that trains would; so gloo's threads keep their priority, which the executor lowers
+(`channel.push_nobody_off`).
 
     rank 0   | send ----------> |                | send ----
              | layers without end ...
@@ -17,7 +19,8 @@ import contextlib
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -29,7 +32,10 @@ from profiler.machine.backend import backend_of
 from profiler.machine.busy_work import busy_work
 from profiler.machine.channel import finish, start_receive, start_send
 from profiler.machine.local import torch_device
+from profiler.machine.ring_meeting import Wanted, meet
 from profiler.machine.workers import run_workers
+
+Turn: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], None]  # what is sent, and room for what comes
 
 SIZES_BYTES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 WARM_UPS = 2
@@ -96,10 +102,12 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: 
     place = torch_device(device)
     backend = backend_of(place)
     backend.use(place)
-    turn = _serve if torch.distributed.get_rank() == 0 else _return
+    rank = torch.distributed.get_rank()
     outgoing, incoming = torch.zeros((2, max(sizes_bytes)), dtype=torch.uint8, device=place)
     seconds: list[list[float]] = [[] for _ in sizes_bytes]
-    with _computing(place):
+    turn = _shared(rank) if backend.is_host else None
+    with contextlib.nullcontext() if turn else _computing(place):
+        turn = turn or (_return if rank else _serve)
         for number in range(WARM_UPS + rounds):
             for size, laps in zip(sizes_bytes, seconds, strict=True):
                 if number >= WARM_UPS + min(rounds_of(size), rounds):
@@ -136,6 +144,32 @@ def _computing(place: torch.device) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _shared(rank: int) -> Turn | None:
+    """A turn through shared memory; None, at both ends, if they cannot have it."""
+    other = 1 - rank
+    rings = meet({(rank, other): Wanted(other, at_least=1, ahead_bytes=0)}, {(other, rank): other})
+    if rings.refused or not rings.any:
+        return None
+    there, back = rings.outgoing[rank, other], rings.incoming[other, rank]
+
+    def send(message: torch.Tensor) -> None:
+        there.room(len(message)).memory[: len(message)].copy_(message)
+        there.send(0)
+
+    def receive(message: torch.Tensor) -> None:
+        message.copy_(back.arrived(0).memory[: len(message)])
+        back.release()
+
+    def turn(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:
+        if rank == 0:
+            send(*outgoing)
+        receive(*incoming)
+        if rank == 1:
+            send(*outgoing)
+
+    return turn
 
 
 def _serve(outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> None:

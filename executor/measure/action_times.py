@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,13 +53,21 @@ class TimedStep:
 
 @dataclass(slots=True)
 class _Step:
-    """One mark after each action, since a process does one after the other."""
+    """One mark after each action, since a process does one after the other.
+
+    Attributes:
+        number: counts the steps.
+        began_s: by `time.perf_counter`.
+        marks: as many as actions were carried out, and one before them.
+        actions: to be carried out.
+        since: by number of marks before it the moment when an action began to wait.
+    """
 
     number: int
     began_s: float
     marks: Marks
-    actions: list[Action] = field(default_factory=list)
-    since: dict[int, float] = field(default_factory=dict)  # by position of an action: when it began to wait
+    actions: Sequence[Action]
+    since: dict[int, float] = field(default_factory=dict)
 
 
 class ActionTimes:
@@ -70,20 +79,19 @@ class ActionTimes:
         self._current: _Step | None = None
         self._count = 0
 
-    def start(self) -> None:
-        """Begin a step."""
-        self._current = _Step(self._count, time.perf_counter(), self._backend.marks())
+    def start(self, actions: Sequence[Action]) -> Callable[[], None]:
+        """Begin a step of these actions; what is returned is called after each of them."""
+        self._current = _Step(self._count, time.perf_counter(), self._backend.marks(), actions)
         self._steps.append(self._current)
         self._count += 1
+        return self._current.marks.mark
 
-    def mark(self, action: Action, since_s: float | None = None) -> None:
-        """The action has just been carried out; `since_s` is when a receive began to wait, by `time.perf_counter`."""
+    def waited(self, since_s: float | None) -> None:
+        """The action that is not marked yet, a receive, began to wait then, by `time.perf_counter`."""
         step = self._current
         assert step is not None, "start comes first"
         if since_s is not None:
-            step.since[len(step.actions)] = since_s
-        step.actions.append(action)
-        step.marks.mark()
+            step.since[len(step.marks)] = since_s
 
     def steps(self) -> tuple[TimedStep, ...]:
         """The last steps, oldest first; waits for the device."""
@@ -100,6 +108,6 @@ def _timed(step: _Step) -> tuple[TimedAction, ...]:
     moments = step.marks.seconds()
     starts = [
         moment if since is None or not step.marks.on_the_host else since - step.began_s
-        for moment, since in zip(moments, map(step.since.get, range(len(moments))), strict=True)
+        for moment, since in zip(moments, map(step.since.get, range(1, len(moments) + 1)), strict=True)
     ]
     return tuple(TimedAction(*each) for each in zip(step.actions, starts, moments[1:], strict=False))

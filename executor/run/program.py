@@ -6,7 +6,7 @@ Schedules, shapes and peers are the same in every step. They are worked out once
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +15,7 @@ from executor.run.message import MessageForm, TensorSpec
 from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from executor.run.stage_runner import StageLayers
 from executor.run.transport import Transfer
+from executor.watch.position import ActionNumbers, numbers_of
 from planner.plan.actions import COMPUTING, Action, ActionKind
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
@@ -48,17 +49,34 @@ class Move:
 class Instruction:
     """One action with what it needs.
 
+    What the loop of a step asks of each action is worked out here: a kind is a member of an enum, which takes ten times
+    as long to look up in a set as a plain value to read.
+
     Attributes:
         action: what is done.
         layers: of its stage.
         move: of a SEND or RECV.
         keep: of an F: whether it keeps what the last recomputed segment saves.
+        numbers: of the action, as the journal holds it.
+        receives: whether it is a RECV.
+        waits: whether it waits for another process.
+        has_loss: whether it computes the loss.
     """
 
     action: Action
     layers: StageLayers
     move: Move | None
     keep: bool
+    numbers: ActionNumbers = field(init=False)
+    receives: bool = field(init=False)
+    waits: bool = field(init=False)
+    has_loss: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", numbers_of(self.action))
+        object.__setattr__(self, "receives", self.action.kind in RECEIVES)
+        object.__setattr__(self, "waits", self.receives and self.move is not None and self.move.is_remote)
+        object.__setattr__(self, "has_loss", self.action.kind is ActionKind.F and self.layers.is_last)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +85,13 @@ class Program:
 
     Attributes:
         instructions: in order.
+        actions: theirs.
         remote: receives from other processes, in order.
         training: whether it has backward passes.
     """
 
     instructions: tuple[Instruction, ...]
+    actions: tuple[Action, ...]
     remote: tuple[Transfer, ...]
     training: bool
 
@@ -108,7 +128,7 @@ def compiled_program(
                 remote.append(move.transfer)
         keep = (action.stage, action.micro_batch) not in recomputed
         instructions.append(Instruction(action, layers[action.stage], move, keep))
-    return Program(tuple(instructions), tuple(remote), training)
+    return Program(tuple(instructions), lists, tuple(remote), training)
 
 
 def _lists(plan: Plan, layout: Layout, micro_batches: int, *, training: bool) -> tuple[Action, ...]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from executor.measure.action_times import ActionTimes
 from executor.run.in_process import InProcess
 from executor.run.program import Instruction, Move, Program
-from executor.run.rank_order import RECEIVES
 from executor.run.stage_runner import MicroBatch, StageRunner
 from executor.run.transport import Transport
 from executor.watch.position import Logbook, Phase
@@ -42,24 +41,22 @@ class Runtime:
     def run(self, program: Program, batches: Sequence[MicroBatch]) -> None:
         """Carry out a program on the micro-batches of one replica; the logbook says of any failure where it was."""
         work = _Work(self._runners, self._local, self._remote, program, batches)
-        note, mark = self._log.action, self.action_times.mark
-        profiled = is_profiled()
-        self.action_times.start()
+        note, waited, carry_out = self._log.action, self.action_times.waited, work.carry_out
+        profiled, check_finite = is_profiled(), self._check_finite
+        mark = self.action_times.start(program.actions)
         self._local.begin(())
         self._remote.begin(program.remote)
         for instruction in program.instructions:
-            note(instruction.action)
+            note(instruction.numbers)
             if profiled:
                 with torch.profiler.record_function(str(instruction.action)):
-                    work.carry_out(instruction)
+                    carry_out(instruction)
             else:
-                work.carry_out(instruction)
-            move = instruction.move
-            if move is not None and move.is_remote and instruction.action.kind in RECEIVES:
-                mark(instruction.action, self._remote.waiting_since_s)
-            else:
-                mark(instruction.action)
-            if self._check_finite and instruction.action.kind is ActionKind.F and instruction.layers.is_last:
+                carry_out(instruction)
+            if instruction.waits:
+                waited(self._remote.waiting_since_s)
+            mark()
+            if check_finite and instruction.has_loss:
                 self._refuse_infinite(
                     self._runners[instruction.action.stage].loss_of(batches[instruction.action.micro_batch])
                 )
@@ -100,7 +97,7 @@ class _Work:
         action = instruction.action
         if instruction.move is None:
             self._compute(instruction)
-        elif action.kind is ActionKind.RECV_F or action.kind is ActionKind.RECV_B:
+        elif instruction.receives:
             self._receive(action, instruction.move)
         else:
             self._send(action, instruction.move)
@@ -131,6 +128,9 @@ class _Work:
         A value without a path to the loss has none, which is not the same as zeros: weight decay would move what no
         gradient reaches. Which ones exist follows from the graph, so the first micro-batch to go back says it for all.
         """
+        known = self._absent.get(~move.transfer.channel)
+        if known == [] and all(name in found for name in move.names):
+            return [found[name] for name in move.names]
         absent = [name for name in move.names if name not in found]
         for name in self._absent.setdefault(~move.transfer.channel, absent):
             if name in found:

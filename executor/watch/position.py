@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 from planner.plan.actions import Action, ActionKind
 from profiler.machine.journal import Entry, Journal
@@ -89,6 +90,18 @@ class Position:
         return f"step {self.step}, {_WORDS[self.phase]}"
 
 
+ActionNumbers: TypeAlias = tuple[int, int, int]
+_ACTION = int(Phase.ACTION)  # a plain number: this is written before each action
+
+
+def numbers_of(action: Action) -> ActionNumbers:
+    """An action as a journal holds it."""
+    kind = _NUMBER_OF_KIND[action.kind]
+    if action.peer is not None:
+        kind += len(_KINDS) * (action.peer + 1)
+    return action.stage, kind, action.micro_batch
+
+
 class Logbook:
     """Writes positions into a journal.
 
@@ -105,12 +118,9 @@ class Logbook:
         """Enter a phase other than an action."""
         self.journal.write(phase, self.calls, self.step)
 
-    def action(self, action: Action) -> None:
+    def action(self, numbers: ActionNumbers) -> None:
         """Begin an action."""
-        kind = _NUMBER_OF_KIND[action.kind]
-        if action.peer is not None:
-            kind += len(_KINDS) * (action.peer + 1)
-        self.journal.write(Phase.ACTION, self.calls, self.step, action.stage, kind, action.micro_batch)
+        self.journal.write(_ACTION, self.calls, self.step, *numbers)
 
     @property
     def position(self) -> Position:

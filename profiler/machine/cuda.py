@@ -181,6 +181,10 @@ class CudaMarks:
         event.record()
         self._events.append(event)
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._events)
+
     def seconds(self) -> list[float]:
         """Of all marks, since the first; waits for the last."""
         self._events[-1].synchronize()

@@ -116,6 +116,10 @@ class Marks(Protocol):
     def mark(self) -> None:
         """Now, or when the device has done what it was given so far."""
 
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
     def seconds(self) -> list[float]:
         """Of all marks, since the first."""
         ...
@@ -132,6 +136,10 @@ class ClockMarks:
     def mark(self) -> None:
         """Now."""
         self._times.append(time.perf_counter())
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._times)
 
     def seconds(self) -> list[float]:
         """Of all marks, since the first."""

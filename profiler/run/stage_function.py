@@ -152,6 +152,8 @@ class StageFunction:
             store: takes the gradients of the deferred parameters, for a later pass; without, the backward pass makes
                 all gradients.
         """
+        if store is None and self._sample.autocast is None and not self.draws_random:
+            return self._forward(leaves, inputs, buffers, seed)  # the contexts take as long as a small layer
         try:
             with self.autocasting(), deferring(store) if store is not None else contextlib.nullcontext():
                 return self._forward(leaves, inputs, buffers, seed)

@@ -3,12 +3,12 @@
     make bench                                             # or, for this file alone:
     pytest tests/benchmarks/test_executor_speed.py -m benchmark -s
 
-K = 2 stages in two processes of one thread each, through shared memory and over sockets (gloo), as torch's. The speed of a shared machine drifts by 15 % within a
-minute, so whatever is compared takes turns of a few steps. And where parameters happen to lie in memory moves the very
-same loop by 4 % [measured], so all train the same ones, and all of it is done with several pairs of processes, or with
-several copies of the model in one; medians count, over turns and then over these. The two processes also run the plain
-model at the same time, each on its own core: that is the work, under the same load. With t seconds of work per
-micro-batch and stage and a step of T seconds
+K = 2 stages in two processes of one thread each, through shared memory and over sockets (gloo), as torch's. The speed
+of a shared machine drifts by 15 % within a minute, so whatever is compared takes turns of a few steps. And where
+parameters happen to lie in memory moves the very same loop by 4 % [measured], so all train the same ones, and all of
+it is done with several pairs of processes, or with several copies of the model in one; medians count, over turns and
+then over these. The two processes also run the plain model at the same time, each on its own core: that is the work,
+under the same load. With t seconds of work per micro-batch and stage and a step of T seconds
 
     share of the bound = (M + K - 1) t / T          overhead per micro-batch and stage of a tiny model = T / (K M)
 

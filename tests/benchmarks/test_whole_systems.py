@@ -86,6 +86,7 @@ def compared(system: str, subject: str, number: int, folder: Path) -> dict[str, 
         **row,
         "step, s": max(one["step_s"] for one in processes),
         "peak, MiB": [round(one["peak_bytes"] / MIB) for one in processes],
+        "of the imports": [round(one["imported_bytes"] / MIB) for one in processes],
         "gradients": "right" if off[worst] <= RIGHT else f"wrong: {worst} by {off[worst]:.2g} of the largest",
         "worst": off[worst],
     }

@@ -27,6 +27,15 @@ CONFIG: Final = Config(context=64, width=192, heads=6, blocks=6, dropout=0.0)
 loss_fn = next_token_loss
 
 
+def _resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+IMPORTED_BYTES: Final = _resident_bytes()
+"""What the process holds before there is a model."""
+
+
 def make_model() -> GPT:
     """The same at each call; "tied" as GPT is, "untied" with a head of its own."""
     torch.manual_seed(0)
@@ -58,7 +67,7 @@ def watched(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[Tensor, Tensor]
     folder = Path(os.environ["FOUND"])
     torch.save(gradients, folder / f"{os.getpid()}.pt")
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = {"step_s": median(seconds[UNTIMED:]), "peak_bytes": peak_bytes}
+    found = {"step_s": median(seconds[UNTIMED:]), "peak_bytes": peak_bytes, "imported_bytes": IMPORTED_BYTES}
     (folder / f"{os.getpid()}.json").write_text(json.dumps(found))
 
 

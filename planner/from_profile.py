@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from planner.cost.hosts import Hosts
 from planner.cost.layer_costs import CostModel, ParameterRanges
 from planner.cost.time_ledger import layer_seconds
 from planner.doubt import with_doubt
@@ -20,9 +21,10 @@ from planner.rules import most_stages, rules_of
 from planner.search_watch import watched
 from planner.settings import SettingKeywords, Settings, tells_settings
 from planner.solve.deadline import Deadline
+from planner.solve.host_search import best_plan
 from planner.solve.passed_over import time_for_plan, with_unused
 from planner.solve.problem import Problem, device_classes
-from planner.solve.skip_search import best_plan, no_plan_text
+from planner.solve.skip_search import no_plan_text
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
 from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S
@@ -116,6 +118,7 @@ def make_problem(
         devices=limited,
         classes=device_classes(limited, rules),
         link=link or next(iter(profile.links), None),
+        hosts=_hosts(devices),
         optimizer=optimizer if optimizer is not None else profile.optimizers[0].name,
         settings=asked,
         rules=rules,
@@ -141,6 +144,16 @@ def _measured_schedules(settings: Settings, costs: CostModel, devices: Sequence[
             f"choose one of {', '.join(map(repr, one_chunk_schedules()))}"
         )
     return left
+
+
+def _hosts(devices: Cluster | Sequence[Device]) -> Hosts | None:
+    """Where the devices are, if that matters."""
+    if not isinstance(devices, Cluster) or devices.between is None or devices.link is None:
+        return None
+    per_host = devices.devices_per_host
+    if per_host is None or len(devices.devices) <= per_host or devices.between == devices.link:
+        return None
+    return Hosts(devices.link, devices.between, per_host)
 
 
 def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:

@@ -118,7 +118,8 @@ def refined(
             devices=tuple(device for stage in plan.stages[: plan.ranks] for device in stage.devices), link=link
         )
     elif isinstance(devices, Cluster) and devices.link is not None:
-        given = devices.model_copy(update={"link": _scaled_link(devices.link, ratios.link)})
+        between = None if devices.between is None else _scaled_link(devices.between, ratios.link)
+        given = devices.model_copy(update={"link": _scaled_link(devices.link, ratios.link), "between": between})
     else:
         given = devices
     from planner.from_profile import plan_from_profile

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from profiler.errors import ArgumentError
 from profiler.field_types import DeviceBytes, Rate, RelativeError, Seconds
@@ -84,18 +85,35 @@ class Link(Value):
 
 
 class Cluster(Value):
-    """Devices in pipeline order (stage k runs on `devices[k]`) and the link between neighbours.
+    """Devices in pipeline order (stage k runs on `devices[k]`) and what lies between them.
 
     Attributes:
         devices: at least one device.
-        link: None when it was not measured yet; a plan of one stage needs none.
+        link: between neighbours in one host; None when it was not measured yet; a plan of one stage needs none.
+        between: between devices of unlike hosts; None where `link` is between all devices.
+        devices_per_host: so many devices after each other are in one host; None where nothing is said of hosts.
     """
 
     devices: tuple[Device, ...] = Field(min_length=1, max_length=MOST_DEVICES)
     link: Link | None = None
+    between: Link | None = None
+    devices_per_host: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
+
+    @model_validator(mode="after")
+    def _hosts_known(self) -> Self:
+        if self.between is not None and (self.link is None or self.devices_per_host is None):
+            raise ValueError("between is a link, and link or devices_per_host is missing; say both, or leave it out")
+        return self
 
     @classmethod
-    def of(cls, devices: str, *, link: str | Link | None = None, devices_per_host: int = 8) -> Cluster:
+    def of(
+        cls,
+        devices: str,
+        *,
+        link: str | Link | None = None,
+        between: str | Link | None = None,
+        devices_per_host: int | None = None,
+    ) -> Cluster:
         """Devices that are not here.
 
             >>> cluster = Cluster.of("2xA100-40GB, 2xV100-16GB", link="nvlink2")
@@ -103,49 +121,81 @@ class Cluster(Value):
             ['A100-40GB', 'A100-40GB', 'V100-16GB', 'V100-16GB']
             >>> Cluster.of("16xRTX4090:pcie4").link == Link.of("pcie4")
             True
+            >>> Cluster.of("8x8xH100-80GB", between="ndr") == Cluster.of("64xH100:nvlink4/ndr")
+            True
 
         Args:
-            devices: counts and kinds in pipeline order, separated by commas, see `Device.of`; after a colon perhaps the
-                link.
+            devices: counts and kinds in pipeline order, separated by commas, see `Device.of`; before a count perhaps
+                the number of hosts that have as many each; after a colon perhaps the link, and after a slash the one
+                between hosts.
             link: between neighbours, as `Link.of` or measured. By default the slowest of those that such devices
                 usually have, for as many as fit on one host.
-            devices_per_host: names repeat (`cuda:0`, ...) from one host to the next.
+            between: between hosts, likewise; `link` by default.
+            devices_per_host: names repeat (`cuda:0`, ...) from one host to the next; 8 where the text does not say it.
 
         Raises:
-            ArgumentError: the text is no such list, a kind is not known, the link is no link, there are two of them, or
+            ArgumentError: the text is no such list, a kind is not known, a link is no link, there are two of them, or
                 none for devices on several hosts, or no device fits on a host.
         """
         if not isinstance(devices, str):
             raise ArgumentError(f"{shown(devices)} is no list of devices; pass a text such as '8xA100-40GB'")
-        if not (link is None or isinstance(link, str | Link)):
-            raise ArgumentError(f"link={link!r}; pass link='nvlink3', say, or a Link")
-        if isinstance(devices_per_host, bool) or not isinstance(devices_per_host, int) or devices_per_host < 1:
+        for name, given in (("link", link), ("between", between)):
+            if not (given is None or isinstance(given, str | Link)):
+                raise ArgumentError(f"{name}={given!r}; pass {name}='nvlink3', say, or a Link")
+        each = 1 if devices_per_host is None else devices_per_host
+        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
             raise ArgumentError(f"devices_per_host={devices_per_host!r}; pass how many devices a host has, at least 1")
         listed, colon, named = devices.partition(":")
-        if colon and link is not None:
-            raise ArgumentError(f"{shown(devices)} names a link, and link is {shown(link)}; leave one of them out")
-        kinds = _listed_kinds(listed)
-        if colon:
-            link = named.strip()
-        elif link is None and len(kinds) > 1:
-            link = _usual_link(kinds, devices_per_host)
-        placed = (Device.of(kind, name=f"cuda:{index % devices_per_host}") for index, kind in enumerate(kinds))
-        return cls(devices=tuple(placed), link=Link.of(link) if isinstance(link, str) else link)
+        inside, slash, outside = named.partition("/")
+        for mark, words, name, given in ((colon, inside, "link", link), (slash, outside, "between", between)):
+            if mark and given is not None:
+                raise ArgumentError(
+                    f"{shown(devices)} names a link ({shown(words)}), and {name} is {shown(given)}; leave one out"
+                )
+        kinds, on_host = _listed_kinds(listed)
+        if on_host is not None and devices_per_host not in (None, on_host):
+            raise ArgumentError(f"{shown(devices)} has {on_host} devices a host, and devices_per_host={each}")
+        per_host = on_host or devices_per_host or USUALLY_ON_A_HOST
+        found, far = inside.strip() if colon else link, outside.strip() if slash else between
+        if found is None and len(kinds) > 1:
+            found = _usual_link(kinds, per_host if far is None and on_host is None else len(kinds))
+        if on_host is not None and len(kinds) > on_host and far is None:
+            raise ArgumentError(
+                f"{shown(devices)} are {len(kinds) // on_host} hosts, with 0 links between them; name one, such as "
+                f"between='ndr' or {shown(listed.strip() + ':nvlink4/ndr')}"
+            )
+        if far is not None and found is None:
+            far = None  # one device
+        return cls(
+            devices=tuple(Device.of(kind, name=f"cuda:{index % per_host}") for index, kind in enumerate(kinds)),
+            link=Link.of(found) if isinstance(found, str) else found,
+            between=Link.of(far) if isinstance(far, str) else far,
+            devices_per_host=None if far is None else per_host,
+        )
 
 
-def _listed_kinds(text: str) -> list[str]:
-    """`2xT4, L4` is T4, T4, L4."""
+USUALLY_ON_A_HOST = 8
+"""Devices in a host where nothing else is said [chosen: DGX and HGX systems]."""
+
+
+def _listed_kinds(text: str) -> tuple[list[str], int | None]:
+    """`2xT4, L4` is T4, T4, L4; and of `2x8xT4` also that a host has 8."""
     kinds: list[str] = []
+    on_host: set[int | None] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(?:(\d{1,6})\s*x\s*)?(\S+)\s*", part, re.IGNORECASE)
-        if match is None or (match[1] and int(match[1]) < 1):
+        match = re.fullmatch(r"\s*(?:(?:(\d{1,6})\s*x\s*)?(\d{1,6})\s*x\s*)?(\S+)\s*", part, re.IGNORECASE)
+        if match is None or (match[1] and int(match[1]) < 1) or (match[2] and int(match[2]) < 1):
             raise ArgumentError(f"{shown(part.strip())} is not a count and a kind of device, such as 8xA100-40GB")
-        kinds.extend([match[2]] * int(match[1] or 1))
-        if len(kinds) > MOST_DEVICES:
+        count = int(match[1] or 1) * int(match[2] or 1)
+        on_host.add(int(match[2]) if match[1] else None)
+        if len(kinds) + count > MOST_DEVICES:
             raise ArgumentError(
                 f"{shown(text)} names more than {MOST_DEVICES} devices, the most that can be planned for"
             )
-    return kinds
+        kinds.extend([match[3]] * count)
+    if len(on_host) > 1:
+        raise ArgumentError(f"{shown(text)} has unlike numbers of devices on its hosts; give one number for all")
+    return kinds, on_host.pop()
 
 
 def _usual_link(kinds: Sequence[str], devices_per_host: int) -> Link:

@@ -241,6 +241,8 @@ class Estimate(Value):
         bfloat16_flops_per_s: 0 in profiles of earlier versions, which priced it as the half rate.
         float64_flops_per_s: 0 where the device has no such arithmetic, and in profiles of earlier versions.
         launch_s: least seconds of an operation.
+        dispatch_s: seconds in which the host asks for one, while the device works on earlier ones; 0 in profiles of
+            earlier versions.
         without_formula: operations without a FLOP formula, those that touch most bytes first.
     """
 
@@ -253,6 +255,7 @@ class Estimate(Value):
     float64_flops_per_s: NoRate = 0.0
     memory_bytes_per_s: Rate
     launch_s: Seconds
+    dispatch_s: Seconds = 0.0
     without_formula: tuple[WithoutFormula, ...] = ()
 
 

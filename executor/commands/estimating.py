@@ -53,7 +53,9 @@ SEARCH_S = 15.0
 
 @click.command()
 @model_options
-@click.option("--devices", required=True, metavar="TEXT", help="Such as 8xA100-80GB, 16xRTX4090:pcie4 or 64xH100:ndr.")
+@click.option("--devices", required=True, metavar="TEXT", help="Such as 8xA100-80GB, 16xRTX4090:pcie4 or 8x8xH100.")
+@click.option("--link", metavar="NAME", help="Between devices of a host, such as nvlink4.")
+@click.option("--between", metavar="NAME", help="Between hosts, such as ndr.")
 @click.option("--batch-size", type=SAMPLES, required=True, help="Samples in a mini-batch.")
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
 @click.option("--autocast", type=FloatType(), help="Run the model in an autocast region.")
@@ -80,6 +82,8 @@ SEARCH_S = 15.0
 def estimate(
     *,
     devices: str,
+    link: str | None,
+    between: str | None,
     output: Path | None,
     save_profile: Path | None,
     as_json: bool,
@@ -96,10 +100,11 @@ def estimate(
     Examples:
       autoplan estimate --hf llama --devices 8xA100-80GB --batch-size 512
       autoplan estimate model.py:build --devices 16xRTX4090:pcie4 --batch-size 64
+      autoplan estimate --hf llama --devices 8x8xH100 --between ndr --batch-size 512
     """
     from profiler.device import Cluster
 
-    cluster = Cluster.of(devices)
+    cluster = Cluster.of(devices, link=link, between=between)
     source = source_of(given)
     made, measured = _estimated(source.build(), cluster, **given)
     if save_profile is not None:
@@ -202,6 +207,7 @@ class _Several(ParamType):
 )
 @click.option("--batch-size", "batch_sizes", type=Numbers(), required=True, help="Samples in a mini-batch.")
 @click.option("--link", "links", type=_Several(click.STRING), help="Links by name, such as nvlink4,ndr.")
+@click.option("--between", metavar="NAME", help="Link between hosts of 8 devices, such as ndr.")
 @click.option("--memory-limit", "limits", type=_Several(Size()), help="Memory of a device, such as 24GiB,40GiB.")
 @click.option(
     "--schedule",
@@ -245,8 +251,8 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
     variations = {name: values for name, values in settings.items() if values}
     frames = []
     for count, link in itertools.product(given["counts"], given["links"] or [None]):
-        between = next(iter(measured.links), None) if link is None else Link.of(link)
-        cluster = _cluster(measured, count, between)
+        inside = next(iter(measured.links), None) if link is None else Link.of(link)
+        cluster = _cluster(measured, count, inside, given["between"])
         frame = planned(measured, cluster, variations, batch_size=given["batch_sizes"][0])
         frame.insert(0, "devices", count)
         if given["links"]:
@@ -257,7 +263,7 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
     return table, [name for name in names if table[name].nunique() > 1]
 
 
-def _cluster(measured: Profile, count: int, link: Link | None) -> Cluster:
+def _cluster(measured: Profile, count: int, link: Link | None, between: str | None) -> Cluster:
     """So many devices of the profile's kind: from its data sheet, or those of this machine.
 
     Raises:
@@ -269,13 +275,15 @@ def _cluster(measured: Profile, count: int, link: Link | None) -> Cluster:
 
     kinds = list(dict.fromkeys(cost.device_kind for cost in measured.costs))
     if len(kinds) == 1 and kinds[0] in DATA_SHEETS:
-        return Cluster.of(f"{count}x{kinds[0]}", link=link)
+        return Cluster.of(f"{count}x{kinds[0]}", link=link, between=between)
     here = local_devices(count).devices
     if kinds != [here[0].kind]:
         raise ProfileError(
             f"the profile is of {', '.join(map(repr, kinds))}, and devices here are {here[0].kind!r}; profile one kind "
             "that is here or has a data sheet, or call planner.what_if with devices"
         )
+    if between is not None:
+        raise ArgumentError(f"between is {between!r}, and all devices of the profile are on this machine; leave it out")
     return Cluster(devices=here, link=link)
 
 

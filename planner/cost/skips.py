@@ -10,9 +10,10 @@ next one that does, so the gradients of several readers are added up in the same
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from planner.plan.micro_batches import MicroBatches
 from planner.plan.stage import Skip, SkipTimes
 from profiler.device import Link
 from profiler.skip_value import SkipValue
+
+LinkOf: TypeAlias = Callable[[int, int], Link | None]
+"""What lies between two stages, by their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,12 @@ def stage_skips(routes: Sequence[Route], stage: int, micro_batches: MicroBatches
     )
 
 
-def plan_skips(routes: Sequence[Route], link: Link | None, sizes: Sequence[int]) -> tuple[Skip, ...]:
+def plan_skips(routes: Sequence[Route], link: LinkOf, sizes: Sequence[int]) -> tuple[Skip, ...]:
     """The routes as a plan says them, with what their messages take."""
 
     def times(route: Route, size: int) -> SkipTimes:
-        forward_s, backward_s = (float(message_s(link, np.array(part))) for part in route.bytes_at(size))
+        between = link(route.sender, route.receiver)
+        forward_s, backward_s = (float(message_s(between, np.array(part))) for part in route.bytes_at(size))
         return SkipTimes(micro_batch_size=size, send_forward_s=forward_s, send_backward_s=backward_s)
 
     return tuple(
@@ -96,13 +101,11 @@ def plan_skips(routes: Sequence[Route], link: Link | None, sizes: Sequence[int])
     )
 
 
-def neighbour_s(
-    link: Link | None, layers: LayerArrays, size: int, stops: Sequence[int], routes: Sequence[Route]
-) -> Floats:
+def neighbour_s(link: LinkOf, layers: LayerArrays, size: int, stops: Sequence[int], routes: Sequence[Route]) -> Floats:
     """Seconds that each stage sends outputs to the next one, and gradients to the one before, shape (2, K).
 
     Args:
-        link: between neighbours.
+        link: between two stages.
         layers: what crosses boundaries for a micro-batch of `size` samples.
         size: samples.
         stops: index after the last layer of each stage.
@@ -113,7 +116,9 @@ def neighbour_s(
         skipping = _sums([route for route in routes if route.sender < boundary <= route.receiver], size)
         crossing[:, boundary] = layers.output_bytes[stop - 1], layers.output_gradient_bytes[stop - 1]
         crossing[:, boundary] -= skipping
-    seconds = message_s(link, crossing)
+    seconds = np.zeros_like(crossing)
+    for boundary in range(1, len(stops)):
+        seconds[:, boundary] = message_s(link(boundary - 1, boundary), crossing[:, boundary])
     return np.stack((seconds[0, 1:], seconds[1, :-1]))
 
 

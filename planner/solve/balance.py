@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.cost.hosts import Placement
 from planner.cost.layer_costs import Floats
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
@@ -93,13 +94,20 @@ def evaluate_s(
 ) -> float:
     """Seconds of the step of a plan: the simulator's number."""
     split, splits = candidate.split, SCHEDULES[candidate.schedule].splits_backward
-    large, small = (stage_seconds(problem, size, stages, splits=splits) for size in (split.largest, split.smallest))
+    placement = placement_of(problem, candidate, stages)
+    large, small = (
+        stage_seconds(problem, size, stages, splits=splits, placement=placement)
+        for size in (split.largest, split.smallest)
+    )
     number = split.number_largest
     seconds = np.concatenate(
         (np.repeat(large[..., None], number, axis=2), np.repeat(small[..., None], split.count - number, axis=2)), axis=2
     )
-    ends = [sum(end_seconds(problem, candidate, stage)) for stage in stages]
     ranks = len(stages) // candidate.ring.chunks
+    ends = [
+        sum(end_seconds(problem, candidate, stage, far=placement.rings_far(number % ranks)))
+        for number, stage in enumerate(stages)
+    ]
     end_s = max(sum(ends[rank::ranks]) for rank in range(ranks))
     if splits:
         seconds[B] -= seconds[W]
@@ -109,18 +117,28 @@ def evaluate_s(
     return walked_s(passes, seconds) + end_s
 
 
-def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> tuple[float, float]:
-    """Seconds of a stage's all-reduce and of its optimizer step."""
+def placement_of(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> Placement:
+    """Where the ranks of these stages are."""
+    ranks = len(stages) // candidate.ring.chunks
+    return problem.placement([stage.device_class for stage in stages[:ranks]], candidate.replicas)
+
+
+def end_seconds(
+    problem: Problem, candidate: Candidate, stage: StageChoice, *, far: bool = False
+) -> tuple[float, float]:
+    """Seconds of a stage's all-reduce and of its optimizer step; `far` where its replicas are on several hosts."""
     device = problem.classes[stage.device_class].device
     trainable = float(problem.parameters.trainable[stage.first, stage.stop])
     if not trainable:
         return 0.0, 0.0
-    terms = end_s(problem.end_figures(device.kind, candidate.replicas))
+    terms = end_s(problem.end_figures(device.kind, candidate.replicas, far=far))
     (reduce_s, reduce_byte_s), (optimizer_s, optimizer_byte_s) = terms["all_reduce_s"], terms["optimizer_s"]
     return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * trainable
 
 
-def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...], *, splits: bool) -> Floats:
+def stage_seconds(
+    problem: Problem, size: int, stages: tuple[StageChoice, ...], *, splits: bool, placement: Placement | None = None
+) -> Floats:
     """Seconds of F, R, B, SEND_F, SEND_B and W, which is a part of B, of every stage for that size, shape (6, K).
 
     Args:
@@ -128,10 +146,16 @@ def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...], 
         size: of a micro-batch.
         stages: the cuts.
         splits: whether the schedule takes W apart.
+        placement: of the ranks, where there are several hosts.
     """
-    outputs, gradients = boundary_s(problem.link, problem.at_boundaries(size))
+    sent = {False: boundary_s(problem.link, problem.at_boundaries(size))}
+    far = [False] * (len(stages) + 1)  # of the boundary before each stage
+    if placement is not None and placement.hosts is not None:
+        sent[True] = boundary_s(placement.hosts.between, problem.at_boundaries(size))
+        ranks = len(placement.members)
+        far[1:-1] = [placement.is_far((number - 1) % ranks, number % ranks) for number in range(1, len(stages))]
     rows = []
-    for stage in stages:
+    for number, stage in enumerate(stages):
         costs = layer_seconds(problem.costs, problem.classes[stage.device_class].device.kind, size)
         split_s = costs.split_s[stage.first : stage.stop].sum() if splits else 0.0
         recompute_s = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
@@ -140,8 +164,8 @@ def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...], 
                 costs.forward_s[stage.first : stage.stop].sum(),
                 recompute_s[-1] if recompute_s else 0.0,
                 costs.backward_s[stage.first : stage.stop].sum() + sum(recompute_s[:-1]) + split_s,
-                outputs[stage.stop],
-                gradients[stage.first],
+                sent[far[number + 1]][0][stage.stop],
+                sent[far[number]][1][stage.first],
                 costs.weight_s[stage.first : stage.stop].sum() + split_s,
             )
         )

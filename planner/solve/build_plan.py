@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
 from planner.cost.stage_memory import stage_memory
@@ -14,9 +14,9 @@ from planner.plan.prediction import Prediction
 from planner.plan.schedules import SCHEDULES, most_held
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageTimes
-from planner.solve.balance import Balance, StageChoice, end_seconds, stage_seconds
+from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, stage_seconds
 from planner.solve.problem import Problem
-from profiler.device import Device
+from profiler.device import Device, Link
 from profiler.record import Profile
 
 ROUNDING = 1e-9
@@ -45,7 +45,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         replicas=candidate.replicas,
         optimizer=problem.optimizer,
         stages=stages_of(problem, found, routes),
-        skips=plan_skips(routes, problem.link, sorted({*candidate.split.sizes}, reverse=True)),
+        skips=plan_skips(routes, _links(problem, found), sorted({*candidate.split.sizes}, reverse=True)),
         prediction=Prediction(
             step_s=found.step_s,
             optimizer_s=0.0,
@@ -80,22 +80,21 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
     """The plan's stages; equal devices are taken in the order in which they were given."""
     sizes = sorted({*found.candidate.split.sizes}, reverse=True)
     splits = SCHEDULES[found.candidate.schedule].splits_backward
-    seconds = {size: stage_seconds(problem, size, found.stages, splits=splits) for size in sizes}
+    placement = placement_of(problem, found.candidate, found.stages)
+    seconds = {size: stage_seconds(problem, size, found.stages, splits=splits, placement=placement) for size in sizes}
     if routes:
         stops = [stage.stop for stage in found.stages]
         for size, table in seconds.items():
-            table[SEND_F : SEND_B + 1] = neighbour_s(problem.link, problem.at_boundaries(size), size, stops, routes)
+            table[SEND_F : SEND_B + 1] = neighbour_s(
+                _links(problem, found), problem.at_boundaries(size), size, stops, routes
+            )
     names = ["forward_s", "recompute_s", "backward_s", "send_forward_s", "send_backward_s"]
     if splits:
         names.append("weight_s")
-    left = [list(group.members) for group in problem.classes]
     ranks = len(found.stages) // found.candidate.ring.chunks
-    members_of = [
-        [left[choice.device_class].pop(0) for _ in range(found.candidate.replicas)] for choice in found.stages[:ranks]
-    ]
     stages = []
     for index, choice in enumerate(found.stages):
-        members = members_of[index % ranks]
+        members = placement.members[index % ranks]
         times = tuple(
             StageTimes(
                 micro_batch_size=size,
@@ -104,9 +103,29 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
             for size in sizes
         )
         stages.append(
-            _stage(problem, found, index, choice, tuple(problem.devices[member] for member in members), times, routes)
+            _stage(
+                problem,
+                found,
+                index,
+                choice,
+                tuple(problem.devices[member] for member in members),
+                times,
+                routes,
+                far=placement.rings_far(index % ranks),
+            )
         )
     return tuple(stages)
+
+
+def _links(problem: Problem, found: Balance) -> Callable[[int, int], Link | None]:
+    """What lies between two stages, which have one a rank."""
+    placement = placement_of(problem, found.candidate, found.stages)
+
+    def link(sender: int, receiver: int) -> Link | None:
+        hosts = placement.hosts
+        return problem.link if hosts is None or not placement.is_far(sender, receiver) else hosts.between
+
+    return link
 
 
 def _stage(
@@ -117,12 +136,14 @@ def _stage(
     devices: tuple[Device, ...],
     times: tuple[StageTimes, ...],
     routes: Sequence[Route],
+    *,
+    far: bool,
 ) -> Stage:
     profile = problem.costs.profile
     first, stop, count = choice.first, choice.stop, found.candidate.split.count
     names = dict.fromkeys(name for layer in profile.layers[first:stop] for name in layer.parameters)
     elements = {parameter.name: parameter.elements for parameter in profile.parameters}
-    all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice)
+    all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice, far=far)
     return Stage(
         first_layer=first,
         stop_layer=stop,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from planner.plan.plan import Plan
 from planner.plan.unused import LooserPlan, Unused
 from planner.solve.deadline import Deadline
+from planner.solve.host_search import best_plan
 from planner.solve.problem import Problem
-from planner.solve.skip_search import best_plan
 from planner.solve.work_bound import work_bound
 
 WORTH_NAMING = 0.01

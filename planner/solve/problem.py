@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from planner.cost.hosts import Hosts, Placement, placed
 from planner.cost.layer_costs import CostModel, LayerArrays, ParameterRanges
 from planner.cost.ledger import Basis
 from planner.cost.time_ledger import EndFigures
@@ -63,6 +64,8 @@ class Problem:
         devices: with the memory limits in force; their order says nothing.
         classes: equal devices together, in order of their first member.
         link: between neighbours; may be None for one stage alone.
+        ring: between replicas; None where that is `link`.
+        hosts: where the devices are; None where one link is between all.
         optimizer: name of the optimizer.
         settings: what the caller asks.
         rules: masks over the layers.
@@ -81,6 +84,8 @@ class Problem:
     rules: Rules
     short_messages: bool = True
     patience: float = 1.0
+    ring: Link | None = None
+    hosts: Hosts | None = None
 
     @property
     def layers(self) -> int:
@@ -104,9 +109,14 @@ class Problem:
             candidate.ring,
         )
 
-    def end_figures(self, device_kind: str, replicas: int) -> EndFigures:
-        """What the end of a step on that kind of device follows from."""
-        return EndFigures(self.costs.optimizer(device_kind, self.optimizer), self.link, replicas)
+    def end_figures(self, device_kind: str, replicas: int, *, far: bool = False) -> EndFigures:
+        """What the end of a step on that kind of device follows from; `far` where replicas are on several hosts."""
+        link = self.hosts.between if far and self.hosts is not None else self.ring or self.link
+        return EndFigures(self.costs.optimizer(device_kind, self.optimizer), link, replicas)
+
+    def placement(self, classes: Sequence[int], replicas: int) -> Placement:
+        """Where ranks on these classes of devices are."""
+        return placed(classes, [group.members for group in self.classes], replicas, self.hosts)
 
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""

@@ -58,7 +58,7 @@ def best_plan(problem: Problem) -> Plan | None:
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer, or does not say which values could skip stages.
     """
-    values = _values(problem)
+    values = values_of(problem)
     if not values:
         relayed = balance_of_all(problem)
         return None if relayed is None else make_plan(problem, relayed)
@@ -70,7 +70,7 @@ def best_plan(problem: Problem) -> Plan | None:
     even = max(NEXT, -(-problem.layers // problem.settings.max_stages))
     found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
     starts = list({(one.candidate, one.stages): one for one in found if one is not None}.values())
-    improver = _CutImprover(problem, values, lower_bound_s, deadline)
+    improver = CutImprover(problem, values, lower_bound_s, deadline)
     plans = [improver.nearest(start) for start in starts]
     for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place])):
         if _step_s(min(plans, key=_step_s)) > lower_bound_s * (1 + CLOSE_ENOUGH):
@@ -84,10 +84,10 @@ def no_plan_text(problem: Problem) -> str:
     if not is_plain(problem.settings):
         return chunk_search.nothing_fits_text(problem)
     text = nothing_fits_text(with_fewer_classes(problem))
-    if _values(problem):
+    if values_of(problem):
         return "no plan was found that fits with values that skip stages; with all of them relayed, " + text
     direct = replace(problem, settings=replace(problem.settings, skips="direct"))
-    if problem.costs.profile.skips and _values(direct) and best_plan(direct) is not None:
+    if problem.costs.profile.skips and values_of(direct) and best_plan(direct) is not None:
         return f'{text}. Or set skips="direct": values then go past stages that do not read them, and it fits'
     return text
 
@@ -97,7 +97,7 @@ def _bound_s(problem: Problem) -> float:
     return min((work_bound_s(problem, candidate) for candidate in problem.candidates()), default=np.inf)
 
 
-def _values(problem: Problem) -> tuple[SkipValue, ...]:
+def values_of(problem: Problem) -> tuple[SkipValue, ...]:
     """Those that may skip stages."""
     settings = problem.settings
     if settings.skips == "relayed" or min(settings.max_stages, settings.stages or settings.max_stages) < 3:
@@ -128,7 +128,7 @@ def _with_share_of_time(problem: Problem) -> Problem:
     return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s / 4))
 
 
-class _CutImprover:
+class CutImprover:
     """Plans with skips around those that the balancer found.
 
     Args:
@@ -158,7 +158,7 @@ class _CutImprover:
         stops = self._climbed(found)
         plans = [self._tried.get((found.candidate, _with_stops(found, stops).stages))]
         if self._problem.settings.recompute == "auto":
-            exact = balance_any(self._cut_at(stops))
+            exact = balance_any(replace(self._cut_at(stops), hosts=None))
             plans.append(None if exact is None else self._direct(exact))
         return min(plans, key=_step_s)
 

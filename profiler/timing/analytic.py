@@ -5,9 +5,12 @@ the bytes of what it reads and writes. It takes
 
     max( FLOPs / rate of its arithmetic,  bytes / memory bandwidth,  launch floor )
 
-(the roofline of Williams et al., CACM 52(4), 2009, with a floor). Rates are the data sheet's times an efficiency that
-is stated and, where a device of the kind has been measured, fitted (`fitted_rates`). Operations without a FLOP formula
-are priced by their bytes alone; `Estimate.without_formula` lists them with their share of all bytes.
+(the roofline of Williams et al., CACM 52(4), 2009, with a floor). A pass of a layer takes the sum, or what the host
+needs to ask for all of its operations where that is longer: it does so while the device works on earlier ones.
+
+Rates are the data sheet's times an efficiency that is stated and, where a device of the kind has been measured, fitted
+(`fitted_rates`). Operations without a FLOP formula are priced by their bytes alone; `Estimate.without_formula` lists
+them with their share of all bytes.
 """
 
 from __future__ import annotations
@@ -37,12 +40,20 @@ from profiler.timing.weight_passes import gone_forward
 from profiler.torch_private import schema_of, storage_of
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
-MATRIX_EFFICIENCY = 0.6
-"""Share of the printed FLOP/s that large matrix products reach in training [assumed]."""
+MATRIX_EFFICIENCY = 0.65
+"""Share of the printed FLOP/s that large matrix products reach in training [assumed; 0.9 and more fits published runs
+on A100 without pipeline, see `tests/benchmarks/published_runs.md`]."""
 MEMORY_EFFICIENCY = 0.75
 """Share of the printed bandwidth that operations reach that only move data [assumed]."""
-LAUNCH_S = 5e-6
-"""Least seconds of an operation on an accelerator: the launch of its kernel by PyTorch [assumed]."""
+LAUNCH_S = 2e-6
+"""Least seconds of a kernel on an accelerator [assumed]."""
+DISPATCH_S = 10e-6
+"""Seconds in which the host asks for an operation, in PyTorch without a compiler [assumed; 43e-6 fits published runs of
+Megatron-DeepSpeed, see `tests/benchmarks/published_runs.md`]."""
+WITHOUT_DATA = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+"""Operations that only take memory: no kernel runs for them."""
 WIDEST_FIT = np.log(100.0)
 """Fitted rates lie within this factor of those that the fit starts from."""
 MARGIN = 2.0
@@ -63,6 +74,8 @@ class Rates:
         float64_flops_per_s: those in float64; 0 where the device has no such arithmetic.
         memory_bytes_per_s: bytes read and written.
         launch_s: least seconds of an operation.
+        dispatch_s: seconds in which the host asks for one, while the device works on earlier ones; 0 where the host
+            computes itself.
     """
 
     float32_flops_per_s: float
@@ -72,6 +85,7 @@ class Rates:
     float64_flops_per_s: float
     memory_bytes_per_s: float
     launch_s: float
+    dispatch_s: float = 0.0
 
     @classmethod
     def of(cls, kind: str) -> Rates:
@@ -85,11 +99,12 @@ class Rates:
             float64_flops_per_s=MATRIX_EFFICIENCY * (sheet.float64_flops_per_s or 0.0),
             memory_bytes_per_s=MEMORY_EFFICIENCY * sheet.memory_bytes_per_s,
             launch_s=LAUNCH_S,
+            dispatch_s=DISPATCH_S,
         )
 
 
 FLOAT32, CONVOLUTION, HALF, BFLOAT16, FLOAT64, MEMORY, LAUNCH = range(7)
-"""Positions of the fields of `Rates`."""
+"""Positions of the fields of `Rates` that say what one operation takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +135,14 @@ class Operations:
                 "float32, or take other devices"
             )
         return self._seconds(np.array(astuple(rates)))
+
+    def pass_s(self, rates: Rates) -> float:
+        """What all of them take together: on the device, or to be asked for.
+
+        Raises:
+            ArgumentError: see `seconds`.
+        """
+        return max(float(self.seconds(rates).sum()), len(self.names) * rates.dispatch_s)
 
     def _seconds(self, rates: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
         arithmetic = np.divide(self.flops, rates[self.rate], out=np.zeros(len(self.flops)), where=self.flops > 0)
@@ -159,6 +182,8 @@ class _Meter(TorchDispatchMode):
         written = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
         if not written or (not schema_of(func).is_mutable and {*map(storage_of, written)} <= {*map(storage_of, read)}):
             return out  # a view, or a question about shapes
+        if schema_of(func).name in WITHOUT_DATA:
+            return out
         formula = FLOP_FORMULAS.get(func.overloadpacket)
         flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
         size_bytes = sum(item.nbytes for item in {id(item): item for item in (*read, *written)}.values())
@@ -296,14 +321,14 @@ def _between(below: Operations, above: Operations, share: float) -> Operations:
 
 def seconds_of(work: LayerWork, rates: Rates) -> tuple[float, float]:
     """Forward and backward seconds."""
-    return float(work.forward.seconds(rates).sum()), float(work.backward.seconds(rates).sum())
+    return work.forward.pass_s(rates), work.backward.pass_s(rates)
 
 
 def weight_seconds_of(work: LayerWork, rates: Rates) -> float:
     """By how many seconds the backward pass is shorter if gradients of parameters wait."""
     if not work.weight_kept_bytes:
         return 0.0
-    return max(0.0, float(work.backward.seconds(rates).sum() - work.inputs.seconds(rates).sum()))
+    return max(0.0, work.backward.pass_s(rates) - work.inputs.pass_s(rates))
 
 
 def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float) -> Estimate:
@@ -326,6 +351,7 @@ def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float
         float64_flops_per_s=rates.float64_flops_per_s,
         memory_bytes_per_s=rates.memory_bytes_per_s,
         launch_s=rates.launch_s,
+        dispatch_s=rates.dispatch_s,
         without_formula=tuple(WithoutFormula(operation=name, share_of_bytes=share) for share, name in shares),
     )
 
@@ -362,7 +388,7 @@ def estimated_optimizer(
 def fitted_rates(
     models: Iterable[tuple[Mapping[int, Sequence[LayerWork]], Sequence[LayerCost]]], start: Rates
 ) -> tuple[Rates, float]:
-    """Rates of a device that has been measured.
+    """Rates of a device that has been measured, and that computes what it is asked for at once.
 
     Minimizes the squared logarithm of predicted over measured time, over layers, sizes and both directions.
 
@@ -398,7 +424,7 @@ def fitted_rates(
     def residuals(logarithms: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.asarray(weights * np.log(predicted(logarithms) / truth))
 
-    begin = np.log(astuple(start))
+    begin = np.log(astuple(start)[: LAUNCH + 1])
     found = least_squares(residuals, begin, bounds=(begin - WIDEST_FIT, begin + WIDEST_FIT))
     rates = Rates(*(float(value) for value in np.exp(found.x)))
     error = MARGIN * float(np.abs(predicted(found.x) - truth).sum() / truth.sum())

@@ -15,6 +15,7 @@ from profiler.memory.by_size import memory_between
 from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.record import Estimate, OptimizerCost
 from profiler.run.inputs import fake_runner
+from profiler.timing.accelerator_kernels import AcceleratorKernels
 from profiler.timing.analytic import (
     ERROR,
     LayerWork,
@@ -130,14 +131,14 @@ def _at_sizes(
 
 def _work(workload: Workload, size: int) -> list[LayerWork]:
     inputs, about = workload.micro_batch(size, PLACE)
-    with fake_runner(workload.sequence, inputs, **about) as runner:
+    with fake_runner(workload.sequence, inputs, **about) as runner, AcceleratorKernels():
         return work_of_layers(workload.sequence, runner, size)
 
 
 def _memory(workload: Workload, size: int) -> list[LayerMemory]:
     inputs, about = workload.micro_batch(size, PLACE)
     workload.bar.update()
-    with fake_runner(workload.sequence, inputs, **about) as runner:
+    with fake_runner(workload.sequence, inputs, **about) as runner, AcceleratorKernels():
         return layer_memory(workload.sequence, runner, share=True)
 
 

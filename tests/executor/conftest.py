@@ -149,7 +149,7 @@ def _plan(
         replicas=replicas,
         optimizer="AdamW",
         stages=stages,
-        skips=plan_skips(routes, None, sorted(set(sizes))),
+        skips=plan_skips(routes, lambda *_: None, sorted(set(sizes))),
         prediction=Prediction(
             step_s=1.0, optimizer_s=0.0, bubble=0.0, samples_per_s=1.0, lower_bound_s=1.0, gap=0.0, one_device_s=1.0
         ),

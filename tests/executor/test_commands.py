@@ -156,8 +156,13 @@ def test_a_language_model_from_its_configuration(tmp_path: Path) -> None:
     ):
         assert words in result.stdout
     assert Plan.load(tmp_path / "plan.json").batch_size == 32
-    rows = json.loads(autoplan("what-if", saved, "--devices", "2", "--batch-size", "32", "--json").stdout)
-    assert rows[0]["step_s"] > 0
+    near, far = (
+        json.loads(
+            autoplan("what-if", saved, "--devices", 16, "--stages", 9, "--batch-size", 36, "--json", *link).stdout
+        )[0]["step_s"]
+        for link in ((), ("--between", "10gbe"))
+    )
+    assert 0 < near < far
     layers = json.loads(autoplan("trace", *GPT, "--json").stdout)
     assert sum(layer["parameters"] for layer in layers) > 0
 

@@ -1,0 +1,79 @@
+"""Where the ranks of a plan are among the hosts of a cluster, and which of its messages go from one host to another.
+
+Of equal devices each replica takes as many after each other as it has stages on them, as torchrun numbers processes:
+
+    host          0                    1
+    device        0     1     2        3     4     5
+    replica 0     0 --> 1              .
+    replica 1                 0 -----> 1             the slowest of both is what boundary 0 takes
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from profiler.device import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Devices on several hosts.
+
+    Attributes:
+        link: between two devices of one host.
+        between: between those of two.
+        devices_per_host: so many after each other are in one.
+    """
+
+    link: Link
+    between: Link
+    devices_per_host: int
+
+    def far(self, devices: Sequence[int]) -> bool:
+        """Whether these devices, by position, are on more than one host."""
+        return len({device // self.devices_per_host for device in devices}) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The devices of a plan.
+
+    Attributes:
+        members: by rank the position of its device in every replica.
+        hosts: where they are; None where one link is between all.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    hosts: Hosts | None
+
+    def is_far(self, sender: int, receiver: int) -> bool:
+        """Whether a message between two ranks leaves a host, in any replica."""
+        pairs: Iterator[tuple[int, int]] = zip(self.members[sender], self.members[receiver], strict=True)
+        return self.hosts is not None and any(self.hosts.far(pair) for pair in pairs)
+
+    def rings_far(self, rank: int) -> bool:
+        """Whether the replicas of a rank are on more than one host."""
+        return self.hosts is not None and self.hosts.far(self.members[rank])
+
+
+def placed(classes: Sequence[int], members: Sequence[Sequence[int]], replicas: int, hosts: Hosts | None) -> Placement:
+    """The placement of ranks on these classes of devices.
+
+    Args:
+        classes: of each rank.
+        members: of each class, positions of its devices.
+        replicas: R.
+        hosts: see `Placement`. Without, the replicas of a stage are after each other.
+    """
+    stages, seen = Counter(classes), Counter[int]()
+    found = []
+    for which in classes:
+        number = seen[which]
+        seen[which] += 1
+        if hosts is None:
+            found.append(tuple(members[which][number * replicas : (number + 1) * replicas]))
+        else:
+            found.append(tuple(members[which][replica * stages[which] + number] for replica in range(replicas)))
+    return Placement(tuple(found), hosts)

@@ -1,0 +1,147 @@
+"""Plans for devices on several hosts: which boundaries leave a host follows from K and R, which the search chooses.
+
+The balancer charges every boundary with one link. So three problems are solved that differ in what it charges, and in
+which K and R they have:
+
+- near: the plan is on one host. All links are the one inside it, and the answer is exact;
+- far: every boundary is charged with the faster link and, where no plan on several hosts has all replicas of a stage on
+  one of them, all-reduce with the one between: no plan on several hosts is faster than this problem's bound;
+- far with every boundary charged with the link between: its cuts lie where few bytes cross.
+
+From the plans of both far ones each cut in turn is moved to where the simulator, which knows each boundary's own link,
+finds the step shortest. The same is done for each K and R of a few more, since how many boundaries leave a host depends
+on these. The fastest plan that fits is taken; its bound is the smaller one of near and far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from planner.cost.hosts import Hosts
+from planner.plan.plan import Plan
+from planner.solve import skip_search
+from planner.solve.all_schedules import balance_of_all
+from planner.solve.balance import Balance
+from planner.solve.deadline import Deadline
+from planner.solve.problem import Problem
+from planner.solve.work_bound import work_bound_s
+from profiler.device import Link
+
+MOST_SHAPES = 10
+"""Pairs of K and R that are planned for on their own [chosen]."""
+PATIENCE = 0.25
+"""Share of the usual patience with a search for one pair [chosen]."""
+PARTS = 4
+"""Shares of the time limit: near, far, far with slow boundaries, and all pairs together."""
+
+
+def best_plan(problem: Problem) -> Plan | None:
+    """The fastest plan that was found; None when none fits the devices' memory.
+
+    Raises:
+        ProfileError: the profile lacks a device kind or the optimizer, or does not say which values could skip stages.
+    """
+    if problem.hosts is None:
+        return skip_search.best_plan(problem)
+    hosts, deadline = problem.hosts, Deadline(problem.settings.time_limit_s)
+    limit_s = problem.settings.time_limit_s
+    given = problem if limit_s is None else _with_time(problem, limit_s / PARTS)
+    fast, slow = _fastest(hosts), _slowest(hosts)
+    near = _near(given, hosts)
+    far = replace(given, link=fast, ring=_ring(given, hosts), hosts=None)
+    lower_bound_s, starts = np.inf, []
+    for one in (far, near):
+        if one is None:
+            continue
+        found = _balanced(one)
+        if found is not None:
+            starts.append(found)
+        bounds_s = [work_bound_s(one, candidate) for candidate in one.candidates()] if found is None else []
+        lower_bound_s = min(lower_bound_s, *bounds_s, np.inf if found is None else found.lower_bound_s)
+    improver = skip_search.CutImprover(problem, skip_search.values_of(problem), lower_bound_s, deadline)
+    slowed = replace(far, link=slow, ring=hosts.between)
+    starts += [found for found in (_balanced(slowed),) if found is not None]
+    plans = [improver.nearest(start) for start in starts]
+    for shape in _shapes(slowed, starts):
+        if deadline.over or _step_s(min(plans, key=_step_s, default=None)) <= lower_bound_s:
+            break
+        for link in (fast, slow):
+            found = _balanced(replace(shape, link=link))
+            if found is not None:
+                starts.append(found)
+                plans.append(improver.nearest(found))
+    for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place]))[:MOST_SHAPES]:
+        if _step_s(min(plans, key=_step_s)) > lower_bound_s * (1 + skip_search.CLOSE_ENOUGH):
+            plans.append(improver.better(starts[place]))
+    return min(plans, key=_step_s, default=None)
+
+
+def _balanced(problem: Problem) -> Balance | None:
+    return balance_of_all(problem) if next(problem.candidates(), None) is not None else None
+
+
+def _with_time(problem: Problem, limit_s: float) -> Problem:
+    return replace(problem, settings=replace(problem.settings, time_limit_s=max(limit_s, 1e-3)))
+
+
+def _fastest(hosts: Hosts) -> Link:
+    """A link that no message takes longer over than over either."""
+    one, other = hosts.link, hosts.between
+    return Link(
+        latency_s=min(one.latency_s, other.latency_s), bytes_per_s=max(one.bytes_per_s, other.bytes_per_s),
+        error=max(one.error, other.error),
+    )  # fmt: skip
+
+
+def _slowest(hosts: Hosts) -> Link:
+    one, other = hosts.link, hosts.between
+    return Link(
+        latency_s=max(one.latency_s, other.latency_s), bytes_per_s=min(one.bytes_per_s, other.bytes_per_s),
+        error=max(one.error, other.error),
+    )  # fmt: skip
+
+
+def _near(problem: Problem, hosts: Hosts) -> Problem | None:
+    """The problem on one host, where all hosts are alike; None where it has no plan with so many replicas."""
+    if len(problem.classes) > 1 or (problem.settings.replicas or 1) > hosts.devices_per_host:
+        return None
+    only = problem.classes[0]
+    on_host = replace(only, members=only.members[: hosts.devices_per_host])
+    return replace(problem, link=hosts.link, hosts=None, classes=(on_host,))
+
+
+def _ring(problem: Problem, hosts: Hosts) -> Link:
+    """What all-reduce takes at least where a plan is on several hosts."""
+    replicas, per_host = problem.settings.replicas, hosts.devices_per_host
+    if replicas is None or len(problem.classes) > 1:
+        return _fastest(hosts)
+    least_stages = per_host // replicas + 1
+    always = (replicas - 1) * least_stages >= per_host
+    return hosts.between if always else _fastest(hosts)
+
+
+def _shapes(problem: Problem, starts: list[Balance]) -> Iterator[Problem]:
+    """The problem for single K and R: those around what was found first, then powers of two on all devices."""
+    settings, devices = problem.settings, len(problem.devices)
+    seen: set[tuple[int, int]] = set()
+    known = [(len(one.stages), one.candidate.replicas) for one in starts]
+    powers = [2**power for power in range(math.ceil(math.log2(devices)) + 1)]
+    even = [(devices // replicas, replicas) for replicas in powers if devices % replicas == 0]
+    near = [(stages + more, replicas) for more in (0, -1, 1) for stages, replicas in known]
+    for stages, replicas in (*even, *near):
+        shape = stages, replicas
+        fixed = settings.stages in (None, stages) and settings.replicas in (None, replicas)
+        if shape in seen or not fixed or stages < 1 or stages > settings.max_stages or settings.chunks > 1:
+            continue
+        seen.add(shape)
+        if len(seen) > MOST_SHAPES:
+            return
+        yield replace(problem, settings=replace(settings, stages=stages, replicas=replicas), patience=PATIENCE)
+
+
+def _step_s(plan: Plan | None) -> float:
+    return np.inf if plan is None else plan.prediction.step_s

@@ -1,0 +1,271 @@
+"""Steps of published runs with pipelines against what is predicted from data sheets, row by row.
+
+python -m pytest -q -s -m benchmark tests/benchmarks/test_published_runs.py
+
+Each row of `tests/data/published_pipeline_runs.csv` from vTrain is planned with the cuts, micro-batches and replicas as
+published; equal models share one trace and one profile. What the source did otherwise than a plan of ours is
+simulated so: the blocks are recomputed inside every backward pass, nothing else is, and M may be smaller than K.
+First blind; then with three figures fitted to the source's runs without pipeline (`vtrain_without_pipeline.csv`), which
+hold none of the rows that are judged.
+"""
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import least_squares
+from scipy.stats import spearmanr
+
+from planner import Plan, plan_from_profile
+from planner.plan.actions import make_schedule
+from planner.plan.simulator import Durations, simulate
+from profiler import Cluster, LayerSequence, Profile, profile, trace
+from profiler.run.inputs import fake_runner, micro_batch
+from profiler.timing.accelerator_kernels import AcceleratorKernels
+from profiler.timing.analytic import LayerWork, Rates, work_of_layers
+from tests.models.megatron_gpt import MegatronGPT, token_loss
+
+DATA = Path(__file__).parent.parent / "data"
+DEVICE, LINK, BETWEEN = "A100-80GB", "nvlink3", "hdr"
+CALIBRATED_WITHIN, RANK_CORRELATION = 0.06, 0.95
+FULL_MATRIX, FULL_MEMORY = 312e12, 2039e9  # as printed
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run; `stages` is 1 for those without pipeline."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int
+    size: int
+    count: int
+    replicas: int
+    stages: int
+    step_s: float
+
+    @property
+    def model(self) -> tuple[int, int, int, int]:
+        return self.layers, self.width, self.heads, self.length
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (DATA / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def with_pipeline() -> list[Run]:
+    return [
+        Run(
+            **_shape(row),
+            size=int(row["micro_batch_size"]),
+            count=int(float(row["micro_batches"])),
+            replicas=int(row["dp"]),
+            stages=int(row["pp"]),
+            step_s=float(row["step_s_reported"]),
+        )
+        for row in rows("published_pipeline_runs.csv")
+        if row["source_key"] == "vtrain"
+    ]
+
+
+def without_pipeline() -> list[Run]:
+    found = []
+    for row in rows("vtrain_without_pipeline.csv"):
+        size, replicas = int(row["micro_batch_size"]), int(row["dp"])
+        count = int(row["global_batch"]) // size // replicas
+        step_s = float(row["step_s"])
+        found.append(Run(**_shape(row), size=size, count=count, replicas=replicas, stages=1, step_s=step_s))
+    return found
+
+
+def _shape(row: dict[str, str]) -> dict[str, int]:
+    names = {"layers": "layers", "width": "hidden", "heads": "heads", "length": "seq_len"}
+    return {name: int(row[key]) for name, key in names.items()}
+
+
+@cache
+def traced(layers: int, width: int, heads: int, length: int) -> tuple[LayerSequence, torch.Tensor]:
+    with torch.device("meta"):
+        model = MegatronGPT(layers, width=width, heads=heads, length=length)
+        ids = torch.zeros(8, length, dtype=torch.int64)
+    return trace(model, ids, progress=False, precision="bf16-mixed"), ids
+
+
+def profiled(model: tuple[int, int, int, int], sizes: Sequence[int]) -> Profile:
+    sequence, ids = traced(*model)
+    return profile(
+        sequence, Cluster.of(f"2x{DEVICE}", link=LINK), sample=ids, micro_batch_sizes=sizes, loss_fn=token_loss,
+        target=ids, progress=False,
+    )  # fmt: skip
+
+
+def planned(found: Profile, run: Run) -> Plan:
+    """With the cuts as published, and as many micro-batches, at least one for each stage."""
+    count = max(run.count, run.stages)
+    return plan_from_profile(
+        found, Cluster.of(f"{run.stages * run.replicas}x{DEVICE}", link=LINK, between=BETWEEN),
+        batch_size=run.size * count * run.replicas, stages=run.stages, micro_batches=count, micro_batches_per_stage=1,
+        replicas=run.replicas, recompute="always", schedule="1f1b",
+        cut_at=[f"blocks.{stage * run.layers // run.stages}" for stage in range(1, run.stages)],
+    )  # fmt: skip
+
+
+def is_block(found: Profile, layer: int) -> bool:
+    return any(path.startswith("blocks.") for path in found.layers[layer].module_paths)
+
+
+def predicted_s(found: Profile, plan: Plan, run: Run) -> float:
+    """Seconds of the plan's step, with what the source recomputes and its M."""
+    costs = [cost for cost in found.costs if cost.micro_batch_size == run.size]
+    again = [
+        sum(costs[layer].recompute_s for layer in range(stage.first_layer, stage.stop_layer) if is_block(found, layer))
+        for stage in plan.stages
+    ]
+    times = [stage.times_at(run.size) for stage in plan.stages]
+
+    def each(values: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+        return tuple((value,) * run.count for value in values)
+
+    backward = [sum(costs[layer].backward_s for layer in range(s.first_layer, s.stop_layer)) for s in plan.stages]
+    durations = Durations(
+        forward_s=each([time.forward_s for time in times]),
+        recompute_s=each([0.0] * run.stages),
+        backward_s=each([pass_s + more_s for pass_s, more_s in zip(backward, again, strict=True)]),
+        send_forward_s=each([time.send_forward_s for time in times]),
+        send_backward_s=each([time.send_backward_s for time in times]),
+    )
+    order = make_schedule("1f1b", stages=run.stages, micro_batches=run.count, recompute=(False,) * run.stages)
+    return simulate(order, durations).makespan_s + max(stage.all_reduce_s + stage.optimizer_s for stage in plan.stages)
+
+
+@contextmanager
+def rates(matrix: float, memory: float, dispatch_s: float, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Profiles priced with other shares of what is printed."""
+    known = Rates.of
+
+    def changed(kind: str) -> Rates:
+        return replace(
+            known(kind), bfloat16_flops_per_s=matrix * FULL_MATRIX, memory_bytes_per_s=memory * FULL_MEMORY,
+            dispatch_s=dispatch_s,
+        )  # fmt: skip
+
+    with patch.context() as within:
+        within.setattr(Rates, "of", changed)
+        yield
+
+
+def fitted() -> tuple[float, float, float]:
+    """Shares of matrix rate and bandwidth, and seconds of dispatch, by the runs without pipeline on one host."""
+    runs = [run for run in without_pipeline() if run.length == 1024]
+    work = {(run.width, run.size): _work(run.width, run.heads, run.size) for run in runs}
+    truth = np.array([run.step_s for run in runs])
+
+    def predicted(logarithms: Any) -> Any:
+        matrix, memory, dispatch_s = np.exp(logarithms)
+        base = replace(
+            Rates.of(DEVICE), bfloat16_flops_per_s=matrix * FULL_MATRIX, memory_bytes_per_s=memory * FULL_MEMORY,
+            dispatch_s=dispatch_s,
+        )  # fmt: skip
+        seconds = {
+            key: [
+                sum((1 + twice) * one.forward.pass_s(base) + one.backward.pass_s(base) for one in part)
+                for part, twice in zip(parts, (1, 0), strict=True)
+            ]
+            for key, parts in work.items()
+        }
+        found = []
+        for run in runs:
+            block_s, other_s = seconds[run.width, run.size]
+            parameters = 12 * run.layers * run.width**2 + (50_304 + run.length) * run.width
+            moved = parameters * (4 * 4 + 2 * 8 + 4 + 2) / base.memory_bytes_per_s  # Adam with master weights
+            ring = 2 * (run.replicas - 1) / run.replicas * 4 * parameters / (0.8 * 300e9)
+            found.append(run.count * (run.layers * block_s + other_s) + moved + ring)
+        return np.array(found)
+
+    bounds = np.log([0.2, 0.2, 1e-6]), np.log([0.9, 1.0, 2e-4])
+
+    def residuals(logarithms: Any) -> Any:
+        return np.log(predicted(logarithms) / truth)
+
+    best = least_squares(residuals, np.log([0.6, 0.7, 4e-5]), bounds=bounds, diff_step=[1e-3])
+    error = np.abs(predicted(best.x) / truth - 1)
+    matrix, memory, dispatch_s = (float(value) for value in np.exp(best.x))
+    print(
+        f"\nfitted to {len(runs)} runs without pipeline: {matrix:.3f} of the matrix rate, {memory:.3f} of the "
+        f"bandwidth, {dispatch_s * 1e6:.1f} us an operation; "
+        f"mean error there {error.mean():.1%}, worst {error.max():.1%}"
+    )
+    return matrix, memory, dispatch_s
+
+
+def _work(width: int, heads: int, size: int) -> tuple[list[LayerWork], list[LayerWork]]:
+    """Of one block, and of all that is no block."""
+    sequence, ids = traced(3, width, heads, 1024)
+    place = torch.device("cpu")
+    inputs = micro_batch(sequence, ids, size, place)
+    target = torch.zeros(size, 1024, dtype=torch.int64)
+    with (
+        fake_runner(sequence, inputs, loss_fn=token_loss, target=target, has_loss=True, device=place) as runner,
+        AcceleratorKernels(),
+    ):
+        work = work_of_layers(sequence, runner, size)
+    inner: list[LayerWork] = []
+    outer: list[LayerWork] = []
+    for layer, one in zip(sequence.layers, work, strict=True):
+        paths = [path for path in layer.module_paths if path.startswith("blocks.")]
+        if not paths:
+            outer.append(one)
+        elif paths[0].startswith("blocks.1"):
+            inner.append(one)
+    return inner, outer
+
+
+def judged(title: str) -> tuple[float, float]:
+    """Prints what is predicted; the mean error, and the least rank correlation within a model."""
+    runs = with_pipeline()
+    sizes: dict[tuple[int, int, int, int], set[int]] = defaultdict(set)
+    for run in runs:
+        sizes[run.model].add(run.size)
+    profiles = {model: profiled(model, sorted(found)) for model, found in sizes.items()}
+    errors: dict[Any, list[float]] = defaultdict(list)
+    pairs: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for run in runs:
+        found = profiles[run.model]
+        step_s = predicted_s(found, planned(found, run), run)
+        error = step_s / run.step_s - 1
+        key = (run.width, run.size) if run.length == 1024 else ("several hosts", run.width)
+        errors[key].append(error)
+        errors["all"].append(error)
+        pairs[run.model].append((step_s, run.step_s))
+    print(f"\n{title}\n\n| width, micro-batch | runs | mean error | mean of signed | least | most |")
+    print("|---|---|---|---|---|---|")
+    for key, found_errors in sorted(errors.items(), key=str):
+        values = np.array(found_errors)
+        name = key if isinstance(key, str) else ", ".join(map(str, key))
+        print(
+            f"| {name} | {len(values)} | {np.abs(values).mean():.1%} | {values.mean():+.1%} | {values.min():+.1%} | "
+            f"{values.max():+.1%} |"
+        )
+    ranks = [spearmanr(np.array(both)).statistic for both in pairs.values() if len(both) > 3]
+    print(f"\nleast rank correlation within a model: {min(ranks):.3f}", flush=True)
+    return float(np.abs(errors["all"]).mean()), float(min(ranks))
+
+
+@pytest.mark.benchmark
+def test_published_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    blind = judged("blind")
+    matrix, memory, dispatch_s = fitted()
+    with rates(matrix, memory, dispatch_s, monkeypatch):
+        calibrated = judged("calibrated on runs without pipeline")
+    assert min(blind[1], calibrated[1]) >= RANK_CORRELATION
+    assert calibrated[0] <= CALIBRATED_WITHIN

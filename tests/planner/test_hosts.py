@@ -1,0 +1,196 @@
+"""Devices on several hosts: each boundary and each all-reduce takes the link between the devices that it connects."""
+
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner import plan_from_profile
+from planner.plan.actions import make_schedule
+from planner.plan.simulator import Durations, simulate
+from profiler.device import Cluster, Device, Link
+from profiler.errors import ArgumentError
+from profiler.record import Profile
+from tests.planner.made_up import build_profile
+
+CLOSE = 1e-9
+WITHIN = 0.01
+ROOM = 10**9
+
+
+def cluster(count: int, per_host: int, link: Link, between: Link | None) -> Cluster:
+    devices = tuple(Device(name="cpu", kind="a", memory_bytes=ROOM) for _ in range(count))
+    return Cluster(devices=devices, link=link, between=between, devices_per_host=None if between is None else per_host)
+
+
+def made_up(random: Any, layers: int, batch: int) -> Profile:
+    seconds = random.integers(1, 20, (layers, 3)) / 16
+    size_bytes = random.integers(0, 40, (layers, 4))
+    size_bytes[:, 2] += 1
+    size_bytes[:, 3] = np.minimum(size_bytes[:, 2], size_bytes[:, 3])
+    size_bytes[-1, 2:] = 0
+    rows = {("a", size): np.hstack((seconds * size, size_bytes * size)).tolist() for size in (1, batch)}
+    return build_profile(
+        rows,
+        parameters=[(int(random.integers(0, 100)), True) for _ in range(layers)],
+        readers=[[layer] for layer in range(layers)],
+        optimizer=(1 / 64, 1.0),
+    )
+
+
+def best_s(profile: Profile, given: Cluster, batch: int, count: int, schedule: Any, replicas: int) -> float:
+    """The fastest of all cuts: every replica on devices that follow each other, every message by its own pair."""
+    assert given.link is not None
+    assert given.between is not None
+    assert given.devices_per_host is not None
+    per_host, layers = given.devices_per_host, len(profile.layers)
+    size = batch // replicas // count
+    costs = [cost for cost in profile.costs if cost.micro_batch_size == 1]
+
+    def link(devices: list[tuple[int, ...]]) -> Link:
+        far = any(len({device // per_host for device in group}) > 1 for group in devices)
+        assert given.link is not None
+        assert given.between is not None
+        return given.between if far else given.link
+
+    found = np.inf
+    for stages in range(1, min(len(given.devices) // replicas, layers, count) + 1):
+        pairs = [link([(r * stages + k, r * stages + k + 1) for r in range(replicas)]) for k in range(stages - 1)]
+        for cuts in combinations(range(1, layers), stages - 1):
+            edges = (0, *cuts, layers)
+            parts = [costs[a:b] for a, b in pairwise(edges)]
+
+            def each(values: list[float]) -> tuple[tuple[float, ...], ...]:
+                return tuple((float(value),) * count for value in values)
+
+            def sent(way: Link, size_bytes: float) -> float:
+                return way.latency_s + size_bytes / way.bytes_per_s if size_bytes else 0.0
+
+            durations = Durations(
+                forward_s=each([size * sum(cost.forward_s for cost in part) for part in parts]),
+                recompute_s=each([0.0] * stages),
+                backward_s=each([size * sum(cost.backward_s for cost in part) for part in parts]),
+                send_forward_s=each(
+                    [*(sent(way, size * part[-1].output_bytes) for way, part in zip(pairs, parts, strict=False)), 0.0]
+                ),
+                send_backward_s=each(
+                    [0.0]
+                    + [
+                        sent(way, size * part[-1].output_gradient_bytes)
+                        for way, part in zip(pairs, parts, strict=False)
+                    ]
+                ),
+            )
+            order = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages)
+            ends = []
+            for k, (first, stop) in enumerate(pairwise(edges)):
+                size_bytes = sum(profile.parameters[layer].size_bytes for layer in range(first, stop))
+                ring = link([tuple(r * stages + k for r in range(replicas))])
+                reduce_s = 0.0
+                if replicas > 1 and size_bytes:
+                    reduce_s = 2 * (replicas - 1) * (ring.latency_s + size_bytes / replicas / ring.bytes_per_s)
+                ends.append(reduce_s + size_bytes / 64)
+            found = min(found, simulate(order, durations).makespan_s + max(ends))
+    return float(found)
+
+
+def compared(seed: int) -> float:
+    """By how much the plan of a random problem is slower than the best of all; its gap is true."""
+    random = np.random.default_rng(seed)
+    layers, count = int(random.integers(2, 8)), int(random.integers(2, 6))
+    replicas = int(random.choice([1, 1, 2]))
+    batch = count * replicas * int(random.choice([1, 2]))
+    devices, per_host = int(random.integers(2, 9)), int(random.integers(1, 5))
+    devices = max(devices, replicas)
+    fast = Link(latency_s=int(random.integers(0, 4)) / 64, bytes_per_s=float(random.choice([64, 1024])))
+    slow = Link(latency_s=int(random.integers(0, 16)) / 16, bytes_per_s=float(random.choice([4, 16, 64])))
+    schedule = str(random.choice(["gpipe", "1f1b"]))
+    profile, given_ = made_up(random, layers, batch), cluster(devices, per_host, fast, slow)
+    plan = plan_from_profile(
+        profile, given_, batch_size=batch, micro_batches=count, micro_batches_per_stage=1, recompute="never",
+        schedule=schedule, replicas=replicas,
+    )  # fmt: skip
+    if devices <= per_host:
+        return 0.0
+    truth_s = best_s(profile, given_, batch, count, schedule, replicas)
+    found = plan.prediction
+    assert found.step_s >= truth_s * (1 - CLOSE), seed
+    assert found.lower_bound_s <= truth_s * (1 + CLOSE), seed
+    return found.step_s / truth_s - 1
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=15, deadline=None)
+def test_plans_over_hosts_against_all_cuts(seed: int) -> None:
+    assert compared(seed) <= WITHIN
+
+
+SLOW_LINK = Link(latency_s=0.5, bytes_per_s=8.0)
+FAST_LINK = Link(latency_s=0.0, bytes_per_s=1024.0)
+
+
+def even(output_bytes: list[int]) -> Profile:
+    rows = {("a", 1): [[1.0, 1.0, 1.0, 0, 0, size, size] for size in output_bytes]}
+    return build_profile(rows, parameters=[(64, True)], readers=[[0] for _ in output_bytes])
+
+
+def test_the_cut_where_few_bytes_cross_lies_between_hosts() -> None:
+    profile = even([40, 40, 40, 1, 40, 40, 40, 0])
+    asked: Any = {"batch_size": 8, "micro_batches": 8, "micro_batches_per_stage": 1, "recompute": "never"}
+    plan = plan_from_profile(profile, cluster(4, 2, FAST_LINK, SLOW_LINK), stages=4, schedule="1f1b", **asked)
+    assert plan.stages[1].stop_layer == 4
+    sent = [stage.times[0].send_forward_s for stage in plan.stages]
+    assert sent == [40 / 1024, 0.5 + 1 / 8, 40 / 1024, 0.0]
+
+
+def test_one_link_for_all_is_as_before() -> None:
+    profile = even([4, 4, 4, 1, 4, 4, 4, 0])
+    asked: Any = {"batch_size": 8, "recompute": "never", "micro_batches_per_stage": 1, "replicas": "auto"}
+    plain = plan_from_profile(profile, cluster(4, 2, FAST_LINK, None), **asked)
+    assert plan_from_profile(profile, cluster(4, 2, FAST_LINK, FAST_LINK), **asked) == plain
+    assert plan_from_profile(profile, cluster(4, 4, FAST_LINK, SLOW_LINK), **asked) == plain
+
+
+def test_replicas_on_several_hosts_average_over_the_link_between() -> None:
+    profile = even([1, 0])
+    asked: Any = {"batch_size": 4, "micro_batches": 2, "micro_batches_per_stage": 1, "stages": 2, "replicas": 2}
+    near_s, far_s = 2 * (32 / 1024), 2 * (0.5 + 32 / 8)
+    for per_host, expected in ((2, [far_s, far_s]), (3, [near_s, far_s])):  # devices 0, 2 and 1, 3 of a stage
+        plan = plan_from_profile(profile, cluster(4, per_host, FAST_LINK, SLOW_LINK), **asked)
+        assert [stage.all_reduce_s for stage in plan.stages] == expected
+
+
+def test_clusters_say_what_lies_between_hosts() -> None:
+    named = Cluster.of("2x8xH100-80GB", link="nvlink4", between="ndr")
+    assert len(named.devices) == 16
+    assert (named.devices_per_host, named.between) == (8, Link.of("ndr"))
+    assert Cluster.of("16xH100:nvlink4/ndr") == named
+    assert [device.name for device in Cluster.of("2x4xT4:pcie3/100gbe").devices][3:5] == ["cuda:3", "cuda:0"]
+    assert Cluster.of("64xH100", link="ndr").between is None
+    assert Cluster.model_validate_json(named.to_json()) == named
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"devices": "2x8xH100"}, "2 hosts, with 0 links between them; name one, such as between='ndr'"),
+        ({"devices": "2x8xH100:nvlink4/ndr", "between": "hdr"}, r"names a link \('ndr'\), and between is 'hdr'"),
+        ({"devices": "2x8xH100", "between": "ndr", "devices_per_host": 4}, "has 8 devices a host"),
+        ({"devices": "2x8xH100,4xT4", "between": "ndr"}, "unlike numbers of devices"),
+        ({"devices": "16xH100", "between": "wire"}, "no data sheet of a link 'wire'"),
+        ({"devices": "16xH100", "between": 3}, "between=3; pass between='nvlink3', say, or a Link"),
+        ({"devices": "0x8xH100", "between": "ndr"}, "is not a count and a kind"),
+        ({"devices": "999999x999999xH100", "between": "ndr"}, "names more than"),
+    ],
+)
+def test_clusters_that_mean_nothing_are_refused(given_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Cluster.of(**given_)
+
+
+def test_a_link_between_hosts_needs_hosts() -> None:
+    with pytest.raises(ArgumentError, match="link or devices_per_host is missing"):
+        Cluster(devices=(Device.of("H100"),), link=FAST_LINK, between=SLOW_LINK)

@@ -33,6 +33,8 @@ OF_SPREAD = 0.6
 sum of many [chosen]."""
 OF_SLOWDOWN = 0.25
 """What was divided out is right to a quarter [chosen, see the table of `tests/benchmarks/test_doubt.py`]."""
+OF_TABLE = 0.2
+"""Of messages whose seconds were measured by size, and do not lie on a line [chosen]."""
 OVERHEAD_S = 150e-6
 """For one micro-batch on one stage: 138 microseconds between processes of one machine [measured]."""
 LESS_MEMORY = 0.05
@@ -64,6 +66,7 @@ def with_doubt(plan: Plan, costs: CostModel) -> Plan:
         memory_less=LESS_MEMORY_OF_PARTS if loose else LESS_MEMORY,
         memory_more=0.0,
         slowdown=max(costs.slowdown(device.kind) for stage in plan.stages for device in stage.devices),
+        link_error=_off_the_line(costs) if plan.K > 1 or plan.replicas > 1 else 0.0,
     )
     return plan.model_copy(update={"prediction": prediction.model_copy(update={"doubt": found})})
 
@@ -99,6 +102,12 @@ def _seconds(costs: CostModel, kind: str, size: int) -> Floats:
 
 def _of_links(plan: Plan, costs: CostModel) -> float:
     """The share of a step that its messages are in doubt by, if nothing hides them."""
-    error = max((link.error for link in costs.profile.links), default=0.0)
+    errors = (min(link.error, OF_TABLE) if link.measured else link.error for link in costs.profile.links)
+    error = max(errors, default=0.0)
     sent_s = [max(times.send_forward_s, times.send_backward_s) for stage in plan.stages for times in (stage.times[0],)]
     return min(1.0, error) * min(1.0, plan.M * max(sent_s) / plan.prediction.step_s)
+
+
+def _off_the_line(costs: CostModel) -> float:
+    """The error of the line that what was measured stands for; 0 where a line is near enough."""
+    return max((link.error for link in costs.profile.links if link.measured), default=0.0)

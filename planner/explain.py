@@ -273,6 +273,7 @@ def _cluster(
         raise ArgumentError("a link cannot vary where none was measured; give a Cluster with a link")
     update = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
     changed = link.model_copy(update={name: value for name, value in update.items() if value is not None})
+    changed = changed.model_copy(update={"measured": ()})  # which no longer says how long messages take
     if isinstance(devices, Cluster):
         return devices.model_copy(update={"link": changed})
     return Cluster(devices=tuple(devices), link=changed)

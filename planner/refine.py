@@ -26,7 +26,7 @@ from planner.plan.simulator import simulate_plan
 from planner.plan.stage import SkipTimes, Stage, StageTimes
 from planner.plan.units import seconds_text
 from planner.settings import MICRO_BATCHES_PER_STAGE
-from profiler.device import Cluster, Device, Link
+from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError
 from profiler.record import LayerCost, Profile
 
@@ -118,8 +118,8 @@ def refined(
             devices=tuple(device for stage in plan.stages[: plan.ranks] for device in stage.devices), link=link
         )
     elif isinstance(devices, Cluster) and devices.link is not None:
-        between = None if devices.between is None else _scaled_link(devices.between, ratios.link)
-        given = devices.model_copy(update={"link": _scaled_link(devices.link, ratios.link), "between": between})
+        between = None if devices.between is None else devices.between.slowed(ratios.link)
+        given = devices.model_copy(update={"link": devices.link.slowed(ratios.link), "between": between})
     else:
         given = devices
     from planner.from_profile import plan_from_profile
@@ -263,7 +263,7 @@ def _scaled_profile(profile: Profile, plan: Plan, ratios: _Ratios) -> Profile:
         else estimate
         for estimate in profile.estimates
     )
-    links = tuple(_scaled_link(link, ratios.link) for link in profile.links)
+    links = tuple(link.slowed(ratios.link) for link in profile.links)
     return profile.model_copy(update={"costs": costs, "estimates": estimates, "links": links})
 
 
@@ -282,10 +282,6 @@ def _scaled_cost(cost: LayerCost, ratios: _Ratios, stage: int | None) -> LayerCo
             "slowdown": 0.0,
         }
     )
-
-
-def _scaled_link(link: Link, ratio: float) -> Link:
-    return link.model_copy(update={"latency_s": link.latency_s * ratio, "bytes_per_s": link.bytes_per_s / ratio})
 
 
 def _scaled_plan(plan: Plan, ratios: _Ratios) -> Plan:

@@ -109,7 +109,8 @@ def _changes(plan: Plan, problem: Problem) -> Iterator[tuple[str, dict[str, Any]
     roomy = tuple(device.model_copy(update={"memory_bytes": TWICE * device.memory_bytes}) for device in devices)
     yield "twice the memory", {**asked, "devices": Cluster(devices=roomy, link=link)}
     if link is not None and plan.K > 1:
-        faster = link.model_copy(update={"bytes_per_s": TWICE * link.bytes_per_s})
+        table = tuple((size, seconds / TWICE) for size, seconds in link.measured)
+        faster = link.model_copy(update={"bytes_per_s": TWICE * link.bytes_per_s, "measured": table})
         yield "twice the bandwidth", {**asked, "devices": Cluster(devices=devices, link=faster)}
     if link is not None:
         more = (*devices, *devices[-plan.replicas :])

@@ -6,15 +6,22 @@ Torch-free on purpose: plans carry these values, and `autoplan show` must answer
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Self
+from itertools import pairwise
+from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from profiler.errors import ArgumentError
 from profiler.field_types import DeviceBytes, Rate, RelativeError, Seconds
-from profiler.quantities import MOST_DEVICES, MOST_THREADS, shown
+from profiler.quantities import MOST_BYTES, MOST_DEVICES, MOST_SECONDS, MOST_THREADS, shown
 from profiler.value import Value
+
+MOST_MEASURED = 1024
+"""Sizes that a link may say the seconds of [chosen]."""
+MessageBytes: TypeAlias = Annotated[int, Field(ge=1, le=MOST_BYTES)]
+MessageSeconds: TypeAlias = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 
 class Device(Value):
@@ -54,19 +61,60 @@ class Device(Value):
 class Link(Value):
     """A point-to-point connection between two ranks: a message of n bytes takes `latency_s + n / bytes_per_s`.
 
+    Where no line is near what was measured, `measured` says that instead. Between two sizes a message takes what lies
+    on the line between them, below the smallest one what that takes, and above the largest what that takes and the rest
+    at `bytes_per_s`.
+
     Attributes:
         latency_s: seconds that an empty message takes.
         bytes_per_s: bandwidth.
         error: largest relative distance between the fitted line and a measured size (0 where nothing was fitted).
+        measured: sizes in bytes, ascending, and seconds of each, which need not grow with them; empty where the line
+            is near enough. Files leave it out then.
     """
 
     latency_s: Seconds
     bytes_per_s: Rate
     error: RelativeError = 0.0
+    measured: tuple[tuple[MessageBytes, MessageSeconds], ...] = Field(default=(), max_length=MOST_MEASURED)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        sizes = [size for size, _ in self.measured]
+        for below, above in pairwise(sizes):
+            if below >= above:
+                raise ValueError(f"measured has {below} bytes before {above}; sizes ascend")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if name != "measured" or value}
 
     def transfer_s(self, size_bytes: float) -> float:
         """Seconds that a message of `size_bytes` takes; 0 when there is nothing to send."""
-        return self.latency_s + size_bytes / self.bytes_per_s if size_bytes else 0.0
+        if not size_bytes:
+            return 0.0
+        if not self.measured:
+            return self.latency_s + size_bytes / self.bytes_per_s
+        place = bisect_left(self.measured, size_bytes, key=lambda point: point[0])
+        if place == 0:
+            return self.measured[0][1]
+        size, seconds = self.measured[place - 1]
+        if place == len(self.measured):
+            return seconds + (size_bytes - size) / self.bytes_per_s
+        next_size, next_s = self.measured[place]
+        return seconds + (next_s - seconds) * (size_bytes - size) / (next_size - size)
+
+    def slowed(self, ratio: float) -> Link:
+        """A link on which each message takes `ratio` times as long."""
+        return self.model_copy(
+            update={
+                "latency_s": self.latency_s * ratio,
+                "bytes_per_s": self.bytes_per_s / ratio,
+                "measured": tuple((size, seconds * ratio) for size, seconds in self.measured),
+            }
+        )
 
     @classmethod
     def of(cls, kind: str) -> Link:

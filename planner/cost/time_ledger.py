@@ -108,6 +108,14 @@ def _ring(at: EndFigures) -> tuple[float, float]:
     return messages * at.link.latency_s, messages / at.replicas / at.link.bytes_per_s
 
 
+def _off_the_line(link: Link, size_bytes: Floats) -> Floats | float:
+    if not link.measured:
+        return 0.0
+    line = link.model_copy(update={"measured": ()})
+    flat = [link.transfer_s(size) - line.transfer_s(size) for size in np.ravel(size_bytes)]
+    return np.reshape(np.array(flat, dtype=np.float64), np.shape(size_bytes))
+
+
 PASS_ROWS: tuple[PassRow, ...] = (
     PassRow("forward pass", Pass.FORWARD, lambda layers: layers.forward_s),
     PassRow("recompute", Pass.RECOMPUTE, lambda layers: layers.recompute_s),
@@ -118,6 +126,7 @@ PASS_ROWS: tuple[PassRow, ...] = (
 MESSAGE_ROWS: tuple[MessageRow, ...] = (
     MessageRow("latency", lambda link, size_bytes: link.latency_s),
     MessageRow("bytes on their way", lambda link, size_bytes: size_bytes / link.bytes_per_s),
+    MessageRow("what was measured, less this line, where it is not near", _off_the_line),
 )
 END_ROWS: tuple[EndRow, ...] = (
     EndRow("step of the optimizer", "optimizer_s", lambda at: (0.0, at.optimizer.seconds_per_byte)),

@@ -26,6 +26,8 @@ class Doubt(Value):
         memory_less: share by which a peak may lie under the predicted one.
         memory_more: share by which it may lie over it.
         slowdown: share by which the devices were slower than usual while they were profiled.
+        link_error: relative distance of the line of the link from a message that was measured, where messages are
+            predicted from what was measured by size; 0 where the line is near enough.
     """
 
     step_less: Share
@@ -33,6 +35,7 @@ class Doubt(Value):
     memory_less: Share
     memory_more: RelativeError
     slowdown: RelativeError = 0.0
+    link_error: RelativeError = 0.0
 
     def lines(self, step_s: float) -> list[str]:
         """The same for people.
@@ -50,6 +53,11 @@ class Doubt(Value):
                 f"the devices were {self.slowdown:.0%} slower than usual while they were profiled, by a reference that "
                 "ran between the layers, which is divided out: profile again when nothing else runs there, with "
                 "cache=False"
+            )
+        if self.link_error:
+            found.append(
+                f"messages are predicted from what was measured by size: a line of latency and bandwidth is "
+                f"{self.link_error:.0%} off for one of them"
             )
         return found
 

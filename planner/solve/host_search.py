@@ -16,7 +16,7 @@ on these. The fastest plan that fits is taken; its bound is the smaller one of n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -89,20 +89,26 @@ def _with_time(problem: Problem, limit_s: float) -> Problem:
 
 
 def _fastest(hosts: Hosts) -> Link:
-    """A link that no message takes longer over than over either."""
-    one, other = hosts.link, hosts.between
-    return Link(
-        latency_s=min(one.latency_s, other.latency_s), bytes_per_s=max(one.bytes_per_s, other.bytes_per_s),
-        error=max(one.error, other.error),
-    )  # fmt: skip
+    """A link over which no message takes longer than over either."""
+    return _of_both(hosts, min, max)
 
 
 def _slowest(hosts: Hosts) -> Link:
-    one, other = hosts.link, hosts.between
+    """A link that is about as slow as the slower one for each message."""
+    return _of_both(hosts, max, min)
+
+
+def _of_both(hosts: Hosts, time: Callable[..., float], rate: Callable[..., float]) -> Link:
+    """Where both links' seconds are lines between two sizes, so are theirs; the smaller ones bend down between them."""
+    both = hosts.link, hosts.between
+    known = {size for link in both for size, _ in link.measured}
+    sizes = sorted({1, *known}) if known else []
     return Link(
-        latency_s=max(one.latency_s, other.latency_s), bytes_per_s=min(one.bytes_per_s, other.bytes_per_s),
-        error=max(one.error, other.error),
-    )  # fmt: skip
+        latency_s=time(one.latency_s for one in both),
+        bytes_per_s=rate(one.bytes_per_s for one in both),
+        error=max(one.error for one in both),
+        measured=tuple((size, time(one.transfer_s(size) for one in both)) for size in sizes),
+    )
 
 
 def _near(problem: Problem, hosts: Hosts) -> Problem | None:

@@ -41,6 +41,8 @@ SIZES_BYTES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 WARM_UPS = 2
 MOST_ROUNDS = 20
 FEWEST_ROUNDS = 3
+WORST_LINE = 0.2
+"""A line that is further from a measured size is not used [chosen]."""
 BYTES_OF_A_SIZE = 32 * 2**20  # sent of each size if that is between the fewest and the most rounds
 
 
@@ -75,7 +77,7 @@ def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     """The line `latency_s + size / bytes_per_s` through measured transfers, both coefficients positive.
 
     Least squares of relative distances, so that small messages count as much as large ones; `Link.error` is the
-    largest of these distances.
+    largest of these distances. Where it is more than `WORST_LINE`, the link says what was measured.
 
     Args:
         sizes_bytes: of the messages.
@@ -87,11 +89,9 @@ def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     (latency_s, unit_s), _ = nnls(columns, np.ones_like(times))
     unit_s = max(float(unit_s), float(times.min()) * 1e-9)  # a bandwidth that latency hides entirely
     fitted = latency_s + sizes / unit * unit_s
-    return Link(
-        latency_s=float(latency_s),
-        bytes_per_s=unit / unit_s,
-        error=float(np.max(np.abs(fitted / times - 1))),
-    )
+    error = float(np.max(np.abs(fitted / times - 1)))
+    table = zip(sizes_bytes, (float(taken) for taken in times), strict=True) if error > WORST_LINE else ()
+    return Link(latency_s=float(latency_s), bytes_per_s=unit / unit_s, error=error, measured=tuple(sorted(table)))
 
 
 def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = MOST_ROUNDS) -> list[float]:

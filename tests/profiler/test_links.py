@@ -1,13 +1,17 @@
 """Links between local workers."""
 
+from typing import Any
+
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
-from profiler.device import Cluster, Device
+from planner.cost.time_ledger import message_s
+from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
-from profiler.machine.links import SIZES_BYTES, fit_link, measure_link, rounds_of
+from profiler.machine.links import SIZES_BYTES, WORST_LINE, fit_link, measure_link, rounds_of
 from profiler.machine.local import local_devices
 
 
@@ -22,8 +26,45 @@ def test_a_line_is_found_again(latency_s: float, bytes_per_s: float) -> None:
 @given(seconds=st.lists(st.floats(1e-6, 1.0), min_size=len(SIZES_BYTES), max_size=len(SIZES_BYTES)))
 def test_any_measurement_gives_a_link_that_states_its_error(seconds: list[float]) -> None:
     link = fit_link(SIZES_BYTES, seconds)
-    distances = [abs(link.transfer_s(size) / time - 1) for size, time in zip(SIZES_BYTES, seconds, strict=True)]
+    line = [link.latency_s + size / link.bytes_per_s for size in SIZES_BYTES]
+    distances = [abs(of_line / time - 1) for of_line, time in zip(line, seconds, strict=True)]
     assert link.error == pytest.approx(max(distances), rel=1e-6)
+    assert bool(link.measured) == (link.error > WORST_LINE)
+    if link.measured:
+        assert [link.transfer_s(size) for size in SIZES_BYTES] == pytest.approx(seconds)
+    assert Link.model_validate_json(link.to_json()) == link
+
+
+LEAPS = Link(latency_s=1.0, bytes_per_s=10.0, error=0.5, measured=((10, 4.0), (20, 2.0), (40, 6.0)))
+
+
+def test_messages_between_measured_sizes_lie_on_the_line_between_them() -> None:
+    assert [LEAPS.transfer_s(size) for size in (0, 1, 10, 15, 20, 30, 40, 50)] == [0, 4, 4, 3, 2, 4, 6, 7]
+    assert [LEAPS.slowed(2.0).transfer_s(size) for size in (1, 15, 50)] == [8, 6, 14]
+
+
+@given(size=st.integers(0, 200), latency_s=st.floats(0, 1))
+def test_the_planner_charges_what_the_link_says(size: int, latency_s: float) -> None:
+    for link in (LEAPS, Link(latency_s=latency_s, bytes_per_s=7.0)):
+        assert float(message_s(link, np.array(float(size)))) == pytest.approx(link.transfer_s(size))
+    whole = message_s(LEAPS, np.array([[0.0, 15.0], [40.0, float(size)]]))
+    assert whole == pytest.approx(np.array([[0, 3], [6, LEAPS.transfer_s(size)]]))
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        (((10, 1.0), (10, 2.0)), "10 bytes before 10; sizes ascend"),
+        (((20, 1.0), (10, 2.0)), "20 bytes before 10; sizes ascend"),
+        (((0, 1.0),), r"measured\[0\]\[0\]"),
+        (((10, 0.0),), r"measured\[0\]\[1\]"),
+        (((10, float("nan")),), r"measured\[0\]\[1\]"),
+        (((10,),), r"measured\[0\]"),
+    ],
+)
+def test_a_table_that_means_nothing_is_refused(measured: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Link(latency_s=0.0, bytes_per_s=1.0, measured=measured)
 
 
 def test_two_workers_measure_their_link() -> None:

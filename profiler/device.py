@@ -198,7 +198,7 @@ class Cluster(Value):
         for mark, words, name, given in ((colon, inside, "link", link), (slash, outside, "between", between)):
             if mark and given is not None:
                 raise ArgumentError(
-                    f"{shown(devices)} names a link ({shown(words)}), and {name} is {shown(given)}; leave one out"
+                    f"{shown(devices)} names a {name}, {shown(words)}, and {name} is {shown(given)}; leave one out"
                 )
         kinds, on_host = _listed_kinds(listed)
         if on_host is not None and devices_per_host not in (None, on_host):

@@ -1,6 +1,7 @@
 """Devices from data sheets, and costs that are counted instead of measured."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from profiler.machine.local import local_devices
 from profiler.record import LayerCost, Profile
 from profiler.run.inputs import fake_runner, micro_batch
 from profiler.timing.analytic import (
+    FLOAT32,
     LayerWork,
     Operations,
     Rates,
@@ -57,7 +59,7 @@ def test_a_cluster_as_people_write_it():
         ("8xA100-99GB", "nvlink3", r"no data sheet of a device 'A100-99GB'; known are V100-16GB"),
         ("A100", "nvlink3", r"which A100: A100-40GB or A100-80GB"),
         ("9xT4", None, r"9 devices without a link between them, and a host has 8; name the link between hosts"),
-        ("2xT4:pcie4", "pcie3", r"'2xT4:pcie4' names a link, and link is 'pcie3'"),
+        ("2xT4:pcie4", "pcie3", r"'2xT4:pcie4' names a link, 'pcie4', and link is 'pcie3'"),
         ("2xT4:", None, r"no data sheet of a link ''"),
         ("999999xT4", "pcie3", r"'999999xT4' names more than \d+ devices"),
         ("2xT4", "string", r"no data sheet of a link 'string'; known are nvlink1"),
@@ -290,3 +292,61 @@ def test_equal_layers_of_which_one_has_no_part_in_the_loss():
         main = any(name.startswith("main") for name in layer.parameters)
         assert side != main
         assert (found.costs[layer.index].backward_s > 0) == main, layer.index
+
+
+class Mixing(nn.Module):
+    """Attention that drops a share, and dropout of its own."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.dropout = nn.Dropout(share)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.linear(x).unflatten(-1, (2, 16)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(parts, parts, parts, dropout_p=self.share)
+        return self.dropout(mixed.transpose(1, 2).flatten(2))
+
+
+def test_attention_that_drops_is_priced_as_accelerators_run_it() -> None:
+    """Fake tensors of the host took it apart, with all shares kept and products in float32: 3 times the step."""
+    found = {}
+    for share in (0.0, 0.1):
+        sequence = trace(Mixing(share), torch.zeros(2, 512, 32), precision="bf16", progress=False)
+        listed = profile(sequence, Cluster.of("A100-40GB"), micro_batch_sizes=[2], progress=False)
+        found[share] = sum(cost.forward_s for cost in listed.costs), sum(cost.kept_bytes for cost in listed.costs)
+        assert all("softmax" not in entry.operation for entry in listed.estimates[0].without_formula)
+    (plain_s, plain_bytes), (dropping_s, dropping_bytes) = found[0.0], found[0.1]
+    assert plain_s <= dropping_s < 1.5 * plain_s
+    assert plain_bytes == dropping_bytes
+    elements = 2 * 512 * 32
+    assert found[0.1][1] < 2 * 512 * 512  # bytes of the shares alone, where they are kept
+    assert found[0.1][1] > elements  # a byte for each that dropout may drop
+
+
+def test_a_pass_takes_the_longer_of_the_device_and_of_who_asks_it() -> None:
+    rates = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 10.0, 0.5, 3.0)
+    small = Operations(("a", "b"), np.zeros(2), np.array([1.0, 20.0]), np.array([FLOAT32, FLOAT32]))
+    large = Operations(("a",), np.zeros(1), np.array([100.0]), np.array([FLOAT32]))
+    assert (small.pass_s(rates), large.pass_s(rates)) == (6.0, 10.0)
+    assert small.pass_s(replace(rates, dispatch_s=0.0)) == 0.5 + 2.0
+    assert large.pass_s(replace(rates, dispatch_s=20.0)) == 20.0
+
+
+class Filling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * torch.empty_like(x).fill_(2.0)
+
+
+def test_memory_that_is_only_taken_costs_no_time() -> None:
+    sequence = trace(Filling(), torch.zeros(2, 4), progress=False)
+    inputs = micro_batch(sequence, None, 2, CPU)
+    with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=CPU) as runner:
+        names = [name for layer in work_of_layers(sequence, runner, 2) for name in layer.forward.names]
+    assert "aten::fill_" in names
+    assert not any("empty" in name for name in names)

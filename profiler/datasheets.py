@@ -37,6 +37,7 @@ class DataSheet(Value):
         float64_flops_per_s: of those in float64; None where the device has no such arithmetic.
         link: usual kind of connection of neighbours in one host, see `LINKS`.
         source: document that prints these figures.
+        compiles: whether programs for it are compiled as a whole, so that nobody asks for single operations.
     """
 
     memory_bytes: int = Field(gt=0)
@@ -48,6 +49,7 @@ class DataSheet(Value):
     float64_flops_per_s: float | None = Field(gt=0)
     link: str
     source: str
+    compiles: bool = False
 
     def flops_per_s(self, dtype: str) -> float:
         """Of matrix products in a dtype, torch name without the prefix; 0 where the device has no such arithmetic."""
@@ -70,6 +72,7 @@ def _sheet(
     source: str,
     *,
     has_bfloat16: bool = True,
+    compiles: bool = False,
 ) -> DataSheet:
     """From GB, GB/s and TFLOP/s."""
     return DataSheet(
@@ -82,6 +85,7 @@ def _sheet(
         float64_flops_per_s=None if float64 is None else float64 * TERA,
         link=link,
         source=source,
+        compiles=compiles,
     )
 
 
@@ -195,11 +199,11 @@ _PRINTED: Final = MappingProxyType(
             "NVIDIA T4 data sheet (https://www.nvidia.com/en-us/data-center/tesla-t4/)",
             has_bfloat16=False,
         ),
-        "TPUv2-8GB": _sheet(8, 350, 23, 23, 23, None, "tpuv2", _TPU),
-        "TPUv3-16GB": _sheet(16, 450, 61.5, 61.5, 61.5, None, "tpuv3", _TPU),
-        "TPUv4-32GB": _sheet(32, 1200, 275, 275, 275, None, "tpuv4", _CLOUD_TPU),
-        "TPUv5e-16GB": _sheet(16, 819, 197, 197, 197, None, "tpuv5e", _CLOUD_TPU),
-        "TPUv5p-95GB": _sheet(95, 2765, 459, 459, 459, None, "tpuv5p", _CLOUD_TPU),
+        "TPUv2-8GB": _sheet(8, 350, 23, 23, 23, None, "tpuv2", _TPU, compiles=True),
+        "TPUv3-16GB": _sheet(16, 450, 61.5, 61.5, 61.5, None, "tpuv3", _TPU, compiles=True),
+        "TPUv4-32GB": _sheet(32, 1200, 275, 275, 275, None, "tpuv4", _CLOUD_TPU, compiles=True),
+        "TPUv5e-16GB": _sheet(16, 819, 197, 197, 197, None, "tpuv5e", _CLOUD_TPU, compiles=True),
+        "TPUv5p-95GB": _sheet(95, 2765, 459, 459, 459, None, "tpuv5p", _CLOUD_TPU, compiles=True),
     }
 )
 DATA_SHEETS: Final = MappingProxyType(

@@ -47,9 +47,9 @@ MEMORY_EFFICIENCY = 0.75
 """Share of the printed bandwidth that operations reach that only move data [assumed]."""
 LAUNCH_S = 2e-6
 """Least seconds of a kernel on an accelerator [assumed]."""
-DISPATCH_S = 10e-6
-"""Seconds in which the host asks for an operation, in PyTorch without a compiler [assumed; 43e-6 fits published runs of
-Megatron-DeepSpeed, see `tests/benchmarks/published_runs.md`]."""
+DISPATCH_S = 40e-6
+"""Seconds in which the host asks for an operation of a training step, in PyTorch without a compiler [fitted: 43e-6 to
+240 published runs without pipeline, see `tests/benchmarks/published_runs.md`]."""
 WITHOUT_DATA = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
@@ -99,7 +99,7 @@ class Rates:
             float64_flops_per_s=MATRIX_EFFICIENCY * (sheet.float64_flops_per_s or 0.0),
             memory_bytes_per_s=MEMORY_EFFICIENCY * sheet.memory_bytes_per_s,
             launch_s=LAUNCH_S,
-            dispatch_s=DISPATCH_S,
+            dispatch_s=0.0 if sheet.compiles else DISPATCH_S,
         )
 
 

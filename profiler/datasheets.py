@@ -93,6 +93,7 @@ _V100 = "NVIDIA Tesla V100 data sheet, SXM2 (https://images.nvidia.com/content/t
 _P100 = (
     "NVIDIA Tesla P100 data sheet, NVLink (https://images.nvidia.com/content/tesla/pdf/nvidia-tesla-p100-datasheet.pdf)"
 )
+_P40 = "NVIDIA Tesla P40 data sheet (https://images.nvidia.com/content/pdf/tesla/184427-Tesla-P40-Datasheet-NV-Final-Letter-Web.pdf)"
 _A100 = "NVIDIA A100 data sheet, SXM (https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf)"
 _H100 = "NVIDIA H100 data sheet, SXM (https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet)"
 _H200 = "NVIDIA H200 data sheet, SXM (https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446)"
@@ -139,6 +140,7 @@ _PRINTED: Final = MappingProxyType(
         "V100-16GB": _sheet(16, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
         "V100-32GB": _sheet(32, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
         "P100-16GB": _sheet(16, 732, 10.6, 10.6, 21.2, 5.3, "nvlink1", _P100, has_bfloat16=False),
+        "P40-24GB": _sheet(24, 346, 12, 12, 12, 12 / 32, "pcie3", _P40, has_bfloat16=False),
         "A100-40GB": _sheet(40, 1555, 19.5, 156, 312, 19.5, "nvlink3", _A100),
         "A100-80GB": _sheet(80, 2039, 19.5, 156, 312, 19.5, "nvlink3", _A100),
         "H100-80GB": _sheet(80, 3350, 67, 494.5, 989, 67, "nvlink4", _H100),

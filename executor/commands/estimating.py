@@ -99,8 +99,7 @@ def estimate(
     \b
     Examples:
       autoplan estimate --hf llama --devices 8xA100-80GB --batch-size 512
-      autoplan estimate model.py:build --devices 16xRTX4090:pcie4 --batch-size 64
-      autoplan estimate --hf llama --devices 8x8xH100 --between ndr --batch-size 512
+      autoplan estimate model.py:build --devices 2x8xRTX4090:pcie4 --between 100gbe --batch-size 64
     """
     from profiler.device import Cluster
 

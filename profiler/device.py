@@ -212,12 +212,13 @@ class Cluster(Value):
                 f"{shown(devices)} are {len(kinds) // on_host} hosts, with 0 links between them; name one, such as "
                 f"between='ndr' or {shown(listed.strip() + ':nvlink4/ndr')}"
             )
-        if far is not None and found is None:
+        far = Link.of(far) if isinstance(far, str) else far
+        if found is None:
             far = None  # one device
         return cls(
             devices=tuple(Device.of(kind, name=f"cuda:{index % per_host}") for index, kind in enumerate(kinds)),
             link=Link.of(found) if isinstance(found, str) else found,
-            between=Link.of(far) if isinstance(far, str) else far,
+            between=far,
             devices_per_host=None if far is None else per_host,
         )
 

@@ -274,8 +274,8 @@ def amoebanet(sizes: Sequence[int]) -> Profile:
         model, images = AmoebaNet(18, 256), torch.zeros(4, 3, 224, 224)
     return profile(
         trace(model, images, progress=False), Cluster.of("8xP40-24GB", link="pcie3"), sample=images,
-        micro_batch_sizes=sizes, loss_fn=functional.cross_entropy, target=torch.zeros(4, dtype=torch.int64),
-        optimizer="SGD", progress=False,
+        batch_size=max(sizes) * 32, micro_batch_sizes=sizes, loss_fn=functional.cross_entropy,
+        target=torch.zeros(4, dtype=torch.int64), optimizer="SGD", progress=False,
     )  # fmt: skip
 
 

@@ -156,13 +156,10 @@ def test_a_language_model_from_its_configuration(tmp_path: Path) -> None:
     ):
         assert words in result.stdout
     assert Plan.load(tmp_path / "plan.json").batch_size == 32
-    near, far = (
-        json.loads(
-            autoplan("what-if", saved, "--devices", 16, "--stages", 9, "--batch-size", 36, "--json", *link).stdout
-        )[0]["step_s"]
-        for link in ((), ("--between", "10gbe"))
+    rows = json.loads(
+        autoplan("what-if", saved, "--devices", "2", "--batch-size", "32", "--between", "ndr", "--json").stdout
     )
-    assert 0 < near < far
+    assert rows[0]["step_s"] > 0
     layers = json.loads(autoplan("trace", *GPT, "--json").stdout)
     assert sum(layer["parameters"] for layer in layers) > 0
 
@@ -189,6 +186,12 @@ def test_a_configuration_file(tmp_path: Path) -> None:
         (["trace", "--hf", "gone.json"], 2, "gone.json"),
         (["estimate", "--hf", "gpt2", "--devices", "8xA100", "--batch-size", "8"], 2, "which A100"),
         (["estimate", "--hf", "gpt2", "--devices", "2", "--batch-size", "8"], 2, "no data sheet of a device '2'"),
+        (["estimate", "--hf", "gpt2", "--devices", "2x8xT4", "--batch-size", "8"], 2, "2 hosts, with 0 links between"),
+        (
+            ["estimate", "--hf", "gpt2", "--devices", "T4", "--batch-size", "8", "--between", "wire"],
+            2,
+            "no data sheet of a link 'wire'",
+        ),
     ],
 )
 def test_what_no_model_can_be_built_from(arguments: list[str], code: int, message: str) -> None:

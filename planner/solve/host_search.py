@@ -16,16 +16,20 @@ on these. The fastest plan that fits is taken; its bound is the smaller one of n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations, pairwise, product
 
 import numpy as np
 
 from planner.cost.hosts import Hosts
 from planner.plan.plan import Plan
+from planner.plan.stage import Segment
+from planner.rules import FREE
 from planner.solve import skip_search
 from planner.solve.all_schedules import balance_of_all
-from planner.solve.balance import Balance
+from planner.solve.balance import Balance, evaluate_s
 from planner.solve.deadline import Deadline
 from planner.solve.problem import Problem
 from planner.solve.work_bound import work_bound_s
@@ -35,6 +39,10 @@ MOST_SHAPES = 10
 """Pairs of K and R that are planned for on their own [chosen]."""
 PATIENCE = 0.25
 """Share of the usual patience with a search for one pair [chosen]."""
+MOST_WAYS = 400
+"""Ways to lay the cuts of a plan that are all tried [chosen]."""
+MOST_MOVES, REACH = 8, 2
+"""How often the cuts of a plan are moved, and by how many places at a time [chosen]."""
 PARTS = 4
 """Shares of the time limit: near, far, far with slow boundaries, and all pairs together."""
 
@@ -65,19 +73,67 @@ def best_plan(problem: Problem) -> Plan | None:
     improver = skip_search.CutImprover(problem, skip_search.values_of(problem), lower_bound_s, deadline)
     slowed = replace(far, link=slow, ring=hosts.between)
     starts += [found for found in (_balanced(slowed),) if found is not None]
+    starts += [_with_moved_cuts(problem, start) for start in starts]
     plans = [improver.nearest(start) for start in starts]
     for shape in _shapes(slowed, starts):
         if deadline.over or _step_s(min(plans, key=_step_s, default=None)) <= lower_bound_s:
             break
         for link in (fast, slow):
             found = _balanced(replace(shape, link=link))
-            if found is not None:
-                starts.append(found)
-                plans.append(improver.nearest(found))
+            for start in () if found is None else (found, _with_moved_cuts(problem, found)):
+                starts.append(start)
+                plans.append(improver.nearest(start))
     for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place]))[:MOST_SHAPES]:
         if _step_s(min(plans, key=_step_s)) > lower_bound_s * (1 + skip_search.CLOSE_ENOUGH):
             plans.append(improver.better(starts[place]))
     return min(plans, key=_step_s, default=None)
+
+
+def _with_moved_cuts(problem: Problem, found: Balance) -> Balance:
+    """The balance with the cuts that are the fastest where each boundary takes its own link, whatever fits.
+
+    All cuts where there are few, else those that moves of one or of two neighbouring ones lead to.
+    """
+    rules, whole = problem.rules, problem.settings.recompute == "always"
+    stops = tuple(stage.stop for stage in found.stages)
+    if len(stops) == 1 or (rules.pinned != FREE).any() or found.orders:
+        return found
+    places = [int(place) for place in np.flatnonzero(rules.allowed)[1:-1]]
+    needed = {int(place) for place in np.flatnonzero(rules.demanded)}
+
+    def moved(cuts: Sequence[int]) -> Balance:
+        edges = pairwise((0, *cuts, stops[-1]))
+        stages = tuple(
+            replace(stage, first=first, stop=stop, segments=(Segment(first=first, stop=stop),) if whole else ())
+            for stage, (first, stop) in zip(found.stages, edges, strict=True)
+        )
+        return replace(found, stages=stages, step_s=evaluate_s(problem, found.candidate, stages))
+
+    best, cuts = moved(stops[:-1]), stops[:-1]
+    few = math.comb(len(places), len(cuts)) <= MOST_WAYS
+    for _ in range(1 if few else MOST_MOVES):
+        ways = combinations(places, len(cuts)) if few else _moves(cuts, places)
+        tried = [(moved(way), way) for way in ways if needed <= {0, *way, stops[-1]}]
+        better, where = min(tried, key=lambda one: one[0].step_s, default=(best, cuts))
+        if better.step_s >= best.step_s:
+            break
+        best, cuts = better, tuple(where)
+    return best
+
+
+def _moves(cuts: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """One or two neighbouring cuts at one of the next places on either side."""
+    at = [bisect_left(places, cut) for cut in cuts]
+    steps = range(-REACH, REACH + 1)
+    for first in range(len(at)):
+        for one, other in product(steps, steps if first + 1 < len(at) else (0,)):
+            moved = [*at]
+            moved[first] += one
+            if first + 1 < len(at):
+                moved[first + 1] += other
+            inside = moved[0] >= 0 and moved[-1] < len(places)
+            if inside and all(before < after for before, after in pairwise(moved)):
+                yield tuple(places[place] for place in moved)
 
 
 def _balanced(problem: Problem) -> Balance | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner import plan_from_profile
@@ -123,6 +123,7 @@ def compared(seed: int) -> float:
 
 
 @given(st.integers(0, 10**6))
+@example(1779)  # two cuts must move at once: 4.4 % slower while they moved one by one
 @settings(max_examples=15, deadline=None)
 def test_plans_over_hosts_against_all_cuts(seed: int) -> None:
     assert compared(seed) <= WITHIN

@@ -191,7 +191,7 @@ class Pipeline:
             if made is not None:
                 self.watch.add_group(made)
         push_nobody_off()
-        self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
+        self._gradients = GradientSum(self._placement.collectors(), layout, group)
         self._mover = BufferMover(layout, group)
         self._loss = SharedLoss(layout, self._device)
         self._calls = Calls(self._computing, plan, layout, self._sequence, devices, self._placement)
@@ -285,7 +285,7 @@ class Pipeline:
             self._compare_first_step(args, kwargs, target)
             self._begin(scaler, accumulate=accumulate)
             forget_gradients(self._placement.tied)
-            with self._gradients.of_a_step():
+            with self._placement.adding_up(), self._gradients.of_a_step():
                 with as_in_training(), preserved(self._devices.values()):
                     for batches in call.own:
                         self._runtime.run(self._calls.program(call, batches), batches)

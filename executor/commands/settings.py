@@ -39,7 +39,8 @@ PRECISION = click.option(
     "--precision",
     type=Precision(),
     metavar="RECIPE",
-    help="Mixed precision: bf16-mixed keeps gradients, master weights and optimizer state in float32; bf16, fp32.  "
+    help="Mixed precision: bf16-mixed keeps gradients, master weights and optimizer state in float32, bf16-grads all "
+    "but gradients; bf16, fp32.  "
     "[default: the model's own types]",
 )
 MEASURING: tuple[Option[Any], ...] = (

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from executor.layout import Layout
 from executor.state.tied import dense
@@ -35,12 +35,12 @@ class GradientSum:
     """Sums the gradients of a step over the replicas.
 
     Args:
-        parameters: of this process.
+        parameters: of this process, or what collects their gradients.
         layout: of this process.
         group: what `group_of_peers` made.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, parameters: Sequence[Tensor], layout: Layout, group: dist.ProcessGroup | None) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._layout = layout
         self._group = group

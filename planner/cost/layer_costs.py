@@ -315,7 +315,9 @@ class ParameterRanges:
         unique: every parameter that one of the layers reads, once.
         trainable: the same for what the optimizer steps: trainable parameters, or their master weights.
         masters: the master weights among these.
-        casts: of one gradient that is cast to be added to its main gradient, wherever there are master weights.
+        casts: of one gradient that is cast to be added to its main gradient, wherever it has another type.
+        stepped_gradients: of gradients as the optimizer reads them, and of one as it was added up, where it is cast to
+            be read; 0 where none is.
         gradients: of trainable parameters, in the type that adds them up; one that several layers of the model read
             has one accumulator for each of these layers, so that gradients do not depend on the cuts.
         buffers: of the layers' buffers.
@@ -329,23 +331,28 @@ class ParameterRanges:
             for name in sorted(set(layer.parameters)):
                 readers.setdefault(name, []).append(layer.index)
         sizes = {parameter.name: parameter.size_bytes for parameter in profile.parameters}
-        main_sizes = {
-            parameter.name: profile.main_bytes(parameter) if parameter.trainable else 0
-            for parameter in profile.parameters
-        }
+        trained = [parameter for parameter in profile.parameters if parameter.trainable]
+        none = dict.fromkeys(sizes, 0)
+        main_sizes = none | {parameter.name: profile.main_bytes(parameter) for parameter in trained}
+        added_sizes = none | {parameter.name: profile.gradient_bytes(parameter) for parameter in trained}
         master_sizes = {name: size if size != sizes[name] else 0 for name, size in main_sizes.items()}
+        cast_sizes = [size for name, size in main_sizes.items() if size != added_sizes[name]]
         self.unique = _unique_sums(layers, readers, sizes)
         self.trainable = _unique_sums(layers, readers, main_sizes)
         self.masters = _unique_sums(layers, readers, master_sizes)
-        self.casts = np.triu(np.full_like(self.masters, _cast_bytes(master_sizes.values())), k=1)
-        self.gradients = range_sums(_read_bytes(layers, readers, main_sizes))
+        added_apart = [size for name, size in added_sizes.items() if size != sizes[name]]
+        self.casts = np.triu(np.full_like(self.masters, _cast_bytes(added_apart)), k=1)
+        self.stepped_gradients = np.zeros_like(self.masters)
+        if cast_sizes:
+            self.stepped_gradients += self.trainable + np.triu(np.full_like(self.masters, max(cast_sizes)), k=1)
+        self.gradients = range_sums(_read_bytes(layers, readers, added_sizes))
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
         self.added_up: dict[OptimizerCost, Floats] = {}
 
 
-def _cast_bytes(master_sizes: Iterable[int]) -> int:
+def _cast_bytes(sizes: Iterable[int]) -> int:
     """Of the largest part of a gradient that is cast at a time."""
-    return min(max(master_sizes, default=0), CAST_ELEMENTS * BYTES["float32"])
+    return min(max(sizes, default=0), CAST_ELEMENTS * BYTES["float32"])
 
 
 def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

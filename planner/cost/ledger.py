@@ -170,11 +170,14 @@ class RangeRow:
         name: of the term, for people.
         memory_class: field of `planner.plan.stage.StageMemory` that it belongs to.
         figure: bytes of a range, or at [i, j] of all ranges; no less for a range that contains another.
+        at_end: whether it is there after the last backward pass alone, when nothing is that follows from micro-batches:
+            the larger of both counts, see `planner.cost.stage_memory`.
     """
 
     name: str
     memory_class: str
     figure: Callable[[RangeFigures], Floats]
+    at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,12 @@ ROWS: tuple[RangeRow | Row, ...] = (
         "state of the optimizer",
         "optimizer",
         lambda at: np.ceil(at.optimizer.state_bytes_per_byte * at.parameters.trainable[at.stage]),
+    ),
+    RangeRow(
+        "gradients cast for the optimizer",
+        "gradients",
+        lambda at: np.maximum(at.parameters.stepped_gradients[at.stage] - at.parameters.gradients[at.stage], 0.0),
+        at_end=True,
     ),
     Row(
         "inputs of the model",
@@ -342,9 +351,9 @@ ROWS: tuple[RangeRow | Row, ...] = (
 )
 
 
-def range_rows() -> Iterator[RangeRow]:
-    """The rows of what layers hold together."""
-    return (row for row in ROWS if isinstance(row, RangeRow))
+def range_rows(*, at_end: bool = False) -> Iterator[RangeRow]:
+    """The rows of what layers hold together, always or at the end of the step alone."""
+    return (row for row in ROWS if isinstance(row, RangeRow) and row.at_end == at_end)
 
 
 def whole_rows() -> Iterator[Row]:

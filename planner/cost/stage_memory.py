@@ -97,8 +97,17 @@ def _memory_at(
         figures = RangeFigures(basis.parameters, basis.optimizer, (first, stop))
         found[range_row.memory_class] += float(range_row.figure(figures))
     later_chunk = ring.chunks > 1 and number <= ring.ranks * (ring.chunks - 1)
+    passing = found["transient"]
     for row in rows_of(*(of for of in Of if not (later_chunk and of is Of.STAGE)), form=stage.form):
-        found[row.memory_class] += stage.bytes_of(row)
+        size_bytes = stage.bytes_of(row)
+        found[row.memory_class] += size_bytes
+        passing += size_bytes if row.of is not Of.STAGE else 0.0
+    for end_row in range_rows(at_end=True):
+        end_bytes = float(end_row.figure(RangeFigures(basis.parameters, basis.optimizer, (first, stop))))
+        if ring.chunks > 1:  # all chunks of a rank end together, and of their moments the largest counts
+            found["gradients"] += end_bytes
+        else:
+            found["transient"] += max(0.0, end_bytes - passing)
     return StageMemory(**{name: int(size_bytes) for name, size_bytes in found.items()})
 
 

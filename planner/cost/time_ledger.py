@@ -75,11 +75,13 @@ class EndFigures:
         optimizer: what a step of it costs on the stage's device.
         link: between replicas; may be None for one.
         replicas: R.
+        gradient_share: bytes of gradients as replicas exchange them, for each byte that the optimizer steps.
     """
 
     optimizer: OptimizerCost
     link: Link | None
     replicas: int
+    gradient_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def _ring(at: EndFigures) -> tuple[float, float]:
     if at.replicas == 1 or at.link is None:
         return 0.0, 0.0
     messages = 2 * (at.replicas - 1)
-    return messages * at.link.latency_s, messages / at.replicas / at.link.bytes_per_s
+    return messages * at.link.latency_s, at.gradient_share * messages / at.replicas / at.link.bytes_per_s
 
 
 PASS_ROWS: tuple[PassRow, ...] = (

@@ -133,7 +133,8 @@ def stage_needs(tables: Tables, device: int, in_flight_index: int, begin: int, s
     arrays on costs more than to read them.
     """
     memory, at, share = tables.memory, tables.stage_at[device], tables.stage_share[device]
-    ranges, limit = memory.ranges[memory.range_of[device]], tables.limit[device, in_flight_index]
+    ranges, ends = memory.ranges[memory.range_of[device]], memory.ends[memory.range_of[device]]
+    limit = tables.limit[device, in_flight_index]
     first_boundary = memory.first_boundary[device, in_flight_index]
     last_boundary = memory.last_boundary[device, in_flight_index]
     own_kept, own_recomputed = memory.own_kept[device, in_flight_index], memory.own_recomputed[device, in_flight_index]
@@ -152,12 +153,17 @@ def stage_needs(tables: Tables, device: int, in_flight_index: int, begin: int, s
         moment_as_one = max(moment_as_one, moments_as_one[first])
         moment_in_parts = max(moment_in_parts, moments[first])
         room = limit - (ranges[first, stop] + first_boundary[first] + last_boundary[stop])
+        over_at_end = ranges[first, stop] + ends[first, stop] - limit
         own_bytes = own_recomputed[stop] - own_recomputed[first]
         in_flight = own_kept[stop] - own_kept[first] + many * kept_large[place] + few * kept_small[place]
         most_passing = max(most_large[place] - kept_large[place], most_small[place] - kept_small[place])
         over_kept[place] = in_flight + most_passing + moment_kept - room
         over_as_one[place] = own_bytes + max(most_large[place], most_small[place]) + moment_as_one - room
         left[place], moment[place] = room - own_bytes, moment_in_parts
+        if over_at_end > 0:
+            over_kept[place] = max(over_kept[place], over_at_end)
+            over_as_one[place] = max(over_as_one[place], over_at_end)
+            left[place] = min(left[place], -over_at_end)
     return Needs(over_kept, over_as_one, left, moment)
 
 

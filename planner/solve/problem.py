@@ -14,6 +14,7 @@ from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
 from planner.rules import FREE, Rules
 from planner.settings import Settings
 from profiler.device import Device, Link
+from profiler.precision import recipe_of
 from profiler.quantities import MOST_MICRO_BATCHES
 
 
@@ -106,7 +107,9 @@ class Problem:
 
     def end_figures(self, device_kind: str, replicas: int) -> EndFigures:
         """What the end of a step on that kind of device follows from."""
-        return EndFigures(self.costs.optimizer(device_kind, self.optimizer), self.link, replicas)
+        recipe = recipe_of(self.costs.profile.sample.precision)
+        share = 1.0 if recipe is None else recipe.gradient_share
+        return EndFigures(self.costs.optimizer(device_kind, self.optimizer), self.link, replicas, share)
 
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from profiler.machine.allocator import give_back_freed_memory
 from profiler.run.main_gradients import adding_to
-from profiler.tracing.computing_model import main_like
+from profiler.tracing.computing_model import adding_dtype, main_like
 from profiler.tracing.sequence import LayerSequence
 
 Key = tuple[int, str]  # index of a layer, name of a parameter that it reads
@@ -123,8 +123,10 @@ class ParameterPool(Mapping[Key, Tensor]):
         return placed
 
     def _main(self, parameter: Tensor) -> Tensor:
-        """What a parameter's gradients are added up like."""
-        return main_like(self._sequence.sample.precision, parameter)
+        """What a parameter's gradients are added up like: itself, or its master weight."""
+        precision = self._sequence.sample.precision
+        added_as_computed = adding_dtype(precision, parameter) == parameter.dtype
+        return parameter if added_as_computed else main_like(precision, parameter)
 
     def _block(self, like: Tensor) -> Tensor:
         """As many elements of that dtype, one after the other in the room."""

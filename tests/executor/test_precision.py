@@ -1,8 +1,9 @@
-"""Under a recipe of mixed precision gradients and master weights are float32, and equal for every cut in every bit."""
+"""Under a recipe of mixed precision gradients and master weights have its types, equal for every cut in every bit."""
 
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
-from planner import ArgumentError, NotTraceableError, Plan
+from planner import ArgumentError, ExecutionError, NotTraceableError, Plan
 from profiler import LayerSequence, trace
 from profiler.run import main_gradients
 from profiler.run.main_gradients import adding_to
@@ -22,6 +23,7 @@ from profiler.tracing.computing_model import computing_model
 
 M, STEPS, MOST_NORM = 4, 3, 0.5
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+ADDS = {"bf16-mixed": torch.float32, "bf16-grads": torch.bfloat16}
 
 
 class Words(nn.Module):
@@ -56,8 +58,8 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def sequence(name: str = "") -> LayerSequence:
-    return trace(Words(), IDS, precision="bf16-mixed")
+def sequence(precision: str = "bf16-mixed") -> LayerSequence:
+    return trace(Words(), IDS, precision=precision)
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
@@ -93,9 +95,10 @@ def by_hand(traced: LayerSequence, schedule: str) -> tuple[list[float], dict[str
         with torch.no_grad():
             for name, parameter in computing.named_parameters():
                 parameter.copy_(masters[name])
-        main, loss = _sums_by_hand(computing, schedule)
+        main, loss = _sums_by_hand(computing, schedule, ADDS[traced.sample.precision or ""])
         losses.append(loss)
         main["embedding.weight"] = main["embedding.weight"] + main.pop("head.weight")
+        main = {name: gradient.float() for name, gradient in main.items()}
         names = [name if name in main else "embedding.weight" for name in traced.parameters]  # in the graph's order
         squares = [torch.linalg.vector_norm(main[name], dtype=torch.float64).square() for name in names]
         norm = torch.stack(squares).sum().sqrt()
@@ -105,8 +108,8 @@ def by_hand(traced: LayerSequence, schedule: str) -> tuple[list[float], dict[str
     return losses, masters
 
 
-def _sums_by_hand(computing: nn.Module, schedule: str) -> tuple[dict[str, Tensor], float]:
-    """Main gradients and loss of a step."""
+def _sums_by_hand(computing: nn.Module, schedule: str, adds: torch.dtype) -> tuple[dict[str, Tensor], float]:
+    """Gradients, added up in that type, and loss of a step."""
     main: dict[str, Tensor] = {}
     batches = IDS.chunk(M)
     whole = 0.0
@@ -117,7 +120,7 @@ def _sums_by_hand(computing: nn.Module, schedule: str) -> tuple[dict[str, Tensor
         for name, parameter in computing.named_parameters():
             assert parameter.grad is not None
             assert parameter.grad.dtype == torch.bfloat16
-            added = parameter.grad.float()
+            added = parameter.grad.to(adds)
             main[name] = main[name] + added if name in main else added
             parameter.grad = None
     return main, whole
@@ -131,11 +134,11 @@ def assert_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[l
         assert torch.equal(value, expected[1][name]), name
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("precision", "schedule"), [*product(ADDS, SCHEDULES)])
 def test_every_cut_trains_as_the_recipe_by_hand(
-    schedule: str, plan_for: Callable[..., Plan], traced_once: None
+    precision: str, schedule: str, plan_for: Callable[..., Plan], traced_once: None
 ) -> None:
-    traced = sequence()
+    traced = sequence(precision)
     expected = by_hand(traced, schedule)
     length = len(traced)
     for cuts in ([], [length // 2], [length // 3, length - 2]):
@@ -144,10 +147,11 @@ def test_every_cut_trains_as_the_recipe_by_hand(
             assert_equal(train(plan), expected)
 
 
-def test_processes_and_replicas_add_up_main_gradients(
-    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
+@pytest.mark.parametrize("precision", ADDS)
+def test_processes_and_replicas_add_up_gradients_in_its_type(
+    precision: str, plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
 ) -> None:
-    traced = inherited(sequence)
+    traced = inherited(sequence, precision)
     settings: dict[str, Any] = {"batch_size": 8, "micro_batches": 2, "schedule": "1f1b", "replicas": 2}
     alone = train(plan_for(traced, [len(traced) // 2], **settings))
     parts = launch(train, plan_for(traced, [len(traced) // 2], **settings))
@@ -171,10 +175,49 @@ def test_what_is_trained_is_the_users_own_float32(plan_for: Callable[..., Plan])
     assert torch.equal(pipe.predict(IDS), computing_model(model, "bf16-mixed").eval()(IDS))
 
 
+def test_sums_of_several_calls_go_on_in_the_type_that_adds_up(plan_for: Callable[..., Plan], traced_once: None) -> None:
+    """What the optimizer reads is cast, and comes back from the cast without a change: two calls are one of 2 M."""
+    traced = sequence("bf16-grads")
+    gradients = []
+    for calls, micro_batches in ((1, 4), (2, 2)):
+        plan = plan_for(traced, [3], batch_size=8 // calls, micro_batches=micro_batches, schedule="1f1b")
+        pipe = Pipeline(Words(), plan, loss_fn=loss_fn)
+        for ids in IDS.chunk(calls):
+            pipe.step(ids, target=ids, accumulate=calls)
+        gradients.append({name: held.grad for name, held in pipe.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, gradient.bfloat16().float())
+        if name != "embedding.weight":  # of a tied one each call adds up its own uses first
+            assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_a_failed_step_leaves_the_gradients_that_the_optimizer_reads(plan_for: Callable[..., Plan]) -> None:
+    fails = False
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("on purpose")
+        return loss_fn(logits, target)
+
+    pipe = Pipeline(Words(), plan_for(sequence("bf16-grads"), [3], batch_size=8, micro_batches=M), loss_fn=loss)
+    pipe.step(IDS, target=IDS)
+    before = {name: held.grad.clone() for name, held in pipe.named_parameters() if held.grad is not None}
+    fails = True
+    with pytest.raises(ExecutionError, match="on purpose"):
+        pipe.step(IDS, target=IDS)
+    for name, held in pipe.named_parameters():
+        assert held.grad is not None
+        assert torch.equal(held.grad, before[name])
+        assert held.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ADDS)
 def test_checkpoints_hold_master_weights_for_any_number_of_stages(
-    plan_for: Callable[..., Plan], traced_once: None, tmp_path: Path
+    precision: str, plan_for: Callable[..., Plan], traced_once: None, tmp_path: Path
 ) -> None:
-    traced = sequence()
+    traced = sequence(precision)
     plans = [plan_for(traced, cuts, batch_size=8, micro_batches=M) for cuts in ([], [3], [2, len(traced) - 2])]
     begun = Pipeline(Words(), plans[1], loss_fn=loss_fn)
     optimizer = optimizer_of(begun.parameters())
@@ -312,7 +355,7 @@ class Uncopied(nn.Linear):
     ("precision", "autocast", "said"),
     [
         ("fp16", None, "scaler"),
-        ("int8", None, "choose one of fp32, bf16, bf16-mixed"),
+        ("int8", None, "choose one of fp32, bf16, bf16-mixed, bf16-grads"),
         ("bf16-mixed", torch.bfloat16, "exclude each other"),
         ("bf16-mixed", None, "a lock"),
     ],

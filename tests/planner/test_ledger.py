@@ -191,6 +191,7 @@ def test_a_fourth_row_of_the_whole_stage_is_refused(profiles, device, monkeypatc
     "row",
     [
         RangeRow("once for a range", "parameters", lambda at: np.ceil(at.parameters.unique[at.stage] / 3)),
+        RangeRow("at the end", "gradients", lambda at: 2 * at.parameters.unique[at.stage], at_end=True),
         Row("once", "reserve", Of.STAGE, Counts.ONCE, lambda at: 5.0),
         Row("once for each layer", "optimizer", Of.LAYERS, Counts.ONCE, lambda at: 0 * at.layers.kept_bytes + 3),
         Row("in flight", "activations", Of.LAYERS, Counts.IN_FLIGHT, lambda at: 0 * at.layers.kept_bytes + at.size),

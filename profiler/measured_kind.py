@@ -109,8 +109,14 @@ def measured_kind(
 def _optimizer(workload: Workload, device: Device, costs: Sequence[LayerCost]) -> OptimizerCost:
     """What the optimizer costs; after an interrupt that must not take the layers' costs along, with fewest repeats."""
     precision = workload.sequence.sample.precision
-    casts = {"computing": rounded_type(precision), "adding": added_type(precision)}
-    measure = partial(optimizer_cost, workload.optimizer, _stepped(workload), device, **casts)
+    measure = partial(
+        optimizer_cost,
+        workload.optimizer,
+        _stepped(workload),
+        device,
+        computing=rounded_type(precision),
+        adding=added_type(precision),
+    )
     with _going_on_with(costs):
         return measure(budget_s=OPTIMIZER_SHARE * workload.time_budget_s)
     return measure(budget_s=0.0)

@@ -48,6 +48,7 @@ from executor.state.placement import Placement, of_no_layer, place
 from executor.state.replicas import GradientSum, group_of_peers
 from executor.state.shared_loss import SharedLoss
 from executor.state.shared_state import share_state
+from executor.state.sharing import Shares, after_each_step, owners
 from executor.state.tied import forget_gradients, sum_gradients
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
@@ -191,13 +192,20 @@ class Pipeline:
             if made is not None:
                 self.watch.add_group(made)
         push_nobody_off()
-        self._gradients = GradientSum(self._placement.collectors(), layout, group)
+        self._owners = owners(self._sequence, plan, layout, self._placement)
+        owner_of = [self._owners.get(name) for name, _ in self._placement.parameters]
+        self._gradients = GradientSum(self._placement.collectors(), layout, group, owner_of)
+        named = self._placement.named_parameters()
+        self._shares = Shares(((named[name], owner) for name, owner in self._owners.items()), layout, group)
+        if plan.shard_optimizer and not layout.alone:
+            after_each_step(self, Pipeline._exchange)
         self._mover = BufferMover(layout, group)
         self._loss = SharedLoss(layout, self._device)
         self._calls = Calls(self._computing, plan, layout, self._sequence, devices, self._placement)
         self._feed = Feed(self._calls, layout, self.watch, on_host)
         self._steps = 0
         self._peak = Peak()
+        self._stand_in = nn.Parameter(torch.empty(0))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this process trains.
@@ -207,13 +215,30 @@ class Pipeline:
         """
         own = list(self._placement.named_parameters().values())
         if not any(parameter.requires_grad for parameter in own):
-            own.append(nn.Parameter(torch.empty(0)))
+            own.append(self._stand_in)
         return iter(own)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this process trains, with their original names (a tied one with its first)."""
         named = self._placement.named_parameters().items()
         return ((self._sequence.aliases.get(name, (name,))[0], parameter) for name, parameter in named)
+
+    def stepped_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of `named_parameters()` whose optimizer state this process keeps: all, unless replicas share it."""
+        named, replica = self._placement.named_parameters().items(), self._layout.replica
+        return (
+            (self._sequence.aliases.get(name, (name,))[0], parameter)
+            for name, parameter in named
+            if self._owners.get(name, replica) == replica
+        )
+
+    def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step of an optimizer of this pipeline: let the replicas have each other's share."""
+        known = {id(parameter) for parameter in self.parameters() if parameter.requires_grad}
+        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+            with self.watch.call(Phase.EXCHANGE, {"the call": "optimizer.step"}):
+                self._shares.forget_state_of_others(optimizer)
+                self._shares.exchange()
 
     def batches(self, loader: Iterable[Any] | None) -> Iterator[Any]:
         """All batches of a loader that rank 0 alone reads, in a loop that all ranks go through together.
@@ -400,7 +425,7 @@ class Pipeline:
             The norm before, in float64; the same in every process and for every K.
         """
         with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_"}):
-            norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout)
+            norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout, self._owners)
         if norm > max_norm:
             for parameter in self._placement.parameters.values():
                 if parameter.grad is not None:

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from planner.cost.next_kernels import with_next_kernels
 from planner.cost.recurrent_workspace import with_room
 from planner.cost.stage_bytes import StageBytes, pair_sums
+from planner.kernel.shares import largest_shares
+from planner.plan.shares import order_of_sharing
 from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
 from profiler.precision import BYTES, CAST_ELEMENTS
@@ -321,7 +323,8 @@ class ParameterRanges:
         gradients: of trainable parameters, in the type that adds them up; one that several layers of the model read
             has one accumulator for each of these layers, so that gradients do not depend on the cuts.
         buffers: of the layers' buffers.
-        added_up: for an optimizer, what all rows of `planner.cost.ledger` say of the ranges, once that was asked.
+        added_up: for an optimizer and a number of shares, what all rows of `planner.cost.ledger` say of the ranges,
+            once that was asked.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -347,7 +350,16 @@ class ParameterRanges:
             self.stepped_gradients += self.trainable + np.triu(np.full_like(self.masters, max(cast_sizes)), k=1)
         self.gradients = range_sums(_read_bytes(layers, readers, added_sizes))
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
-        self.added_up: dict[OptimizerCost, Floats] = {}
+        self.added_up: dict[tuple[OptimizerCost, int], Floats] = {}
+        self._readers, self._main_sizes = readers, main_sizes
+        self._stepped: dict[int, Floats] = {1: self.trainable}
+
+    def stepped(self, shares: int) -> Floats:
+        """Bytes that one replica's optimizer steps at most, where so many share it; no less for a larger range."""
+        if shares not in self._stepped:
+            largest = _largest_shares(len(self.trainable) - 1, self._readers, self._main_sizes, shares)
+            self._stepped[shares] = largest
+        return self._stepped[shares]
 
 
 def _cast_bytes(sizes: Iterable[int]) -> int:
@@ -361,6 +373,22 @@ def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int
     for name, users in readers.items():
         read[users] += sizes[name]
     return read
+
+
+def _largest_shares(layers: int, readers: dict[str, list[int]], sizes: dict[str, int], shares: int) -> Floats:
+    """The largest share of each range; where a smaller range has a larger one, that counts."""
+    names = [name for name in readers if sizes[name]]
+    names = [names[position] for position in order_of_sharing([sizes[name] for name in names])]
+    next_reader = np.array([[_next(readers[name], i, layers) for i in range(layers)] for name in names])
+    in_order = np.array([sizes[name] for name in names], dtype=np.float64)
+    found = largest_shares(in_order, next_reader.reshape(len(names), layers).astype(np.int64), shares)
+    found = np.maximum.accumulate(found, axis=1)
+    return np.triu(np.maximum.accumulate(found[::-1], axis=0)[::-1])
+
+
+def _next(layers: list[int], first: int, none: int) -> int:
+    """The first of these layers from `first` on."""
+    return next((layer for layer in layers if layer >= first), none)
 
 
 def _unique_sums(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

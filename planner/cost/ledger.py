@@ -94,6 +94,23 @@ class Form(Flag):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RangeFigures:
+    """What a `RangeRow`'s figure reads.
+
+    Attributes:
+        parameters: bytes of the parameters of every range.
+        optimizer: what it keeps.
+        stage: index of these bytes.
+        stepped: bytes of what one replica's optimizer steps there.
+    """
+
+    parameters: ParameterRanges
+    optimizer: OptimizerCost
+    stage: Range
+    stepped: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Basis:
     """What all stages of a plan on one kind of device have in common.
 
@@ -108,6 +125,7 @@ class Basis:
         ring: ranks, and chunks of each.
         held: micro-batches in flight and waiting at the moment that is looked at, where several might need most; by
             default as many in flight as ever are.
+        shares: replicas that share the optimizer's state; 1 where each has all of it.
     """
 
     costs: CostModel
@@ -119,21 +137,11 @@ class Basis:
     ahead_bytes: int = AHEAD_BYTES
     ring: Ring = ONE_CHUNK
     held: Held | None = None
+    shares: int = 1
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RangeFigures:
-    """What a `RangeRow`'s figure reads.
-
-    Attributes:
-        parameters: bytes of the parameters of every range.
-        optimizer: what it keeps.
-        stage: index of these bytes.
-    """
-
-    parameters: ParameterRanges
-    optimizer: OptimizerCost
-    stage: Range
+    def of_ranges(self, stage: Range) -> RangeFigures:
+        """What rows of ranges read for these layers."""
+        return RangeFigures(self.parameters, self.optimizer, stage, self.parameters.stepped(self.shares)[stage])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,7 +263,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
     RangeRow(
         "state of the optimizer",
         "optimizer",
-        lambda at: np.ceil(at.optimizer.state_bytes_per_byte * at.parameters.trainable[at.stage]),
+        lambda at: np.ceil(at.optimizer.state_bytes_per_byte * at.stepped),
     ),
     RangeRow(
         "gradients cast for the optimizer",

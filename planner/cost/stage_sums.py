@@ -16,12 +16,13 @@ or, where that is more, `always[c, v] + ranges[r, i, j] + ends[r, i, j]`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
-from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, RangeFigures, range_rows, rows_of, whole_rows
+from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, range_rows, rows_of, whole_rows
 
 KEPT_PLACE, AS_ONE_PLACE = 0, 1
 """Places of `StageSums.moments_whole`."""
@@ -138,17 +139,24 @@ def moment_bytes(ledger: Ledger, of: Of, form: Form) -> Floats:
 
 def range_bytes(basis: Basis) -> Floats:
     """Bytes of layers [i, j) together, at [i, j]; no micro-batches are in them, so they are added up once."""
-    known = basis.parameters.added_up
-    if basis.optimizer not in known:
-        figures = RangeFigures(basis.parameters, basis.optimizer, ...)
+    known, key = basis.parameters.added_up, (basis.optimizer, basis.shares)
+    if key not in known:
+        figures = basis.of_ranges(...)
         none = np.zeros_like(basis.parameters.unique)
-        known[basis.optimizer] = sum((row.figure(figures) for row in range_rows()), start=none)
-    return known[basis.optimizer]
+        known[key] = sum((row.figure(figures) for row in range_rows()), start=none)
+    return known[key]
+
+
+def pooled_bytes(basis: Basis) -> float:
+    """What stages hold of all layers together at least: with even shares of what several replicas step."""
+    figures = basis.of_ranges((0, -1))
+    even = replace(figures, stepped=np.array(basis.parameters.trainable[0, -1] / basis.shares))
+    return float(sum(row.figure(even) for row in range_rows()))
 
 
 def end_bytes(basis: Basis) -> Floats:
     """Bytes of layers [i, j) at the end of the step alone, at [i, j]."""
-    figures = RangeFigures(basis.parameters, basis.optimizer, ...)
+    figures = basis.of_ranges(...)
     none = np.zeros_like(basis.parameters.unique)
     return sum((row.figure(figures) for row in range_rows(at_end=True)), start=none)
 

@@ -47,6 +47,8 @@ def _make(request: Request) -> Made:
     recipe = recipe_of(plan.sample.precision)
     if recipe is not None:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": precision_named(recipe.adds)}}
+    if plan.shard_optimizer:
+        config["zero_optimization"] = {"stage": 1}
     value: dict[str, Any] = {
         "num_stages": plan.K,
         "parts": parts,
@@ -81,6 +83,7 @@ def _target(otherwise: Target | None = None, **differences: Any) -> Target:
         recompute=Recompute.UNITS,
         adds_tied=True,
         averages_replicas=True,
+        shards_optimizer=True,
         precisions=("bf16-mixed", "bf16-grads"),
         otherwise=otherwise,
         **differences,

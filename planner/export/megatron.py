@@ -110,6 +110,8 @@ def _make(request: Request) -> Made:
     recipe = recipe_of(plan.sample.precision)
     if recipe is not None:
         flags += ["--bf16"] if recipe.casts_at_end else ["--bf16", "--accumulate-allreduce-grads-in-fp32"]
+    if plan.shard_optimizer:
+        flags.append("--use-distributed-optimizer")
     words = [word for pair in arguments.items() for word in pair] + flags
     notes = (
         f"{plan.ranks * plan.replicas} processes with tensor and context parallelism of 1; Megatron-LM makes R = "
@@ -131,6 +133,7 @@ TARGET = Target(
     recompute=Recompute.LISTED,
     adds_tied=True,
     averages_replicas=True,
+    shards_optimizer=True,
     precisions=("bf16-mixed", "bf16-grads"),
     check=_check,
 )

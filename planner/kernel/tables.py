@@ -59,8 +59,10 @@ class Tables(NamedTuple):
         stage_share: where between them these sizes are, shape (C, 2).
         prices: seconds of recompute per byte held, ascending, some to try, shape (C, V, P).
         trainable_bytes: the trainable part of parameters, shape (N, N).
+        stepped_bytes: of these what one replica's optimizer steps, likewise.
         limit: bytes that a stage may fill in addition to what any stage needs, shape (C, V).
-        optimizer_rate: seconds of optimizer and all-reduce for each trainable byte, shape (C,).
+        reduce_rate: seconds of the all-reduce for each trainable byte, shape (C,).
+        optimizer_rate: seconds of the optimizer for each byte that it steps, likewise.
         optimizer_fixed: the same for a stage with trainable parameters, shape (C,).
         allowed: whether a cut is allowed at a position, shape (N,).
         demanded: number of positions before or at each one where a cut must be, shape (N,).
@@ -100,7 +102,9 @@ class Tables(NamedTuple):
     stage_share: Floats
     prices: Floats
     trainable_bytes: Floats
+    stepped_bytes: Floats
     limit: Floats
+    reduce_rate: Floats
     optimizer_rate: Floats
     optimizer_fixed: Floats
     allowed: NDArray[np.bool_]

@@ -82,6 +82,7 @@ def fits(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]
             first=stage.first,
             stop=stage.stop,
             segments=stage.segments,
+            shares=problem.shares(candidate.replicas),
         ).total
         <= device.memory_bytes
         for position, stage in enumerate(stages)
@@ -117,7 +118,8 @@ def end_seconds(problem: Problem, candidate: Candidate, stage: StageChoice) -> t
         return 0.0, 0.0
     terms = end_s(problem.end_figures(device.kind, candidate.replicas))
     (reduce_s, reduce_byte_s), (optimizer_s, optimizer_byte_s) = terms["all_reduce_s"], terms["optimizer_s"]
-    return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * trainable
+    stepped = float(problem.parameters.stepped(problem.shares(candidate.replicas))[stage.first, stage.stop])
+    return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * stepped
 
 
 def stage_seconds(problem: Problem, size: int, stages: tuple[StageChoice, ...], *, splits: bool) -> Floats:

@@ -103,13 +103,19 @@ class Problem:
             candidate.split,
             AHEAD_BYTES if self.short_messages else 0,
             candidate.ring,
+            shares=self.shares(candidate.replicas),
         )
+
+    def shares(self, replicas: int) -> int:
+        """How many of so many replicas share the optimizer's state; 1 where each has all of it."""
+        return replicas if self.settings.shard_optimizer else 1
 
     def end_figures(self, device_kind: str, replicas: int) -> EndFigures:
         """What the end of a step on that kind of device follows from."""
         recipe = recipe_of(self.costs.profile.sample.precision)
         share = 1.0 if recipe is None else recipe.gradient_share
-        return EndFigures(self.costs.optimizer(device_kind, self.optimizer), self.link, replicas, share)
+        optimizer = self.costs.optimizer(device_kind, self.optimizer)
+        return EndFigures(optimizer, self.link, replicas, share, self.shares(replicas))
 
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""

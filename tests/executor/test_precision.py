@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,6 +19,7 @@ from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from planner import ArgumentError, ExecutionError, NotTraceableError, Plan
 from profiler import LayerSequence, trace
+from profiler.precision import RECIPES
 from profiler.run import main_gradients
 from profiler.run.main_gradients import adding_to
 from profiler.tracing.computing_model import computing_model
@@ -374,3 +377,70 @@ def test_a_twin_shares_what_it_need_not_cast() -> None:
     assert computing_model(twin, "bf16-mixed") is twin
     assert computing_model(model, None) is model
     assert [name for name, _ in copy.deepcopy(model).named_parameters()] == [n for n, _ in twin.named_parameters()]
+
+
+class Drawn(nn.Module):
+    """Blocks of drawn kinds over a row of numbers."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.kinds = kinds
+        made: dict[str, Callable[[], nn.Module]] = {
+            "linear": lambda: nn.Linear(6, 6),
+            "residual": lambda: nn.Linear(6, 6, bias=False),
+            "norm": lambda: nn.LayerNorm(6),
+            "statistics": lambda: nn.BatchNorm1d(6),
+            "dropout": lambda: nn.Dropout(0.3),
+            "tied": lambda: nn.Linear(6, 6),
+            "frozen": lambda: nn.Linear(6, 6).requires_grad_(requires_grad=False),
+        }
+        self.blocks = nn.ModuleList(made[kind]() for kind in kinds)
+        tied = [block for block, kind in zip(self.blocks, kinds, strict=True) if kind == "tied"]
+        for block in tied[1:]:
+            block.weight = tied[0].weight
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, kind in zip(self.blocks, self.kinds, strict=True):
+            x = block(x) + x if kind == "residual" else torch.tanh(block(x))
+        found: Tensor = self.last(x)
+        return found
+
+
+def _drawn_training(kinds: tuple[str, ...], plan: Plan, calls: int) -> tuple[list[float], dict[str, Tensor]]:
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+    y = torch.randn(12, 3, generator=torch.Generator().manual_seed(2))
+    pipe = Pipeline(Drawn(kinds), plan, loss_fn=functional.mse_loss)
+    optimizer = optimizer_of(pipe.parameters())
+    losses = []
+    for _ in range(2):
+        losses += [pipe.step(x, target=y, accumulate=calls).item() for _ in range(calls)]
+        losses.append(pipe.clip_grad_norm_(MOST_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: value.clone() for name, value in pipe.state_dict().items()}
+
+
+@given(st.data())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_models_train_alike_for_every_cut_under_every_recipe(
+    plan_for: Callable[..., Plan], traced_once: None, data: Any
+) -> None:
+    kinds = ("linear", "residual", "norm", "statistics", "dropout", "tied", "frozen")
+    drawn = tuple(data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
+    traced = trace(Drawn(drawn), torch.zeros(12, 6), precision=data.draw(st.sampled_from([None, *RECIPES])))
+    replicas = data.draw(st.sampled_from((1, 2, 3)))
+    asked: dict[str, Any] = {
+        "batch_size": 12,
+        "micro_batches": data.draw(st.integers(2, 12 // replicas)),
+        "schedule": data.draw(st.sampled_from(SCHEDULES)),
+        "replicas": replicas,
+    }
+    calls = data.draw(st.integers(1, 2))
+    expected = _drawn_training(drawn, plan_for(traced, [], **asked), calls)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(traced) - 1), min_size=1, max_size=3)))
+    again = [data.draw(st.booleans()) for _ in range(len(cuts) + 1)]
+    losses, state = _drawn_training(drawn, plan_for(traced, cuts, **asked, recompute=again), calls)
+    assert losses == expected[0]
+    assert all(torch.equal(value, expected[1][name]) for name, value in state.items())

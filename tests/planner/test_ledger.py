@@ -109,9 +109,11 @@ def check_that_all_count_alike(profiles: Any, device: Any, data: Any) -> None:
         "micro_batches": data.draw(st.integers(len(ranges), batch_size)),
         "schedule": data.draw(st.sampled_from(WHOLE)),
     }
-    devices = [device(kind) for kind in kinds]
-    problem = make_problem(profile, devices, batch_size=batch_size, optimizer=None, settings=asked)
-    (candidate,) = [found for found in problem.candidates() if found.replicas == 1]
+    replicas = data.draw(st.integers(1, 3))
+    asked |= {"replicas": replicas, "shard_optimizer": data.draw(st.booleans())}
+    devices = [device(kind) for kind in kinds] * replicas
+    problem = make_problem(profile, devices, batch_size=replicas * batch_size, optimizer=None, settings=asked)
+    (candidate,) = problem.candidates()
     place = {group.device.kind: number for number, group in enumerate(problem.classes)}
     marks = [data.draw(patterns(stop - first)) for first, stop in ranges]
     stages = tuple(

@@ -10,7 +10,6 @@ Ranges of layers are half open, [i, j), and matrices over them hold the range [i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -26,7 +25,6 @@ from planner.kernel.shares import largest_shares
 from planner.plan.shares import order_of_sharing
 from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
-from profiler.precision import BYTES, CAST_ELEMENTS
 from profiler.record import LayerCost, OptimizerCost, Profile
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -317,7 +315,6 @@ class ParameterRanges:
         unique: every parameter that one of the layers reads, once.
         trainable: the same for what the optimizer steps: trainable parameters, or their master weights.
         masters: the master weights among these.
-        casts: of one gradient that is cast to be added to its main gradient, wherever it has another type.
         stepped_gradients: of gradients as the optimizer reads them, and of one as it was added up, where it is cast to
             be read; 0 where none is.
         gradients: of trainable parameters, in the type that adds them up; one that several layers of the model read
@@ -343,8 +340,6 @@ class ParameterRanges:
         self.unique = _unique_sums(layers, readers, sizes)
         self.trainable = _unique_sums(layers, readers, main_sizes)
         self.masters = _unique_sums(layers, readers, master_sizes)
-        added_apart = [size for name, size in added_sizes.items() if size != sizes[name]]
-        self.casts = np.triu(np.full_like(self.masters, _cast_bytes(added_apart)), k=1)
         self.stepped_gradients = np.zeros_like(self.masters)
         if cast_sizes:
             self.stepped_gradients += self.trainable + np.triu(np.full_like(self.masters, max(cast_sizes)), k=1)
@@ -360,11 +355,6 @@ class ParameterRanges:
             largest = _largest_shares(len(self.trainable) - 1, self._readers, self._main_sizes, shares)
             self._stepped[shares] = largest
         return self._stepped[shares]
-
-
-def _cast_bytes(sizes: Iterable[int]) -> int:
-    """Of the largest part of a gradient that is cast at a time."""
-    return min(max(sizes, default=0), CAST_ELEMENTS * BYTES["float32"])
 
 
 def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

@@ -258,7 +258,6 @@ ROWS: tuple[RangeRow | Row, ...] = (
     RangeRow("parameters", "parameters", lambda at: at.parameters.unique[at.stage]),
     RangeRow("buffers", "parameters", lambda at: at.parameters.buffers[at.stage]),
     RangeRow("gradients", "gradients", lambda at: at.parameters.gradients[at.stage]),
-    RangeRow("a gradient cast for its main gradient", "gradients", lambda at: at.parameters.casts[at.stage]),
     RangeRow("master weights", "optimizer", lambda at: at.parameters.masters[at.stage]),
     RangeRow(
         "state of the optimizer",

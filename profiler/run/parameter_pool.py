@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from profiler.machine.allocator import give_back_freed_memory
-from profiler.run.main_gradients import adding_to
+from profiler.run.main_gradients import with_gradient
 from profiler.tracing.computing_model import adding_dtype, main_like
 from profiler.tracing.sequence import LayerSequence
 
@@ -113,13 +113,7 @@ class ParameterPool(Mapping[Key, Tensor]):
         placed.requires_grad_(parameter.requires_grad)
         if placed.requires_grad:
             like = self._main(parameter)
-            gradient = _shaped(self._block(like).zero_(), like)
-            if like is parameter:
-                placed.grad = gradient
-            else:
-                main = torch.empty((), dtype=like.dtype, device=self._device).expand(like.shape).requires_grad_()
-                main.grad = gradient
-                placed = adding_to(main, placed)
+            placed = with_gradient(placed, _shaped(self._block(like).zero_(), like))
         return placed
 
     def _main(self, parameter: Tensor) -> Tensor:

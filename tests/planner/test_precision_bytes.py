@@ -13,6 +13,7 @@ from executor.command import main
 from planner import ArgumentError, Plan, autoplan
 from planner.plan.stage import StageMemory
 from profiler import Cluster, Device, Profile, profile, trace
+from profiler.observe.workspace_table import SMALL_BYTES
 from profiler.precision import CAST_ELEMENTS, RECIPES
 from profiler.sample_spec import SampleSpec
 from profiler.timing.analytic import Rates, estimated_optimizer
@@ -36,31 +37,37 @@ CAST = 4 * WIDTH * WIDTH  # the largest gradient on its way
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "computing", "gradients", "stepped", "cast"),
+    ("precision", "optimizer", "computing", "gradients", "stepped"),
     [
-        (None, "Adam", 4, 4, 8, 0),
-        ("fp32", "Adam", 4, 4, 8, 0),
-        ("bf16", "Adam", 2, 2, 4, 0),
-        ("bf16-mixed", "Adam", 2, 4, 12, CAST),
-        ("bf16-mixed", "SGD", 2, 4, 4, CAST),
-        ("bf16-grads", "Adam", 2, 2, 12, 0),
+        (None, "Adam", 4, 4, 8),
+        ("fp32", "Adam", 4, 4, 8),
+        ("bf16", "Adam", 2, 2, 4),
+        ("bf16-mixed", "Adam", 2, 4, 12),
+        ("bf16-mixed", "SGD", 2, 4, 4),
+        ("bf16-grads", "Adam", 2, 2, 12),
     ],
 )
 def test_bytes_a_parameter_are_those_of_the_recipe(
-    precision: str | None, optimizer: str, computing: int, gradients: int, stepped: int, cast: int
+    precision: str | None, optimizer: str, computing: int, gradients: int, stepped: int
 ) -> None:
     """The table of `profiler.precision`: 18 bytes of bf16-mixed are 2 + 4 + 4 + 8, 16 of bf16-grads 2 + 2 + 4 + 8."""
     memory: StageMemory = planned(precision, optimizer).stages[0].memory
     assert memory.parameters == computing * ELEMENTS
-    assert memory.gradients == gradients * ELEMENTS + cast
+    assert memory.gradients == gradients * ELEMENTS
     assert memory.optimizer == stepped * ELEMENTS
 
 
-def test_a_gradient_is_cast_in_parts_of_a_bound() -> None:
-    wide = nn.Linear(4096, 4096, device="meta")
-    plan = autoplan(wide, torch.zeros(8, 4096), Cluster.of("1xA100-40GB"), precision="bf16-mixed", **SETTINGS)
-    memory = plan.stages[0].memory
-    assert memory.gradients - 4 * (4096 * 4096 + 4096) == 4 * CAST_ELEMENTS < 4 * 4096 * 4096
+@pytest.mark.parametrize("width", [4096, 1024])
+def test_a_gradient_is_cast_in_parts_of_a_bound_where_it_is_added(width: int) -> None:
+    """It counted at every moment, also where the loss needs most: plans of a small GPT were 2.6 % too high by that."""
+    wide = nn.Linear(width, width, device="meta")
+    cluster = Cluster.of("1xA100-40GB")
+    moments = [
+        autoplan(wide, torch.zeros(8, width), cluster, precision=name, **SETTINGS).stages[0].memory.transient
+        for name in ("bf16", "bf16-mixed")
+    ]
+    cast = 4 * min(CAST_ELEMENTS, width * width)
+    assert cast - SMALL_BYTES <= moments[1] - moments[0] <= cast
 
 
 @pytest.mark.parametrize("batch_size", [8, 4096])
@@ -129,8 +136,8 @@ def test_plans_carry_the_recipe_and_old_ones_have_none(tmp_path: Path) -> None:
     plan = planned("bf16-mixed")
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").sample.precision == "bf16-mixed"
-    said = "precision bf16-mixed: 19 bytes a parameter (2 to compute with, 4.98 of gradients, 12 of the optimizer"
-    assert said in " ".join(str(plan).split())  # 18, and one gradient of so small a model on its way
+    said = "precision bf16-mixed: 18 bytes a parameter (2 to compute with, 4 of gradients, 12 of the optimizer"
+    assert said in " ".join(str(plan).split())
     plain = json.loads(planned(None).to_json())
     assert "precision" not in plain["sample"]
     assert "precision" not in str(planned(None))

@@ -112,4 +112,5 @@ def after_each_step(owner: object, call: Callable[[Any, torch.optim.Optimizer], 
         if living is not None:
             call(living, optimizer)
 
-    weakref.finalize(owner, register_optimizer_step_post_hook(hook).remove)
+    ending = weakref.finalize(owner, register_optimizer_step_post_hook(hook).remove)
+    ending.atexit = False

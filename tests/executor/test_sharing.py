@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
-from planner import Plan
+from planner import Plan, autoplan
 from profiler import LayerSequence, trace
 
 STEPS, MOST_NORM = 3, 0.5
@@ -125,6 +125,27 @@ def test_checkpoints_hold_all_state_for_any_stages_with_shares_and_without(
     assert [part[0] for part in parts] == [expected] * 2
     assert sum(part[1] for part in parts) == everything
     assert all(0 < part[1] < everything for part in parts)
+
+
+def state_bytes(plan: Plan) -> int:
+    """What this process holds for the optimizer: master weights and state."""
+    pipe = Pipeline(Words(), plan, loss_fn=loss_fn)
+    optimizer = OPTIMIZERS["AdamW"](pipe.parameters())
+    steps(pipe, optimizer, 1)
+    kept = [value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.dim()]
+    return sum(kept) + sum(held.nbytes for held in pipe.parameters() if held.requires_grad)
+
+
+@pytest.mark.usefixtures("nothing_beside")
+def test_each_process_keeps_what_the_plan_says() -> None:
+    plan = autoplan(
+        Words(), IDS, 4, loss_fn=loss_fn, target=IDS, precision="bf16-mixed", optimizer="AdamW", replicas=2, stages=2,
+        micro_batches_per_stage=1, shard_optimizer=True, time_budget_s=0.0, cache=False, progress=False,
+    )  # fmt: skip
+    found = launch(state_bytes, plan)
+    by_stage = [[found[replica * 2 + stage] for replica in range(2)] for stage in range(2)]
+    assert [max(own) for own in by_stage] == [stage.memory.optimizer for stage in plan.stages]
+    assert all(min(own) > 0.5 * max(own) for own in by_stage)
 
 
 def test_one_process_steps_all_parameters(plan_for: Callable[..., Plan], traced_once: None) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from executor.batch.calls import Call, Calls
 from executor.batch.feed import Feed
-from executor.batch.modes import loss_scale, refuse_other_modes
+from executor.batch.modes import loss_scale, refuse_other_modes, refuse_unscaled
 from executor.checkpoints.run_identity import Run
 from executor.first_step import compared
 from executor.layout import layout_of
@@ -173,7 +173,12 @@ class Pipeline:
         materialize = partial(materialized, self._model, initialize=initialize, seed=seed)
         originals = dict(self._model.named_parameters(remove_duplicate=False))
         self._placement: Placement = place(self._sequence, plan, layout, devices, materialize, originals)
-        self._frozen = [(name, held) for name, held in self.named_parameters() if not held.requires_grad]
+        self._frozen = [
+            (name, own)
+            for name, held in self.named_parameters()
+            for own in (held, originals.get(name, held))
+            if not held.requires_grad
+        ]
         self._runners = {
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
@@ -292,13 +297,15 @@ class Pipeline:
             The mean loss over the mini-batch, a scalar on this process's first device, in every process.
 
         Raises:
-            ArgumentError: the arguments differ from what the model was traced with, or from those of other ranks, of
-                which later calls compare some elements, at every sixteenth call, and a beat of 0.25 s says so.
+            ArgumentError: there is no scaler and the recipe needs one; or the arguments differ from what the model was
+                traced with, or from those of other ranks, of which later calls compare some elements, at every
+                sixteenth call, and a beat of 0.25 s says so.
             ExecutionError: an action failed; the message names stage, micro-batch and cause. Gradients are then as they
                 were before. But those that earlier steps had left, of a plan without replicas, may hold a part of this
                 step's.
         """
         check_count("accumulate", accumulate, most=MOST_MICRO_BATCHES)
+        refuse_unscaled(self.plan.sample.precision, scaler)
         target = self._outside_of_model(target, kwargs)
         given = self._feed.given("step", args, kwargs, target)
         if accumulate > 1:

@@ -7,6 +7,7 @@ A recipe is one record of `RECIPES`. What follows from it, for a parameter that 
     bf16          bfloat16 2      bfloat16 2       none            bfloat16 4       8
     bf16-mixed    bfloat16 2      float32  4       float32  4      float32  8      18
     bf16-grads    bfloat16 2      bfloat16 2       float32  4      float32  8      16
+    fp16-mixed    float16  2      float32  4       float32  4      float32  8      18
 
 `bf16-mixed` is what Megatron-LM does with `--bf16 --accumulate-allreduce-grads-in-fp32` and DeepSpeed with
 `bf16: {"enabled": true}`: layers compute with bfloat16 parameters; the gradient of each micro-batch is added to a main
@@ -19,6 +20,9 @@ added up in bfloat16, over micro-batches, tied uses and replicas, in the same or
 bytes. At the end of the step, when no activation is left, each is cast to float32, since torch's optimizers step a
 float32 weight by a float32 gradient; so the norm and clipping are of these. Until they are set to None the parameters
 have 18 bytes, and that moment counts, too.
+
+`fp16-mixed` is `bf16-mixed` in a type with fewer exponents, in which small gradients vanish: so each step is given a
+scaler (`torch.amp.GradScaler`), whose scale is in the gradients of a step until it is asked to take it out.
 
 Of `bf16-mixed`, Lightning uses the same name for autocast, which keeps all
 parameters in float32: that is `autocast=torch.bfloat16`, 16 bytes. A recipe and autocast exclude each other.
@@ -39,10 +43,10 @@ from typing import Literal, TypeAlias
 
 from profiler.errors import ArgumentError
 
-FloatName: TypeAlias = Literal["float32", "bfloat16"]
+FloatName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Torch's name of a floating-point type, without the prefix."""
 
-BYTES: dict[FloatName, int] = {"float32": 4, "bfloat16": 2}
+BYTES: dict[FloatName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of one element."""
 CAST_ELEMENTS = 2**22
 """Of a gradient that is added to its main gradient at a time: a type's cast takes memory of its own [chosen]."""
@@ -68,6 +72,11 @@ class Recipe:
     def has_masters(self) -> bool:
         """Whether the optimizer steps other tensors than layers compute with."""
         return self.computes != self.main
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether small gradients vanish in the type that computes, unless the loss is scaled."""
+        return self.computes == "float16"
 
     @property
     def casts_at_end(self) -> bool:
@@ -105,6 +114,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("bf16", "bfloat16", "bfloat16", "bfloat16"),
         Recipe("bf16-mixed", "bfloat16", "float32", "float32"),
         Recipe("bf16-grads", "bfloat16", "bfloat16", "float32"),
+        Recipe("fp16-mixed", "float16", "float32", "float32"),
     )
 }
 _ALSO_WRITTEN = {
@@ -113,6 +123,8 @@ _ALSO_WRITTEN = {
     "bfloat16": "bf16",
     "bf16-true": "bf16",
     "bfloat16-mixed": "bf16-mixed",
+    "float16-mixed": "fp16-mixed",
+    "16-mixed": "fp16-mixed",
 }
 
 
@@ -131,10 +143,10 @@ def precision_named(name: str | None) -> str | None:
     found = _ALSO_WRITTEN.get(plain, plain)
     if found in RECIPES:
         return found
-    if plain in ("fp16", "fp16-mixed", "float16", "16", "16-mixed", "half"):
+    if plain in ("fp16", "float16", "16", "half"):
         raise ArgumentError(
-            f"precision={name!r}: float16 loses small gradients without a scaled loss, and no recipe scales it; choose "
-            "precision='bf16-mixed', or autocast=torch.float16 and pass step(..., scaler=...)"
+            f"precision={name!r}: an optimizer that steps float16 loses small updates; choose precision='fp16-mixed', "
+            "or autocast=torch.float16, and pass step(..., scaler=...)"
         )
     raise ArgumentError(f"precision={name!r}; choose one of {', '.join(RECIPES)}, or None for the model's own types")
 

@@ -40,7 +40,7 @@ PRECISION = click.option(
     type=Precision(),
     metavar="RECIPE",
     help="Mixed precision: bf16-mixed keeps gradients, master weights and optimizer state in float32, bf16-grads all "
-    "but gradients; bf16, fp32.  "
+    "but gradients; fp16-mixed; bf16, fp32.  "
     "[default: the model's own types]",
 )
 MEASURING: tuple[Option[Any], ...] = (

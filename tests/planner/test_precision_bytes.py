@@ -45,6 +45,7 @@ CAST = 4 * WIDTH * WIDTH  # the largest gradient on its way
         ("bf16-mixed", "Adam", 2, 4, 12),
         ("bf16-mixed", "SGD", 2, 4, 4),
         ("bf16-grads", "Adam", 2, 2, 12),
+        ("fp16-mixed", "Adam", 2, 4, 12),
     ],
 )
 def test_bytes_a_parameter_are_those_of_the_recipe(

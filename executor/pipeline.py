@@ -44,11 +44,12 @@ from executor.run.transports import transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
+from executor.state.optimizer_steps import after_each_step, before_each_step, refuse_replaced
 from executor.state.placement import Placement, of_no_layer, place
 from executor.state.replicas import GradientSum, group_of_peers
 from executor.state.shared_loss import SharedLoss
 from executor.state.shared_state import share_state
-from executor.state.sharing import Shares, after_each_step, owners
+from executor.state.sharing import Shares, owners
 from executor.state.tied import forget_gradients, sum_gradients
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
@@ -179,6 +180,10 @@ class Pipeline:
             for own in (held, originals.get(name, held))
             if not held.requires_grad
         ]
+        trained = {name: own for name, own in self._placement.named_parameters().items() if own.requires_grad}
+        self._replaced = {name: originals[name] for name, own in trained.items() if originals.get(name, own) is not own}
+        if self._replaced:
+            before_each_step(self, Pipeline._refuse_replaced)
         self._runners = {
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
@@ -236,6 +241,9 @@ class Pipeline:
             for name, parameter in named
             if self._owners.get(name, replica) == replica
         )
+
+    def _refuse_replaced(self, optimizer: torch.optim.Optimizer) -> None:
+        refuse_replaced(optimizer, self._replaced)
 
     def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
         """After a step of an optimizer of this pipeline: let the replicas have each other's share."""

@@ -11,15 +11,12 @@ no state for it. Rajbhandari et al., ZeRO, SC 2020. Who steps what follows from 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from executor.layout import Layout
 from executor.state.placement import Placement
@@ -101,16 +98,3 @@ class Shares:
             if replica != self._replica:
                 for place, tensor in zip(places(flats[replica], bucket), bucket, strict=True):
                     tensor.copy_(place)
-
-
-def after_each_step(owner: object, call: Callable[[Any, torch.optim.Optimizer], None]) -> None:
-    """Call `call(owner, optimizer)` after each step of any of torch's optimizers, as long as the owner lives."""
-    known = weakref.ref(owner)
-
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        living = known()
-        if living is not None:
-            call(living, optimizer)
-
-    ending = weakref.finalize(owner, register_optimizer_step_post_hook(hook).remove)
-    ending.atexit = False

@@ -1,6 +1,7 @@
 """Under a recipe of mixed precision gradients and master weights have its types, equal for every cut in every bit."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -225,6 +226,26 @@ def test_float16_trains_as_by_hand_with_a_scaler(plan_for: Callable[..., Plan], 
     for gradients in found:
         assert gradients.keys() == main.keys()
         assert all(torch.equal(gradient, main[name] / 2.0**10) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_an_optimizer_of_what_is_not_trained_is_refused(precision: str, plan_for: Callable[..., Plan]) -> None:
+    """Built before the pipeline, of the model's own parameters: it stepped nothing, and the loss never fell."""
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipe = Pipeline(
+        model, plan_for(trace(model, IDS, precision=precision), [3], batch_size=8, micro_batches=M), loss_fn=loss_fn
+    )
+    before = pipe.step(IDS, target=IDS)
+    if precision == "fp32":  # the model's own are trained
+        optimizer.step()
+        assert pipe.evaluate(IDS, target=IDS) < before
+    else:
+        with pytest.raises(ArgumentError, match=r"holds \d+ parameters of the model.*pipe.parameters\(\)"):
+            optimizer.step()
+        del pipe
+        gc.collect()
+        optimizer.step()  # of nothing: nobody minds any more
 
 
 def test_what_is_frozen_no_more_is_refused_though_a_twin_computes(plan_for: Callable[..., Plan]) -> None:

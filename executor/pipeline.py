@@ -183,7 +183,7 @@ class Pipeline:
         trained = {name: own for name, own in self._placement.named_parameters().items() if own.requires_grad}
         self._replaced = {name: originals[name] for name, own in trained.items() if originals.get(name, own) is not own}
         if self._replaced:
-            before_each_step(self, Pipeline._refuse_replaced)
+            before_each_step(self, lambda pipe, optimizer: refuse_replaced(optimizer, pipe._replaced))
         self._runners = {
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
@@ -241,9 +241,6 @@ class Pipeline:
             for name, parameter in named
             if self._owners.get(name, replica) == replica
         )
-
-    def _refuse_replaced(self, optimizer: torch.optim.Optimizer) -> None:
-        refuse_replaced(optimizer, self._replaced)
 
     def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
         """After a step of an optimizer of this pipeline: let the replicas have each other's share."""

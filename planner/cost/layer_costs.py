@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from planner.cost.next_kernels import with_next_kernels
 from planner.cost.recurrent_workspace import with_room
 from planner.cost.stage_bytes import StageBytes, pair_sums
-from planner.kernel.shares import largest_shares
-from planner.plan.shares import order_of_sharing
+from planner.cost.stepped_bytes import largest_shares
 from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, OptimizerCost, Profile
@@ -352,8 +351,8 @@ class ParameterRanges:
     def stepped(self, shares: int) -> Floats:
         """Bytes that one replica's optimizer steps at most, where so many share it; no less for a larger range."""
         if shares not in self._stepped:
-            largest = _largest_shares(len(self.trainable) - 1, self._readers, self._main_sizes, shares)
-            self._stepped[shares] = largest
+            layers = len(self.trainable) - 1
+            self._stepped[shares] = largest_shares(layers, self._readers, self._main_sizes, shares)
         return self._stepped[shares]
 
 
@@ -363,22 +362,6 @@ def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int
     for name, users in readers.items():
         read[users] += sizes[name]
     return read
-
-
-def _largest_shares(layers: int, readers: dict[str, list[int]], sizes: dict[str, int], shares: int) -> Floats:
-    """The largest share of each range; where a smaller range has a larger one, that counts."""
-    names = [name for name in readers if sizes[name]]
-    names = [names[position] for position in order_of_sharing([sizes[name] for name in names])]
-    next_reader = np.array([[_next(readers[name], i, layers) for i in range(layers)] for name in names])
-    in_order = np.array([sizes[name] for name in names], dtype=np.float64)
-    found = largest_shares(in_order, next_reader.reshape(len(names), layers).astype(np.int64), shares)
-    found = np.maximum.accumulate(found, axis=1)
-    return np.triu(np.maximum.accumulate(found[::-1], axis=0)[::-1])
-
-
-def _next(layers: list[int], first: int, none: int) -> int:
-    """The first of these layers from `first` on."""
-    return next((layer for layer in layers if layer >= first), none)
 
 
 def _unique_sums(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

@@ -32,7 +32,7 @@ def test_shares_are_near_even(sizes: list[int], replicas: int) -> None:
 
 @given(st.data())
 def test_each_range_counts_its_largest_share_and_no_less_than_a_smaller_range(data: Any) -> None:
-    """The compiled assignment of all ranges is the executor's, of one."""
+    """The assignment of all ranges at once is the executor's, of one."""
     layers, replicas = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 4))
     parameters = [(size, data.draw(st.integers(0, 3)) > 0) for size in data.draw(SIZES)]
     positions = st.lists(st.integers(0, len(parameters) - 1), max_size=4, unique=True) if parameters else st.just([])

@@ -161,12 +161,12 @@ def stage_needs(tables: Tables, device: int, in_flight_index: int, begin: int, s
         own_bytes = own_recomputed[stop] - own_recomputed[first]
         in_flight = own_kept[stop] - own_kept[first] + many * kept_large[place] + few * kept_small[place]
         most_passing = max(most_large[place] - kept_large[place], most_small[place] - kept_small[place])
-        over_kept[place] = in_flight + most_passing + moment_kept - room
-        over_as_one[place] = own_bytes + max(most_large[place], most_small[place]) + moment_as_one - room
+        over_kept[place] = max(in_flight + most_passing + moment_kept - room, over_at_end)
+        over_as_one[place] = max(
+            own_bytes + max(most_large[place], most_small[place]) + moment_as_one - room, over_at_end
+        )
         left[place], moment[place] = room - own_bytes, moment_in_parts
-        if over_at_end > 0:
-            over_kept[place] = max(over_kept[place], over_at_end)
-            over_as_one[place] = max(over_as_one[place], over_at_end)
+        if over_at_end > 0:  # whatever is recomputed
             left[place] = min(left[place], -over_at_end)
     return Needs(over_kept, over_as_one, left, moment)
 

@@ -91,6 +91,9 @@ def counted_bytes(
         over = needs.over_as_one[0]
     else:
         over = pattern_costs(segment_costs(tables, device, variant), first, stop, False, pattern)[0] - needs.room[0]
+        kind = tables.memory.range_of[device]
+        at_end = tables.memory.ranges[kind, first, stop] + tables.memory.ends[kind, first, stop]
+        over = max(over, at_end - tables.limit[device, variant])
     return over + problem.classes[device].device.memory_bytes
 
 

@@ -499,7 +499,7 @@ def test_random_models_train_alike_for_every_cut_under_every_recipe(
     replicas = data.draw(st.sampled_from((1, 2, 3)))
     asked: dict[str, Any] = {
         "batch_size": 12,
-        "micro_batches": data.draw(st.integers(2, 12 // replicas)),
+        "micro_batches": data.draw(st.integers(2, 6 // replicas)),  # a batch normalization needs two samples
         "schedule": data.draw(st.sampled_from(SCHEDULES)),
         "replicas": replicas,
     }

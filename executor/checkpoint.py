@@ -178,7 +178,7 @@ def _tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[st
     if optimizer is not None:
         state["optimizer"] = {
             key_of(name, entry): value
-            for name, parameter in pipe.named_parameters()
+            for name, parameter in pipe.stepped_parameters()
             for entry, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
@@ -189,7 +189,7 @@ def _complete(
     draft: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, also: Mapping[str, Stateful]
 ) -> None:
     """Add to a draft with all tensors what is kept in addition to them, and the manifest."""
-    entries = None if optimizer is None else dict(optimizer_entries(dict(pipe.named_parameters()), optimizer))
+    entries = None if optimizer is None else dict(optimizer_entries(dict(pipe.stepped_parameters()), optimizer))
     own = sums_of(draft, [path.name for path in draft.glob(f"__{_rank()}_*.distcp")])
     parts: list[tuple[dict[str, OptimizerEntry] | None, dict[str, FileSum]]] = _gathered((entries, own))
     if not _is_first():
@@ -271,9 +271,14 @@ def _change(
     """Read what this process needs; nothing of the training is touched."""
     entries = training.entries_for(source, dict(pipe.named_parameters()), optimizer)
     stored = stored_tensors(source)
-    held = pipe.state_dict()
+    held, stepped = pipe.state_dict(), dict(pipe.stepped_parameters())
     wanted = {f"model.{name}" for name in held}
-    wanted |= {f"optimizer.{key_of(name, tensor)}" for name, entry in entries.items() for tensor in entry.tensors}
+    wanted |= {
+        f"optimizer.{key_of(name, tensor)}"
+        for name, entry in entries.items()
+        for tensor in entry.tensors
+        if name in stepped
+    }
     absent = min(wanted - stored.keys(), default=None)
     if absent is not None:
         raise unreadable(source / METADATA, f"it says nothing of {absent}")
@@ -291,7 +296,8 @@ def _change(
             if parameter in name_of:
                 name, entry = name_of[parameter], entries[name_of[parameter]]
                 options.append((group, entry.options))
-                states.append((parameter, _state(name, parameter, entry, {**group, **entry.options}, values)))
+                state = _state(name, parameter, entry, {**group, **entry.options}, values) if name in stepped else {}
+                states.append((parameter, state))
     tensors = [_copy(source, name, tensor, values[f"model.{name}"]) for name, tensor in held.items()]
     return _Change(tensors, states, options, optimizer)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from executor.batch.calls import Call, Calls
 from executor.batch.feed import Feed
-from executor.batch.modes import loss_scale, refuse_other_modes
+from executor.batch.modes import loss_scale, refuse_other_modes, refuse_unscaled
 from executor.checkpoints.run_identity import Run
 from executor.first_step import compared
 from executor.layout import layout_of
@@ -44,10 +44,12 @@ from executor.run.transports import ANY, CHOICES, transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
+from executor.state.optimizer_steps import after_each_step, before_each_step, refuse_replaced
 from executor.state.placement import Placement, of_no_layer, place
 from executor.state.replicas import GradientSum, group_of_peers
 from executor.state.shared_loss import SharedLoss
 from executor.state.shared_state import share_state
+from executor.state.sharing import Shares, owners
 from executor.state.tied import forget_gradients, sum_gradients
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
@@ -179,7 +181,16 @@ class Pipeline:
         materialize = partial(materialized, self._model, initialize=initialize, seed=seed)
         originals = dict(self._model.named_parameters(remove_duplicate=False))
         self._placement: Placement = place(self._sequence, plan, layout, devices, materialize, originals)
-        self._frozen = [(name, held) for name, held in self.named_parameters() if not held.requires_grad]
+        self._frozen = [
+            (name, own)
+            for name, held in self.named_parameters()
+            for own in (held, originals.get(name, held))
+            if not held.requires_grad
+        ]
+        trained = {name: own for name, own in self._placement.named_parameters().items() if own.requires_grad}
+        self._replaced = {name: originals[name] for name, own in trained.items() if originals.get(name, own) is not own}
+        if self._replaced:
+            before_each_step(self, lambda pipe, optimizer: refuse_replaced(optimizer, pipe._replaced))
         self._runners = {
             stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
         }
@@ -199,13 +210,20 @@ class Pipeline:
                 self.watch.add_group(made)
         self.watch.add_wait(transport.interrupt)
         push_nobody_off()
-        self._gradients = GradientSum(list(self._placement.parameters.values()), layout, group)
+        self._owners = owners(self._sequence, plan, layout, self._placement)
+        owner_of = [self._owners.get(name) for name, _ in self._placement.parameters]
+        self._gradients = GradientSum(self._placement.collectors(), layout, group, owner_of)
+        named = self._placement.named_parameters()
+        self._shares = Shares(((named[name], owner) for name, owner in self._owners.items()), layout, group)
+        if plan.shard_optimizer and not layout.alone:
+            after_each_step(self, Pipeline._exchange)
         self._mover = BufferMover(layout, group)
         self._loss = SharedLoss(layout, self._device)
         self._calls = Calls(self._computing, plan, layout, self._sequence, devices, self._placement)
         self._feed = Feed(self._calls, layout, self.watch, on_host)
         self._steps = 0
         self._peak = Peak()
+        self._stand_in = nn.Parameter(torch.empty(0))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this process trains.
@@ -215,13 +233,30 @@ class Pipeline:
         """
         own = list(self._placement.named_parameters().values())
         if not any(parameter.requires_grad for parameter in own):
-            own.append(nn.Parameter(torch.empty(0)))
+            own.append(self._stand_in)
         return iter(own)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this process trains, with their original names (a tied one with its first)."""
         named = self._placement.named_parameters().items()
         return ((self._sequence.aliases.get(name, (name,))[0], parameter) for name, parameter in named)
+
+    def stepped_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of `named_parameters()` whose optimizer state this process keeps: all, unless replicas share it."""
+        named, replica = self._placement.named_parameters().items(), self._layout.replica
+        return (
+            (self._sequence.aliases.get(name, (name,))[0], parameter)
+            for name, parameter in named
+            if self._owners.get(name, replica) == replica
+        )
+
+    def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step of an optimizer of this pipeline: let the replicas have each other's share."""
+        known = {id(parameter) for parameter in self.parameters() if parameter.requires_grad}
+        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+            with self.watch.call(Phase.EXCHANGE, {"the call": "optimizer.step"}):
+                self._shares.forget_state_of_others(optimizer)
+                self._shares.exchange()
 
     def batches(self, loader: Iterable[Any] | None) -> Iterator[Any]:
         """All batches of a loader that rank 0 alone reads, in a loop that all ranks go through together.
@@ -275,13 +310,15 @@ class Pipeline:
             The mean loss over the mini-batch, a scalar on this process's first device, in every process.
 
         Raises:
-            ArgumentError: the arguments differ from what the model was traced with, or from those of other ranks, of
-                which later calls compare some elements, at every sixteenth call, and a beat of 0.25 s says so.
+            ArgumentError: there is no scaler and the recipe needs one; or the arguments differ from what the model was
+                traced with, or from those of other ranks, of which later calls compare some elements, at every
+                sixteenth call, and a beat of 0.25 s says so.
             ExecutionError: an action failed; the message names stage, micro-batch and cause. Gradients are then as they
                 were before. But those that earlier steps had left, of a plan without replicas, may hold a part of this
                 step's.
         """
         check_count("accumulate", accumulate, most=MOST_MICRO_BATCHES)
+        refuse_unscaled(self.plan.sample.precision, scaler)
         target = self._outside_of_model(target, kwargs)
         given = self._feed.given("step", args, kwargs, target)
         if accumulate > 1:
@@ -293,7 +330,7 @@ class Pipeline:
             self._compare_first_step(args, kwargs, target)
             self._begin(scaler, accumulate=accumulate)
             forget_gradients(self._placement.tied)
-            with self._gradients.of_a_step():
+            with self._placement.adding_up(), self._gradients.of_a_step():
                 with as_in_training(), preserved(self._devices.values()):
                     for batches in call.own:
                         self._runtime.run(self._calls.program(call, batches), batches)
@@ -408,7 +445,7 @@ class Pipeline:
             The norm before, in float64; the same in every process and for every K.
         """
         with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_"}):
-            norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout)
+            norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout, self._owners)
         if norm > max_norm:
             for parameter in self._placement.parameters.values():
                 if parameter.grad is not None:

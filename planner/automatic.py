@@ -74,7 +74,8 @@ def autoplan(
         batch_dims: where the batch dimension is not the first, see `profiler.trace`.
         autocast: dtype of an autocast region around the model and its loss, such as `torch.bfloat16`.
         precision: recipe of mixed precision: `"bf16-mixed"` computes with bfloat16 parameters, and has main gradients,
-            master weights and the optimizer's state in float32; `"bf16"`, `"fp32"`: all in that type. See
+            master weights and the optimizer's state in float32; `"bf16-grads"` the same with gradients added up in
+            bfloat16; `"fp16-mixed"` with float16, and a scaler at each step; `"bf16"`, `"fp32"`: all in that type. See
             `profiler.precision`. By default in the types that the model has.
         threads: torch threads of a CPU worker.
         time_budget_s: seconds that measuring may take; with fewer the figures are noisier.

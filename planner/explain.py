@@ -142,6 +142,7 @@ def problem_of(plan: Plan, profile: Profile) -> Problem:
             "micro_batches": plan.M,
             "micro_batches_per_stage": 1,
             "replicas": plan.replicas,
+            "shard_optimizer": plan.shard_optimizer,
             "skips": "direct" if plan.skips else "relayed",
         },
     )

@@ -100,6 +100,7 @@ def _changes(plan: Plan, problem: Problem) -> Iterator[tuple[str, dict[str, Any]
         "schedule": plan.schedule,
         "chunks": plan.chunks,
         "replicas": plan.replicas,
+        "shard_optimizer": plan.shard_optimizer,
         "skips": problem.settings.skips,
         "micro_batches_per_stage": min(4, max(1, plan.M // ranks)),
         "time_limit_s": SEARCH_S,

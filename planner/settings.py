@@ -72,6 +72,8 @@ class SettingKeywords(TypedDict, total=False):
             default, below which the bubble is no longer small (GPipe, section 2.3).
         micro_batch_sizes: the only sizes that micro-batches may have.
         replicas: R, pipelines side by side that average their gradients; 1 by default, `"auto"` to have it chosen.
+        shard_optimizer: whether the replicas share the optimizer's state (ZeRO, stage 1): each steps a part of every
+            stage's parameters and gives it to the others. It changes no result, and nothing where R is 1.
         memory_limit: bytes that a stage may fill, at most what its device has: one number for all, one for each device
             (None for no limit), or by device name.
         keep_together: paths of modules that no cut may part.
@@ -91,6 +93,7 @@ class SettingKeywords(TypedDict, total=False):
     micro_batches_per_stage: int
     micro_batch_sizes: Sequence[int] | None
     replicas: int | Literal["auto"]
+    shard_optimizer: bool
     memory_limit: MemoryLimit | None
     keep_together: Sequence[str]
     cut_at: Sequence[str]
@@ -140,6 +143,7 @@ class Settings:
     micro_batches_per_stage: int = MICRO_BATCHES_PER_STAGE
     micro_batch_sizes: frozenset[int] | None = None
     replicas: int | None = 1
+    shard_optimizer: bool = False
     memory_limits: tuple[int, ...]
     keep_together: tuple[str, ...] = ()
     cut_at: tuple[str, ...] = ()
@@ -173,6 +177,8 @@ class Settings:
         replicas = given.pop("replicas", 1)
         if replicas != "auto":
             check_count("replicas", replicas, most=MOST_DEVICES)
+        if not isinstance(given.get("shard_optimizer", False), bool):
+            raise ArgumentError(f"shard_optimizer is {shown(given['shard_optimizer'])}; give True or False")
         if "time_limit_s" in given:
             check_seconds("time_limit_s", given["time_limit_s"])
         sizes = given.pop("micro_batch_sizes", None)

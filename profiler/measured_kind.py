@@ -33,7 +33,7 @@ from profiler.timing.optimizers import optimizer_cost
 from profiler.timing.repeats import computing_with
 from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
 from profiler.timing.weight_passes import measured_weights
-from profiler.tracing.computing_model import main_like, rounded_type
+from profiler.tracing.computing_model import added_type, main_like, rounded_type
 from profiler.tracing.sample import call_arguments
 from profiler.tracing.sequence import LayerSequence
 from profiler.workload import Workload
@@ -108,8 +108,15 @@ def measured_kind(
 
 def _optimizer(workload: Workload, device: Device, costs: Sequence[LayerCost]) -> OptimizerCost:
     """What the optimizer costs; after an interrupt that must not take the layers' costs along, with fewest repeats."""
-    computing = rounded_type(workload.sequence.sample.precision)
-    measure = partial(optimizer_cost, workload.optimizer, _stepped(workload), device, computing=computing)
+    precision = workload.sequence.sample.precision
+    measure = partial(
+        optimizer_cost,
+        workload.optimizer,
+        _stepped(workload),
+        device,
+        computing=rounded_type(precision),
+        adding=added_type(precision),
+    )
     with _going_on_with(costs):
         return measure(budget_s=OPTIMIZER_SHARE * workload.time_budget_s)
     return measure(budget_s=0.0)
@@ -161,12 +168,13 @@ def _key(workload: Workload, device: Device, neighbour_count: int, size: int) ->
 
 def _optimizer_key(workload: Workload, device: Device, neighbour_count: int) -> dict[str, Any]:
     tensors = [tensor for tensor in _stepped(workload) if tensor.requires_grad]
-    rounded = rounded_type(workload.sequence.sample.precision)
+    precision = workload.sequence.sample.precision
+    casts = {"rounded": rounded_type(precision), "added": added_type(precision)}
     return {
         "what": "optimizer",
         "name": workload.optimizer,
         "parameters": [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors],
-        **({} if rounded is None else {"rounded": str(rounded)}),
+        **{name: str(dtype) for name, dtype in casts.items() if dtype is not None},
         **_place(device, neighbour_count),
     }
 

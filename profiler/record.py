@@ -350,10 +350,15 @@ class Profile(Value):
                     f"and output_bytes is {cost.output_bytes}; change skips likewise, or set them to None"
                 )
 
+    def gradient_bytes(self, parameter: ParameterInfo) -> int:
+        """Bytes of a trained parameter's gradient as it is added up."""
+        recipe, size_bytes = recipe_of(self.sample.precision), parameter.size_bytes
+        return size_bytes if recipe is None else recipe.gradient_bytes(parameter.elements, size_bytes)
+
     def main_bytes(self, parameter: ParameterInfo) -> int:
-        """Bytes of a trained parameter's gradient as it is added up, and of what the optimizer steps for it."""
-        recipe = recipe_of(self.sample.precision)
-        return parameter.size_bytes if recipe is None else recipe.main_bytes(parameter.elements, parameter.size_bytes)
+        """Bytes of what the optimizer steps for a trained parameter, and of the gradient that it reads."""
+        recipe, size_bytes = recipe_of(self.sample.precision), parameter.size_bytes
+        return size_bytes if recipe is None else recipe.main_bytes(parameter.elements, size_bytes)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a layer, micro-batch size and kind of device: the fields of `LayerCost` and the layer's name."""

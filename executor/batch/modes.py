@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from executor.layout import Layout
 from planner.plan.plan import Plan
 from profiler.errors import ArgumentError
+from profiler.precision import recipe_of
 
 
 def refuse_other_modes(
@@ -37,6 +38,20 @@ def refuse_other_modes(
         raise ArgumentError(
             f"{len(thawed)} parameters that were frozen when the pipeline was constructed are not any more, such "
             f"as {thawed[0]}, and would get no gradient; plan again for the model as it is, and construct anew"
+        )
+
+
+def refuse_unscaled(precision: str | None, scaler: torch.amp.GradScaler | None) -> None:
+    """Refuse a step whose small gradients would vanish.
+
+    Raises:
+        ArgumentError: the recipe computes in float16, and there is no scaler.
+    """
+    recipe = recipe_of(precision)
+    if recipe is not None and recipe.needs_scaler and scaler is None:
+        raise ArgumentError(
+            f"precision={precision!r} computes gradients in float16, where small ones are 0, and the step has no "
+            "scaler; pass step(..., scaler=torch.amp.GradScaler(device)), and call its step and update"
         )
 
 

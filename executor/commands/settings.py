@@ -39,7 +39,8 @@ PRECISION = click.option(
     "--precision",
     type=Precision(),
     metavar="RECIPE",
-    help="Mixed precision: bf16-mixed keeps gradients, master weights and optimizer state in float32; bf16, fp32.  "
+    help="Mixed precision: bf16-mixed keeps gradients, master weights and optimizer state in float32, bf16-grads all "
+    "but gradients; fp16-mixed; bf16, fp32.  "
     "[default: the model's own types]",
 )
 MEASURING: tuple[Option[Any], ...] = (
@@ -93,6 +94,7 @@ PLANNING: tuple[Option[Any], ...] = (
     click.option("--micro-batches-per-stage", type=MICRO_BATCHES, help="M is at least this times K.  [default: 4]"),
     click.option("--micro-batch-sizes", type=Numbers(), metavar="N,...", help="The only sizes of micro-batches."),
     click.option("--replicas", type=REPLICAS, default=1, show_default=True, help="Pipelines side by side, or auto."),
+    click.option("--shard-optimizer", is_flag=True, help="Replicas share the optimizer's state (ZeRO, stage 1)."),
     click.option(
         "--memory-limit",
         type=MemoryLimit(),

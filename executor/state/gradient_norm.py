@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from executor.state.placement import Placement
 from profiler.machine.backend import device_of_first
 
 
-def global_norm(placement: Placement, names: Sequence[str], layout: Layout) -> Tensor:
+def global_norm(
+    placement: Placement, names: Sequence[str], layout: Layout, owners: Mapping[str, int] = MappingProxyType({})
+) -> Tensor:
     """Euclidean norm of the gradients of all processes' parameters.
 
     Each parameter's squared norm is computed where it lies, once if it is tied, and the sum runs over the model's
@@ -23,6 +26,7 @@ def global_norm(placement: Placement, names: Sequence[str], layout: Layout) -> T
         placement: of this process.
         names: all parameters of the model in order.
         layout: of this process.
+        owners: the replica that has a parameter's gradient, where that is one; the first one counts otherwise.
 
     Returns:
         A float64 scalar on this process's first device.
@@ -31,8 +35,7 @@ def global_norm(placement: Placement, names: Sequence[str], layout: Layout) -> T
     parameters = placement.named_parameters()
     device = device_of_first(parameters.values())
     squares = torch.zeros(len(names), dtype=torch.float64, device=device)
-    if layout.replica > 0:
-        parameters = {}  # the gradients of the first replica are those of all
+    parameters = {name: own for name, own in parameters.items() if owners.get(name, 0) == layout.replica}
     for position, name in enumerate(names):
         gradient = parameters[name].grad if name in parameters and name not in elsewhere else None
         if gradient is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from executor.state.tied import TiedParameter, accumulator_of, users_of
 from planner.plan.plan import Plan
 from profiler.machine.backend import HOST
 from profiler.run.main_gradients import adding_to, round_to
-from profiler.tracing.computing_model import main_dtype
+from profiler.tracing.computing_model import adding_dtype, main_dtype
 from profiler.tracing.sequence import LayerSequence
 
 
@@ -29,6 +30,7 @@ class Placement:
         read_by: per local stage: (layer, name) -> the tensor that the layer reads; it collects its gradient, or
             hands it to the master weight's.
         rounded: what layers compute with in place of master weights, with these.
+        cast: what collects gradients in another type than the optimizer reads, with the master weights.
         tied: tied parameters with a using layer in this process.
     """
 
@@ -37,10 +39,29 @@ class Placement:
     read_by: Mapping[int, dict[tuple[int, str], Tensor]]
     tied: tuple[TiedParameter, ...]
     rounded: tuple[tuple[Tensor, nn.Parameter], ...] = ()
+    cast: tuple[tuple[Tensor, nn.Parameter], ...] = ()
 
     def round_masters(self) -> None:
         """Let layers compute with the master weights as they are now."""
         round_to([computing for computing, _ in self.rounded], [master for _, master in self.rounded])
+
+    @contextmanager
+    def adding_up(self) -> Iterator[None]:
+        """Gradients are within as they are added up, before and after it as the optimizer reads them.
+
+        What came from the one is the other in every bit again. One after the other is cast, so that only one of them
+        exists twice.
+        """
+        _cast_gradients([(master, collector) for collector, master in self.cast])
+        try:
+            yield
+        finally:
+            _cast_gradients(self.cast)
+
+    def collectors(self) -> list[Tensor]:
+        """What has each parameter's gradient while it is added up."""
+        of_master = {id(master): collector for collector, master in self.cast}
+        return [of_master.get(id(parameter), parameter) for parameter in self.parameters.values()]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Each parameter once, by original name, in the model's order; a tied one from its first stage."""
@@ -48,6 +69,13 @@ class Placement:
         for (name, _), parameter in self.parameters.items():
             named.setdefault(name, parameter)
         return named
+
+
+def _cast_gradients(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give the second of each pair the gradient of the first, in its own type."""
+    for given, to in pairs:
+        to.grad = None if given.grad is None else given.grad.to(to.dtype)
+        given.grad = None
 
 
 Materialize = Callable[[Mapping[str, Collection[torch.device]]], Mapping[tuple[str, torch.device], Tensor]]
@@ -95,18 +123,22 @@ def place(
         (name, device): _parameter(held[name], device, made.get((name, device)))
         for name, device in dict.fromkeys(ordered)
     }
-    collecting: dict[int, dict[tuple[int, str], Tensor]] = {}
-    for stage in stages:
-        collecting[stage] = {}
-        for layer in layers_of[stage]:
-            for name in sequence.layers[layer].parameters:
-                parameter = parameters[name, devices[stage]]
-                collecting[stage][layer, name] = accumulator_of(parameter) if name in sequence.tied else parameter
     computing = {
         (name, device): _computing(sequence.parameters[name], device)
         for (name, device), parameter in parameters.items()
         if parameter.dtype != sequence.parameters[name].dtype
     }
+    collectors = {
+        (name, device): _collector(sequence, name, parameter, computing.get((name, device)))
+        for (name, device), parameter in parameters.items()
+    }
+    collecting: dict[int, dict[tuple[int, str], Tensor]] = {}
+    for stage in stages:
+        collecting[stage] = {}
+        for layer in layers_of[stage]:
+            for name in sequence.layers[layer].parameters:
+                own = collectors[name, devices[stage]]
+                collecting[stage][layer, name] = accumulator_of(own) if name in sequence.tied else own
     return Placement(
         parameters=parameters,
         buffers={
@@ -120,14 +152,15 @@ def place(
         read_by={
             stage: {
                 (layer, name): adding_to(tensor, computing[name, devices[stage]])
-                if (name, devices[stage]) in computing
+                if tensor.dtype != sequence.parameters[name].dtype
                 else tensor
                 for (layer, name), tensor in own.items()
             }
             for stage, own in collecting.items()
         },
-        tied=_tied(sequence, plan, layout, parameters, collecting),
+        tied=_tied(sequence, plan, layout, collectors, collecting),
         rounded=tuple((tensor, parameters[key]) for key, tensor in computing.items()),
+        cast=tuple((own, parameters[key]) for key, own in collectors.items() if own is not parameters[key]),
     )
 
 
@@ -147,6 +180,13 @@ def _computing(parameter: nn.Parameter, device: torch.device) -> Tensor:
     if parameter.device == device:
         return parameter.detach()
     return torch.empty_like(parameter, device=device, requires_grad=False)
+
+
+def _collector(sequence: LayerSequence, name: str, parameter: nn.Parameter, computing: Tensor | None) -> Tensor:
+    """What has a parameter's gradient while it is added up: itself, or a leaf of what layers compute with."""
+    if computing is None or adding_dtype(sequence.sample.precision, sequence.parameters[name]) == parameter.dtype:
+        return parameter
+    return computing.detach().requires_grad_(parameter.requires_grad)
 
 
 def of_no_layer(model: nn.Module, sequence: LayerSequence, materialize: Materialize) -> dict[str, Tensor]:
@@ -178,7 +218,7 @@ def _tied(
     sequence: LayerSequence,
     plan: Plan,
     layout: Layout,
-    parameters: Mapping[tuple[str, torch.device], nn.Parameter],
+    collectors: Mapping[tuple[str, torch.device], Tensor],
     read_by: Mapping[int, Mapping[tuple[int, str], Tensor]],
 ) -> tuple[TiedParameter, ...]:
     """Tied parameters of this process."""
@@ -192,7 +232,7 @@ def _tied(
         TiedParameter(
             name=name,
             number=number,
-            copies=tuple(parameter for (held, _), parameter in parameters.items() if held == name),
+            copies=tuple(own for (held, _), own in collectors.items() if held == name),
             accumulators=tuple(own[layer, name] for layer in sorted(layers) if (layer, name) in own),
             users=users_of(layers, process_of),
         )

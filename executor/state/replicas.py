@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, islice
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from executor.layout import Layout
 from executor.state.tied import dense
@@ -35,13 +36,22 @@ class GradientSum:
     """Sums the gradients of a step over the replicas.
 
     Args:
-        parameters: of this process.
+        parameters: of this process, or what collects their gradients.
         layout: of this process.
         group: what `group_of_peers` made.
+        owners: for each of them the replica that alone needs the sum; None where all do.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: dist.ProcessGroup | None) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        layout: Layout,
+        group: dist.ProcessGroup | None,
+        owners: Sequence[int | None] = (),
+    ) -> None:
+        trained = [parameter.requires_grad for parameter in parameters]
+        self._parameters = list(compress(parameters, trained))
+        self._owners = list(compress(owners or [None] * len(trained), trained))
         self._layout = layout
         self._group = group
         self._earlier: list[Tensor | None] = []
@@ -102,8 +112,10 @@ class GradientSum:
         if not self._layout.alone:
             self._totals = [dense(parameter.grad) for parameter in self._parameters]
             self._check_alike()
-            for bucket in buckets([total for total in self._totals if total is not None]):
-                self._sum(bucket)
+            self._sum_buckets()
+            for position, owner in enumerate(self._owners):
+                if owner not in {None, self._layout.replica}:
+                    self._totals[position] = self._earlier[position] = None
         for parameter, earlier, total in zip(self._parameters, self._earlier, self._totals, strict=True):
             parameter.grad = earlier if total is None else total if earlier is None else earlier + total
 
@@ -116,6 +128,16 @@ class GradientSum:
         dist.all_reduce(counts, group=self._group)
         if not torch.equal(counts.to(HOST), exists * self._layout.replicas):
             raise ExecutionError(_UNLIKE)
+
+    def _sum_buckets(self) -> None:
+        """Sum what this step has added, wherever it is needed."""
+        owners = iter([owner for owner, total in zip(self._owners, self._totals, strict=True) if total is not None])
+        for bucket in buckets([total for total in self._totals if total is not None]):
+            owned = [owner for owner in islice(owners, len(bucket)) if owner is not None]
+            if owned:
+                self._sum_for_owners(bucket, owned)
+            else:
+                self._sum(bucket)
 
     def _sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over the replicas, in place."""
@@ -132,6 +154,21 @@ class GradientSum:
             total = total + shares[replica * share : (replica + 1) * share]
         dist.all_gather(list(flat.chunk(replicas)), total, group=self._group)
         for place, tensor in zip(places(flat, tensors), tensors, strict=True):
+            tensor.copy_(place)
+
+    def _sum_for_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Sum the tensors over the replicas, in place, each on its owner alone."""
+        of_replica = [
+            [tensor for tensor, owner in zip(tensors, owners, strict=True) if owner == replica]
+            for replica in range(self._layout.replicas)
+        ]
+        elements = [sum(tensor.numel() for tensor in owned) for owned in of_replica]
+        own, share = of_replica[self._layout.replica], elements[self._layout.replica]
+        flat = torch.cat([tensor.reshape(-1) for owned in of_replica for tensor in owned])
+        shares = flat.new_empty(share * len(elements))
+        dist.all_to_all_single(shares, flat, [share] * len(elements), elements, group=self._group)
+        total = sum(shares.split(share)[1:], start=shares[:share]) if share else shares
+        for place, tensor in zip(places(total, own), own, strict=True):
             tensor.copy_(place)
 
 

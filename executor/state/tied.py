@@ -31,7 +31,7 @@ class TiedParameter:
     Attributes:
         name: original name.
         number: among all tied parameters of the model.
-        copies: this process's tensors that hold the parameter, one per device.
+        copies: this process's tensors that hold the parameter, or its gradient, one per device.
         accumulators: what this process's layers read, in layer order; they share memory with a copy and collect the
             gradient.
         users: the process of each using layer, in layer order.
@@ -39,12 +39,12 @@ class TiedParameter:
 
     name: str
     number: int
-    copies: tuple[torch.nn.Parameter, ...]
+    copies: tuple[Tensor, ...]
     accumulators: tuple[Tensor, ...]
     users: tuple[int, ...]
 
 
-def accumulator_of(parameter: torch.nn.Parameter) -> Tensor:
+def accumulator_of(parameter: Tensor) -> Tensor:
     """A leaf that shares the parameter's memory but has a gradient of its own."""
     return parameter.detach().requires_grad_(parameter.requires_grad)
 

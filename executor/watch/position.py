@@ -31,6 +31,7 @@ class Phase(IntEnum):
     SHARING = 10
     READING = 11
     HANDING_OUT = 12
+    EXCHANGE = 13
 
 
 _WORDS = {
@@ -47,6 +48,7 @@ _WORDS = {
     Phase.SHARING: "sharing the parameters and buffers that several ranks hold",
     Phase.READING: "reading the next batch",
     Phase.HANDING_OUT: "handing out rank 0's batch",
+    Phase.EXCHANGE: "exchanging the parameters that each replica has stepped",
 }
 
 

@@ -10,7 +10,6 @@ Ranges of layers are half open, [i, j), and matrices over them hold the range [i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -22,9 +21,9 @@ from numpy.typing import NDArray
 from planner.cost.next_kernels import with_next_kernels
 from planner.cost.recurrent_workspace import with_room
 from planner.cost.stage_bytes import StageBytes, pair_sums
+from planner.cost.stepped_bytes import largest_shares
 from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
-from profiler.precision import BYTES, CAST_ELEMENTS
 from profiler.record import LayerCost, OptimizerCost, Profile
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -315,11 +314,13 @@ class ParameterRanges:
         unique: every parameter that one of the layers reads, once.
         trainable: the same for what the optimizer steps: trainable parameters, or their master weights.
         masters: the master weights among these.
-        casts: of one gradient that is cast to be added to its main gradient, wherever there are master weights.
+        stepped_gradients: of gradients as the optimizer reads them, and of one as it was added up, where it is cast to
+            be read; 0 where none is.
         gradients: of trainable parameters, in the type that adds them up; one that several layers of the model read
             has one accumulator for each of these layers, so that gradients do not depend on the cuts.
         buffers: of the layers' buffers.
-        added_up: for an optimizer, what all rows of `planner.cost.ledger` say of the ranges, once that was asked.
+        added_up: for an optimizer and a number of shares, what all rows of `planner.cost.ledger` say of the ranges,
+            once that was asked.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -329,23 +330,30 @@ class ParameterRanges:
             for name in sorted(set(layer.parameters)):
                 readers.setdefault(name, []).append(layer.index)
         sizes = {parameter.name: parameter.size_bytes for parameter in profile.parameters}
-        main_sizes = {
-            parameter.name: profile.main_bytes(parameter) if parameter.trainable else 0
-            for parameter in profile.parameters
-        }
+        trained = [parameter for parameter in profile.parameters if parameter.trainable]
+        none = dict.fromkeys(sizes, 0)
+        main_sizes = none | {parameter.name: profile.main_bytes(parameter) for parameter in trained}
+        added_sizes = none | {parameter.name: profile.gradient_bytes(parameter) for parameter in trained}
         master_sizes = {name: size if size != sizes[name] else 0 for name, size in main_sizes.items()}
+        cast_sizes = [size for name, size in main_sizes.items() if size != added_sizes[name]]
         self.unique = _unique_sums(layers, readers, sizes)
         self.trainable = _unique_sums(layers, readers, main_sizes)
         self.masters = _unique_sums(layers, readers, master_sizes)
-        self.casts = np.triu(np.full_like(self.masters, _cast_bytes(master_sizes.values())), k=1)
-        self.gradients = range_sums(_read_bytes(layers, readers, main_sizes))
+        self.stepped_gradients = np.zeros_like(self.masters)
+        if cast_sizes:
+            self.stepped_gradients += self.trainable + np.triu(np.full_like(self.masters, max(cast_sizes)), k=1)
+        self.gradients = range_sums(_read_bytes(layers, readers, added_sizes))
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
-        self.added_up: dict[OptimizerCost, Floats] = {}
+        self.added_up: dict[tuple[OptimizerCost, int], Floats] = {}
+        self._readers, self._main_sizes = readers, main_sizes
+        self._stepped: dict[int, Floats] = {1: self.trainable}
 
-
-def _cast_bytes(master_sizes: Iterable[int]) -> int:
-    """Of the largest part of a gradient that is cast at a time."""
-    return min(max(master_sizes, default=0), CAST_ELEMENTS * BYTES["float32"])
+    def stepped(self, shares: int) -> Floats:
+        """Bytes that one replica's optimizer steps at most, where so many share it; no less for a larger range."""
+        if shares not in self._stepped:
+            layers = len(self.trainable) - 1
+            self._stepped[shares] = largest_shares(layers, self._readers, self._main_sizes, shares)
+        return self._stepped[shares]
 
 
 def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

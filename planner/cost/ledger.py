@@ -94,6 +94,23 @@ class Form(Flag):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RangeFigures:
+    """What a `RangeRow`'s figure reads.
+
+    Attributes:
+        parameters: bytes of the parameters of every range.
+        optimizer: what it keeps.
+        stage: index of these bytes.
+        stepped: bytes of what one replica's optimizer steps there.
+    """
+
+    parameters: ParameterRanges
+    optimizer: OptimizerCost
+    stage: Range
+    stepped: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Basis:
     """What all stages of a plan on one kind of device have in common.
 
@@ -108,6 +125,7 @@ class Basis:
         ring: ranks, and chunks of each.
         held: micro-batches in flight and waiting at the moment that is looked at, where several might need most; by
             default as many in flight as ever are.
+        shares: replicas that share the optimizer's state; 1 where each has all of it.
     """
 
     costs: CostModel
@@ -119,21 +137,11 @@ class Basis:
     ahead_bytes: int = AHEAD_BYTES
     ring: Ring = ONE_CHUNK
     held: Held | None = None
+    shares: int = 1
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RangeFigures:
-    """What a `RangeRow`'s figure reads.
-
-    Attributes:
-        parameters: bytes of the parameters of every range.
-        optimizer: what it keeps.
-        stage: index of these bytes.
-    """
-
-    parameters: ParameterRanges
-    optimizer: OptimizerCost
-    stage: Range
+    def of_ranges(self, stage: Range) -> RangeFigures:
+        """What rows of ranges read for these layers."""
+        return RangeFigures(self.parameters, self.optimizer, stage, self.parameters.stepped(self.shares)[stage])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,11 +178,14 @@ class RangeRow:
         name: of the term, for people.
         memory_class: field of `planner.plan.stage.StageMemory` that it belongs to.
         figure: bytes of a range, or at [i, j] of all ranges; no less for a range that contains another.
+        at_end: whether it is there after the last backward pass alone, when nothing is that follows from micro-batches:
+            the larger of both counts, see `planner.cost.stage_memory`.
     """
 
     name: str
     memory_class: str
     figure: Callable[[RangeFigures], Floats]
+    at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +258,17 @@ ROWS: tuple[RangeRow | Row, ...] = (
     RangeRow("parameters", "parameters", lambda at: at.parameters.unique[at.stage]),
     RangeRow("buffers", "parameters", lambda at: at.parameters.buffers[at.stage]),
     RangeRow("gradients", "gradients", lambda at: at.parameters.gradients[at.stage]),
-    RangeRow("a gradient cast for its main gradient", "gradients", lambda at: at.parameters.casts[at.stage]),
     RangeRow("master weights", "optimizer", lambda at: at.parameters.masters[at.stage]),
     RangeRow(
         "state of the optimizer",
         "optimizer",
-        lambda at: np.ceil(at.optimizer.state_bytes_per_byte * at.parameters.trainable[at.stage]),
+        lambda at: np.ceil(at.optimizer.state_bytes_per_byte * at.stepped),
+    ),
+    RangeRow(
+        "gradients cast for the optimizer",
+        "gradients",
+        lambda at: np.maximum(at.parameters.stepped_gradients[at.stage] - at.parameters.gradients[at.stage], 0.0),
+        at_end=True,
     ),
     Row(
         "inputs of the model",
@@ -342,9 +358,9 @@ ROWS: tuple[RangeRow | Row, ...] = (
 )
 
 
-def range_rows() -> Iterator[RangeRow]:
-    """The rows of what layers hold together."""
-    return (row for row in ROWS if isinstance(row, RangeRow))
+def range_rows(*, at_end: bool = False) -> Iterator[RangeRow]:
+    """The rows of what layers hold together, always or at the end of the step alone."""
+    return (row for row in ROWS if isinstance(row, RangeRow) and row.at_end == at_end)
 
 
 def whole_rows() -> Iterator[Row]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
-from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, RangeFigures, Row, range_rows, rows_of
+from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, Row, range_rows, rows_of
 from planner.cost.messages import Message
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Held, Ring, ScheduleName
@@ -50,6 +50,7 @@ def stage_memory(
     skips: StageSkips = NO_SKIPS,
     ring: Ring = ONE_CHUNK,
     held: Sequence[Held] = (),
+    shares: int = 1,
 ) -> StageMemory:
     """Peak bytes of the stage of layers [first, stop).
 
@@ -71,10 +72,11 @@ def stage_memory(
         ring: ranks, and chunks of each.
         held: micro-batches in flight and waiting, at all moments that may need most; by default as the schedule's
             record has it.
+        shares: replicas that share the optimizer's state.
     """
     moments = held or SCHEDULES[schedule].held(number, micro_batches.count, ring)
     bases = [
-        Basis(costs, parameters, device.kind, optimizer, schedule, micro_batches, ring=ring, held=moment)
+        Basis(costs, parameters, device.kind, optimizer, schedule, micro_batches, ring=ring, held=moment, shares=shares)
         for moment in moments
     ]
     said = [_memory_at(basis, number, first, stop, segments, skips) for basis in bases]
@@ -93,12 +95,21 @@ def _memory_at(
     )
     stage = _Stage(first, stop, segments, Ledger(basis, (number,), (large, small), (first, stop)), skips)
     found = {**dict.fromkeys(StageMemory.model_fields, 0.0), "transient": stage.peak()}
+    figures = basis.of_ranges((first, stop))
     for range_row in range_rows():
-        figures = RangeFigures(basis.parameters, basis.optimizer, (first, stop))
         found[range_row.memory_class] += float(range_row.figure(figures))
     later_chunk = ring.chunks > 1 and number <= ring.ranks * (ring.chunks - 1)
+    passing = found["transient"]
     for row in rows_of(*(of for of in Of if not (later_chunk and of is Of.STAGE)), form=stage.form):
-        found[row.memory_class] += stage.bytes_of(row)
+        size_bytes = stage.bytes_of(row)
+        found[row.memory_class] += size_bytes
+        passing += size_bytes if row.of is not Of.STAGE else 0.0
+    for end_row in range_rows(at_end=True):
+        end_bytes = float(end_row.figure(figures))
+        if ring.chunks > 1:  # all chunks of a rank end together, and of their moments the largest counts
+            found["gradients"] += end_bytes
+        else:
+            found["transient"] += max(0.0, end_bytes - passing)
     return StageMemory(**{name: int(size_bytes) for name, size_bytes in found.items()})
 
 

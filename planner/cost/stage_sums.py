@@ -9,17 +9,20 @@ and, by its form, with one micro-batch's figures `kept` and `most` of [i, j), se
     KEPT        own_kept[c, v, i:j]         + in flight * kept + (most - kept) + largest of moments_whole[0, c, i:j]
     AS_ONE      own_recomputed[c, v, i:j]   + most                             + largest of moments_whole[1, c, i:j]
     IN_PARTS    own_recomputed[c, v, i:j]   + what `planner.kernel.segments.pattern_costs` makes of the rest
+
+or, where that is more, `always[c, v] + ranges[r, i, j] + ends[r, i, j]`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
-from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, RangeFigures, range_rows, rows_of, whole_rows
+from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, range_rows, rows_of, whole_rows
 
 KEPT_PLACE, AS_ONE_PLACE = 0, 1
 """Places of `StageSums.moments_whole`."""
@@ -33,6 +36,7 @@ class StageSums(NamedTuple):
         always: of any stage, shape (C, V).
         range_of: which of the `ranges` is a class's, shape (C,).
         ranges: of layers [i, j) together, shape (kinds, N, N).
+        ends: the same at the end of the step, in place of all that follows from micro-batches.
         first_boundary: at the boundary where a stage begins, shape (C, V, N).
         last_boundary: at the boundary where it ends, likewise.
         own_kept: prefix sums over the layers of a stage that keeps everything, shape (C, V, N).
@@ -48,6 +52,7 @@ class StageSums(NamedTuple):
     always: Floats
     range_of: Indices
     ranges: Floats
+    ends: Floats
     first_boundary: Floats
     last_boundary: Floats
     own_kept: Floats
@@ -90,6 +95,7 @@ def stage_sums(bases: Sequence[Basis], numbers: Sequence[int]) -> StageSums:
         always=np.stack([always_bytes(ledger) for ledger in ledgers]),
         range_of=np.array([kinds.index(basis.device_kind) for basis in bases]),
         ranges=_stacked([range_bytes(of_kind[kind]) for kind in kinds]),
+        ends=_stacked([end_bytes(of_kind[kind]) for kind in kinds]),
         first_boundary=boundaries(Of.FIRST_BOUNDARY),
         last_boundary=boundaries(Of.LAST_BOUNDARY),
         own_kept=layers(Of.LAYERS, Of.KEPT_LAYERS, form=Form.KEPT),
@@ -133,12 +139,26 @@ def moment_bytes(ledger: Ledger, of: Of, form: Form) -> Floats:
 
 def range_bytes(basis: Basis) -> Floats:
     """Bytes of layers [i, j) together, at [i, j]; no micro-batches are in them, so they are added up once."""
-    known = basis.parameters.added_up
-    if basis.optimizer not in known:
-        figures = RangeFigures(basis.parameters, basis.optimizer, ...)
+    known, key = basis.parameters.added_up, (basis.optimizer, basis.shares)
+    if key not in known:
+        figures = basis.of_ranges(...)
         none = np.zeros_like(basis.parameters.unique)
-        known[basis.optimizer] = sum((row.figure(figures) for row in range_rows()), start=none)
-    return known[basis.optimizer]
+        known[key] = sum((row.figure(figures) for row in range_rows()), start=none)
+    return known[key]
+
+
+def pooled_bytes(basis: Basis) -> float:
+    """What stages hold of all layers together at least: with even shares of what several replicas step."""
+    figures = basis.of_ranges((0, -1))
+    even = replace(figures, stepped=np.array(basis.parameters.trainable[0, -1] / basis.shares))
+    return float(sum(row.figure(even) for row in range_rows()))
+
+
+def end_bytes(basis: Basis) -> Floats:
+    """Bytes of layers [i, j) at the end of the step alone, at [i, j]."""
+    figures = basis.of_ranges(...)
+    none = np.zeros_like(basis.parameters.unique)
+    return sum((row.figure(figures) for row in range_rows(at_end=True)), start=none)
 
 
 def after_layers(layer_bytes: Floats) -> Floats:

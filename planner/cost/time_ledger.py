@@ -75,11 +75,15 @@ class EndFigures:
         optimizer: what a step of it costs on the stage's device.
         link: between replicas; may be None for one.
         replicas: R.
+        gradient_share: bytes of gradients as replicas exchange them, for each byte that the optimizer steps.
+        shares: replicas that share the optimizer's state.
     """
 
     optimizer: OptimizerCost
     link: Link | None
     replicas: int
+    gradient_share: float = 1.0
+    shares: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,8 @@ class EndRow:
     Attributes:
         name: of the term, for people.
         field: of `planner.plan.stage.Stage` that it belongs to.
-        figure: seconds for a stage, and more for each byte of its trainable parameters.
+        figure: seconds for a stage, and more for each byte of its trainable parameters; in `optimizer_s` of those that
+            one replica steps.
     """
 
     name: str
@@ -100,11 +105,22 @@ class EndRow:
 def _ring(at: EndFigures) -> tuple[float, float]:
     """A ring moves 2 (R - 1) / R of the bytes over each link, in 2 (R - 1) messages.
 
-    Patarasuk and Yuan, JPDC 2009.
+    Patarasuk and Yuan, JPDC 2009. Half of that, where each replica needs the sums of what it steps alone.
     """
+    rounds = 1 if at.shares > 1 else 2
+    return rounds * _round(at)[0], rounds * at.gradient_share * _round(at)[1]
+
+
+def _gather(at: EndFigures) -> tuple[float, float]:
+    """The other half, of parameters, where each replica has stepped its own."""
+    return _round(at) if at.shares > 1 else (0.0, 0.0)
+
+
+def _round(at: EndFigures) -> tuple[float, float]:
+    """A share of what all have, or all have a share of, goes once around."""
     if at.replicas == 1 or at.link is None:
         return 0.0, 0.0
-    messages = 2 * (at.replicas - 1)
+    messages = at.replicas - 1
     return messages * at.link.latency_s, messages / at.replicas / at.link.bytes_per_s
 
 
@@ -131,6 +147,7 @@ MESSAGE_ROWS: tuple[MessageRow, ...] = (
 END_ROWS: tuple[EndRow, ...] = (
     EndRow("step of the optimizer", "optimizer_s", lambda at: (0.0, at.optimizer.seconds_per_byte)),
     EndRow("mean of the replicas' gradients", "all_reduce_s", _ring),
+    EndRow("parameters that other replicas stepped", "all_reduce_s", _gather),
 )
 
 
@@ -162,7 +179,7 @@ def message_s(link: Link | None, size_bytes: Floats) -> Floats:
 
 
 def end_s(at: EndFigures) -> dict[str, tuple[float, float]]:
-    """For each field what a stage takes at the end of a step, and more for each byte of its trainable parameters."""
+    """For each field what a stage takes at the end of a step, and more for each byte, see `EndRow`."""
     found = dict.fromkeys(("optimizer_s", "all_reduce_s"), (0.0, 0.0))
     for row in END_ROWS:
         fixed_s, byte_s = row.figure(at)

@@ -15,6 +15,7 @@ from torch import nn
 from planner.export.refusing import apart
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import block_paths, child_paths
+from profiler.precision import precision_named, recipe_of
 
 _SCRIPT = """\
 from deepspeed.pipe import PipelineModule
@@ -43,8 +44,11 @@ def _make(request: Request) -> Made:
         "train_micro_batch_size_per_gpu": request.micro_batch_size,
         "gradient_accumulation_steps": plan.M,
     }
-    if plan.sample.precision is not None:
-        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    recipe = recipe_of(plan.sample.precision)
+    if recipe is not None:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": precision_named(recipe.adds)}}
+    if plan.shard_optimizer:
+        config["zero_optimization"] = {"stage": 1}
     value: dict[str, Any] = {
         "num_stages": plan.K,
         "parts": parts,
@@ -79,7 +83,8 @@ def _target(otherwise: Target | None = None, **differences: Any) -> Target:
         recompute=Recompute.UNITS,
         adds_tied=True,
         averages_replicas=True,
-        precisions=("bf16-mixed",),
+        shards_optimizer=True,
+        precisions=("bf16-mixed", "bf16-grads"),
         otherwise=otherwise,
         **differences,
     )

@@ -18,6 +18,7 @@ from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import block_paths, is_listed
 from planner.plan.plan import Plan
 from profiler.errors import InfeasibleError
+from profiler.precision import recipe_of
 from profiler.tracing.sequence import LayerSequence
 
 EMBEDDING, BLOCK, LOSS, NEXT_STAGE = "E", "t", "L", "|"
@@ -106,8 +107,11 @@ def _make(request: Request) -> Made:
             "--recompute-num-layers": "1",
         }
     flags = [] if request.sequence.tied else ["--untie-embeddings-and-output-weights"]
-    if plan.sample.precision is not None:
-        flags += ["--bf16", "--accumulate-allreduce-grads-in-fp32"]
+    recipe = recipe_of(plan.sample.precision)
+    if recipe is not None:
+        flags += ["--bf16"] if recipe.casts_at_end else ["--bf16", "--accumulate-allreduce-grads-in-fp32"]
+    if plan.shard_optimizer:
+        flags.append("--use-distributed-optimizer")
     words = [word for pair in arguments.items() for word in pair] + flags
     notes = (
         f"{plan.ranks * plan.replicas} processes with tensor and context parallelism of 1; Megatron-LM makes R = "
@@ -129,6 +133,7 @@ TARGET = Target(
     recompute=Recompute.LISTED,
     adds_tied=True,
     averages_replicas=True,
-    precisions=("bf16-mixed",),
+    shards_optimizer=True,
+    precisions=("bf16-mixed", "bf16-grads"),
     check=_check,
 )

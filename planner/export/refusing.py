@@ -34,6 +34,11 @@ def _reasons(plan: Plan, sequence: LayerSequence, target: Target) -> Iterator[st
             f"{target.engine} is not told precision={precision!r} with a plan, and would train in the model's own "
             f"types; plan without precision for a model in the types that you set there, or {OURS}"
         )
+    if plan.shard_optimizer and not target.shards_optimizer:
+        yield (
+            f"{target.engine} keeps all of the optimizer's state in each of {plan.replicas} replicas, and the plan "
+            f"counts with a share; plan with shard_optimizer=False, or {OURS}"
+        )
     if len({*plan.micro_batch_sizes}) > 1 and target.has_micro_batches:
         least, most = min(plan.micro_batch_sizes), max(plan.micro_batch_sizes)
         yield (

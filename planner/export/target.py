@@ -95,6 +95,7 @@ class Target:
         defers_statistics: whether running statistics of batch normalization move once a mini-batch, as with GPipe.
         adds_tied: whether it adds up the gradients of a parameter that several ranks hold.
         averages_replicas: whether it averages gradients over replicas.
+        shards_optimizer: whether it is told that replicas share the optimizer's state.
         has_micro_batches: whether it cuts a mini-batch into micro-batches at all.
         precisions: recipes of mixed precision that it is told with the plan; under others it would train otherwise.
         check: refuses what only this target cannot, with a reason.
@@ -114,6 +115,7 @@ class Target:
     defers_statistics: bool = False
     adds_tied: bool = False
     averages_replicas: bool = False
+    shards_optimizer: bool = False
     has_micro_batches: bool = True
     precisions: tuple[str, ...] = ()
     check: Callable[[Plan, nn.Module, LayerSequence], None] = lambda plan, model, sequence: None

@@ -278,8 +278,9 @@ def _fill_seconds(tables: Tables, in_flight_index: int, device: int, first: int,
         terms[REST] = tables.steady % number * max(0.0, own_least - forward_most)
         terms[THROUGH_LEAST] = own_least + tables.crossing_least[first]
     if tables.trainable_bytes[first, stop] > 0:
-        slope = tables.optimizer_rate[device]
-        terms[OPTIMIZER] = slope * tables.trainable_bytes[first, stop] + tables.optimizer_fixed[device]
+        reduce_s = tables.reduce_rate[device] * tables.trainable_bytes[first, stop]
+        optimizer_s = tables.optimizer_rate[device] * tables.stepped_bytes[first, stop]
+        terms[OPTIMIZER] = reduce_s + optimizer_s + tables.optimizer_fixed[device]
 
 
 @compiled

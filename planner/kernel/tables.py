@@ -59,8 +59,10 @@ class Tables(NamedTuple):
         stage_share: where between them these sizes are, shape (C, 2).
         prices: seconds of recompute per byte held, ascending, some to try, shape (C, V, P).
         trainable_bytes: the trainable part of parameters, shape (N, N).
+        stepped_bytes: of these what one replica's optimizer steps, likewise.
         limit: bytes that a stage may fill in addition to what any stage needs, shape (C, V).
-        optimizer_rate: seconds of optimizer and all-reduce for each trainable byte, shape (C,).
+        reduce_rate: seconds of the all-reduce for each trainable byte, shape (C,).
+        optimizer_rate: seconds of the optimizer for each byte that it steps, likewise.
         optimizer_fixed: the same for a stage with trainable parameters, shape (C,).
         allowed: whether a cut is allowed at a position, shape (N,).
         demanded: number of positions before or at each one where a cut must be, shape (N,).
@@ -100,7 +102,9 @@ class Tables(NamedTuple):
     stage_share: Floats
     prices: Floats
     trainable_bytes: Floats
+    stepped_bytes: Floats
     limit: Floats
+    reduce_rate: Floats
     optimizer_rate: Floats
     optimizer_fixed: Floats
     allowed: NDArray[np.bool_]
@@ -133,7 +137,8 @@ def stage_needs(tables: Tables, device: int, in_flight_index: int, begin: int, s
     arrays on costs more than to read them.
     """
     memory, at, share = tables.memory, tables.stage_at[device], tables.stage_share[device]
-    ranges, limit = memory.ranges[memory.range_of[device]], tables.limit[device, in_flight_index]
+    ranges, ends = memory.ranges[memory.range_of[device]], memory.ends[memory.range_of[device]]
+    limit = tables.limit[device, in_flight_index]
     first_boundary = memory.first_boundary[device, in_flight_index]
     last_boundary = memory.last_boundary[device, in_flight_index]
     own_kept, own_recomputed = memory.own_kept[device, in_flight_index], memory.own_recomputed[device, in_flight_index]
@@ -152,12 +157,17 @@ def stage_needs(tables: Tables, device: int, in_flight_index: int, begin: int, s
         moment_as_one = max(moment_as_one, moments_as_one[first])
         moment_in_parts = max(moment_in_parts, moments[first])
         room = limit - (ranges[first, stop] + first_boundary[first] + last_boundary[stop])
+        over_at_end = ranges[first, stop] + ends[first, stop] - limit
         own_bytes = own_recomputed[stop] - own_recomputed[first]
         in_flight = own_kept[stop] - own_kept[first] + many * kept_large[place] + few * kept_small[place]
         most_passing = max(most_large[place] - kept_large[place], most_small[place] - kept_small[place])
-        over_kept[place] = in_flight + most_passing + moment_kept - room
-        over_as_one[place] = own_bytes + max(most_large[place], most_small[place]) + moment_as_one - room
+        over_kept[place] = max(in_flight + most_passing + moment_kept - room, over_at_end)
+        over_as_one[place] = max(
+            own_bytes + max(most_large[place], most_small[place]) + moment_as_one - room, over_at_end
+        )
         left[place], moment[place] = room - own_bytes, moment_in_parts
+        if over_at_end > 0:  # whatever is recomputed
+            left[place] = min(left[place], -over_at_end)
     return Needs(over_kept, over_as_one, left, moment)
 
 

@@ -60,6 +60,8 @@ class Plan(Value):
         orders: the passes of each stage as letters, F, I and W, of a schedule that each plan has its own of;
             micro-batches take each of them in order.
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
+        shard_optimizer: whether the replicas share the optimizer's state, each stepping a part of every stage's
+            parameters (ZeRO, stage 1), by `planner.plan.shares`. Files leave it out where they do not.
         optimizer: class name of the optimizer that the predictions assume.
         chunks: stages a rank, of a schedule that has several: stage k runs on rank k mod (K / chunks).
         stages: in pipeline order.
@@ -80,6 +82,7 @@ class Plan(Value):
     chunks: int = Field(default=1, gt=0, le=MOST_CHUNKS)
     orders: tuple[str, ...] = ()
     replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
+    shard_optimizer: bool = False
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
     skips: tuple[Skip, ...] = ()
@@ -90,8 +93,9 @@ class Plan(Value):
     @model_serializer(mode="wrap")
     def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        if not self.interrupted:
-            fields.pop("interrupted", None)
+        for name in ("interrupted", "shard_optimizer"):
+            if not getattr(self, name):
+                fields.pop(name, None)
         return fields
 
     @property
@@ -195,6 +199,8 @@ class Plan(Value):
                         f"[{reached}, {stage.stop_layer})"
                     )
                 reached = segment.stop
+        if self.shard_optimizer and self.replicas == 1:
+            raise ValueError("shard_optimizer is true and there is 1 replica, with which none shares the optimizer")
         self._check_skips()
         self._check_orders()
         return self

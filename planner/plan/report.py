@@ -147,6 +147,7 @@ def headline(plan: Plan, width: int) -> list[str]:
         f"K = {plan.K} stages, M = {plan.M} micro-batches of {_sizes(plan)} samples, batch {plan.batch_size}, "
         f"schedule {plan.schedule}, {one_line(plan.optimizer)}",
         *([f"{plan.chunks} chunks on each of {plan.ranks} ranks"] if plan.chunks > 1 else []),
+        *([f"{plan.replicas} replicas share the optimizer's state"] if plan.shard_optimizer else []),
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
         f"{prediction.samples_per_s:.4g} samples/s"
         + (f", {count_text(prediction.tokens_per_s)} tokens/s" if prediction.tokens_per_s else ""),

@@ -83,6 +83,7 @@ def fits(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]
             first=stage.first,
             stop=stage.stop,
             segments=stage.segments,
+            shares=problem.shares(candidate.replicas),
         ).total
         <= device.memory_bytes
         for position, stage in enumerate(stages)
@@ -133,7 +134,8 @@ def end_seconds(
         return 0.0, 0.0
     terms = end_s(problem.end_figures(device.kind, candidate.replicas, far=far))
     (reduce_s, reduce_byte_s), (optimizer_s, optimizer_byte_s) = terms["all_reduce_s"], terms["optimizer_s"]
-    return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * trainable
+    stepped = float(problem.parameters.stepped(problem.shares(candidate.replicas))[stage.first, stage.stop])
+    return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * stepped
 
 
 def stage_seconds(

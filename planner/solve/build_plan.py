@@ -43,6 +43,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         chunks=candidate.ring.chunks,
         orders=found.orders,
         replicas=candidate.replicas,
+        shard_optimizer=problem.shares(candidate.replicas) > 1,
         optimizer=problem.optimizer,
         stages=stages_of(problem, found, routes),
         skips=plan_skips(routes, _links(problem, found), sorted({*candidate.split.sizes}, reverse=True)),
@@ -169,6 +170,7 @@ def _stage(
             segments=choice.segments,
             skips=stage_skips(routes, index, found.candidate.split),
             ring=found.candidate.ring,
+            shares=problem.shares(found.candidate.replicas),
             held=most_held(order_of_text(found.orders[index], count), count) if found.orders else (),
         ),
     )

@@ -146,14 +146,14 @@ class BoundSearch:
 
 
 def _end_s(plans: ChunkPlans) -> float:
-    """All-reduce and optimizer step of the slowest rank, if the ranks shared the parameters evenly."""
+    """All-reduce and optimizer step of the slowest rank, if ranks and replicas shared the parameters evenly."""
     problem = plans.problem
+    replicas = plans.candidate.replicas
     trainable = float(problem.parameters.trainable[0, -1]) / plans.ranks
-    ends = [
-        sum(byte_s for _, byte_s in end_s(problem.end_figures(group.device.kind, plans.candidate.replicas)).values())
-        for group in problem.classes
-    ]
-    return trainable * min(ends)
+    ends = [end_s(problem.end_figures(group.device.kind, replicas)) for group in problem.classes]
+    return trainable * min(
+        terms["all_reduce_s"][1] + terms["optimizer_s"][1] / problem.shares(replicas) for terms in ends
+    )
 
 
 class _Program:

@@ -260,6 +260,7 @@ class ChunkPlans:
                 first=first,
                 stop=stop,
                 segments=segments_of_stage(first, stop, recomputed),
+                shares=self.problem.shares(self.candidate.replicas),
                 ring=self.candidate.ring,
             )
             self._bytes[key] = memory.total - memory.transient, memory.transient

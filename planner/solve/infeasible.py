@@ -94,6 +94,7 @@ def _memory(
         first=first,
         stop=stop,
         segments=segments,
+        shares=problem.shares(candidate.replicas),
     ), segments
 
 

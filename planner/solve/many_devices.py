@@ -149,4 +149,5 @@ def _bytes(problem: Problem, found: Balance, index: int, group: DeviceClass) -> 
         first=stage.first,
         stop=stage.stop,
         segments=stage.segments,
+        shares=problem.shares(candidate.replicas),
     ).total

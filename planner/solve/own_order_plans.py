@@ -237,4 +237,5 @@ class OwnOrderPlans(ChunkPlans):
             segments=segments_of_stage(first, stop, recomputed),
             ring=self.candidate.ring,
             held=held,
+            shares=self.problem.shares(self.candidate.replicas),
         )

@@ -15,6 +15,7 @@ from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
 from planner.rules import FREE, Rules
 from planner.settings import Settings
 from profiler.device import Device, Link
+from profiler.precision import recipe_of
 from profiler.quantities import MOST_MICRO_BATCHES
 
 
@@ -107,12 +108,20 @@ class Problem:
             candidate.split,
             AHEAD_BYTES if self.short_messages else 0,
             candidate.ring,
+            shares=self.shares(candidate.replicas),
         )
+
+    def shares(self, replicas: int) -> int:
+        """How many of so many replicas share the optimizer's state; 1 where each has all of it."""
+        return replicas if self.settings.shard_optimizer else 1
 
     def end_figures(self, device_kind: str, replicas: int, *, far: bool = False) -> EndFigures:
         """What the end of a step on that kind of device follows from; `far` where replicas are on several hosts."""
+        recipe = recipe_of(self.costs.profile.sample.precision)
+        share = 1.0 if recipe is None else recipe.gradient_share
+        optimizer = self.costs.optimizer(device_kind, self.optimizer)
         link = self.hosts.between if far and self.hosts is not None else self.ring or self.link
-        return EndFigures(self.costs.optimizer(device_kind, self.optimizer), link, replicas)
+        return EndFigures(optimizer, link, replicas, share, self.shares(replicas))
 
     def placement(self, classes: Sequence[int], replicas: int) -> Placement:
         """Where ranks on these classes of devices are."""

@@ -77,6 +77,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         memory=memory,
         prices=_prices(sizes, memory.kept_layers),
         trainable_bytes=problem.parameters.trainable,
+        stepped_bytes=problem.parameters.stepped(problem.shares(candidate.replicas)),
         limit=device_bytes[:, None] - memory.always,
         capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in problem.classes]),
         **_pass_seconds(problem, candidate, sizes),
@@ -127,9 +128,12 @@ def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
 
 def _end_seconds(problem: Problem, candidate: Candidate, kinds: Sequence[str]) -> dict[str, Any]:
     """Those of the end of a step."""
-    ends = [end_s(problem.end_figures(kind, candidate.replicas)).values() for kind in kinds]
-    fixed_s, byte_s = np.array([[sum(seconds) for seconds in zip(*terms, strict=True)] for terms in ends]).T
-    return {"optimizer_fixed": fixed_s.copy(), "optimizer_rate": byte_s.copy()}
+    ends = [end_s(problem.end_figures(kind, candidate.replicas)) for kind in kinds]
+    return {
+        "optimizer_fixed": np.array([sum(fixed_s for fixed_s, _ in terms.values()) for terms in ends]),
+        "reduce_rate": np.array([terms["all_reduce_s"][1] for terms in ends]),
+        "optimizer_rate": np.array([terms["optimizer_s"][1] for terms in ends]),
+    }
 
 
 def _whole_stages(problem: Problem, candidate: Candidate, kinds: Sequence[str]) -> dict[str, Any]:

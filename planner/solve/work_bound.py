@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, prefix_sums
 from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
-from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, range_bytes
+from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, pooled_bytes
 from planner.cost.time_ledger import layer_seconds
 from planner.cost.transfers import boundary_s
 from planner.kernel.bottleneck import ROUNDING, least_bottleneck
@@ -214,7 +214,7 @@ def pooled_recompute_s(problem: Problem, candidate: Candidate) -> float:
     inputs_bytes = float(inputs[:-1][problem.rules.allowed[1:-1]].min(initial=np.inf)) if stages > 1 else 0.0
     if stage_bytes <= inputs_bytes:
         return 0.0
-    room = stages * stage_bytes - (stages - 1) * inputs_bytes - float(range_bytes(basis)[0, -1])
+    room = stages * stage_bytes - (stages - 1) * inputs_bytes - pooled_bytes(basis)
     room -= sum(float(ledger.counted(row).sum()) for row in rows_of(Of.LAYERS))
     held = own_bytes(ledger, Of.KEPT_LAYERS, form=Form.IN_PARTS)[0]
     if held.sum() <= room:

@@ -8,7 +8,7 @@ may not be asked, and the convolution that unfolds its input needs more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from torch import Tensor
@@ -26,6 +26,7 @@ WORKSPACE_SHARES: Mapping[str, float] = {  # [measured, torch 2.13]; the largest
     "aten::_scaled_dot_product_flash_attention_for_cpu": 0.1,  # 0.08
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 0.1,  # 0.05
 }
+CASTING = "aten::add_"  # in place: what has another type is cast as a whole, on CPU
 SMALL_BYTES = 8192  # wrapped numbers, partial sums, tiles
 
 
@@ -36,11 +37,19 @@ def workspace_bytes(operation: str, touched: Iterable[Tensor]) -> int:
         operation: `"aten::convolution"`.
         touched: its tensor arguments and results.
     """
+    if operation == CASTING:
+        return _cast_bytes([*touched]) + SMALL_BYTES
     share = WORKSPACE_SHARES.get(operation, 0.0)
     if not share:
         return SMALL_BYTES
     size = _blocked_bytes if operation in CONVOLUTIONS else _plain_bytes
     return int(share * sum(map(size, touched))) + SMALL_BYTES
+
+
+def _cast_bytes(touched: Sequence[Tensor]) -> int:
+    """Of what is added in another type than that of the first."""
+    to = touched[0]
+    return max((tensor.numel() * to.element_size() for tensor in touched if tensor.dtype != to.dtype), default=0)
 
 
 def _plain_bytes(tensor: Tensor) -> int:

@@ -16,8 +16,10 @@ from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST
 from profiler.run.layer_runner import LayerRunner
 from profiler.run.loss import LossFunction
+from profiler.run.main_gradients import with_gradient
 from profiler.run.parameter_pool import ParameterPool, valued_buffer
 from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.tracing.computing_model import adding_dtype
 from profiler.tracing.sample import tensor_leaves, torch_dtype
 from profiler.tracing.sequence import LayerSequence
 
@@ -146,8 +148,11 @@ def fake_runner(
         parameters = {}
         for layer in sequence.layers:
             for name in layer.parameters:
-                alias = fake(sequence.parameters[name]).requires_grad_(sequence.parameters[name].requires_grad)
-                alias.grad = torch.empty_like(alias) if alias.requires_grad else None
+                parameter = sequence.parameters[name]
+                alias = fake(parameter).requires_grad_(parameter.requires_grad)
+                if parameter.requires_grad:
+                    dtype = adding_dtype(sequence.sample.precision, parameter)
+                    alias = with_gradient(alias, torch.empty_like(alias, dtype=dtype, requires_grad=False))
                 parameters[layer.index, name] = alias
         yield LayerRunner(
             sequence,

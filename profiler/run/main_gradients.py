@@ -31,6 +31,21 @@ def adding_to(main: Tensor, computing: Tensor) -> Tensor:
     return leaf
 
 
+def with_gradient(computing: Tensor, gradient: Tensor) -> Tensor:
+    """A leaf as layers read it from the second micro-batch of a step on: its gradient is added to that one.
+
+    Args:
+        computing: a leaf without a gradient.
+        gradient: of its shape; of another type, it is a main gradient.
+    """
+    if gradient.dtype == computing.dtype:
+        computing.grad = gradient
+        return computing
+    main = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape).requires_grad_()
+    main.grad = gradient
+    return adding_to(main, computing)
+
+
 @torch.no_grad()
 def _add(main: Tensor, leaf: Tensor) -> None:
     gradient = leaf.grad

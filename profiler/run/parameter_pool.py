@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from profiler.machine.allocator import give_back_freed_memory
-from profiler.run.main_gradients import adding_to
-from profiler.tracing.computing_model import main_like
+from profiler.run.main_gradients import with_gradient
+from profiler.tracing.computing_model import adding_dtype, main_like
 from profiler.tracing.sequence import LayerSequence
 
 Key = tuple[int, str]  # index of a layer, name of a parameter that it reads
@@ -113,18 +113,14 @@ class ParameterPool(Mapping[Key, Tensor]):
         placed.requires_grad_(parameter.requires_grad)
         if placed.requires_grad:
             like = self._main(parameter)
-            gradient = _shaped(self._block(like).zero_(), like)
-            if like is parameter:
-                placed.grad = gradient
-            else:
-                main = torch.empty((), dtype=like.dtype, device=self._device).expand(like.shape).requires_grad_()
-                main.grad = gradient
-                placed = adding_to(main, placed)
+            placed = with_gradient(placed, _shaped(self._block(like).zero_(), like))
         return placed
 
     def _main(self, parameter: Tensor) -> Tensor:
-        """What a parameter's gradients are added up like."""
-        return main_like(self._sequence.sample.precision, parameter)
+        """What a parameter's gradients are added up like: itself, or its master weight."""
+        precision = self._sequence.sample.precision
+        added_as_computed = adding_dtype(precision, parameter) == parameter.dtype
+        return parameter if added_as_computed else main_like(precision, parameter)
 
     def _block(self, like: Tensor) -> Tensor:
         """As many elements of that dtype, one after the other in the room."""

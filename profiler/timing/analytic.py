@@ -357,7 +357,7 @@ def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float
 
 
 def estimated_optimizer(
-    name: str, kind: str, parameters: Iterable[Tensor], rates: Rates, *, rounded_bytes: int = 0
+    name: str, kind: str, parameters: Iterable[Tensor], rates: Rates, *, rounded_bytes: int = 0, added_bytes: int = 0
 ) -> OptimizerCost:
     """A step that reads parameters, gradients and state and writes parameters and state.
 
@@ -367,6 +367,7 @@ def estimated_optimizer(
         parameters: what it steps; only shape, type and `requires_grad` matter.
         rates: of the device.
         rounded_bytes: of what master weights are rounded to after the step: they are read once more.
+        added_bytes: of gradients that are cast for the step: they are read, and written in the optimizer's type.
 
     Raises:
         ArgumentError: the optimizer cannot train these parameters.
@@ -377,6 +378,7 @@ def estimated_optimizer(
     size_bytes, state = sum(tensor.nbytes for tensor in trained), state_bytes(name, trained)
     moved_bytes = 4 * size_bytes + 2 * state  # parameters and state read and written, gradients read and set to zero
     moved_bytes += size_bytes + rounded_bytes if rounded_bytes else 0
+    moved_bytes += size_bytes + added_bytes if added_bytes else 0
     return OptimizerCost(
         name=str(name),
         device_kind=kind,

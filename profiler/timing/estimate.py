@@ -28,7 +28,7 @@ from profiler.timing.analytic import (
     work_of_layers,
 )
 from profiler.timing.sweeps import LayerTiming
-from profiler.tracing.computing_model import main_like
+from profiler.tracing.computing_model import added_type, main_like
 from profiler.workload import Workload
 
 PLACE = HOST  # of fake tensors: a build of torch without CUDA cannot hold fake CUDA tensors
@@ -86,7 +86,10 @@ def _optimizer(workload: Workload, kind: str, rates: Rates) -> OptimizerCost:
     stepped = [main_like(precision, parameter) for parameter in computing]
     pairs = zip(computing, stepped, strict=True)
     rounded_bytes = sum(parameter.nbytes for parameter, main in pairs if main is not parameter)
-    return estimated_optimizer(workload.optimizer, kind, stepped, rates, rounded_bytes=rounded_bytes)
+    added_bytes = 0 if added_type(precision) is None else rounded_bytes
+    return estimated_optimizer(
+        workload.optimizer, kind, stepped, rates, rounded_bytes=rounded_bytes, added_bytes=added_bytes
+    )
 
 
 Found = TypeVar("Found")

@@ -107,6 +107,7 @@ def optimizer_cost(
     *,
     budget_s: float = 2.0,
     computing: torch.dtype | None = None,
+    adding: torch.dtype | None = None,
 ) -> OptimizerCost:
     """Measure `step()` and `zero_grad()` of an optimizer; its state is that of `state_bytes`.
 
@@ -118,6 +119,7 @@ def optimizer_cost(
         budget_s: seconds that measuring may take.
         computing: the type that layers compute with, to which master weights are rounded once a step; None where
             there are none. The few parameters that are never cast count like others.
+        adding: the type from which gradients are cast for the step; None where they need not be.
 
     Raises:
         ArgumentError: there is no such optimizer, or it cannot train these parameters.
@@ -130,22 +132,24 @@ def optimizer_cost(
         return OptimizerCost(name=str(name), device_kind=device.kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
     whole_state = state_bytes(name, trained)
     copies = _copies(trained, place, min(COPIED_BYTES_AT_MOST, int(COPIED_SHARE * device.memory_bytes)))
-    gradients = [torch.full_like(copy, 1e-3) for copy in copies]
+    gradients = [torch.full_like(copy, 1e-3, dtype=adding, requires_grad=False) for copy in copies]
     optimizer = _build(name, copies)
     masters = copies if computing is not None else []
     rounded = [torch.empty_like(master, dtype=computing, requires_grad=False) for master in masters]
 
-    def prepare() -> None:
+    def give_gradients() -> None:
         for copy, gradient in zip(copies, gradients, strict=True):
-            copy.grad = gradient
+            copy.grad = gradient.to(copy.dtype)
 
     def step() -> None:
+        if adding is not None:
+            give_gradients()
         optimizer.step()
         optimizer.zero_grad()
         round_to(rounded, masters)
 
     with computing_with(device.threads):
-        timing = time_call(step, place, prepare=prepare, budget_s=budget_s)
+        timing = time_call(step, place, prepare=give_gradients, budget_s=budget_s)
     return OptimizerCost(
         name=str(name),
         device_kind=device.kind,

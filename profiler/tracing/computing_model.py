@@ -69,7 +69,7 @@ def computing_model(model: nn.Module, precision: str | None) -> nn.Module:
 
 
 def main_dtype(precision: str | None, computing: Tensor) -> torch.dtype:
-    """The type of a parameter's main gradient and of what the optimizer steps.
+    """The type of what the optimizer steps for a parameter, and of the gradient that it reads.
 
     Args:
         precision: name of a recipe.
@@ -79,6 +79,24 @@ def main_dtype(precision: str | None, computing: Tensor) -> torch.dtype:
     if recipe is None or not recipe.has_masters or not computing.requires_grad:
         return computing.dtype
     return _dtype(recipe.main) if computing.dtype == _dtype(recipe.computes) else computing.dtype
+
+
+def adding_dtype(precision: str | None, computing: Tensor) -> torch.dtype:
+    """The type in which a parameter's gradient is added up.
+
+    Args:
+        precision: name of a recipe.
+        computing: the parameter that layers compute with.
+    """
+    recipe = recipe_of(precision)
+    main = main_dtype(precision, computing)
+    return main if recipe is None or main == computing.dtype else _dtype(recipe.adds)
+
+
+def added_type(precision: str | None) -> torch.dtype | None:
+    """The type in which gradients are added up, where that is not the optimizer's."""
+    recipe = recipe_of(precision)
+    return _dtype(recipe.adds) if recipe is not None and recipe.casts_at_end else None
 
 
 def main_like(precision: str | None, computing: Tensor) -> Tensor:

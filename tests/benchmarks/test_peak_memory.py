@@ -29,6 +29,7 @@ CONFIG = Config(context=128, width=192, heads=4, blocks=6)
 BATCH_SIZE, M = 16, 8
 WITHIN = 0.05
 AT_LEAST = 0.7  # measured: 0.76 to 0.932
+AT_LEAST_IN_BFLOAT16 = 0.9
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,17 @@ def test_each_rank_peaks_where_the_plan_says() -> None:
 
 
 @pytest.mark.benchmark
-def test_main_gradients_and_cast_parameters_peak_where_the_plan_says() -> None:
-    """Under `bf16-mixed`; master weights are the optimizer's, and left out with its state."""
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-grads"])
+def test_main_gradients_and_cast_parameters_peak_where_the_plan_says(precision: str) -> None:
+    """Master weights are the optimizer's, and left out with its state.
+
+    What is predicted too high is mostly room for short messages, which seldom wait all at once.
+    """
     task = gpt()
     chosen = [{"schedule": s, "recompute": r} for s, r in product(("gpipe", "1f1b"), ("never", "always"))]
-    table = table_of(task, task.profiled(2, "bf16-mixed"), 2, chosen)
-    assert (table["ratio"] <= 1 + WITHIN).all()
-    assert (table["ratio"] >= AT_LEAST).all()
+    table = table_of(task, task.profiled(2, precision), 2, chosen)
+    assert (table["ratio"] <= 1).all()
+    assert (table["ratio"] >= AT_LEAST_IN_BFLOAT16).all()
 
 
 @pytest.mark.benchmark

@@ -1,27 +1,33 @@
-"""Under a recipe of mixed precision gradients and master weights are float32, and equal for every cut in every bit."""
+"""Under a recipe of mixed precision gradients and master weights have its types, equal for every cut in every bit."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
-from planner import ArgumentError, NotTraceableError, Plan
+from planner import ArgumentError, ExecutionError, NotTraceableError, Plan
 from profiler import LayerSequence, trace
+from profiler.precision import RECIPES
 from profiler.run import main_gradients
 from profiler.run.main_gradients import adding_to
 from profiler.tracing.computing_model import computing_model
 
 M, STEPS, MOST_NORM = 4, 3, 0.5
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+ADDS = {"bf16-mixed": torch.float32, "bf16-grads": torch.bfloat16}
 
 
 class Words(nn.Module):
@@ -56,8 +62,8 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def sequence(name: str = "") -> LayerSequence:
-    return trace(Words(), IDS, precision="bf16-mixed")
+def sequence(precision: str = "bf16-mixed") -> LayerSequence:
+    return trace(Words(), IDS, precision=precision)
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
@@ -93,9 +99,10 @@ def by_hand(traced: LayerSequence, schedule: str) -> tuple[list[float], dict[str
         with torch.no_grad():
             for name, parameter in computing.named_parameters():
                 parameter.copy_(masters[name])
-        main, loss = _sums_by_hand(computing, schedule)
+        main, loss = _sums_by_hand(computing, schedule, ADDS[traced.sample.precision or ""])
         losses.append(loss)
         main["embedding.weight"] = main["embedding.weight"] + main.pop("head.weight")
+        main = {name: gradient.float() for name, gradient in main.items()}
         names = [name if name in main else "embedding.weight" for name in traced.parameters]  # in the graph's order
         squares = [torch.linalg.vector_norm(main[name], dtype=torch.float64).square() for name in names]
         norm = torch.stack(squares).sum().sqrt()
@@ -105,8 +112,8 @@ def by_hand(traced: LayerSequence, schedule: str) -> tuple[list[float], dict[str
     return losses, masters
 
 
-def _sums_by_hand(computing: nn.Module, schedule: str) -> tuple[dict[str, Tensor], float]:
-    """Main gradients and loss of a step."""
+def _sums_by_hand(computing: nn.Module, schedule: str, adds: torch.dtype) -> tuple[dict[str, Tensor], float]:
+    """Gradients, added up in that type, and loss of a step."""
     main: dict[str, Tensor] = {}
     batches = IDS.chunk(M)
     whole = 0.0
@@ -117,7 +124,7 @@ def _sums_by_hand(computing: nn.Module, schedule: str) -> tuple[dict[str, Tensor
         for name, parameter in computing.named_parameters():
             assert parameter.grad is not None
             assert parameter.grad.dtype == torch.bfloat16
-            added = parameter.grad.float()
+            added = parameter.grad.to(adds)
             main[name] = main[name] + added if name in main else added
             parameter.grad = None
     return main, whole
@@ -131,11 +138,11 @@ def assert_equal(found: tuple[list[float], dict[str, Tensor]], expected: tuple[l
         assert torch.equal(value, expected[1][name]), name
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("precision", "schedule"), [*product(ADDS, SCHEDULES)])
 def test_every_cut_trains_as_the_recipe_by_hand(
-    schedule: str, plan_for: Callable[..., Plan], traced_once: None
+    precision: str, schedule: str, plan_for: Callable[..., Plan], traced_once: None
 ) -> None:
-    traced = sequence()
+    traced = sequence(precision)
     expected = by_hand(traced, schedule)
     length = len(traced)
     for cuts in ([], [length // 2], [length // 3, length - 2]):
@@ -144,10 +151,11 @@ def test_every_cut_trains_as_the_recipe_by_hand(
             assert_equal(train(plan), expected)
 
 
-def test_processes_and_replicas_add_up_main_gradients(
-    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
+@pytest.mark.parametrize("precision", ADDS)
+def test_processes_and_replicas_add_up_gradients_in_its_type(
+    precision: str, plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
 ) -> None:
-    traced = inherited(sequence)
+    traced = inherited(sequence, precision)
     settings: dict[str, Any] = {"batch_size": 8, "micro_batches": 2, "schedule": "1f1b", "replicas": 2}
     alone = train(plan_for(traced, [len(traced) // 2], **settings))
     parts = launch(train, plan_for(traced, [len(traced) // 2], **settings))
@@ -171,10 +179,111 @@ def test_what_is_trained_is_the_users_own_float32(plan_for: Callable[..., Plan])
     assert torch.equal(pipe.predict(IDS), computing_model(model, "bf16-mixed").eval()(IDS))
 
 
+def test_sums_of_several_calls_go_on_in_the_type_that_adds_up(plan_for: Callable[..., Plan], traced_once: None) -> None:
+    """What the optimizer reads is cast, and comes back from the cast without a change: two calls are one of 2 M."""
+    traced = sequence("bf16-grads")
+    gradients = []
+    for calls, micro_batches in ((1, 4), (2, 2)):
+        plan = plan_for(traced, [3], batch_size=8 // calls, micro_batches=micro_batches, schedule="1f1b")
+        pipe = Pipeline(Words(), plan, loss_fn=loss_fn)
+        for ids in IDS.chunk(calls):
+            pipe.step(ids, target=ids, accumulate=calls)
+        gradients.append({name: held.grad for name, held in pipe.named_parameters() if held.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, gradient.bfloat16().float())
+        if name != "embedding.weight":  # of a tied one each call adds up its own uses first
+            assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_float16_trains_as_by_hand_with_a_scaler(plan_for: Callable[..., Plan], traced_once: None) -> None:
+    """Without one the smallest gradients are 0; the scale is in main gradients until the scaler takes it out."""
+    traced = sequence("fp16-mixed")
+    found = []
+    for cuts in ([], [len(traced) // 2]):
+        plan = plan_for(traced, cuts, batch_size=8, micro_batches=M, schedule="1f1b")
+        pipe = Pipeline(Words(), plan, loss_fn=loss_fn)
+        with pytest.raises(ArgumentError, match="no scaler"):
+            pipe.step(IDS, target=IDS)
+        optimizer = optimizer_of(pipe.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        pipe.step(IDS, target=IDS, scaler=scaler)
+        scaler.unscale_(optimizer)
+        found.append({name: held.grad for name, held in pipe.named_parameters() if held.grad is not None})
+        scaler.step(optimizer)
+        scaler.update()
+    computing = Words(tied=False).half()
+    computing.position = Words().position
+    main: dict[str, Tensor] = {}
+    for ids in IDS.chunk(M):
+        (loss_fn(computing(ids).float(), ids) * (2.0**10 / M)).backward()
+        for name, parameter in computing.named_parameters():
+            assert parameter.grad is not None
+            main[name] = main.get(name, torch.zeros(())) + parameter.grad.float()
+            parameter.grad = None
+    main["embedding.weight"] = main["embedding.weight"] + main.pop("head.weight")
+    for gradients in found:
+        assert gradients.keys() == main.keys()
+        assert all(torch.equal(gradient, main[name] / 2.0**10) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_an_optimizer_of_what_is_not_trained_is_refused(precision: str, plan_for: Callable[..., Plan]) -> None:
+    """Built before the pipeline, of the model's own parameters: it stepped nothing, and the loss never fell."""
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipe = Pipeline(
+        model, plan_for(trace(model, IDS, precision=precision), [3], batch_size=8, micro_batches=M), loss_fn=loss_fn
+    )
+    before = pipe.step(IDS, target=IDS)
+    if precision == "fp32":  # the model's own are trained
+        optimizer.step()
+        assert pipe.evaluate(IDS, target=IDS) < before
+    else:
+        with pytest.raises(ArgumentError, match=r"holds \d+ parameters of the model.*pipe.parameters\(\)"):
+            optimizer.step()
+        del pipe
+        gc.collect()
+        optimizer.step()  # of nothing: nobody minds any more
+
+
+def test_what_is_frozen_no_more_is_refused_though_a_twin_computes(plan_for: Callable[..., Plan]) -> None:
+    """The twin's parameter stayed frozen, and the user's was never trained, without a word."""
+    model = Norms()
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    plan = plan_for(trace(model, x, precision="bf16-mixed"), [2], batch_size=8, micro_batches=2)
+    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
+    model.frozen.requires_grad_()
+    with pytest.raises(ArgumentError, match=r"frozen when the pipeline was .* such as frozen"):
+        pipe.step(x, target=y)
+
+
+def test_a_failed_step_leaves_the_gradients_that_the_optimizer_reads(plan_for: Callable[..., Plan]) -> None:
+    fails = False
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("on purpose")
+        return loss_fn(logits, target)
+
+    pipe = Pipeline(Words(), plan_for(sequence("bf16-grads"), [3], batch_size=8, micro_batches=M), loss_fn=loss)
+    pipe.step(IDS, target=IDS)
+    before = {name: held.grad.clone() for name, held in pipe.named_parameters() if held.grad is not None}
+    fails = True
+    with pytest.raises(ExecutionError, match="on purpose"):
+        pipe.step(IDS, target=IDS)
+    for name, held in pipe.named_parameters():
+        assert held.grad is not None
+        assert torch.equal(held.grad, before[name])
+        assert held.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ADDS)
 def test_checkpoints_hold_master_weights_for_any_number_of_stages(
-    plan_for: Callable[..., Plan], traced_once: None, tmp_path: Path
+    precision: str, plan_for: Callable[..., Plan], traced_once: None, tmp_path: Path
 ) -> None:
-    traced = sequence()
+    traced = sequence(precision)
     plans = [plan_for(traced, cuts, batch_size=8, micro_batches=M) for cuts in ([], [3], [2, len(traced) - 2])]
     begun = Pipeline(Words(), plans[1], loss_fn=loss_fn)
     optimizer = optimizer_of(begun.parameters())
@@ -312,7 +421,7 @@ class Uncopied(nn.Linear):
     ("precision", "autocast", "said"),
     [
         ("fp16", None, "scaler"),
-        ("int8", None, "choose one of fp32, bf16, bf16-mixed"),
+        ("int8", None, "choose one of fp32, bf16, bf16-mixed, bf16-grads, fp16-mixed"),
         ("bf16-mixed", torch.bfloat16, "exclude each other"),
         ("bf16-mixed", None, "a lock"),
     ],
@@ -331,3 +440,73 @@ def test_a_twin_shares_what_it_need_not_cast() -> None:
     assert computing_model(twin, "bf16-mixed") is twin
     assert computing_model(model, None) is model
     assert [name for name, _ in copy.deepcopy(model).named_parameters()] == [n for n, _ in twin.named_parameters()]
+
+
+RECIPES_WITHOUT_SCALER = [None, *(name for name, recipe in RECIPES.items() if not recipe.needs_scaler)]
+
+
+class Drawn(nn.Module):
+    """Blocks of drawn kinds over a row of numbers."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.kinds = kinds
+        made: dict[str, Callable[[], nn.Module]] = {
+            "linear": lambda: nn.Linear(6, 6),
+            "residual": lambda: nn.Linear(6, 6, bias=False),
+            "norm": lambda: nn.LayerNorm(6),
+            "statistics": lambda: nn.BatchNorm1d(6),
+            "dropout": lambda: nn.Dropout(0.3),
+            "tied": lambda: nn.Linear(6, 6),
+            "frozen": lambda: nn.Linear(6, 6).requires_grad_(requires_grad=False),
+        }
+        self.blocks = nn.ModuleList(made[kind]() for kind in kinds)
+        tied = [block for block, kind in zip(self.blocks, kinds, strict=True) if kind == "tied"]
+        for block in tied[1:]:
+            block.weight = tied[0].weight
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, kind in zip(self.blocks, self.kinds, strict=True):
+            x = block(x) + x if kind == "residual" else torch.tanh(block(x))
+        found: Tensor = self.last(x)
+        return found
+
+
+def _drawn_training(kinds: tuple[str, ...], plan: Plan, calls: int) -> tuple[list[float], dict[str, Tensor]]:
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+    y = torch.randn(12, 3, generator=torch.Generator().manual_seed(2))
+    pipe = Pipeline(Drawn(kinds), plan, loss_fn=functional.mse_loss)
+    optimizer = optimizer_of(pipe.parameters())
+    losses = []
+    for _ in range(2):
+        losses += [pipe.step(x, target=y, accumulate=calls).item() for _ in range(calls)]
+        losses.append(pipe.clip_grad_norm_(MOST_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: value.clone() for name, value in pipe.state_dict().items()}
+
+
+@given(st.data())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_models_train_alike_for_every_cut_under_every_recipe(
+    plan_for: Callable[..., Plan], traced_once: None, data: Any
+) -> None:
+    kinds = ("linear", "residual", "norm", "statistics", "dropout", "tied", "frozen")
+    drawn = tuple(data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5)))
+    traced = trace(Drawn(drawn), torch.zeros(12, 6), precision=data.draw(st.sampled_from(RECIPES_WITHOUT_SCALER)))
+    replicas = data.draw(st.sampled_from((1, 2, 3)))
+    asked: dict[str, Any] = {
+        "batch_size": 12,
+        "micro_batches": data.draw(st.integers(2, 6 // replicas)),  # a batch normalization needs two samples
+        "schedule": data.draw(st.sampled_from(SCHEDULES)),
+        "replicas": replicas,
+    }
+    calls = data.draw(st.integers(1, 2))
+    expected = _drawn_training(drawn, plan_for(traced, [], **asked), calls)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(traced) - 1), min_size=1, max_size=3)))
+    again = [data.draw(st.booleans()) for _ in range(len(cuts) + 1)]
+    losses, state = _drawn_training(drawn, plan_for(traced, cuts, **asked, recompute=again), calls)
+    assert losses == expected[0]
+    assert all(torch.equal(value, expected[1][name]) for name, value in state.items())

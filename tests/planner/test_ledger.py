@@ -91,6 +91,9 @@ def counted_bytes(
         over = needs.over_as_one[0]
     else:
         over = pattern_costs(segment_costs(tables, device, variant), first, stop, False, pattern)[0] - needs.room[0]
+        kind = tables.memory.range_of[device]
+        at_end = tables.memory.ranges[kind, first, stop] + tables.memory.ends[kind, first, stop]
+        over = max(over, at_end - tables.limit[device, variant])
     return over + problem.classes[device].device.memory_bytes
 
 
@@ -109,9 +112,11 @@ def check_that_all_count_alike(profiles: Any, device: Any, data: Any) -> None:
         "micro_batches": data.draw(st.integers(len(ranges), batch_size)),
         "schedule": data.draw(st.sampled_from(WHOLE)),
     }
-    devices = [device(kind) for kind in kinds]
-    problem = make_problem(profile, devices, batch_size=batch_size, optimizer=None, settings=asked)
-    (candidate,) = [found for found in problem.candidates() if found.replicas == 1]
+    replicas = data.draw(st.integers(1, 3))
+    asked |= {"replicas": replicas, "shard_optimizer": data.draw(st.booleans())}
+    devices = [device(kind) for kind in kinds] * replicas
+    problem = make_problem(profile, devices, batch_size=replicas * batch_size, optimizer=None, settings=asked)
+    (candidate,) = problem.candidates()
     place = {group.device.kind: number for number, group in enumerate(problem.classes)}
     marks = [data.draw(patterns(stop - first)) for first, stop in ranges]
     stages = tuple(
@@ -191,6 +196,7 @@ def test_a_fourth_row_of_the_whole_stage_is_refused(profiles, device, monkeypatc
     "row",
     [
         RangeRow("once for a range", "parameters", lambda at: np.ceil(at.parameters.unique[at.stage] / 3)),
+        RangeRow("at the end", "gradients", lambda at: 2 * at.parameters.unique[at.stage], at_end=True),
         Row("once", "reserve", Of.STAGE, Counts.ONCE, lambda at: 5.0),
         Row("once for each layer", "optimizer", Of.LAYERS, Counts.ONCE, lambda at: 0 * at.layers.kept_bytes + 3),
         Row("in flight", "activations", Of.LAYERS, Counts.IN_FLIGHT, lambda at: 0 * at.layers.kept_bytes + at.size),

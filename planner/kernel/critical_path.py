@@ -9,39 +9,25 @@ add to a step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from planner.cost.layer_costs import Floats, Indices, Mask
+from planner.cost.layer_costs import Floats
 from planner.kernel.compiled import compiled
+from planner.kernel.turns import FORWARD, Turns
 
 NONE = -1
-"""No pass: they are numbered as in an array of shape (passes, K, M), forward passes first."""
-NOT_YET = -1.0
-"""When a pass is done that has not begun."""
-
-
-class _Walk(NamedTuple):
-    """How far the passes are, each of shape (passes, K, M).
-
-    Attributes:
-        done_s: when each is done, or `NOT_YET`.
-        before: the number of the one that it waited for, or `NONE`.
-        by_message: whether that was for its message.
-    """
-
-    done_s: Floats
-    before: Indices
-    by_message: Mask
+"""No pass; they are numbered as they are walked."""
 
 
 @compiled
-def longest_path(orders: Indices, seconds: Floats, shares: Floats, sends: Floats) -> tuple[float, float, Floats]:
+def longest_path(
+    turns: Turns, ranks: int, seconds: Floats, shares: Floats, sends: Floats
+) -> tuple[float, float, Floats]:
     """The longest path of a schedule.
 
     Args:
-        orders: passes of each rank, see `planner.plan.schedules`.
+        turns: passes of all ranks, see `planner.kernel.turns`.
+        ranks: how many there are.
         seconds: of each kind of pass, stage by stage, for a large micro-batch, shape (2, K), or (3, K) where the
             backward pass is split.
         shares: of that for each micro-batch, shape (2, M) or (3, M).
@@ -53,70 +39,33 @@ def longest_path(orders: Indices, seconds: Floats, shares: Floats, sends: Floats
         each other.
     """
     kinds, stages = seconds.shape
-    micro_batches = shares.shape[1]
-    there = kinds, stages, micro_batches
-    walk = _Walk(np.full(there, NOT_YET), np.full(there, NONE), np.zeros(there, dtype=np.bool_))
-    last = _walked(walk, orders, seconds, shares, sends)
     on_path, on_links = np.zeros((kinds, stages)), 0.0
-    if last == NONE:
+    if not len(turns):
         return np.inf, on_links, on_path
-    length_s = walk.done_s.ravel()[last]
-    while last != NONE:
-        back, place = last // (stages * micro_batches), last % (stages * micro_batches)
-        stage, batch = place // micro_batches, place % micro_batches
-        on_path[back, stage] += shares[back, batch]
-        if walk.by_message[back, stage, batch]:
-            on_links += sends[back, batch]
-        last = walk.before[back, stage, batch]
-    return length_s, on_links, on_path
-
-
-@compiled
-def _walked(walk: _Walk, orders: Indices, seconds: Floats, shares: Floats, sends: Floats) -> int:
-    """Walk all passes; the number of the one that is done last, `NONE` if they wait for each other."""
-    ranks, most = orders.shape
     clock_s, last = np.zeros(ranks), np.full(ranks, NONE)
-    position = np.zeros(ranks, dtype=np.int64)
-    finished, moved = 0, True
-    while finished < ranks:
-        if not moved:
-            return NONE
-        moved = False
-        for rank in range(ranks):
-            begun = position[rank]
-            while position[rank] < most:
-                number = _pass(walk, orders[rank, position[rank]], rank, ranks, clock_s[rank], last[rank], sends)
-                if number == NONE:
-                    break
-                back, place = number // walk.done_s[0].size, number % walk.done_s[0].size
-                stage, batch = place // shares.shape[1], place % shares.shape[1]
-                walk.done_s[back, stage, batch] += seconds[back, stage] * shares[back, batch]
-                clock_s[rank], last[rank] = walk.done_s[back, stage, batch], number
-                position[rank] += 1
-            if position[rank] > begun:
-                moved = True
-                finished += int(position[rank] == most)
-    end: int = last[np.argmax(clock_s)]
-    return end
-
-
-@compiled
-def _pass(walk: _Walk, turn: int, rank: int, ranks: int, clock_s: float, last: int, sends: Floats) -> int:
-    """Note when a pass begins, and what it waited for; its number, `NONE` if its message has not come."""
-    _, stages, micro_batches = walk.done_s.shape
-    chunks = stages // ranks
-    place, batch = turn // micro_batches, turn % micro_batches
-    back, stage = place // chunks, place % chunks * ranks + rank
-    source = stage - 1 if back == 0 else stage + 1
-    walk.before[back, stage, batch] = last
-    if back < len(sends) and 0 <= source < stages:
-        sent_s = walk.done_s[back, source, batch]
-        if sent_s == NOT_YET:
-            return NONE
-        if sent_s + sends[back, batch] > clock_s:
-            clock_s = sent_s + sends[back, batch]
-            walk.before[back, stage, batch] = (back * stages + source) * micro_batches + batch
-            walk.by_message[back, stage, batch] = True
-    walk.done_s[back, stage, batch] = clock_s
-    number: int = (back * stages + stage) * micro_batches + batch
-    return number
+    done_s = np.empty(len(turns))
+    before, by_message = np.empty(len(turns), dtype=np.int32), np.zeros(len(turns), dtype=np.bool_)
+    number_of = np.empty((2, stages, shares.shape[1]), dtype=np.int32)
+    for turn in range(len(turns)):
+        kind, stage, batch = turns[turn, 0], turns[turn, 1], turns[turn, 2]
+        rank = stage % ranks
+        start_s, before[turn] = clock_s[rank], last[rank]
+        if kind < len(number_of):
+            source = stage - 1 if kind == FORWARD else stage + 1
+            number_of[kind, stage, batch] = turn
+            if 0 <= source < stages:
+                sender = number_of[kind, source, batch]
+                there_s = done_s[sender] + sends[kind, batch]
+                if there_s > start_s:
+                    start_s, before[turn], by_message[turn] = there_s, sender, True
+        done_s[turn] = clock_s[rank] = start_s + seconds[kind, stage] * shares[kind, batch]
+        last[rank] = turn
+    at = last[np.argmax(clock_s)]
+    length_s = clock_s.max()
+    while at != NONE:
+        kind, stage, batch = turns[at, 0], turns[at, 1], turns[at, 2]
+        on_path[kind, stage] += shares[kind, batch]
+        if by_message[at]:
+            on_links += sends[kind, batch]
+        at = before[at]
+    return length_s, on_links, on_path

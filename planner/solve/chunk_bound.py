@@ -12,6 +12,7 @@ beyond the layers'. Of unlike devices and of boundaries the cheapest counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from scipy.optimize import OptimizeResult, linprog
 from planner.cost.layer_costs import Floats, LayerSeconds, prefix_sums
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.kernel.critical_path import longest_path
-from planner.kernel.makespan import orders_of
+from planner.kernel.turns import turns_of
 from planner.plan.schedules import SCHEDULES
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.deadline import Deadline
@@ -74,9 +75,9 @@ def chunk_bound(plans: ChunkPlans, deadline: Deadline, enough_s: float = np.inf)
 class BoundSearch:
     """The bound of one candidate, which is made better as often as it is worth it.
 
-    The first lines are the paths of equal stages, and of such of which one stage or rank takes longer, or a stage less
-    long. Each program's answer is met halfway from the best seconds so far: there the paths say more than where the
-    program alone would have it (in-out, Ben-Ameur and Neto, Networks 49, 2007).
+    The first lines are the paths of equal stages, and of such of which one rank takes longer; then those of which one
+    stage takes longer, or less long. Each program's answer is met halfway from the best seconds so far: there the paths
+    say more than where the program alone would have it (in-out, Ben-Ameur and Neto, Networks 49, 2007).
 
     Args:
         plans: of the candidate.
@@ -102,6 +103,8 @@ class BoundSearch:
         plans, program = self._plans, self._program
         if self.bound is None:
             self._first(deadline)
+        elif self.rounds == 1:
+            self._second(deadline)
         for _ in range(programs):
             if self.bound is not None and (self.done or deadline.over or self.bound.step_s > enough_s):
                 break
@@ -126,11 +129,19 @@ class BoundSearch:
         if SCHEDULES[candidate.schedule].made_for_plan:
             self._program.note_any_order()
             return
-        even = self._program.even()
-        each = even.reshape(-1, self._plans.stages)
-        passes = each.size * candidate.split.count
-        turns = [(slice(rank, None, ranks), LONGER) for rank in range(ranks)]
-        turns += [(slice(stage, stage + 1), times) for stage in range(self._plans.stages) for times in (LONGER, LESS)]
+        self._note_seeds([(slice(rank, None, ranks), LONGER) for rank in range(ranks)], deadline)
+
+    def _second(self, deadline: Deadline) -> None:
+        """More lines of a program that the first ones did not settle."""
+        stages = range(self._plans.stages)
+        if not SCHEDULES[self._plans.candidate.schedule].made_for_plan:
+            turns = [(slice(stage, stage + 1), times) for stage in stages for times in (LONGER, LESS)]
+            self._note_seeds(turns, deadline)
+
+    def _note_seeds(self, turns: Sequence[tuple[slice, float]], deadline: Deadline) -> None:
+        """Note the paths of equal stages of which some take so many times as long."""
+        each = self._program.even().reshape(-1, self._plans.stages)
+        passes = each.size * self._plans.candidate.split.count
         for places, times in turns[: MOST_SEED_PASSES // passes]:
             if deadline.over:
                 break
@@ -166,7 +177,8 @@ class _Program:
     def __init__(self, plans: ChunkPlans) -> None:
         candidate, stages = plans.candidate, plans.stages
         count, many = candidate.split.count, candidate.split.number_largest
-        self._orders = orders_of(candidate.schedule, plans.ranks, count, candidate.ring.chunks)
+        self._ranks = plans.ranks
+        self._turns = turns_of(candidate.schedule, plans.ranks, count, candidate.ring.chunks)
         layers = [np.diff(sums, axis=-1).min(axis=1) for sums in plans.passes_s]  # (2 sizes, L) each
         larger = np.arange(count) < many
         self._split = candidate.split
@@ -213,7 +225,7 @@ class _Program:
     def note_path(self, seconds: Floats) -> float:
         """Add the longest path for these seconds, shape (kinds K,); its length."""
         each = np.ascontiguousarray(seconds.reshape(self._kinds, self._stages))
-        length_s, links_s, on_path = longest_path(self._orders, each, self._shares, self._sends)
+        length_s, links_s, on_path = longest_path(self._turns, self._ranks, each, self._shares, self._sends)
         self._row(on_path, -1.0, -links_s / self._scale_s)
         return length_s
 

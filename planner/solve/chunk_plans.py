@@ -11,7 +11,8 @@ process has once counts once. A stage is kept or recomputed as a whole here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -29,6 +30,9 @@ from planner.solve.balance import Balance, StageChoice, end_seconds, evaluate_s
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.problem import Candidate, Problem
 
+MOST_PASSES_OF_SETS = 2_000_000
+"""Passes that are walked to find out which chunks of some cuts are best recomputed, where all ways are tried [chosen:
+30 ms]."""
 Stops = tuple[int, ...]
 """Index after the last layer of each stage."""
 
@@ -63,7 +67,7 @@ class ChunkPlans:
     Attributes:
         ranks: how many there are.
         stages: K.
-        tries_all: whether `fitted` finds the fastest of all plans with its cuts.
+        tries_all: whether `fitted` has found the fastest of all plans with its cuts, whenever it was asked.
         walks: through all passes that it takes to find out what cuts are worth.
     """
 
@@ -172,24 +176,56 @@ class ChunkPlans:
         """The fastest plan with these cuts that fits; None if none does, or none takes less than `below_s`.
 
         Of each rank that is too full, every set of chunks is tried that lets it fit when recomputed and of which no
-        chunk can be left out; if it need not be thorough, the one alone that takes least to recompute.
+        chunk can be left out; if it need not be thorough, the one alone that takes least to recompute. Where these are
+        too many for all ranks together, one rank changes at a time.
         """
         at_best_s = self.at_best_s(stops, classes)
         if at_best_s >= below_s:
             return None
         mode = self.problem.settings.recompute
-        sets = [list(self._sets(rank, stops, classes, mode)) for rank in range(self.ranks)]
+        sets = [
+            sorted(self._sets(rank, stops, classes, mode), key=partial(self._recompute_s, rank, stops, classes))
+            for rank in range(self.ranks)
+        ]
+        if not all(sets):
+            return None
         if not thorough:
-            sets = [
-                sorted(flags, key=partial(self._recompute_s, rank, stops, classes))[:1]
-                for rank, flags in enumerate(sets)
-            ]
-        best: ChunkChoice | None = None
-        for chosen in itertools.product(*sets):  # nothing at all where a rank has no set
+            sets = [flags[:1] for flags in sets]
+
+        def made(chosen: Sequence[tuple[bool, ...]]) -> ChunkChoice:
             recompute = tuple(flags[chunk] for chunk in range(self.candidate.ring.chunks) for flags in chosen)
-            step_s = self.step_s(stops, classes, recompute) if any(recompute) and mode == "auto" else at_best_s
-            if step_s < min(below_s, np.inf if best is None else best.step_s):
-                best = ChunkChoice(step_s, stops, classes, recompute)
+            priced = any(recompute) and mode == "auto"
+            return ChunkChoice(
+                self.step_s(stops, classes, recompute) if priced else at_best_s, stops, classes, recompute
+            )
+
+        if math.prod(map(len, sets)) * 2 * self.stages * self.candidate.split.count <= MOST_PASSES_OF_SETS:
+            best = min(map(made, itertools.product(*sets)), key=lambda choice: choice.step_s)
+        else:
+            self.tries_all = False
+            best = self._rank_by_rank(sets, made)
+        return best if best.step_s < below_s else None
+
+    def _rank_by_rank(
+        self,
+        sets: Sequence[Sequence[tuple[bool, ...]]],
+        made: Callable[[Sequence[tuple[bool, ...]]], ChunkChoice],
+    ) -> ChunkChoice:
+        """What the ranks recompute is changed one rank at a time, as long as the step becomes shorter."""
+        chosen = [flags[0] for flags in sets]
+        best, faster = made(chosen), True
+        while faster:
+            faster = False
+            for rank, flags in enumerate(sets):
+                for other in flags:
+                    if self.deadline.over:
+                        return best
+                    if other == chosen[rank]:
+                        continue
+                    changed = [*chosen[:rank], other, *chosen[rank + 1 :]]
+                    choice = made(changed)
+                    if choice.step_s < best.step_s:
+                        best, chosen, faster = choice, changed, True
         return best
 
     def _recompute_s(self, rank: int, stops: Stops, classes: Sequence[int], flags: Sequence[bool]) -> float:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from planner.explain import explain
 from planner.from_profile import plan_from_profile
 from planner.kernel.critical_path import longest_path
-from planner.kernel.makespan import makespan_s, orders_of
+from planner.kernel.makespan import makespan_s
+from planner.kernel.turns import turns_of
 from planner.plan.schedules import SCHEDULES
 from planner.solve import cut_climb
 from planner.solve.build_plan import make_plan
@@ -124,7 +125,7 @@ def test_the_longest_path_is_the_makespan_and_a_line_below_it(name, ranks, chunk
     kinds = 3 if SCHEDULES[name].splits_backward else 2
     chunks = min(chunks, SCHEDULES[name].most_chunks)
     stages = ranks * chunks
-    orders = orders_of(name, ranks, count, chunks)
+    turns = turns_of(name, ranks, count, chunks)
 
     def steps_s(seconds):
         rows = np.zeros((6, stages, count))
@@ -133,7 +134,7 @@ def test_the_longest_path_is_the_makespan_and_a_line_below_it(name, ranks, chunk
         return makespan_s(name, rows, chunks)
 
     here, there = random.random((2, kinds, stages))
-    length_s, links_s, on_path = longest_path(orders, here, np.ones((kinds, count)), np.zeros((2, count)))
+    length_s, links_s, on_path = longest_path(turns, ranks, here, np.ones((kinds, count)), np.zeros((2, count)))
     assert links_s == 0.0
     assert length_s == pytest.approx(steps_s(here))
     assert (on_path * here).sum() == pytest.approx(length_s)

@@ -12,7 +12,7 @@ across halves of the turns: the best cut of one half is judged by the other half
     regret = median over splits of  (ours in half B) / (best of half A in half B) - 1
 
 Next to ours stand the cuts of published planners, from the same profile. The table is in plan_quality.md; all models
-together draw measured_regret.png and predicted_measured.png.
+together (any two or more) draw measured_regret.png and predicted_measured.png.
 """
 
 import os
@@ -289,7 +289,7 @@ def test_no_cut_is_measurably_better() -> None:
         print(f"\n{frame.to_string(index=False, float_format='{:.3f}'.format)}", flush=True)
     speedups = {name: geometric_mean(frame[name]) for name in [*PUBLISHED, FLOPS]}
     print("speed-up over, geometric mean: " + ", ".join(f"{name} {value:.3f}" for name, value in speedups.items()))
-    if set(names) == set(UNLIKE):
+    if len(names) > 1:
         draw(results)
     assert (frame["regret"] - frame["noise"] <= REGRET_WITHIN).all()
     assert min(speedups.values()) >= 1.0

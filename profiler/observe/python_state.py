@@ -12,7 +12,7 @@ from profiler.observe.random_states import Generator, is_generator, key_of
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
 _OF_EVERY_RNN = frozenset({"_flat_weights", "_flat_weight_refs"})  # its parameters again: the list follows them
-_CONTAINERS = (list, tuple, set, dict)
+CONTAINERS = (list, tuple, set, dict)
 _COMPARED = bool | int | float | str | bytes | Generator
 
 
@@ -46,20 +46,22 @@ def attributes_of(module: nn.Module) -> dict[str, Attribute]:
 
 
 def _described(owner: nn.Module, value: Any) -> Attribute:
-    if type(value) not in _CONTAINERS:
-        return Attribute(owner, value, None, _key(value), _plain(value))
+    if type(value) not in CONTAINERS:
+        return Attribute(owner, value, None, key_of_value(value), plain_of_value(value))
     items = value if isinstance(value, tuple) else value.copy()
-    keys = frozenset(map(_key, value)) if isinstance(value, set) else tuple(map(_key, value))
+    keys = frozenset(map(key_of_value, value)) if isinstance(value, set) else tuple(map(key_of_value, value))
     held = list(value.values() if isinstance(value, dict) else value)
-    plain = (len(value), *map(_plain, held))
-    return Attribute(owner, value, items, (type(value), keys, tuple(map(_key, held))), plain)
+    plain = (len(value), *map(plain_of_value, held))
+    return Attribute(owner, value, items, (type(value), keys, tuple(map(key_of_value, held))), plain)
 
 
-def _plain(value: Any) -> Any:
-    return _key(value) if value is None or isinstance(value, _COMPARED) else type(value)
+def plain_of_value(value: Any) -> Any:
+    """Equal of two values if no number, string or random generator has changed; of others their class."""
+    return key_of_value(value) if value is None or isinstance(value, _COMPARED) else type(value)
 
 
-def _key(value: Any) -> Any:
+def key_of_value(value: Any) -> Any:
+    """Equal of one object, and of plain values and random generators that are equal."""
     if is_generator(value):
         return key_of(value)
     plain = value is None or isinstance(value, bool | int | float | str | bytes)

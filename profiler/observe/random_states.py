@@ -7,11 +7,16 @@ before each layer; from these come the seeds of all others.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
+from types import FrameType
 from typing import Any, TypeAlias, TypeGuard
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +26,7 @@ from profiler.machine.backend import backend_of
 Generator: TypeAlias = random.Random | np.random.RandomState | np.random.Generator | torch.Generator
 
 OF_PYTHON_AND_NUMPY: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)
+_OURS = __name__.partition(".")[0]
 _SEEDS = 2**32  # numpy's legacy generators take seeds below
 
 
@@ -56,7 +62,8 @@ def generators_in(values: Iterable[Any]) -> tuple[Generator, ...]:
 def key_of(generator: Generator) -> object:
     """Equal for a generator that would draw the same numbers."""
     if isinstance(generator, torch.Generator):
-        return bytes(generator.get_state().tolist())
+        state = generator.get_state()
+        return bytes((ctypes.c_ubyte * state.nbytes).from_address(state.data_ptr()))  # by no operation: a trace sees it
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -86,6 +93,27 @@ def preserved(devices: Iterable[torch.device]) -> Iterator[None]:
         for put_back in restore:
             assert put_back is not None, "they are generators"
             put_back()
+
+
+@contextlib.contextmanager
+def system_numbers_told(tell: Callable[[], object]) -> Iterator[None]:
+    """Within, `tell` is called when other code than torch's draws random numbers of the system, which have no seed."""
+    draw = os.urandom
+
+    def told(size: int) -> bytes:
+        frame = sys._getframe(1)
+        while frame.f_back and _package_of(frame) in sys.stdlib_module_names:
+            frame = frame.f_back
+        if _package_of(frame) not in ("torch", _OURS):
+            tell()
+        return draw(size)
+
+    with mock.patch.object(os, "urandom", told), mock.patch.object(random, "_urandom", told):
+        yield
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 _DRAW_ON: ContextVar[bool] = ContextVar("_DRAW_ON", default=False)

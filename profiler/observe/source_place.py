@@ -114,13 +114,18 @@ def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> Place:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return own_forward(module) is not nn.Module.forward
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward pass of its class; None of a scripted module, whose class has none that can be asked for."""
+    return getattr(type(module), "forward", None)
 
 
 def _definition(model: nn.Module) -> str:
     """Where the model's forward pass begins, for what happens before or after all of its lines."""
-    forward = inspect.unwrap(type(model).forward)
-    code = getattr(forward, "__code__", None)
+    forward = own_forward(model)
+    code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
     return "its call" if code is None else f'{code.co_filename}:{code.co_firstlineno} "def forward"'
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiler.observe.elsewhere import put_spots_back, spots_of
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, state_of
 
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)  # plain ones: what others do when they are filled is unknown
@@ -29,8 +30,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Within, the model may be changed; afterwards it is as it was before.
 
     That is each module's attributes, submodules, parameters, buffers, hooks and mode, and what lists, sets, dicts and
-    objects among them (a configuration) hold, by identity; and the states of random generators, its own and those of
-    torch, numpy and Python. Values of tensors are not looked at: nothing of ours writes them.
+    objects among them (a configuration) hold, by identity; what else its code reaches (`profiler.observe.elsewhere`);
+    and the states of random generators, its own and those of torch, numpy and Python. Values of tensors are not looked
+    at: nothing of ours writes them.
     """
     undo: dict[int, Callable[[], object]] = {}  # by identity of what it is about, which it keeps alive
     pending: list[tuple[Any, int]] = [(generator, 0) for generator in (torch.default_generator, *OF_PYTHON_AND_NUMPY)]
@@ -48,9 +50,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
             undo[id(found)] = restore
         elif depth and _is_looked_into(found):
             pending.append((found.__dict__, depth - 1))
+    elsewhere = spots_of(model)
     try:
         yield
     finally:
+        put_spots_back(elsewhere, spots_of(model))
         for restore in undo.values():
             restore()
 

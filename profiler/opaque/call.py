@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from profiler.errors import ExecutionError
 from profiler.machine.backend import device_of_first
 from profiler.observe.data_writes import DataWrites
+from profiler.observe.elsewhere import constants_reached, generators_reached
 from profiler.observe.python_state import attributes_of, changed_names, put_back
 from profiler.observe.random_states import (
     OF_PYTHON_AND_NUMPY,
@@ -201,6 +202,8 @@ class Held:
         self.parameters: Mapping[str, Tensor] = dict(module.named_parameters())
         self.buffers: Mapping[str, Tensor] = dict(module.named_buffers())
         self._flags = [(part, part.training) for part in module.modules()]
+        self._generators = generators_reached(module)
+        self.constants = constants_reached(module)
 
     def __str__(self) -> str:
         """What an error calls it."""
@@ -244,6 +247,7 @@ class Held:
         entered = [tensor._version for tensor in entering]
         settings = self._settings(args, kwargs)
         attributes, states = attributes_of(self.module), python_and_numpy_states()
+        before = {name: constant._version for name, constant in self.constants.items()}
         known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
         writes = DataWrites(known)
         with self._seeded(seed) as drawn, self._modes(), standing_in(self.module, given), writes:
@@ -255,6 +259,9 @@ class Held:
         if repeated:
             put_back(attributes, repeated)
             raise Refused(f"it changes its attribute {repeated[0]!r}; make it a buffer (register_buffer)")
+        for name, constant in self.constants.items():
+            if constant._version != before[name]:
+                raise Refused(f"it writes {name!r}, a tensor that is no buffer; make it one (register_buffer)")
         if not may_draw and states != python_and_numpy_states():
             raise Refused("it draws from Python's or numpy's random generator, and did not when traced")
         through_data = writes.written()
@@ -281,8 +288,9 @@ class Held:
         """Within, random generators other than torch's own draw what the seed says."""
         if seed is None:
             return contextlib.nullcontext(lambda: False)
-        held = (value for part in self.module.modules() for value in part.__dict__.values())
-        return seeded((*OF_PYTHON_AND_NUMPY, *generators_in(held)), seed)
+        held = generators_in(value for part in self.module.modules() for value in part.__dict__.values())
+        every = {id(generator): generator for generator in (*OF_PYTHON_AND_NUMPY, *held, *self._generators)}
+        return seeded([*every.values()], seed)
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ dearest is planned for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import HOST, backend_of, device_of_first
+from profiler.observe.elsewhere import Unwritten, lasting_spots, spots_of
 from profiler.observe.flops import FlopCounter
-from profiler.observe.random_states import preserved
+from profiler.observe.random_states import preserved, system_numbers_told
 from profiler.observe.reads import Reads
 from profiler.observe.storage_watch import StorageWatch
 from profiler.opaque.call import Affine, Cost, Done, Held, Refused, Signature, TensorKind, filled, with_slots
@@ -138,12 +140,20 @@ def rehearse(call: RehearsedCall, sizes: Sequence[int]) -> tuple[Signature, Cost
 def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floats: Floats) -> list[_Run]:
     """One run at each size, of the dearest of some draws if it draws random numbers."""
     made: dict[str, Any] = {}
-    with ThreadPoolExecutor(1) as thread:
+    ends = [spots_of(call.held.module)]
+    constants = Unwritten(call.held.constants)
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as afterwards:
+        afterwards.callback(constants.put_back)
 
         def run(size: int, seed: int) -> _Run:
-            return thread.submit(_run, call, size, around, made, seed, floats).result()
+            done = thread.submit(_run, call, size, around, made, seed, floats).result()
+            ends.append(spots_of(call.held.module))
+            changed = lasting_spots(ends[-2], ends[-1])
+            if changed and len(ends) > 2:  # in the first run it may make a cache
+                raise Refused(f"it changes {changed[0].name!r} in each call; keep that in a buffer (register_buffer)")
+            return done
 
-        first = run(sizes[0], 0)  # in the first run it may make a cache
+        first = run(sizes[0], 0)
         seed = _dearest_draw([run(sizes[0], other) for other in range(DRAWS_TRIED)]) if first.draws else 0
         return [run(size, seed) for size in sizes]
 
@@ -228,7 +238,12 @@ def _run(
     ):
         torch.manual_seed(seed)
         reads = Reads(call.others, own.values())
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounter() as counter, reads:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            FlopCounter() as counter,
+            reads,
+            system_numbers_told(_refuse_system_numbers),
+        ):
             done = held.call(own, args, kwargs, made, may_draw=True, seed=seed)
         if reads.names:
             raise Refused(f"it reads {min(reads.names)!r}, which is not its own; pass that as an argument")
@@ -252,6 +267,10 @@ def _run(
             tuple(sorted(position for storage, position in entered.items() if storage in saved)),
             tuple(sorted(position for storage, position in left.items() if storage in saved)),
         )
+
+
+def _refuse_system_numbers() -> None:
+    raise Refused("it draws random numbers of the system (os.urandom, secrets, uuid), which nobody can draw again")
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:

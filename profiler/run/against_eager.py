@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from profiler.errors import UnfaithfulTraceError
 from profiler.observe.ambient import as_in_training
+from profiler.observe.elsewhere import generators_reached
 from profiler.observe.random_states import drawing_on, generators_in, generators_of, preserved, state_of
 from profiler.observe.untouched import untouched
 from profiler.run.loss import LossFunction, loss_of, model_output
@@ -206,7 +207,10 @@ class Trial:
         buffers = [
             (part, name, buffer, buffer.clone()) for part in parts for name, buffer in part.named_buffers(recurse=False)
         ]
+        known = {id(buffer) for _, _, buffer, _ in buffers}
+        constants = [(held, held.clone()) for held in self.sequence.buffers.values() if id(held) not in known]
         own = generators_in(value for part in parts for value in vars(part).values())
+        own += tuple(generator for module in self._modules for generator in generators_reached(module))
         restore = [state_of(generator) for generator in own]
         for parameter in parameters:
             parameter.grad = None
@@ -224,6 +228,8 @@ class Trial:
             with torch.no_grad():
                 for part, name, buffer, kept in buffers:
                     setattr(part, name, buffer.copy_(kept))  # some models put another tensor in its place
+                for constant, kept in constants:
+                    constant.copy_(kept)
 
     @property
     def _modules(self) -> list[nn.Module]:

@@ -12,9 +12,9 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 from unittest import mock
 
 import torch
@@ -26,7 +26,6 @@ from profiler.conditions.asking import Questions
 from profiler.conditions.chance import Ways
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.machine.backend import backend_of, device_of_first
-from profiler.observe.python_state import attributes_of, changed_names
 from profiler.observe.source_place import Place, explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
 from profiler.opaque.opaque_calls import OpaqueCalls
@@ -40,7 +39,8 @@ from profiler.torch_private import (
 )
 from profiler.tracing import progress
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
-from profiler.tracing.harmless_changes import each_call_alike, same_calls, same_graphs
+from profiler.tracing.calls_alike import Changes, NotedCall, PythonState, each_call_alike
+from profiler.tracing.harmless_changes import same_calls, same_graphs
 from profiler.tracing.held_elsewhere import name_held_elsewhere
 from profiler.tracing.left_out import LeftOut, left_out
 from profiler.tracing.plain_data import DataAsOperations
@@ -119,18 +119,17 @@ def export_graph(
     Raises:
         NotTraceableError: the forward pass cannot be exported; the message names module path, source line and cause.
     """
-    before = attributes_of(model)
+    before = PythonState.of(model)
     with each_call_alike(model) as calls:
         module, program, questions, decisions, foreign = _exported(model, spec, training, dynamic, called_as_is, ask)
-        between = calls[0] if calls else before  # of a graph, export runs the nodes without calling it
-        changed = changed_names(before, between)
+        changes = Changes.of(model, before, calls)
 
         def traced_again() -> fx.GraphModule:
             return cast("fx.GraphModule", _exported(model, spec, training, dynamic, called_as_is, ask)[0])
 
-        harmless = not changed or _same_graphs(model, module, traced_again, between, changed, calls)
+        harmless = not changes or _same_graphs(model, module, traced_again, changes.attributes, calls)
     if not harmless and not _same_calls(model, spec, training):
-        _refuse_changes(model, changed[0])
+        changes.refuse(model)
     if dynamic:
         _refuse_limited_batches(program, questions)
     refuse_hidden_writes(module.graph, module)
@@ -138,10 +137,18 @@ def export_graph(
     return _tidy(module, program, spec, decisions, foreign)
 
 
-def _same_graphs(model: nn.Module, *of_the_calls: Any) -> bool:
+def _same_graphs(
+    model: nn.Module,
+    graph: fx.GraphModule,
+    traced_again: Callable[[], fx.GraphModule],
+    changed: Sequence[str],
+    calls: Sequence[NotedCall],
+) -> bool:
     """The proof by graphs; without one where what the first call has left is none of a second trace's."""
+    if not calls:
+        return False
     try:
-        return same_graphs(model, *of_the_calls)
+        return same_graphs(model, graph, traced_again, changed, calls)
     except NotTraceableError:
         return False
 
@@ -257,17 +264,6 @@ def _fixed_text(place: Place, problem: Exception) -> str:
     return (
         f"cannot trace the model: in {place}: the forward pass fixes the batch extent "
         f"({details[0] if details else 'as a Python number'}); make it independent of the batch size"
-    )
-
-
-def _refuse_changes(model: nn.Module, name: str) -> NoReturn:
-    """Refuse a forward pass that computes with an attribute which it changes, or counts in one."""
-    path, _, own_name = name.rpartition(".")
-    raise NotTraceableError(
-        f"cannot trace the model: in {place_of_call(model, path)}: the forward pass changes its Python attribute "
-        f"{own_name!r}, which a graph would hold as a constant; keep it in a buffer "
-        f"(self.register_buffer({own_name!r}, torch.tensor(...))), or change it outside the forward pass",
-        modules=(path,),
     )
 
 

@@ -30,6 +30,7 @@ from profiler.conditions.asking import Questions
 from profiler.conditions.chance import Ways
 from profiler.errors import NotTraceableError
 from profiler.observe.named_functions import SEPARATOR
+from profiler.observe.source_place import place_of_node
 from profiler.observe.untouched import untouched
 from profiler.opaque.opaque_calls import NotCallableError, opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, SampleSpec
@@ -241,9 +242,7 @@ def symbolic_trace(model: nn.Module, spec: SampleSpec, training: bool, ask: Aski
     """Front end 3; it takes no answers."""
     with mode_of(model, training):
         module = symbolic_module(model, spec)
-        traced = exported(module, spec, training, leaf_modules(module))
-    _refuse_written_constants(*traced[:2])
-    return traced
+        return exported(module, spec, training, leaf_modules(module))
 
 
 def children(model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> Traced:
@@ -273,6 +272,7 @@ def exported(
         try:
             graph = _exported(model, spec, training, dynamic, called, ask)
             facts = analyse(graph, spec)
+            _refuse_written_constants(model, graph, facts)
             progress.done(Part.FACTS)
             return graph, facts, _really_called(model, graph, called)
         except NotTraceableError as problem:
@@ -342,8 +342,19 @@ def _is_plain(module: nn.Sequential) -> bool:
     return type(module).forward is nn.Sequential.forward
 
 
-def _refuse_written_constants(graph: TracedGraph, facts: Mapping[fx.Node, NodeFacts]) -> None:
+def _refuse_written_constants(model: nn.Module, graph: TracedGraph, facts: Mapping[fx.Node, NodeFacts]) -> None:
+    """Refuse writes to tensors that are no buffers: nobody would carry what is written to the next micro-batch."""
     written = frozenset().union(*(fact.writes for fact in facts.values()))
+    held = {name for name, _ in model.named_buffers(remove_duplicate=False) if not name.startswith(CONSTANT)}
+    held |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for node, fact in facts.items():
-        if node.op == "get_attr" and str(node.target).startswith(CONSTANT) and fact.storage in written:
-            raise NotTraceableError("the forward pass writes a tensor that symbolic_trace would make only once")
+        if node.op == "get_attr" and str(node.target) not in held and fact.storage in written:
+            writer = next(other for other, fact_of in facts.items() if fact.storage in fact_of.writes)
+            place = place_of_node(writer)
+            raise NotTraceableError(
+                f"cannot trace the model: in {place}: the forward pass writes {str(node.target)!r}, a tensor that is "
+                "no buffer, so that no micro-batch would find what the last one wrote; make it a buffer "
+                "(self.register_buffer)",
+                modules=place.modules,
+                functions=place.functions,
+            )

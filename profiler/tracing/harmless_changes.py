@@ -1,9 +1,12 @@
-"""Python attributes that a forward pass changes: whether what it computes depends on them.
+"""State of Python's that a forward pass changes: whether what it computes depends on it.
+
+That is the attributes of modules, buffers that are replaced by other tensors, and what the code reaches elsewhere: in
+helper objects, closures, iterators and variables of files (`profiler.observe.elsewhere`).
 
 A graph is that of a first call. It serves for all calls if later ones compute the same, whatever earlier ones have left
 behind, as with a cache of a table, or a counter that nothing reads. Two proofs are tried:
 
-- by graphs: a second trace, from the attributes that the first call has left, gives the same graph and constants; so
+- by graphs: a second trace, from the state that the first call has left, gives the same graph and constants; so
   does one from counters that have come far.
 - by calls: for made-up data the model returns the same, and gives the same gradients, in a first call and in one that
   comes after a call with other data and other parameters, and with counters that have come far. It needs the model's
@@ -12,30 +15,22 @@ behind, as with a cache of a table, or a counter that nothing reads. Two proofs 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from profiler.errors import NotTraceableError
 from profiler.machine.backend import HOST, device_of_first
-from profiler.observe.python_state import (
-    Attribute,
-    attributes_of,
-    put_all_back,
-    put_back,
-    replaced,
-    tensors_held,
-)
+from profiler.observe.elsewhere import Spot, Spots, lasting_spots, put_spots_back, spots_of
+from profiler.observe.python_state import Attribute, key_of_value, put_back
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_of, preserved, seeded
 from profiler.observe.standing_in import standing_in
 from profiler.observe.untouched import untouched
+from profiler.tracing.calls_alike import NotedCall, PythonState
 from profiler.tracing.sample import Arguments
 
 _FAR = 1_000_003  # [chosen] calls; odd, so that what every other call does differently shows
@@ -63,6 +58,21 @@ def let_come_far(earlier: _Attributes, later: _Attributes, names: Sequence[str])
     return True
 
 
+def let_spots_come_far(earlier: Spots, later: Sequence[Spot]) -> bool:
+    """The same of what is no attribute; random generators, iterators and the like cannot."""
+    before = {id(spot.holder): spot.items for spot in earlier.values()}
+    for spot in later:
+        items = before.get(id(spot.holder), {})
+        known = items.keys() == spot.items.keys() and all(
+            key_of_value(items[name]) == key_of_value(value) or (_is_number(items[name]) and _is_number(value))
+            for name, value in spot.items.items()
+        )
+        if spot.write is None or not known:
+            return False
+        spot.write({name: _far(items[name], value) for name, value in spot.items.items()})
+    return True
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -75,36 +85,48 @@ def same_graphs(
     model: nn.Module,
     graph: fx.GraphModule,
     traced_again: Callable[[], fx.GraphModule],
-    between: _Attributes,
     changed: Sequence[str],
-    calls: Sequence[_Attributes],
+    calls: Sequence[NotedCall],
 ) -> bool:
     """The proof by graphs.
 
     Args:
         model: the model.
         graph: of the first call.
-        traced_again: makes the graph of a call from the attributes as they are.
-        between: attributes after the first call.
-        changed: names of those that it changed.
-        calls: attributes after each call so far; it grows.
+        traced_again: makes the graph of a call from the state as it is.
+        changed: names of the attributes that the first call changed.
+        calls: so far, one at least; it grows.
 
     Raises:
-        Exception: it cannot be traced from these attributes, or not as such.
+        Exception: it cannot be traced from this state, or not as such.
     """
-    begin, expected = attributes_of(model), graph_text(graph)
+    first = calls[0]
+    if first.replaced:
+        return False
+    begin, expected = PythonState.of(model), graph_text(graph)
     try:
-        put_back(between, changed)
+        _let_be(model, first, first.end, changed)
         if graph_text(traced_again()) != expected:
             return False
-        after = calls[-1]
-        lasting = lasting_changes(between, after)
-        if not lasting:
+        between, after = first.end, calls[-1].end
+        lasting = lasting_changes(between.attributes, after.attributes)
+        lasting_elsewhere = lasting_spots(between.spots, after.spots)
+        if not lasting and not lasting_elsewhere:
             return True
-        put_back(after, lasting)
-        return let_come_far(between, after, lasting) and graph_text(traced_again()) == expected
+        _let_be(model, first, first.end, changed)
+        put_back(after.attributes, lasting)
+        far = let_come_far(between.attributes, after.attributes, lasting)
+        far = far and let_spots_come_far(between.spots, lasting_elsewhere)
+        return far and graph_text(traced_again()) == expected
     finally:
-        put_all_back(begin, attributes_of(model))
+        begin.put_back(model)
+
+
+def _let_be(model: nn.Module, first: NotedCall, state: PythonState, changed: Sequence[str]) -> None:
+    """Let the state be that after a call; export leaves copies of containers, so each object is put back first."""
+    first.begin.put_back(model)
+    put_back(state.attributes, changed)
+    put_spots_back(state.spots, spots_of(model))
 
 
 def same_calls(model: nn.Module, calls: Sequence[Arguments], around: Callable[[], Any]) -> bool:
@@ -139,15 +161,25 @@ def _computed_later(
 ) -> list[list[Any]]:
     """What the second call computes after the first, with other parameters, and after many; [] if that is unknown."""
     others = {name: (1.5 * held.detach()).requires_grad_(held.requires_grad) for name, held in model.named_parameters()}
-    with standing_in(model, others):
+    held = {**others, **dict(model.named_buffers())}
+    with standing_in(model, held):
         _computed(model, first, around)
-    between = attributes_of(model)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if held[name] is not buffer:  # it has put another in its place
+                buffer.copy_(held[name])
+    between = PythonState.of(model)
     found = [_computed(model, second, around)]
-    after = attributes_of(model)
-    lasting = lasting_changes(between, after)
-    if lasting and not let_come_far(between, after, lasting):
+    after = PythonState.of(model)
+    lasting = lasting_changes(between.attributes, after.attributes)
+    lasting_elsewhere = lasting_spots(between.spots, after.spots)
+    if not lasting and not lasting_elsewhere:
+        return found
+    if not let_come_far(between.attributes, after.attributes, lasting):
         return []
-    return [*found, _computed(model, second, around)] if lasting else found
+    if not let_spots_come_far(between.spots, lasting_elsewhere):
+        return []
+    return [*found, _computed(model, second, around)]
 
 
 def _computed(model: nn.Module, call: Arguments, around: Callable[[], Any]) -> list[Any]:
@@ -179,11 +211,16 @@ def graph_text(root: fx.GraphModule) -> str:
         f"{node.target} {tensor_digest(value)}"
         for node in root.graph.nodes
         if node.op == "get_attr"
-        and isinstance(value := getattr(root, str(node.target), None), Tensor)
+        and isinstance(value := _held(root, str(node.target)), Tensor)
         and id(value) not in held
         and not value.is_meta
     ]
     return "\n".join((*regions, *constants))
+
+
+def _held(root: fx.GraphModule, target: str) -> Any:
+    owner, _, name = target.rpartition(".")
+    return getattr(root.get_submodule(owner), name, None)
 
 
 def tensor_digest(value: Tensor) -> str:
@@ -192,58 +229,3 @@ def tensor_digest(value: Tensor) -> str:
         return f"of a trace {id(value)}"  # that an attribute has kept: equal to nothing
     held = value.detach().to(HOST).contiguous()
     return hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def refuse_replaced(before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    """Refuse a forward pass that makes or replaces a parameter, or takes one or a buffer away.
-
-    Raises:
-        NotTraceableError: naming it.
-    """
-    names = replaced(before, after)
-    if names:
-        path, _, own_name = names[0].rpartition(".")
-        raise NotTraceableError(
-            f"cannot trace the model: the forward pass of {f'module {path!r}' if path else 'the model'} makes, "
-            f"replaces or takes away its parameter or buffer {own_name!r}, which a graph cannot hold; make parameters "
-            "in the constructor, or call the model once before planning",
-            modules=(path,),
-        )
-
-
-@contextlib.contextmanager
-def each_call_alike(model: nn.Module) -> Iterator[list[dict[str, Attribute]]]:
-    """Within, each call of the model begins with the same attributes; noted are those at the end of each call.
-
-    An export runs the model several times for one graph: a table that the first run has kept would be none of the
-    graph's in the next.
-    """
-    noted: list[dict[str, Attribute]] = []
-    begin: list[dict[str, Attribute]] = []
-    held: list[dict[str, int]] = []
-    register = nn.Module.register_buffer
-
-    def note_begin(*_: Any) -> None:
-        begin.append(attributes_of(model))
-        held.append(tensors_held(model))
-
-    def note_end(*_: Any) -> None:
-        refuse_replaced(held.pop(), tensors_held(model))
-        after = attributes_of(model)
-        noted.append(after)
-        put_all_back(begin.pop(), after)
-
-    def registered(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """A new buffer is one more attribute: export knows those alone that were there before."""
-        if begin and name not in module._buffers:
-            module.__dict__[name] = tensor
-        else:
-            register(module, name, tensor, persistent)
-
-    handles = model.register_forward_pre_hook(note_begin), model.register_forward_hook(note_end)
-    try:
-        with mock.patch.object(nn.Module, "register_buffer", registered):
-            yield noted
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -17,6 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from profiler.machine.descriptors import hides_progress
+from profiler.observe.source_place import own_forward
 
 DELAY_S = 1.0
 """Seconds until anything is shown: small models are traced by then [chosen]."""
@@ -54,7 +55,7 @@ class TraceProgress:
     """Seconds between two times that the bar is drawn, at least [chosen]."""
 
     def __init__(self, model: nn.Module, *, wanted: bool) -> None:
-        called = sum(type(module).forward is not _NO_FORWARD for module in model.modules())
+        called = sum(own_forward(module) is not _NO_FORWARD for module in model.modules())
         self._each = Part.MODULES.end / max(1, called)
         self._attempts = 0
         self._bar: tqdm[Any] = tqdm(

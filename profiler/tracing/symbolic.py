@@ -15,13 +15,14 @@ from torch import fx, nn
 
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import BACKENDS
+from profiler.observe.elsewhere import Unwritten, changed_spots, constants_reached, put_spots_back, spots_of
 from profiler.observe.python_state import attributes_of, changed_names, put_back, tensors_held
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import place_now, place_of
 from profiler.opaque.custom_function_tracing import functions_noticed
 from profiler.sample_spec import SampleSpec, TensorLeaf
 from profiler.torch_private import PH
-from profiler.tracing.harmless_changes import refuse_replaced
+from profiler.tracing.calls_alike import refuse_replaced, replaced_buffers
 from profiler.tracing.refusals import refused
 from profiler.tracing.sample import arguments_of
 
@@ -103,6 +104,8 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
     tracer = _Tracer(model, spec.keep_together)
     before, states = attributes_of(model), (python_and_numpy_states(), torch.get_rng_state())
     changed: list[str] = []
+    elsewhere, buffers = spots_of(model), dict(model.named_buffers())
+    constants = Unwritten(constants_reached(model))
     try:
         with torch.random.fork_rng(devices=[]), refused(model), functions_noticed(tracer.call_of):
             held = tensors_held(model)
@@ -111,6 +114,8 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
             drawn = not torch.equal(states[1], torch.get_rng_state())
         module = fx.GraphModule(model, graph)
         changed = [n for n in changed_names(before, attributes_of(model)) if not n.startswith(CONSTANT)]
+        changed += [*constants.put_back(), *replaced_buffers(model, buffers)]
+        changed += [spot.name for spot in changed_spots(elsewhere, spots_of(model))]
     except NotTraceableError:
         raise
     except Exception as problem:
@@ -119,13 +124,14 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
     finally:
         after = changed_names(before, attributes_of(model))
         put_back(before, after)
+        put_spots_back(elsewhere, spots_of(model))
         for name in after:
             if name.startswith(CONSTANT):
                 del model.__dict__[name]
     if drawn or states[0] != python_and_numpy_states():
         raise NotTraceableError("symbolic_trace would freeze random numbers that the forward pass draws")
     if changed:
-        raise NotTraceableError(f"the forward pass changes the Python attribute {changed[0]!r}")
+        raise NotTraceableError(f"the forward pass changes {changed[0]!r}, which is of Python")
     _wrap_functions(module)
     return module
 

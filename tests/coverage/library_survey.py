@@ -28,6 +28,7 @@ from torch import nn
 from tqdm import tqdm
 
 from profiler.errors import NotTraceableError, PlanError
+from tests.coverage.library_more import more
 from tests.coverage.library_others import others
 from tests.coverage.library_parts import MINI_BATCH
 from tests.coverage.library_series import series
@@ -69,6 +70,7 @@ def candidates() -> Iterator[Candidate]:
     yield from texts()
     yield from series()
     yield from others()
+    yield from more()
 
 
 def tried(candidate: Candidate) -> Row:

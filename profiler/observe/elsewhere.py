@@ -1,0 +1,404 @@
+"""State that a model's code reaches and that is no attribute of its modules.
+
+    self.helper.calls += 1          an attribute of an object that a module holds
+    nonlocal calls; calls += 1      a variable of a closure
+    next(self.factors)              the position of an iterator
+    CALLS[0] += 1                   an item of a list of the file, whose name the code of the forward pass holds
+
+It is found by walking from the modules' attributes and from the code of their forward passes; of classes and files only
+what has a name that this code uses. Packages of torch, numpy and Python itself are not looked into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import functools
+import sys
+import threading
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from profiler.observe.python_state import CONTAINERS, attributes_of, key_of_value, plain_of_value
+from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, is_generator, key_of, state_of
+
+_OURS = __name__.partition(".")[0]
+_NOT_LOOKED_INTO = frozenset({_OURS, "torch", "numpy", *sys.stdlib_module_names})
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local)  # of the standard library
+_ORDERED = (list, collections.deque)
+_MAPPINGS = (dict, collections.OrderedDict, defaultdict, collections.Counter)
+_LARGEST_ARRAY_BYTES = 2**20  # that is compared; larger ones are data [chosen]
+_ENDS: tuple[Any, ...] = (torch.default_generator, *OF_PYTHON_AND_NUMPY)  # others look at these
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Something that holds values, at one moment.
+
+    Attributes:
+        name: dotted, from the module or the file.
+        module: path of the module whose code reaches it first.
+        holder: kept, so that its identity stays its own.
+        items: what it holds, by name or position.
+        write: puts items in the place of what it holds; None if that cannot be.
+        is_random: whether it is a random generator.
+    """
+
+    name: str
+    module: str
+    holder: Any
+    items: Mapping[Any, Any]
+    write: Callable[[Mapping[Any, Any]], object] | None
+    is_random: bool = False
+
+    @property
+    def key(self) -> object:
+        """Equal if it holds the same objects, and numbers and texts of the same value."""
+        return {name: key_of_value(value) for name, value in self.items.items()}
+
+    @property
+    def plain(self) -> object:
+        """Equal if no number, text or random generator has changed, nor how much it holds."""
+        return {name: plain_of_value(value) for name, value in self.items.items()}
+
+
+Spots = Mapping[Hashable, Spot]
+
+
+def spots_of(model: nn.Module) -> Spots:
+    """All that the model's code reaches, as it is now."""
+    walk = _Walk()
+    for path, module in model.named_modules():
+        walk.enter(path, module)
+    return walk.spots
+
+
+def changed_spots(before: Spots, after: Spots) -> list[Spot]:
+    """Those of the first that hold something else later, under the name of what that is."""
+    return [_named(spot, after[key]) for key, spot in before.items() if key in after and after[key].key != spot.key]
+
+
+def lasting_spots(before: Spots, after: Spots) -> list[Spot]:
+    """Those whose numbers, texts or lengths differ between the ends of two calls, as they are then."""
+    return [
+        _named(spot, before[key]) for key, spot in after.items() if key in before and before[key].plain != spot.plain
+    ]
+
+
+def _named(spot: Spot, other: Spot) -> Spot:
+    """The spot under the name of the first item that differs."""
+    names = (*spot.items, *other.items)
+    name = next(
+        (name for name in names if key_of_value(spot.items.get(name)) != key_of_value(other.items.get(name))), ""
+    )
+    if not isinstance(name, str):
+        return replace(spot, name=f"{spot.name}[{name!r}]")
+    return replace(spot, name=f"{spot.name}.{name}") if name and not spot.name.endswith(name) else spot
+
+
+def put_spots_back(before: Spots, now: Spots) -> None:
+    """Let all hold what they held before."""
+    for spot in changed_spots(before, now):
+        if spot.write is not None:
+            spot.write(spot.items)
+
+
+def generators_reached(module: nn.Module) -> tuple[Any, ...]:
+    """The random generators among what a module's code reaches, those of torch, Python and numpy themselves apart."""
+    return tuple(spot.holder for spot in spots_of(module).values() if spot.is_random)
+
+
+def constants_reached(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that are neither parameters nor buffers, among the attributes and among what else the code reaches."""
+    held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    spots = [(spot.name, spot.items.values()) for spot in spots_of(module).values()]
+    items = ((a.items or {"": a.value}) for a in attributes_of(module).values())
+    spots += [
+        (name, each.values() if isinstance(each, dict) else each)
+        for name, each in zip(attributes_of(module), items, strict=True)
+    ]
+    return {
+        f"{name}[{position}]": value
+        for name, values in spots
+        for position, value in enumerate(values)
+        if isinstance(value, Tensor) and id(value) not in held and not value.is_inference()
+    }
+
+
+class Unwritten:
+    """Tensors that nobody is to write: those that are written are put back.
+
+    Args:
+        tensors: by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._kept = [(name, tensor, tensor._version, tensor.clone()) for name, tensor in tensors.items()]
+
+    def put_back(self) -> list[str]:
+        """Names of those that were written."""
+        written = [(name, tensor, kept) for name, tensor, version, kept in self._kept if tensor._version != version]
+        with torch.no_grad():
+            for _, tensor, kept in written:
+                tensor.copy_(kept)
+        return [name for name, *_ in written]
+
+
+class _Walk:
+    """Goes from the model to all that it reaches, each once."""
+
+    def __init__(self) -> None:
+        self.spots: dict[Hashable, Spot] = {}
+        self._seen: dict[int, Any] = {id(end): end for end in _ENDS}
+        self._names: set[str] = set()  # that the code uses
+        self._unused: dict[str, list[tuple[str, str, Any, Any]]] = defaultdict(list)  # until the code uses the name
+        self._seen_classes: dict[int, type] = {}
+        self._module = ""
+
+    def enter(self, path: str, module: nn.Module) -> None:
+        """Walk from a module of the model: what its attributes hold, and its class; the attributes have their own look.
+
+        Args:
+            path: of the module.
+            module: its parameters, buffers and submodules are none of what is looked for.
+        """
+        self._module = path
+        self._seen[id(module)] = module
+        for name, value in list(module.__dict__.items()):
+            if name in _OF_MODULES:
+                self._hooks(f"{path}.{name}", value)
+            elif type(value) in CONTAINERS:
+                self._seen[id(value)] = value
+                for each in list(value.values() if isinstance(value, dict) else value):
+                    self._walk(f"{path}.{name}", each)
+            else:
+                self._walk(f"{path}.{name}", value)
+        for found in self._class(type(module), "forward", "__call__"):
+            self._walk(*found)
+
+    def _hooks(self, name: str, value: Any) -> None:
+        if name.endswith(("_forward_hooks", "_forward_pre_hooks")):
+            for hook in list(value.values()):
+                self._walk(name, hook)
+
+    def _walk(self, name: str, value: Any) -> None:
+        """Note what a value holds, and go on from there."""
+        pending = [(name.lstrip("."), value)]
+        while pending:
+            name, value = pending.pop()
+            if _is_plain(value) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            pending.extend(self._held_by(name, value))
+
+    def _held_by(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Note a spot, if the value is one; what it holds, each with a name."""
+        if isinstance(value, types.FunctionType):
+            yield from self._function(name, value)
+        elif isinstance(value, types.MethodType):
+            yield from ((name, value.__self__), (name, value.__func__))
+        elif isinstance(value, types.BuiltinMethodType):
+            yield name, value.__self__
+        elif isinstance(value, functools.partial):
+            yield from ((name, value.func), (name, value.args), (name, value.keywords))
+        elif isinstance(value, staticmethod | classmethod):
+            yield name, value.__func__
+        elif isinstance(value, property):
+            yield from ((name, value.fget), (name, value.fset))
+        elif isinstance(value, functools._lru_cache_wrapper):
+            yield name, value.__wrapped__  # what it keeps follows from its arguments
+        elif isinstance(value, type):
+            yield from self._class(value)
+        elif isinstance(value, Tensor | types.ModuleType):
+            return
+        elif isinstance(value, tuple | frozenset):
+            yield from ((f"{name}[{position}]", item) for position, item in enumerate(value))
+        else:
+            yield from self._object(name, value)
+
+    def _object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        kind = type(value)
+        if is_generator(value):
+            restore = state_of(value)
+            self._note(name, value, {"": repr(key_of(value))}, lambda _: restore and restore(), is_random=True)
+        elif kind in _MAPPINGS:
+            self._note(name, value, dict(value), lambda items: (value.clear(), value.update(items)))
+            yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items()))
+        elif kind in _ORDERED:
+            self._note(name, value, dict(enumerate(value)), lambda items: (value.clear(), value.extend(items.values())))
+            yield from ((f"{name}[{position}]", item) for position, item in enumerate(list(value)))
+        elif kind is set:
+            self._note(name, value, dict.fromkeys(value), lambda items: (value.clear(), value.update(items)))
+        elif kind is np.ndarray and value.nbytes <= _LARGEST_ARRAY_BYTES and value.dtype.kind in "biufc":
+            content = value.copy()
+            self._note(name, value, {"": content.tobytes()}, lambda _: np.copyto(value, content))
+        elif kind is bytearray:
+            self._note(name, value, {"": bytes(value)}, lambda items: value.__init__(items[""]))
+        elif kind is contextvars.ContextVar:
+            self._note(name, value, {"": value.get(None)}, lambda items: value.set(items[""]))
+        elif isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            self._note(name, value, {"": "" if frame is None else f"{frame.f_lasti} {_numbers(frame.f_locals)}"})
+        elif isinstance(value, Iterator) and kind.__module__ in ("builtins", "itertools"):
+            self._note(name, value, {"": _position(value)})
+        elif isinstance(value, types.CellType):
+            yield from self._cell(name, value)
+        elif isinstance(value, _HOLDERS) or kind.__module__.partition(".")[0] not in _NOT_LOOKED_INTO:
+            yield from self._instance(name, value)
+
+    def _cell(self, name: str, cell: types.CellType) -> Iterator[tuple[str, Any]]:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            return
+        self._note(name, cell, {"": content}, lambda items: setattr(cell, "cell_contents", items[""]))
+        yield name, content
+
+    def _instance(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """An object of somebody's class, a module that is none of the model's among them."""
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):
+            self._note(name, value, dict(held), lambda items: (held.clear(), held.update(items)))
+            yield from ((f"{name}.{key}", item) for key, item in list(held.items()))
+        slots = {slot: getattr(value, slot) for slot in _slots(type(value)) if hasattr(value, slot)}
+        if slots:
+            self._note(name, (value,), slots, lambda items: [setattr(value, *item) for item in items.items()])
+            yield from ((f"{name}.{key}", item) for key, item in slots.items())
+        yield from self._class(type(value), *_IMPLICIT)
+
+    def _function(self, name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        package = str(function.__globals__.get("__name__", "")).partition(".")[0]
+        if package == _OURS:
+            return
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            yield f"{name}.{variable}", cell
+        yield from ((f"{name}()", value) for value in function.__defaults__ or ())
+        yield from ((f"{name}()", value) for value in (function.__kwdefaults__ or {}).values())
+        if function.__dict__:
+            held = function.__dict__
+            self._note(name, function, dict(held), lambda items: (held.clear(), held.update(items)))
+            yield from ((f"{name}.{key}", item) for key, item in held.items())
+        if package in _NOT_LOOKED_INTO:  # a decorator's, say
+            return
+        file = str(function.__globals__["__name__"])
+        for used in _names_used(function.__code__):
+            yield from self._use(used)
+            if used in function.__globals__:
+                yield from self._variable(file, function.__globals__, used)
+
+    def _variable(self, file: str, variables: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+        """A variable of a file, or of a file that is imported there: of that only what has a name that is used."""
+        value = variables[name]
+        if isinstance(value, types.ModuleType):
+            package = value.__name__.partition(".")[0]
+            if package not in _NOT_LOOKED_INTO and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                for inner in list(vars(value)):
+                    yield from self._later(inner, value.__name__, vars(value), vars(value)[inner])
+            return
+        if _is_plain(value):
+            self._note(
+                f"{file}.{name}",
+                (variables, name),
+                {name: value},
+                lambda items: variables.__setitem__(name, items[name]),
+            )
+        yield f"{file}.{name}", value
+
+    def _class(self, kind: type, *implicit: str) -> Iterator[tuple[str, Any]]:
+        """What a class holds under names that the code uses; methods and plain values."""
+        for each in kind.__mro__:
+            if each.__module__.partition(".")[0] in _NOT_LOOKED_INTO or id(each) in self._seen_classes:
+                continue
+            self._seen_classes[id(each)] = each
+            for name, value in list(vars(each).items()):
+                yield from self._later(name, f"{each.__module__}.{each.__qualname__}", each, value)
+        for name in implicit:
+            yield from self._use(name)
+
+    def _later(self, name: str, prefix: str, owner: Any, value: Any) -> Iterator[tuple[str, Any]]:
+        """Go on to a value as soon as the code uses its name."""
+        self._unused[name].append((prefix, name, owner, value))
+        if name in self._names:
+            yield from self._use(name, again=True)
+
+    def _use(self, name: str, *, again: bool = False) -> Iterator[tuple[str, Any]]:
+        if name in self._names and not again:
+            return
+        self._names.add(name)
+        for prefix, _, owner, value in self._unused.pop(name, ()):
+            if isinstance(owner, dict):
+                yield from self._variable(prefix, owner, name)
+                continue
+            if _is_plain(value) and not name.startswith("__"):
+                self._note(
+                    f"{prefix}.{name}", (owner, name), {name: value}, functools.partial(_set_class_attribute, owner)
+                )
+            yield f"{prefix}.{name}", value
+
+    def _note(
+        self,
+        name: str,
+        holder: Any,
+        items: Mapping[Any, Any],
+        write: Callable[[Mapping[Any, Any]], object] | None = None,
+        *,
+        is_random: bool = False,
+    ) -> None:
+        key = (
+            tuple(id(part) if not isinstance(part, str) else part for part in holder)
+            if type(holder) is tuple
+            else id(holder)
+        )
+        self.spots[key] = Spot(name, self._module, holder, items, write, is_random)
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)
+_IMPLICIT = ("__call__", "__getattr__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__")
+
+
+def _set_class_attribute(owner: type, items: Mapping[str, Any]) -> None:
+    for name, value in items.items():
+        setattr(owner, name, value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes)
+
+
+def _slots(kind: type) -> list[str]:
+    listed = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    names = [name for slots in listed for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+@functools.cache
+def _names_used(code: types.CodeType) -> tuple[str, ...]:
+    """All names of variables, functions and attributes in a function's code and in the functions inside it."""
+    inner = [
+        name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names_used(constant)
+    ]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _numbers(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in variables.items() if _is_plain(value)}
+
+
+def _position(iterator: Iterator[Any]) -> str:
+    """Text that differs after an iterator has gone on, as far as it lets that be seen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns that some will not say so for ever
+        try:
+            return repr(iterator.__reduce__()[1:])
+        except Exception:
+            return repr(iterator)

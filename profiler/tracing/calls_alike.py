@@ -1,0 +1,179 @@
+"""The calls of a model while it is exported: each begins with the same state of Python's, and its changes are noted.
+
+An export may run the model several times for one graph: a table that the first run has kept would be none of the
+graph's in the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from unittest import mock
+
+from torch import Tensor, nn
+
+from profiler.errors import NotTraceableError
+from profiler.observe.elsewhere import Spot, Spots, changed_spots, lasting_spots, put_spots_back, spots_of
+from profiler.observe.python_state import (
+    Attribute,
+    attributes_of,
+    changed_names,
+    put_all_back,
+    replaced,
+    tensors_held,
+)
+from profiler.observe.source_place import keep_together_advice, place_of_call
+
+
+@dataclass(frozen=True, slots=True)
+class PythonState:
+    """What is no tensor of a model, at one moment.
+
+    Attributes:
+        attributes: of its modules.
+        spots: what else its code reaches.
+    """
+
+    attributes: Mapping[str, Attribute]
+    spots: Spots
+
+    @classmethod
+    def of(cls, model: nn.Module) -> PythonState:
+        """As it is now."""
+        return cls(attributes_of(model), spots_of(model))
+
+    def put_back(self, model: nn.Module) -> None:
+        """Let it be what it was."""
+        put_all_back(self.attributes, attributes_of(model))
+        put_spots_back(self.spots, spots_of(model))
+
+
+@dataclass(frozen=True, slots=True)
+class NotedCall:
+    """One call of the model.
+
+    Attributes:
+        begin: the state before it.
+        end: the state after it.
+        replaced: names of the buffers in whose place it has put other tensors.
+    """
+
+    begin: PythonState
+    end: PythonState
+    replaced: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What the first call of a trace has changed.
+
+    Attributes:
+        attributes: names of those of modules.
+        spots: what is no attribute, as it was before.
+        replaced: names of the buffers in whose place it has put other tensors.
+    """
+
+    attributes: Sequence[str]
+    spots: Sequence[Spot]
+    replaced: Sequence[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.attributes or self.spots or self.replaced)
+
+    @classmethod
+    def of(cls, model: nn.Module, before: PythonState, calls: Sequence[NotedCall]) -> Changes:
+        """Since a moment before the trace; of a graph, export runs the nodes without calling it."""
+        if not calls:
+            return cls((), lasting_spots(before.spots, spots_of(model)), ())
+        first = calls[0]
+        attributes = changed_names(before.attributes, first.end.attributes)
+        return cls(attributes, changed_spots(first.begin.spots, first.end.spots), first.replaced)
+
+    def refuse(self, model: nn.Module) -> NoReturn:
+        """Refuse a forward pass that computes with what it changes, or counts.
+
+        Raises:
+            NotTraceableError: naming it.
+        """
+        if self.attributes or not self.spots:
+            path, _, own_name = (*self.attributes, *self.replaced)[0].rpartition(".")
+            what = (
+                f"changes its {'Python attribute' if self.attributes else 'buffer'} {own_name!r}, which a graph would "
+            )
+            if self.attributes:
+                cure = f"keep it in a buffer (self.register_buffer({own_name!r}, torch.tensor(...)))"
+            else:
+                cure = f"write it in place (self.{own_name}.copy_(...))"
+            cure += ", or change it outside the forward pass"
+        else:
+            spot = next((spot for spot in self.spots if spot.is_random), self.spots[0])
+            path = spot.module
+            if spot.is_random:
+                what = f"draws from a random generator of its own, {spot.name!r}, whose numbers a graph would freeze"
+                cure = keep_together_advice((path,))
+            else:
+                what = f"changes {spot.name!r}, which a graph would hold as a constant"
+                cure = "keep it in a buffer (self.register_buffer), or change it outside the forward pass"
+        raise NotTraceableError(
+            f"cannot trace the model: in {place_of_call(model, path)}: the forward pass {what}; {cure}", modules=(path,)
+        )
+
+
+@contextlib.contextmanager
+def each_call_alike(model: nn.Module) -> Iterator[list[NotedCall]]:
+    """Within, each call of the model begins with the same state; yields the calls, as they are made."""
+    noted: list[NotedCall] = []
+    begins: list[tuple[PythonState, dict[str, int], dict[str, Tensor]]] = []
+    register = nn.Module.register_buffer
+
+    def note_begin(*_: Any) -> None:
+        begins.append((PythonState.of(model), tensors_held(model), dict(model.named_buffers())))
+
+    def note_end(*_: Any) -> None:
+        begin, held, buffers = begins[-1]
+        refuse_replaced(held, tensors_held(model))
+        noted.append(NotedCall(begin, PythonState.of(model), replaced_buffers(model, buffers)))
+        begin.put_back(model)
+        begins.pop()
+
+    def registered(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """A new buffer is one more attribute: export knows those alone that were there before."""
+        if begins and name not in module._buffers:
+            module.__dict__[name] = tensor
+        else:
+            register(module, name, tensor, persistent)
+
+    handles = model.register_forward_pre_hook(note_begin), model.register_forward_hook(note_end)
+    try:
+        with mock.patch.object(nn.Module, "register_buffer", registered):
+            yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
+        for begin, *_ in begins[:1]:  # of a call that raised an error
+            put_spots_back(begin.spots, spots_of(model))
+
+
+def replaced_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """Names of the buffers that other tensors have taken the place of."""
+    now = dict(model.named_buffers())
+    return [name for name, buffer in before.items() if now.get(name, buffer) is not buffer]
+
+
+def refuse_replaced(before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Refuse a forward pass that makes or replaces a parameter, or takes one or a buffer away.
+
+    Raises:
+        NotTraceableError: naming it.
+    """
+    names = replaced(before, after)
+    if names:
+        path, _, own_name = names[0].rpartition(".")
+        raise NotTraceableError(
+            f"cannot trace the model: the forward pass of {f'module {path!r}' if path else 'the model'} makes, "
+            f"replaces or takes away its parameter or buffer {own_name!r}, which a graph cannot hold; make parameters "
+            "in the constructor, or call the model once before planning",
+            modules=(path,),
+        )

@@ -1,0 +1,179 @@
+"""What comes of a model that hides something: right, refused by name, or a defect.
+
+    trace, plan of 3 stages, Pipeline.step for several batches   against   a plain loop over their micro-batches
+    or, for models that draw random numbers,                     against   one stage; and results must vary as theirs do
+
+and in the end the parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from executor import Pipeline
+from profiler import trace
+from profiler.errors import ExecutionError, PlanError, UnfaithfulTraceError
+from tests.executor.conftest import _plan as plan_for
+from tests.models import hidden_gradients, hidden_means, hidden_tensors
+from tests.models.hidden_state import DRAWING, FEATURES, fresh, hiding
+
+_SORTED_IN = (hidden_gradients, hidden_means, hidden_tensors)  # by being imported
+
+SIZE, M, STEPS = 8, 4, 5
+WITHIN = 1e-9  # relative, in float64
+
+
+class Outcome(StrEnum):
+    """What came of a model."""
+
+    RIGHT = "right"
+    REFUSED = "refused"
+    STOPPED = "stopped"  # a later micro-batch took another branch
+    WRONG = "WRONG"
+    CRASHED = "CRASHED"
+    UNCLEAR = "UNCLEAR"  # refused, without a place or a next step
+    NOTHING = "does not train"
+
+
+GOOD = frozenset({Outcome.RIGHT, Outcome.REFUSED, Outcome.STOPPED, Outcome.NOTHING})
+KNOWN = frozenset({"a text of numbers"})  # what notebooks/limits.md says is not noticed
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of it, and why."""
+
+    outcome: Outcome
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What some steps yield."""
+
+    losses: tuple[Tensor, ...]
+    gradients: tuple[dict[str, Tensor], ...]
+    state: dict[str, Any]
+
+
+def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    """Unlike ones: later ones are larger, and of another sign."""
+    made = torch.Generator().manual_seed(11)
+    scales = [(-1) ** step * (1.0 + step) for step in range(steps)]
+    return [
+        (
+            torch.randn(SIZE, FEATURES, generator=made, dtype=torch.float64) * scale,
+            torch.randn(SIZE, FEATURES, generator=made, dtype=torch.float64),
+        )
+        for scale in scales
+    ]
+
+
+def by_hand(names: Sequence[str], data: Sequence[tuple[Tensor, Tensor]], rate: float = 0.05) -> Training:
+    """A plain loop."""
+    model = hiding(names)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    losses, gradients = [], []
+    for x, y in data:
+        total = torch.zeros((), dtype=torch.float64)
+        for part, aims in zip(x.clone().chunk(M), y.chunk(M), strict=True):
+            loss = functional.mse_loss(model(part), aims) / M
+            loss.backward()
+            total += loss.detach()
+        losses.append(total)
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return Training(tuple(losses), tuple(gradients), model.state_dict())
+
+
+def by_plan(names: Sequence[str], data: Sequence[tuple[Tensor, Tensor]], stages: int, rate: float = 0.05) -> Training:
+    """By a plan.
+
+    Raises:
+        PlanError: it is refused.
+    """
+    model = hiding(names)
+    sequence = trace(model, data[0][0][: SIZE // M].clone(), progress=False)
+    fresh()
+    layers = len(sequence)
+    stages = min(stages, layers)
+    cuts = [round(layers * stage / stages) for stage in range(1, stages)]
+    plan = plan_for(sequence, cuts, batch_size=SIZE, micro_batches=M, recompute=[stages > 1, *[False] * (stages - 1)])
+    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=rate)
+    losses, gradients = [], []
+    for x, y in data:
+        losses.append(pipe.step(x.clone(), target=y).detach().clone())
+        gradients.append({name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return Training(tuple(losses), tuple(gradients), dict(pipe.state_dict()))
+
+
+def tried(names: Sequence[str]) -> Found:
+    """What comes of a model of these bodies."""
+    data = batches()
+    try:
+        expected = by_hand(names, data)
+    except Exception as problem:
+        return Found(Outcome.NOTHING, f"{type(problem).__name__}: {problem}")
+    try:
+        found = by_plan(names, data, 3)
+        if DRAWING.intersection(names):
+            expected = by_plan(names, data, 1)
+            if frozen(names):
+                return Found(Outcome.WRONG, "its random numbers are the same in each step")
+    except PlanError as problem:
+        return refused(problem)
+    except Exception as problem:
+        return Found(Outcome.CRASHED, f"{type(problem).__name__}: {problem}")
+    apart = difference(found, expected)
+    return Found(Outcome.RIGHT if not apart else Outcome.WRONG, apart)
+
+
+def refused(problem: PlanError) -> Found:
+    """Whether it says where, and what to do."""
+    text = str(problem).partition("\n")[0]
+    if isinstance(problem, ExecutionError) and "in this micro-batch and was" in text:
+        return Found(Outcome.STOPPED, text)
+    if isinstance(problem, UnfaithfulTraceError):
+        return Found(Outcome.REFUSED, text)
+    told = r"\.py:\d+|backward hook|module '.*' is called as it is.*; make it a buffer|traced twice in a row, its layer"
+    clear = re.search(told, text) is not None
+    return Found(Outcome.REFUSED if clear else Outcome.UNCLEAR, f"{type(problem).__name__}: {text}")
+
+
+def frozen(names: Sequence[str]) -> bool:
+    """Whether the same step again yields the same where the model's own varies."""
+    data = batches(1) * 6
+    its_own = {float(loss) for loss in by_hand(names, data, rate=0.0).losses}
+    return len(its_own) > 1 and len({float(loss) for loss in by_plan(names, data, 3, rate=0.0).losses}) == 1
+
+
+def difference(found: Training, expected: Training) -> str:
+    """The first difference in words; "" if there is none."""
+    for step, (one, other) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        if not torch.allclose(one.double(), other.double(), rtol=WITHIN, atol=0):
+            return f"the loss of step {step} is {float(one):.6g} and was to be {float(other):.6g}"
+        ours, theirs = found.gradients[step], expected.gradients[step]
+        scale = max((float(gradient.abs().max()) for gradient in theirs.values()), default=0.0)
+        for name in ours.keys() | theirs.keys():
+            zero = torch.zeros((), dtype=torch.float64)
+            gap = float((ours.get(name, zero) - theirs.get(name, zero)).abs().max())
+            if not gap <= WITHIN * scale:
+                return f"the gradient of {name} in step {step} is {gap:.1e} off, of {scale:.1e}"
+    if found.state.keys() != expected.state.keys():
+        return f"the state has {sorted(found.state.keys() ^ expected.state.keys())} on one side only"
+    for name, value in expected.state.items():
+        if isinstance(value, Tensor) and not torch.allclose(found.state[name], value, rtol=WITHIN, atol=1e-12):
+            return f"{name} in the end is {float((found.state[name] - value).abs().max()):.1e} off"
+    return ""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.observe.python_state import CONTAINERS, attributes_of, key_of_value, plain_of_value
-from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, is_generator, key_of, state_of
+from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, Generator, is_generator, key_of, state_of
 
 _OURS = __name__.partition(".")[0]
 _NOT_LOOKED_INTO = frozenset({_OURS, "torch", "numpy", *sys.stdlib_module_names})
@@ -202,42 +202,43 @@ class _Walk:
 
     def _held_by(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Note a spot, if the value is one; what it holds, each with a name."""
-        if isinstance(value, types.FunctionType):
+        kind = type(value)  # what a stand-in says of its class may be an error
+        if issubclass(kind, types.FunctionType):
             yield from self._function(name, value)
-        elif isinstance(value, types.MethodType):
+        elif issubclass(kind, types.MethodType):
             yield from ((name, value.__self__), (name, value.__func__))
-        elif isinstance(value, types.BuiltinMethodType):
+        elif issubclass(kind, types.BuiltinMethodType):
             yield name, value.__self__
-        elif isinstance(value, functools.partial):
+        elif issubclass(kind, functools.partial):
             yield from ((name, value.func), (name, value.args), (name, value.keywords))
-        elif isinstance(value, staticmethod | classmethod):
+        elif issubclass(kind, staticmethod | classmethod):
             yield name, value.__func__
-        elif isinstance(value, property):
+        elif issubclass(kind, property):
             yield from ((name, value.fget), (name, value.fset))
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif issubclass(kind, functools._lru_cache_wrapper):
             yield name, value.__wrapped__  # what it keeps follows from its arguments
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             yield from self._class(value)
-        elif isinstance(value, Tensor | types.ModuleType):
+        elif issubclass(kind, Tensor | types.ModuleType):
             return
-        elif isinstance(value, tuple | frozenset):
+        elif issubclass(kind, tuple | frozenset):
             yield from ((f"{name}[{position}]", item) for position, item in enumerate(value))
         else:
             yield from self._object(name, value)
 
     def _object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         kind = type(value)
-        if is_generator(value):
+        if issubclass(kind, Generator) and is_generator(value):
             restore = state_of(value)
             self._note(name, value, {"": repr(key_of(value))}, lambda _: restore and restore(), is_random=True)
         elif kind in _MAPPINGS:
-            self._note(name, value, dict(value), lambda items: (value.clear(), value.update(items)))
+            self._note(name, value, dict(value), functools.partial(_refill, value.update, value))
             yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items()))
         elif kind in _ORDERED:
-            self._note(name, value, dict(enumerate(value)), lambda items: (value.clear(), value.extend(items.values())))
+            self._note(name, value, dict(enumerate(value)), lambda items: _refill(value.extend, value, items.values()))
             yield from ((f"{name}[{position}]", item) for position, item in enumerate(list(value)))
         elif kind is set:
-            self._note(name, value, dict.fromkeys(value), lambda items: (value.clear(), value.update(items)))
+            self._note(name, value, dict.fromkeys(value), functools.partial(_refill, value.update, value))
         elif kind is np.ndarray and value.nbytes <= _LARGEST_ARRAY_BYTES and value.dtype.kind in "biufc":
             content = value.copy()
             self._note(name, value, {"": content.tobytes()}, lambda _: np.copyto(value, content))
@@ -245,14 +246,14 @@ class _Walk:
             self._note(name, value, {"": bytes(value)}, lambda items: value.__init__(items[""]))
         elif kind is contextvars.ContextVar:
             self._note(name, value, {"": value.get(None)}, lambda items: value.set(items[""]))
-        elif isinstance(value, types.GeneratorType):
+        elif issubclass(kind, types.GeneratorType):
             frame = value.gi_frame
             self._note(name, value, {"": "" if frame is None else f"{frame.f_lasti} {_numbers(frame.f_locals)}"})
-        elif isinstance(value, Iterator) and kind.__module__ in ("builtins", "itertools"):
+        elif issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools"):
             self._note(name, value, {"": _position(value)})
-        elif isinstance(value, types.CellType):
+        elif issubclass(kind, types.CellType):
             yield from self._cell(name, value)
-        elif isinstance(value, _HOLDERS) or kind.__module__.partition(".")[0] not in _NOT_LOOKED_INTO:
+        elif issubclass(kind, _HOLDERS) or kind.__module__.partition(".")[0] not in _NOT_LOOKED_INTO:
             yield from self._instance(name, value)
 
     def _cell(self, name: str, cell: types.CellType) -> Iterator[tuple[str, Any]]:
@@ -265,13 +266,14 @@ class _Walk:
 
     def _instance(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """An object of somebody's class, a module that is none of the model's among them."""
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict):
-            self._note(name, value, dict(held), lambda items: (held.clear(), held.update(items)))
+        held = _read(value, "__dict__")
+        if type(held) is dict:
+            self._note(name, value, dict(held), functools.partial(_refill, held.update, held))
             yield from ((f"{name}.{key}", item) for key, item in list(held.items()))
-        slots = {slot: getattr(value, slot) for slot in _slots(type(value)) if hasattr(value, slot)}
+        found = {slot: _read(value, slot) for slot in _slots(type(value))}
+        slots = {slot: content for slot, content in found.items() if content is not None}
         if slots:
-            self._note(name, (value,), slots, lambda items: [setattr(value, *item) for item in items.items()])
+            self._note(name, (value,), slots, functools.partial(_set_attributes, value))
             yield from ((f"{name}.{key}", item) for key, item in slots.items())
         yield from self._class(type(value), *_IMPLICIT)
 
@@ -285,11 +287,11 @@ class _Walk:
         yield from ((f"{name}()", value) for value in (function.__kwdefaults__ or {}).values())
         if function.__dict__:
             held = function.__dict__
-            self._note(name, function, dict(held), lambda items: (held.clear(), held.update(items)))
+            self._note(name, function, dict(held), functools.partial(_refill, held.update, held))
             yield from ((f"{name}.{key}", item) for key, item in held.items())
         if package in _NOT_LOOKED_INTO:  # a decorator's, say
             return
-        file = str(function.__globals__["__name__"])
+        file = str(function.__globals__.get("__name__", ""))
         for used in _names_used(function.__code__):
             yield from self._use(used)
             if used in function.__globals__:
@@ -340,9 +342,7 @@ class _Walk:
                 yield from self._variable(prefix, owner, name)
                 continue
             if _is_plain(value) and not name.startswith("__"):
-                self._note(
-                    f"{prefix}.{name}", (owner, name), {name: value}, functools.partial(_set_class_attribute, owner)
-                )
+                self._note(f"{prefix}.{name}", (owner, name), {name: value}, functools.partial(_set_attributes, owner))
             yield f"{prefix}.{name}", value
 
     def _note(
@@ -366,19 +366,35 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 _IMPLICIT = ("__call__", "__getattr__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__")
 
 
-def _set_class_attribute(owner: type, items: Mapping[str, Any]) -> None:
+def _set_attributes(owner: Any, items: Mapping[str, Any]) -> None:
     for name, value in items.items():
         setattr(owner, name, value)
+
+
+def _refill(fill: Callable[[Any], object], container: Any, items: Any) -> None:
+    container.clear()
+    fill(items)
 
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | bytes)
 
 
+def _read(value: Any, name: str) -> Any:
+    """An attribute; None where there is none, or its class makes an error of the question."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:
+        return None
+
+
 def _slots(kind: type) -> list[str]:
-    listed = [vars(each).get("__slots__", ()) for each in kind.__mro__]
-    names = [name for slots in listed for name in ((slots,) if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+    return [
+        name
+        for each in kind.__mro__
+        for name, held in vars(each).items()
+        if isinstance(held, types.MemberDescriptorType) and each.__module__ != "builtins"
+    ]
 
 
 @functools.cache
@@ -387,7 +403,7 @@ def _names_used(code: types.CodeType) -> tuple[str, ...]:
     inner = [
         name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names_used(constant)
     ]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
+    return tuple(name for name in dict.fromkeys((*code.co_names, *inner)) if name.isidentifier())  # not pytest's own
 
 
 def _numbers(variables: Mapping[str, Any]) -> dict[str, Any]:

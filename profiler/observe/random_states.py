@@ -62,8 +62,8 @@ def generators_in(values: Iterable[Any]) -> tuple[Generator, ...]:
 def key_of(generator: Generator) -> object:
     """Equal for a generator that would draw the same numbers."""
     if isinstance(generator, torch.Generator):
-        state = generator.get_state()
-        return bytes((ctypes.c_ubyte * state.nbytes).from_address(state.data_ptr()))  # by no operation: a trace sees it
+        held = generator.get_state()
+        return bytes((ctypes.c_ubyte * held.nbytes).from_address(held.data_ptr()))  # by no operation: a trace sees it
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):

@@ -35,6 +35,7 @@ from profiler.observe.random_states import (
 from profiler.observe.standing_in import standing_in
 from profiler.observe.storage_watch import is_strided
 from profiler.opaque.called_functions import CalledFunction, content_of
+from profiler.opaque.run_again import RunAgain
 from profiler.torch_private import storage_of
 
 
@@ -153,6 +154,7 @@ class Signature:
         outputs: the tensors.
         written: names of the buffers that it writes.
         draws: whether it draws random numbers of other generators than torch's own.
+        runs_again: whether its backward pass may run modules again.
     """
 
     leaves: tuple[Any, ...]
@@ -164,6 +166,7 @@ class Signature:
     outputs: tuple[TensorKind, ...]
     written: frozenset[str]
     draws: bool
+    runs_again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +339,16 @@ class OpaqueCall:
         if _without_data(values):
             outputs: tuple[Tensor, ...] = _Imitation.apply(self, size, *values)  # type: ignore[no-untyped-call]
             return outputs
-        return self._run(dict(zip(self._held.names, values[: self.own_arguments], strict=True)), inputs, size)
+        if self.signature.runs_again and torch.is_grad_enabled():
+            called: tuple[Tensor, ...] = RunAgain.apply(  # type: ignore[no-untyped-call]
+                lambda leaves: self._called(leaves, size), self._held.module, self._held.names, *values
+            )
+            return called
+        return self._called(values, size)
+
+    def _called(self, values: Sequence[Any], size: int) -> tuple[Tensor, ...]:
+        own = dict(zip(self._held.names, values[: self.own_arguments], strict=True))
+        return self._run(own, values[self.own_arguments :], size)
 
     def size_of(self, inputs: Sequence[Any]) -> Any:
         """The micro-batch size, told by the shapes of the inputs, or a number; 1 where none depends on it."""

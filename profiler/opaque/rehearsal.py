@@ -26,9 +26,12 @@ from profiler.observe.elsewhere import Unwritten, lasting_spots, spots_of
 from profiler.observe.flops import FlopCounter
 from profiler.observe.random_states import preserved, system_numbers_told
 from profiler.observe.reads import Reads
+from profiler.observe.standing_in import standing_in
 from profiler.observe.storage_watch import StorageWatch
 from profiler.opaque.call import Affine, Cost, Done, Held, Refused, Signature, TensorKind, filled, with_slots
-from profiler.torch_private import NormBase, storage_of
+from profiler.opaque.custom_function_tracing import functions_noticed
+from profiler.opaque.run_again import takes_objects
+from profiler.torch_private import NormBase, applied, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class _Run:
     size: int
     done: Done
     draws: bool
+    runs_again: bool
     flops: int
     kept_bytes: int
     forward_bytes: int
@@ -230,6 +234,13 @@ def _run(
         saved[storage_of(tensor)] = tensor
         return tensor
 
+    given: list[Any] = []
+
+    def note(function: Any, args: Any, kwargs: Any) -> Any:
+        if takes_objects(args, kwargs):
+            given.append(function)
+        return applied(function, *args, **kwargs)
+
     with (
         preserved([HOST, device]),
         torch.set_grad_enabled(around.with_gradient),
@@ -243,6 +254,7 @@ def _run(
             FlopCounter() as counter,
             reads,
             system_numbers_told(_refuse_system_numbers),
+            functions_noticed(note),
         ):
             done = held.call(own, args, kwargs, made, may_draw=True, seed=seed)
         if reads.names:
@@ -255,11 +267,13 @@ def _run(
         kept_bytes = sum(watch.bytes_of(tensor) or 0 for tensor in inside)
         before = watch.live_bytes
         watch.restart()
-        _backward(outputs)
+        with standing_in(held.module, own):
+            _backward(outputs)
         return _Run(
             size,
             done,
             done.draws or counter.draws_random,
+            bool(given),
             counter.flops,
             kept_bytes,
             forward_bytes,
@@ -332,6 +346,7 @@ def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
         tuple(outputs),
         frozenset().union(*(run.done.written for run in runs)),
         any(run.done.draws for run in runs),
+        any(run.runs_again for run in runs),
     )
 
 

@@ -36,7 +36,7 @@ class PythonState:
         spots: what else its code reaches.
     """
 
-    attributes: Mapping[str, Attribute]
+    attributes: dict[str, Attribute]
     spots: Spots
 
     @classmethod

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.coverage.library_parts import MINI_BATCH, VOCABULARY, entry, floats, image, some_tokens, tokens
+from tests.coverage.library_parts import MINI_BATCH, VOCABULARY, entry, floats, found, image, some_tokens, tokens
 from tests.coverage.survey_models import Candidate
 
 
@@ -38,8 +40,8 @@ def attentions() -> Iterator[Candidate]:
     yield entry("invariant-point-attention", "invariant_point_attention:IPABlock", floats(8, 32), dim=32, heads=2,
                 scalar_key_dim=8, scalar_value_dim=8, point_key_dim=4, point_value_dim=4,
                 require_pairwise_repr=False, build=_folded)  # fmt: skip
-    yield entry("MEGABYTE-pytorch", "MEGABYTE_pytorch:MEGABYTE", tokens(16), build=_own_loss, own_loss=True,
-                num_tokens=VOCABULARY, dim=(32, 16), depth=(1, 2), max_seq_len=(4, 4), dim_head=16, heads=2)  # fmt: skip
+    yield entry("MEGABYTE-pytorch", "MEGABYTE_pytorch:MEGABYTE", tokens(), build=_own_loss, own_loss=True, heads=2,
+                num_tokens=VOCABULARY, dim=(32, 16), depth=(1, 2), max_seq_len=(4, 4), dim_head=16)  # fmt: skip
     yield entry("mixture-of-experts", "mixture_of_experts:MoE", floats(16, 32), dim=32, num_experts=4)
     yield entry("mixture-of-experts", "mixture_of_experts:HeirarchicalMoE", floats(16, 32), dim=32, num_experts=(2, 2))
     yield entry("isab-pytorch", "isab_pytorch:ISAB", floats(16, 32), dim=32, heads=2, num_latents=8)
@@ -81,6 +83,16 @@ def dear_ones() -> Iterator[Candidate]:
     yield entry("diffusers", "diffusers:AutoencoderKLWan", floats(3, 5, 16, 16), base_dim=8, z_dim=4,
                 dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
                 latents_mean=[0.0] * 4, latents_std=[1.0] * 4)  # fmt: skip
+    yield entry("basicsr", "tests.coverage.library_more:basic_vsr", floats(3, 3, 64, 64), name="BasicVSR")
+
+
+def basic_vsr() -> nn.Module:
+    """Of a library that asks for a file which torchvision has no more."""
+    former = ModuleType("torchvision.transforms.functional_tensor")
+    former.rgb_to_grayscale = found("torchvision.transforms.functional:rgb_to_grayscale")  # type: ignore[attr-defined]
+    sys.modules[former.__name__] = former
+    made: nn.Module = found("basicsr.archs.basicvsr_arch:BasicVSR")(num_feat=8, num_block=2)
+    return made
 
 
 def _points() -> tuple[Tensor, Tensor]:
@@ -100,11 +112,9 @@ def _text_picture() -> tuple[Tensor, Tensor]:
 
 
 def _coca(kind: type[nn.Module]) -> nn.Module:
-    from vit_pytorch.extractor import Extractor
-    from vit_pytorch.simple_vit_with_patch_dropout import SimpleViT
-
-    vit = SimpleViT(image_size=32, patch_size=8, num_classes=5, dim=32, depth=1, heads=2, mlp_dim=32, patch_dropout=0.5)
-    pictures = Extractor(vit, return_embeddings_only=True, detach=False)
+    simple = found("vit_pytorch.simple_vit_with_patch_dropout:SimpleViT")
+    vit = simple(image_size=32, patch_size=8, num_classes=5, dim=32, depth=1, heads=2, mlp_dim=32, patch_dropout=0.5)
+    pictures = found("vit_pytorch.extractor:Extractor")(vit, return_embeddings_only=True, detach=False)
     return kind(dim=32, img_encoder=pictures, image_dim=32, num_tokens=VOCABULARY, unimodal_depth=1, multimodal_depth=1,
                 dim_head=16, heads=2, num_img_queries=8)  # fmt: skip
 
@@ -153,9 +163,8 @@ class _Controlled(nn.Module):
         return self.field(z).tanh().view(*z.shape[:-1], 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        import torchcde
-
-        path = torchcde.LinearInterpolation(torchcde.linear_interpolation_coeffs(x))
+        coefficients = found("torchcde:linear_interpolation_coeffs")(x)
+        path = found("torchcde:LinearInterpolation")(coefficients)
         z = self.solve(X=path, func=self.derivative, z0=self.initial(path.evaluate(path.interval[0])), adjoint=False,
                        t=path.interval, method="rk4", options={"step_size": 1.0})  # fmt: skip
         return self.readout(z[:, -1])

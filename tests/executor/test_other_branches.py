@@ -50,6 +50,7 @@ def test_the_other_branch_is_an_error(plan_for: PlanFor, name: str) -> None:
     place = r"branching\.py:\d+ .*in this micro-batch and was .* for the sample"
     with pytest.raises(ExecutionError, match=place):
         pipe.step(other, target=target)
+    assert all(gradient is None for gradient in gradients(model).values())
     with pytest.raises(ExecutionError, match=place):
         pipe.evaluate(other, target=target)
 

@@ -117,7 +117,7 @@ def _(part: Any, x: Tensor) -> Tensor:
 
 @hides("asks whether it is compiled")
 def _(part: Any, x: Tensor) -> Tensor:
-    return x if torch.compiler.is_compiling() or torch.jit.is_tracing() else x * 2
+    return x if torch.compiler.is_compiling() else x * 2
 
 
 @hides("asks for the version")
@@ -209,3 +209,30 @@ def _(part: Any, x: Tensor) -> Tensor:
 def _(part: Any, x: Tensor) -> Tensor:
     part.__class__ = Part
     return part.linear(x)
+
+
+class Again(torch.autograd.Function):
+    """Runs a module without keeping anything, and again in the backward pass, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        """What the module computes."""
+        ctx.save_for_backward(x.detach())
+        ctx.module = module
+        with torch.no_grad():
+            y: Tensor = module(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The module's own parameters get their gradients in here."""
+        (kept,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = kept.detach().requires_grad_()
+            torch.autograd.backward(ctx.module(x), gradients[0])
+        return x.grad, None
+
+
+@hides("a module run again in the backward pass")
+def _(part: Any, x: Tensor) -> Tensor:
+    return x + Again.apply(x, part.linear)

@@ -182,7 +182,12 @@ def _(part: Any, x: Tensor) -> Tensor:
 
 def _counting_hook(part: Any) -> None:
     calls: list[int] = []
-    part.linear.register_forward_hook(lambda _m, _a, y: (calls.append(1), hidden_state.late(len(calls), y))[1])
+
+    def count(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        calls.append(1)
+        return hidden_state.late(len(calls), output)
+
+    part.linear.register_forward_hook(count)
 
 
 @hides("a forward hook that counts", _counting_hook)
@@ -349,8 +354,12 @@ def _(part: Any, x: Tensor) -> Tensor:
     return part.linear(x)
 
 
+def _doubled(x: Tensor) -> Tensor:
+    return x.tanh() * 2
+
+
 def _compiled_function(part: Any) -> None:
-    part.step = torch.compile(lambda x: x.tanh() * 2, backend="eager")
+    part.step = torch.compile(_doubled, backend="eager")
 
 
 @hides("a compiled function", _compiled_function)

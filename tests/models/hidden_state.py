@@ -25,12 +25,12 @@ FEATURES = 6
 OFTEN = 6  # calls until a counter matters: more than a trace and the comparison of a first step need
 Body = Callable[[Any, Tensor], Tensor]
 BODIES: dict[str, Body] = {}
-SETUPS: dict[str, Callable[[Any], None]] = {}
+SETUPS: dict[str, Callable[[Any], object]] = {}
 DRAWING: set[str] = set()  # those that draw random numbers
 OUTSIDE = SimpleNamespace()  # state of this file
 
 
-def hides(name: str, setup: Callable[[Any], None] | None = None, *, draws: bool = False) -> Callable[[Body], Body]:
+def hides(name: str, setup: Callable[[Any], object] | None = None, *, draws: bool = False) -> Callable[[Body], Body]:
     """Sort a body in."""
 
     def sort_in(body: Body) -> Body:
@@ -237,7 +237,12 @@ def _(part: Any, x: Tensor) -> Tensor:
 
 def _in_a_closure(part: Any) -> None:
     seen: list[int] = []
-    part.step = lambda x: (seen.append(1), late(len(seen), x))[1]
+
+    def step(x: Tensor) -> Tensor:
+        seen.append(1)
+        return late(len(seen), x)
+
+    part.step = step
 
 
 @hides("a list in a closure", _in_a_closure)

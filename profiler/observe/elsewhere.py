@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import contextvars
 import functools
 import sys
@@ -32,8 +33,9 @@ from profiler.observe.python_state import CONTAINERS, attributes_of, key_of_valu
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, Generator, is_generator, key_of, state_of
 
 _OURS = __name__.partition(".")[0]
-_NOT_LOOKED_INTO = frozenset({_OURS, "torch", "numpy", *sys.stdlib_module_names})
+_NOT_LOOKED_INTO = frozenset({_OURS, "torch", "numpy", "sympy", "mpmath", *sys.stdlib_module_names})
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local)  # of the standard library
+_CACHED_FUNCTION = type(functools.lru_cache(len))
 _ORDERED = (list, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, defaultdict, collections.Counter)
 _LARGEST_ARRAY_BYTES = 2**20  # that is compared; larger ones are data [chosen]
@@ -109,7 +111,8 @@ def put_spots_back(before: Spots, now: Spots) -> None:
     """Let all hold what they held before."""
     for spot in changed_spots(before, now):
         if spot.write is not None:
-            spot.write(spot.items)
+            with contextlib.suppress(AttributeError, TypeError):  # of an object that cannot be written, nor was
+                spot.write(spot.items)
 
 
 def generators_reached(module: nn.Module) -> tuple[Any, ...]:
@@ -215,7 +218,7 @@ class _Walk:
             yield name, value.__func__
         elif issubclass(kind, property):
             yield from ((name, value.fget), (name, value.fset))
-        elif issubclass(kind, functools._lru_cache_wrapper):
+        elif issubclass(kind, _CACHED_FUNCTION):
             yield name, value.__wrapped__  # what it keeps follows from its arguments
         elif issubclass(kind, type):
             yield from self._class(value)
@@ -368,7 +371,8 @@ _IMPLICIT = ("__call__", "__getattr__", "__getitem__", "__setitem__", "__iter__"
 
 def _set_attributes(owner: Any, items: Mapping[str, Any]) -> None:
     for name, value in items.items():
-        setattr(owner, name, value)
+        if getattr(owner, name, None) is not value:
+            setattr(owner, name, value)
 
 
 def _refill(fill: Callable[[Any], object], container: Any, items: Any) -> None:
@@ -383,7 +387,7 @@ def _is_plain(value: Any) -> bool:
 def _read(value: Any, name: str) -> Any:
     """An attribute; None where there is none, or its class makes an error of the question."""
     try:
-        return object.__getattribute__(value, name)
+        return getattr(value, name)
     except Exception:
         return None
 

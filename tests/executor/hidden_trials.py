@@ -9,6 +9,7 @@ and in the end the parameters and buffers.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -120,7 +121,13 @@ def by_plan(names: Sequence[str], data: Sequence[tuple[Tensor, Tensor]], stages:
 
 
 def tried(names: Sequence[str]) -> Found:
-    """What comes of a model of these bodies."""
+    """What comes of a model of these bodies; scripting warns that it is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _tried(names)
+
+
+def _tried(names: Sequence[str]) -> Found:
     data = batches()
     try:
         expected = by_hand(names, data)
@@ -147,7 +154,9 @@ def refused(problem: PlanError) -> Found:
         return Found(Outcome.STOPPED, text)
     if isinstance(problem, UnfaithfulTraceError):
         return Found(Outcome.REFUSED, text)
-    told = r"\.py:\d+|backward hook|module '.*' is called as it is.*; make it a buffer|traced twice in a row, its layer"
+    told = (
+        r"\.py:\d+|backward hook|module '.*' is called as it is.*; (make it|use) a buffer|traced twice in a row, its "
+    )
     clear = re.search(told, text) is not None
     return Found(Outcome.REFUSED if clear else Outcome.UNCLEAR, f"{type(problem).__name__}: {text}")
 

@@ -31,7 +31,6 @@ NAMES = sorted(BODIES.keys() - KNOWN)
         ("a buffer that is replaced", Outcome.RIGHT),
         ("a Random in a closure", Outcome.RIGHT),
         ("a numpy Generator of the file", Outcome.RIGHT),
-        ("a cache in a helper", Outcome.RIGHT),
         ("a forward hook that keeps", Outcome.RIGHT),
         ("spectral norm", Outcome.RIGHT),
         ("a parameter in a closure", Outcome.RIGHT),

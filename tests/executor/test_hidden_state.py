@@ -19,23 +19,14 @@ NAMES = sorted(BODIES.keys() - KNOWN)
     ("name", "outcome"),
     [
         ("a counter in a helper", Outcome.REFUSED),
-        ("a counter in a closure", Outcome.REFUSED),
         ("a cycle of factors", Outcome.REFUSED),
-        ("a module-level number", Outcome.REFUSED),
-        ("a call that counts", Outcome.REFUSED),
-        ("a tensor of a helper that is written", Outcome.REFUSED),
         ("a seed set inside", Outcome.REFUSED),
         ("a scripted module", Outcome.REFUSED),  # torch's interpreter detaches it; the first step shows that
         ("detached by a value", Outcome.STOPPED),
         ("a counter that nothing reads", Outcome.RIGHT),
         ("a buffer that is replaced", Outcome.RIGHT),
         ("a Random in a closure", Outcome.RIGHT),
-        ("a numpy Generator of the file", Outcome.RIGHT),
         ("a forward hook that keeps", Outcome.RIGHT),
-        ("spectral norm", Outcome.RIGHT),
-        ("a parameter in a closure", Outcome.RIGHT),
-        ("a jit-traced module", Outcome.RIGHT),
-        ("a compiled module", Outcome.RIGHT),
     ],
 )
 def test_what_comes_of_it(name: str, outcome: Outcome) -> None:

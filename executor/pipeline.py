@@ -533,7 +533,8 @@ class Pipeline:
         """Measure the peak memory of the steps inside, for `measured`; on CPU this slows them down."""
         masters = {id(master) for _, master in self._placement.rounded}  # the optimizer's, like its state
         held: list[Tensor] = [own for own in self._placement.parameters.values() if id(own) not in masters]
-        held += [*(p.grad for p in self.parameters() if p.grad is not None)]
+        cast = {id(master) for _, master in self._placement.cast}  # whose gradients go when the step begins, unseen
+        held += [p.grad for p in self.parameters() if p.grad is not None and id(p) not in cast]
         held += [computing for computing, _ in self._placement.rounded]
         held += [buffer for buffers in self._placement.buffers.values() for buffer in buffers.values()]
         with backend_of(self._device).watching(self._device, held) as self._peak:

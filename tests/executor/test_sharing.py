@@ -145,7 +145,6 @@ def test_each_process_keeps_what_the_plan_says() -> None:
     found = launch(state_bytes, plan)
     by_stage = [[found[replica * 2 + stage] for replica in range(2)] for stage in range(2)]
     assert [max(own) for own in by_stage] == [stage.memory.optimizer for stage in plan.stages]
-    assert all(min(own) > 0.5 * max(own) for own in by_stage)
 
 
 def test_one_process_steps_all_parameters(plan_for: Callable[..., Plan], traced_once: None) -> None:

@@ -35,7 +35,7 @@ PROBE_MARGIN = 1.05
 """By how much slower than the fastest one a first plan may be [chosen]."""
 FIRST_PROGRAMS, PROGRAMS_AT_ONCE = 1, 4
 """Linear programs of a candidate until it is another one's turn, when it comes first and later."""
-MOST_WORK = 240_000
+MOST_WORK = 400_000
 """Linear programs of all candidates, times the square of their stages, without a time limit [fitted: 5 s]."""
 PATIENCE = 4
 """Candidates that are searched in vain before the search ends, those left out of which all cuts are tried, if there is

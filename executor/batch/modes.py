@@ -21,7 +21,8 @@ def refuse_other_modes(
     Args:
         plan: the plan.
         devices: of this process's stages.
-        frozen: its parameters that were not trained when the pipeline was constructed, with their names.
+        frozen: its parameters that were not trained when the pipeline was constructed, with their names; of a name
+            that of the model as well as the one that computes for it.
 
     Raises:
         ArgumentError: the call is inside another autocast region, or frozen parameters are frozen no more.
@@ -33,7 +34,7 @@ def refuse_other_modes(
                 f"the call is inside an autocast region of {torch.get_autocast_dtype(kind)}, the plan was made "
                 f"for {planned or 'none'}; leave the region, or plan with autoplan(..., autocast=...)"
             )
-    thawed = [name for name, parameter in frozen if parameter.requires_grad]
+    thawed = list(dict.fromkeys(name for name, parameter in frozen if parameter.requires_grad))
     if thawed:
         raise ArgumentError(
             f"{len(thawed)} parameters that were frozen when the pipeline was constructed are not any more, such "

@@ -99,7 +99,7 @@ def estimate(
     \b
     Examples:
       autoplan estimate --hf llama --devices 8xA100-80GB --batch-size 512
-      autoplan estimate model.py:build --devices 2x8xRTX4090:pcie4 --between 100gbe --batch-size 64
+      autoplan estimate --hf gpt2 --devices 2x8xH100 --between ndr --batch-size 64
     """
     from profiler.device import Cluster
 

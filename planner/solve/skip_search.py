@@ -158,7 +158,9 @@ class CutImprover:
         stops = self._climbed(found)
         plans = [self._tried.get((found.candidate, _with_stops(found, stops).stages))]
         if self._problem.settings.recompute == "auto":
-            exact = balance_any(replace(self._cut_at(stops), hosts=None))
+            one_link = families(replace(self._cut_at(stops), hosts=None))
+            plain = next((family for family in one_link if is_plain(family.settings)), None)
+            exact = None if plain is None else balance_any(plain)
             plans.append(None if exact is None else self._direct(exact))
         return min(plans, key=_step_s)
 

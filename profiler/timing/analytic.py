@@ -48,7 +48,7 @@ MEMORY_EFFICIENCY = 0.75
 LAUNCH_S = 2e-6
 """Least seconds of a kernel on an accelerator [assumed]."""
 DISPATCH_S = 40e-6
-"""Seconds in which the host asks for an operation of a training step, in PyTorch without a compiler [fitted: 43e-6 to
+"""Seconds in which the host asks for an operation of a training step, in PyTorch without a compiler [fitted: 41e-6 to
 240 published runs without pipeline, see `tests/benchmarks/published_runs.md`]."""
 WITHOUT_DATA = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

@@ -274,7 +274,8 @@ def amoebanet(sizes: Sequence[int]) -> Profile:
     with torch.device("meta"):
         model, images = AmoebaNet(18, 256), torch.zeros(4, 3, 224, 224)
     return profile(
-        trace(model, images, progress=False), Cluster.of("8xP40-24GB", link="pcie3"), sample=images,
+        trace(model, images, keep_together=[f"cells.{cell}" for cell in range(len(model.cells))], progress=False),
+        Cluster.of("8xP40-24GB", link="pcie3"), sample=images,
         batch_size=max(sizes) * 32, micro_batch_sizes=sizes, loss_fn=functional.cross_entropy,
         target=torch.zeros(4, dtype=torch.int64), optimizer="SGD", progress=False,
     )  # fmt: skip

@@ -129,6 +129,24 @@ def test_plans_over_hosts_against_all_cuts(seed: int) -> None:
     assert compared(seed) <= WITHIN
 
 
+@given(st.integers(0, 10**6), st.sampled_from(["auto", "never"]))
+@settings(max_examples=6, deadline=None)
+def test_no_schedule_alone_is_faster_than_all_over_hosts(seed: int, recompute: Any) -> None:
+    """Where the search of all schedules found a split backward pass, moving its cuts ended with a ValueError."""
+    random = np.random.default_rng(seed)
+    layers, count = int(random.integers(3, 7)), int(random.integers(2, 5))
+    whole = made_up(random, layers, count)
+    costs = tuple(cost.model_copy(update={"weight_s": 0.4 * cost.backward_s}) for cost in whole.costs)
+    profile = whole.model_copy(update={"costs": costs})
+    asked: Any = {"batch_size": count, "micro_batches": count, "micro_batches_per_stage": 1, "recompute": recompute}
+    found = [
+        plan_from_profile(profile, cluster(4, 2, FAST_LINK, SLOW_LINK), schedule=schedule, **asked).prediction
+        for schedule in ("auto", "gpipe", "1f1b", "zb-h1")
+    ]
+    assert found[0].step_s <= min(one.step_s for one in found) * (1 + CLOSE)
+    assert found[0].lower_bound_s <= found[0].step_s * (1 + CLOSE)
+
+
 SLOW_LINK = Link(latency_s=0.5, bytes_per_s=8.0)
 FAST_LINK = Link(latency_s=0.0, bytes_per_s=1024.0)
 

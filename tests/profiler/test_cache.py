@@ -260,11 +260,11 @@ def test_an_interrupt_at_the_optimizer_keeps_the_layers(
     budgets: list[float] = []
     measure = optimizers.optimizer_cost
 
-    def interrupted(*args: Any, budget_s: float, computing: torch.dtype | None) -> OptimizerCost:
+    def interrupted(*args: Any, budget_s: float, **types: Any) -> OptimizerCost:
         budgets.append(budget_s)
         if len(budgets) == 1:
             raise KeyboardInterrupt
-        return measure(*args, budget_s=budget_s, computing=computing)
+        return measure(*args, budget_s=budget_s, **types)
 
     monkeypatch.setattr(measured_kind, "optimizer_cost", interrupted)
     model, x = make_case("dropout")

@@ -14,10 +14,10 @@ from planner.kernel.critical_path import longest_path
 from planner.kernel.makespan import makespan_s
 from planner.kernel.turns import turns_of
 from planner.plan.schedules import SCHEDULES
-from planner.solve import cut_climb
+from planner.solve import chunk_plans, cut_climb
 from planner.solve.build_plan import make_plan
 from planner.solve.chunk_bound import chunk_bound, least_s
-from planner.solve.chunk_plans import ChunkChoice, ChunkPlans
+from planner.solve.chunk_plans import MOST_PASSES_OF_SETS, ChunkChoice, ChunkPlans
 from planner.solve.chunk_search import candidates
 from planner.solve.deadline import Deadline
 from profiler.device import Link
@@ -26,6 +26,7 @@ from tests.planner.made_up import build_profile
 from tests.planner.test_chunk_plans import problem_of
 
 ROUGH = 1e-9
+ONE_BY_ONE = 0.05  # where each rank's recomputed chunks are chosen for themselves
 SLOW = settings(
     max_examples=12,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
@@ -57,12 +58,18 @@ def settings_of(chunks, **more):
     return {"schedule": "interleaved", "chunks": chunks, "micro_batches_per_stage": 1, **more}
 
 
-@pytest.mark.parametrize("few_cuts", [0, 10**6])
+@pytest.mark.parametrize(
+    ("few_cuts", "most_passes"), [(0, MOST_PASSES_OF_SETS), (10**6, MOST_PASSES_OF_SETS), (10**6, 0)]
+)
 @given(data=st.data())
 @SLOW
-def test_no_plan_is_faster_than_the_bound_says_and_few_are_missed(few_cuts, profiles, device, monkeypatch, data):
-    """With all cuts tried the best plan is found; when they are moved one by one, one close to it."""
+def test_no_plan_is_faster_than_the_bound_says_and_few_are_missed(
+    few_cuts, most_passes, profiles, device, monkeypatch, data
+):
+    """With all cuts and all sets of recomputed chunks tried the best plan is found; when they change one by one, one
+    close to it."""
     monkeypatch.setattr(cut_climb, "FEW_CUTS", few_cuts)
+    monkeypatch.setattr(chunk_plans, "MOST_PASSES_OF_SETS", most_passes)
     mode = data.draw(st.sampled_from(["auto", "never", "always"]))
     profile = data.draw(profiles(most_layers=5 if mode == "auto" else 7))
     layers = len(profile.layers)
@@ -90,7 +97,7 @@ def test_no_plan_is_faster_than_the_bound_says_and_few_are_missed(few_cuts, prof
     assert plan.prediction.lower_bound_s <= best_s * (1 + ROUGH)
     assert plan.prediction.step_s >= best_s * (1 - ROUGH)
     if few_cuts:
-        assert plan.prediction.step_s <= best_s * (1 + ROUGH)
+        assert plan.prediction.step_s <= best_s * (1 + (ROUGH if most_passes else ONE_BY_ONE))
     for rank in range(plan.ranks):
         assert plan.rank_memory(rank).total <= plan.stages[rank].device.memory_bytes
 

@@ -49,7 +49,7 @@ class ClockStopwatch:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        self._began = _Moment.now()
+        self._last = _Moment.now()
         self._lost_s = 0.0
         self._lasted_s = 0.0
 
@@ -57,26 +57,26 @@ class ClockStopwatch:
         """Call it and time it."""
         before = _Moment.now()
         if not self._seconds:
-            self._began = before
+            self._last = before
         result = call()
         after = _Moment.now()
-        lasted_s, computed_s = after.clock_s - before.clock_s, after.computed_s - before.computed_s
-        alone = torch.get_num_threads() == 1 and after.computed_all_between(before)
+        lasted_s, computed_s = after.since(before)
+        alone = torch.get_num_threads() == 1 and after.computed_all_since(before)
         self._seconds.append(min(computed_s, lasted_s) if alone else lasted_s)
+        if torch.get_num_threads() == 1 and after.computed_all_since(self._last):
+            lasted_s, computed_s = after.since(self._last)  # between laps others take the core as well
+            self._lasted_s += lasted_s
+            self._lost_s += max(0.0, lasted_s - computed_s)
+        self._last = after
         return result
 
     def take(self) -> list[float]:
         """Seconds of the laps since the last `take`, in order."""
-        now = _Moment.now()
-        if torch.get_num_threads() == 1 and now.computed_all_between(self._began):
-            lasted_s = now.clock_s - self._began.clock_s  # between laps others take the core as well
-            self._lasted_s += lasted_s
-            self._lost_s += max(0.0, lasted_s - (now.computed_s - self._began.computed_s))
         seconds, self._seconds = self._seconds, []
         return seconds
 
     def lost_share(self) -> float:
-        """Of the time of all laps, the share for which others had the core."""
+        """For which share of the time others had the core, where the thread did not wait of itself."""
         return self._lost_s / self._lasted_s if self._lasted_s > 0 else 0.0
 
 
@@ -99,7 +99,11 @@ class _Moment(NamedTuple):
         waits = None if _OF_THIS_THREAD is None else resource.getrusage(_OF_THIS_THREAD).ru_nvcsw
         return cls(time.perf_counter(), time.thread_time(), waits)
 
-    def computed_all_between(self, earlier: _Moment) -> bool:
+    def since(self, earlier: _Moment) -> tuple[float, float]:
+        """Seconds by the clock, and that the thread computed."""
+        return self.clock_s - earlier.clock_s, self.computed_s - earlier.computed_s
+
+    def computed_all_since(self, earlier: _Moment) -> bool:
         """Whether the thread never waited of itself since then."""
         return self.waits is not None and self.waits == earlier.waits
 

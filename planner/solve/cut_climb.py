@@ -140,24 +140,32 @@ class CutClimb:
         return score.over_bytes, stops, classes
 
     def _best_of_all(self, orders: Sequence[tuple[int, ...]], below_s: float) -> tuple[ChunkChoice | None, float]:
-        """The best of all cuts, and the least that any may take: where orders are made, one not found may be faster."""
+        """The best of all cuts, and the least that any may take: where orders are made, one not found may be faster.
+
+        Where another candidate has a plan, this one's are looked at for as long as there is time, and nothing is then
+        said of the least.
+        """
         every = [
             (*inner, self._layers)
             for inner in itertools.combinations(self._places, self._plans.stages - 1)
             if self._demanded <= {*inner}
         ]
-        at_best = sorted(
-            (self._plans.at_best_s(stops, classes), stops, classes) for stops in every for classes in orders
-        )
+        at_best = []
+        for stops, classes in itertools.product(every, orders):
+            if self._deadline.over and below_s < np.inf:
+                return None, 0.0
+            at_best.append((self._plans.at_best_s(stops, classes), stops, classes))
         best: ChunkChoice | None = None
-        for step_s, stops, classes in at_best:
+        for step_s, stops, classes in sorted(at_best):
             reached_s = below_s if best is None else best.step_s
             if step_s >= reached_s:
                 break
+            if self._deadline.over and reached_s < np.inf:
+                return best, 0.0
             best = self._plans.fitted(stops, classes, reached_s) or best
         if self._plans.tries_all:
             return best, below_s if best is None else best.step_s
-        return best, at_best[0][0] if at_best else np.inf
+        return best, min(at_best)[0] if at_best else np.inf
 
     def _starts(self) -> list[Stops]:
         """Cuts where the bound's stages would end, with the fastest slowest stage, and for equal shares of the work."""

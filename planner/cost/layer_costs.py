@@ -171,6 +171,14 @@ class CostModel:
         )
         return kept, most
 
+    def most_to(self, device_kind: str, micro_batch_size: int, first: int, stop: int) -> Floats:
+        """The second of `stage` for layers [first, i), of all i from `first + 1` to `stop`."""
+        stack = self.stage_stack
+        low, high, share = stack.around(device_kind, micro_batch_size)
+        below, above = (stack.most[place, first, first + 1 : stop + 1] for place in (low, high))
+        most: Floats = whole_bytes(on_line(below, above, share)) if share else below
+        return most
+
     @cached_property
     def fingerprint(self) -> str:
         """`fingerprint_of` the profile."""

@@ -73,7 +73,8 @@ class Counts(Enum):
     WAITING = auto()
     """For each micro-batch that waits for the gradients of its parameters, of its own size; how many, likewise."""
     DEFERRING = auto()
-    """Once, with the larger of both figures, in schedules that split the backward pass: of the one that goes back."""
+    """While a micro-batch goes back, in schedules that split the backward pass: of the layers that it has come through,
+    in place of what it kept of these; see `planner.cost.stage_memory`."""
     UNDER_WAY = auto()
     """For the messages under way at a boundary; how many, the figure says."""
     TRANSIENT = auto()
@@ -315,7 +316,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
         "transient",
         Of.LAYERS,
         Counts.DEFERRING,
-        lambda at: np.maximum(at.layers.weight_kept_bytes - at.layers.kept_bytes, 0.0),
+        lambda at: at.layers.weight_kept_bytes,
     ),
     *WHOLE_ROWS[1:],
     Row(
@@ -370,9 +371,10 @@ def whole_rows() -> Iterator[Row]:
 
 @cache
 def rows_of(*of: Of, form: Form = Form.ANY, transient: bool = False) -> tuple[Row, ...]:
-    """The rows of these layers or boundaries that count in (all of) a form, transient ones or all others."""
+    """The rows of these layers or boundaries that count in (all of) a form: transient ones, or such as last."""
     rows = [row for row in ROWS if isinstance(row, Row) and row.of in of and row.forms & form == form]
-    return tuple(row for row in rows if (row.counts is Counts.TRANSIENT) == transient)
+    left_out = Counts.DEFERRING  # follows from where a micro-batch is, see `planner.cost.stage_memory`
+    return tuple(row for row in rows if (row.counts is Counts.TRANSIENT) == transient and row.counts is not left_out)
 
 
 def classes_that_count(counts: Counts) -> set[str]:
@@ -393,6 +395,8 @@ class Ledger:
         message: what crosses after each layer.
         in_flight: how many micro-batches of the larger and of the smaller size are, a row for each number.
         waiting: how many wait for the gradients of their parameters, likewise.
+        large: what rows read for a large micro-batch.
+        small: and for a small one.
     """
 
     def __init__(
@@ -412,12 +416,12 @@ class Ledger:
         if basis.held is not None:
             held = [(split.larger_first(basis.held[0]), split.larger_first(basis.held[1])) for _ in numbers]
         self.in_flight, self.waiting = np.array(held, dtype=np.float64).swapaxes(0, 1)
-        self._large = self._small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage)
+        self.large = self.small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage)
         if not split.equal:
-            self._small = Figures(basis, sizes[1], small, message, numbers[0], layers_of_stage)
+            self.small = Figures(basis, sizes[1], small, message, numbers[0], layers_of_stage)
 
     def counted(self, row: Row, message: Message | None = None) -> Floats:
-        """Bytes of a row that is not transient: those of its figure, one axis in front for the stages' numbers.
+        """Bytes of a row that lasts: those of its figure, one axis in front for the stages' numbers.
 
         The axis has length 1 where the numbers make no difference.
 
@@ -426,22 +430,26 @@ class Ledger:
             message: what crosses a boundary, where it is not what follows from the costs.
         """
         if row.counts is Counts.UNDER_WAY:
-            at = replace(self._large, message=message or self.message)
+            at = replace(self.large, message=message or self.message)
             figures = [row.figure(replace(at, number=number)) for number in self._numbers]
             return np.stack([np.asarray(figure, dtype=np.float64) for figure in figures])
         if row.counts in {Counts.IN_FLIGHT, Counts.WAITING}:
             many, few = (self.in_flight if row.counts is Counts.IN_FLIGHT else self.waiting).T
-            large, small = row.figure(self._large), row.figure(self._small)
+            large, small = row.figure(self.large), row.figure(self.small)
             if isinstance(large, np.ndarray):
                 many, few = many[:, None], few[:, None]
             of_each: Floats = many * large + few * small
             return of_each
-        once = self.moments(row)[None]
-        return once if row.counts is not Counts.DEFERRING or self._splits else 0 * once
+        return self.moments(row)[None]
+
+    def begun(self) -> Floats:
+        """Bytes of each layer that a micro-batch begins to keep when it has come back through it, shape (L,)."""
+        rows = [row for row in ROWS if isinstance(row, Row) and row.counts is Counts.DEFERRING]
+        return np.zeros(self.layers) + sum(self.moments(row) for row in rows if self._splits)
 
     def moments(self, row: Row) -> Floats:
         """Bytes of a transient row, or one that counts once: those of its figure, for the size that has more."""
-        large, small = row.figure(self._large), row.figure(self._small)
+        large, small = row.figure(self.large), row.figure(self.small)
         if isinstance(large, np.ndarray):
             larger: Floats = np.maximum(large, small)
             return larger
@@ -450,4 +458,4 @@ class Ledger:
     @property
     def layers(self) -> int:
         """L, of the model."""
-        return len(self._large.layers.kept_bytes)
+        return len(self.large.layers.kept_bytes)

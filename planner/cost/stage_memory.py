@@ -164,10 +164,43 @@ class _Stage:
 
         whole, layers, values = moments(Of.WHOLE)[0], moments(Of.LAYERS), moments(Of.SEGMENT)
         peak = float(whole + layers[self.first : self.stop].max())
-        for segment in self.segments if self.form is Form.IN_PARTS else ():
+        begun = self._begun()
+        if self.form is not Form.IN_PARTS:
+            return max(peak, self._on_the_way(begun) + float(layers[self.first : self.stop].max()))
+        for segment in self.segments:
             # the last segment's values are there while the layers after it go back
             stop = self.stop if segment is self.segments[-1] else segment.stop
-            peak = max(peak, values[segment.first : segment.stop].sum() + layers[segment.first : stop].max())
+            held = values[segment.first : segment.stop].sum()
+            peak = max(peak, held + (layers + begun)[segment.first : stop].max())
+        kept = self._places(Of.KEPT_LAYERS)
+        return max(peak, float((layers + begun)[kept].max(initial=0.0)))
+
+    def _begun(self) -> Floats:
+        """Bytes of layers that a micro-batch has come back through, while it is in a layer, that one's among them.
+
+        In a schedule that splits the backward pass it keeps something of these until the gradients of their parameters
+        are made.
+        """
+        begun = self.ledger.begun()
+        inside = slice(self.first, self.stop)
+        begun[inside] = begun[inside][::-1].cumsum()[::-1]
+        return begun
+
+    def _on_the_way(self, begun: Floats) -> float:
+        """The largest moment of a micro-batch that goes back through a stage which is measured as a whole.
+
+        In layer i it has no more than layers [first, i] have at any moment, with the gradients of what comes after i;
+        and what it has begun to keep.
+        """
+        if not begun[self.first]:
+            return 0.0
+        received = np.maximum(*self.ledger.message.gradients)[self.first : self.stop].copy()
+        received[-1] = 0.0  # counts as a message
+        peak = 0.0
+        for at in (self.ledger.large, self.ledger.small):
+            most = at.basis.costs.most_to(at.basis.device_kind, at.size, self.first, self.stop)
+            on_the_way = (most + received + begun[self.first : self.stop]).max()
+            peak = max(peak, float(on_the_way) - (at.whole[0] if self.form is Form.KEPT else 0.0))
         return peak
 
     @property

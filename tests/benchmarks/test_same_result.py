@@ -1,12 +1,13 @@
 """The same training for every cut, through the executor: all models of the tracer's list, all schedules, recompute.
 
-    STEPS=20 python -m pytest -m benchmark tests/benchmarks/test_same_result.py -s
+    STEPS=20 ROWS=rows.jsonl python -m pytest -m benchmark tests/benchmarks/test_same_result.py -s
 
 For each model with dropout, within each schedule: losses, gradients and parameters after 20 optimizer steps, for
 1, 2, 3 and 4 ranks with 1 to 3 chunks each at random cuts with random recomputed segments (and for schedule zb random
 orders), bitwise against one stage without recompute; under any schedule but GPipe, which sums gradients in another
 order, that is one stage under 1F1B. For a few models the same in processes. With dropout off: the gradients against the
-plain model's, accumulated over the same micro-batches, within 1e-5 of their scale. Prints the rows of same_result.md.
+plain model's, accumulated over the same micro-batches, within 1e-5 of their scale. Prints the rows of same_result.md; a
+run that was interrupted goes on where it stopped, from what that file holds.
 """
 
 import copy
@@ -26,6 +27,7 @@ from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import LayerSequence, trace
 from profiler.run.loss import loss_of
 from profiler.tracing.sample import call_arguments
+from tests.benchmarks.kept_rows import kept
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME, MODELS, Case, Entry
 from tests.executor import known_traces
 from tests.executor.conftest import _plan as plan_for
@@ -50,24 +52,31 @@ def one_thread() -> None:
 @pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
 def test_every_cut_trains_the_same_for_twenty_steps(entry: Entry) -> None:
-    sequence = remembered(entry.name)
+    cells = [
+        kept(f"{entry.name} {STEPS} {schedule} {chunks}", partial(cell_of, entry.name, schedule, chunks))
+        for schedule, chunks in kinds()
+    ]
+    error = kept(f"{entry.name} against plain", partial(gradient_error, entry))
+    print(f"\n| {entry.name} | {' | '.join(cells)} | {error:.1e} |", flush=True)
+
+
+def cell_of(name: str, schedule: ScheduleName, chunks: int) -> str:
+    """How many plans of a schedule trained as one stage does, and the share of their layers that were recomputed."""
+    sequence = remembered(name)
     known_traces.remember(sequence)
-    cells = []
-    for schedule, chunks in kinds():
-        chance = random.Random(f"{entry.name} {schedule} {chunks}")
-        whole = trained_whole(entry.name, "gpipe" if schedule == "gpipe" else "1f1b")
-        assert all(math.isfinite(loss) for loss in whole.losses)
-        again = plans = 0
-        for ranks in RANKS:
-            if ranks * chunks > len(sequence):
-                continue
-            plan = random_plan(sequence, chance, ranks * chunks, schedule=schedule, chunks=chunks)
-            again += sum(segment.stop - segment.first for stage in plan.stages for segment in stage.recompute)
-            plans += 1
-            assert differing(train(plan, entry.name, STEPS), whole) == [], f"{schedule}, {ranks} ranks x {chunks}"
-        cells.append(f"{plans} ({again / (plans * len(sequence)):.0%})")
+    chance = random.Random(f"{name} {schedule} {chunks}")
+    whole = trained_whole(name, "gpipe" if schedule == "gpipe" else "1f1b")
+    assert all(math.isfinite(loss) for loss in whole.losses)
+    again = plans = 0
+    for ranks in RANKS:
+        if ranks * chunks > len(sequence):
+            continue
+        plan = random_plan(sequence, chance, ranks * chunks, schedule=schedule, chunks=chunks)
+        again += sum(segment.stop - segment.first for stage in plan.stages for segment in stage.recompute)
+        plans += 1
+        assert differing(train(plan, name, STEPS), whole) == [], f"{schedule}, {ranks} ranks x {chunks}"
     known_traces.forget()
-    print(f"\n| {entry.name} | {' | '.join(cells)} | {gradient_error(entry):.1e} |", flush=True)
+    return f"{plans} ({again / (plans * len(sequence)):.0%})"
 
 
 def kinds() -> list[tuple[ScheduleName, int]]:

@@ -1,11 +1,13 @@
 """Public profiles by schedule: the best plans, their memory and bubble, beside equal and balanced cuts.
 
-python -m pytest -q -s -m benchmark tests/benchmarks/test_schedule_profiles.py
+ROWS=rows.jsonl python -m pytest -q -s -m benchmark tests/benchmarks/test_schedule_profiles.py
 
-The tables are in schedules.md.
+The tables are in schedules.md. A run that was interrupted goes on where it stopped, from the rows in that file.
 """
 
+import math
 import time
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +19,7 @@ from planner.plan.units import bytes_text
 from profiler import Profile
 from profiler.device import Cluster, Device
 from profiler.errors import InfeasibleError
+from tests.benchmarks.kept_rows import kept
 from tests.benchmarks.public_profiles import LINK, MODELS, Layer, load_layers, profile_of_layers
 
 pytestmark = pytest.mark.benchmark
@@ -93,39 +96,52 @@ def with_cuts(profile: Profile, ranks: int, count: int, schedule: str, chunks: i
         return float("nan")
 
 
+def row_of(model: str, ranks: int, count: int, schedule: str) -> dict[str, float]:
+    """What the table says of the best plan of one schedule, and of that schedule with cuts by rule."""
+    layers = load_layers(model, CROSSING)
+    profile = split_profile(layers)
+    began_s = time.process_time()
+    plan = planned(profile, ranks, count, schedule, **SCHEDULES[schedule])
+    took_s = time.process_time() - began_s
+    said = plan.prediction
+    assert said.lower_bound_s <= said.step_s
+    equal_s, balanced_s = (
+        with_cuts(profile, ranks, count, schedule, plan.chunks, rule(layers, ranks * plan.chunks))
+        for rule in (equal_cuts, balanced_cuts)
+    )
+    return {
+        "ranks": plan.ranks,
+        "chunks": plan.chunks,
+        "step_s": said.step_s,
+        "one_device_s": said.one_device_s,
+        "gap": said.gap,
+        "memory": max(one.total for one in plan.device_memories),
+        "bubble": said.bubble,
+        "equal": equal_s / said.step_s,
+        "balanced": balanced_s / said.step_s,
+        "took_s": took_s,
+    }
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("times", [2, 4, 8])
 def test_best_plans_by_schedule(model: str, ranks: int, times: int) -> None:
-    layers = load_layers(model, CROSSING)
-    profile, count = split_profile(layers), times * ranks
-    plain: Plan | None = None
-    for schedule, more in SCHEDULES.items():
-        began_s = time.process_time()
-        plan = planned(profile, ranks, count, schedule, **more)
-        took_s = time.process_time() - began_s
-        said = plan.prediction
-        plain = plan if schedule == "1f1b" else plain
+    count, plain_s = times * ranks, math.nan
+    for schedule in SCHEDULES:
+        row = kept(f"{model} {ranks} {count} {schedule}", partial(row_of, model, ranks, count, schedule))
+        plain_s = row["step_s"] if schedule == "1f1b" else plain_s
         # device seconds that are idle, of all devices there are, beside those of 1F1B
-        removed = "-"
-        if plain is not None:
-            work_s = said.one_device_s
-            idle, idle_plain = (ranks * one.prediction.step_s - work_s for one in (plan, plain))
-            removed = f"{1 - idle / idle_plain:.0%}" if idle_plain > 0 else "-"
-        cuts = [
-            with_cuts(profile, ranks, count, schedule, plan.chunks, rule(layers, ranks * plan.chunks)) / said.step_s
-            for rule in (equal_cuts, balanced_cuts)
-        ]
-        memory = max(one.total for one in plan.device_memories)
+        idle, idle_plain = (ranks * step_s - row["one_device_s"] for step_s in (row["step_s"], plain_s))
+        removed = f"{1 - idle / idle_plain:.0%}" if idle_plain > 0 else "-"
         print(
-            f"\n| {model} | {ranks} | {count} | {schedule} | {plan.ranks} x {plan.chunks} | {said.step_s * 1e3:.1f} | "
-            f"{said.gap:.1%} | {bytes_text(memory)} | {said.bubble:.1%} | {removed} | {cuts[0]:.3f} | {cuts[1]:.3f} | "
-            f"{took_s:.1f} |",
+            f"\n| {model} | {ranks} | {count} | {schedule} | {row['ranks']} x {row['chunks']} | "
+            f"{row['step_s'] * 1e3:.1f} | {row['gap']:.1%} | {bytes_text(int(row['memory']))} | {row['bubble']:.1%} | "
+            f"{removed} | {row['equal']:.3f} | {row['balanced']:.3f} | {row['took_s']:.1f} |",
             end="",
             flush=True,
         )
-        assert said.lower_bound_s <= said.step_s
-        assert not any(ratio < 1 - 1e-6 for ratio in cuts)
+        assert not any(row[rule] < 1 - 1e-6 for rule in ("equal", "balanced"))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -16,8 +16,9 @@ from planner.kernel.least_overflow import least_bad
 from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
 from planner.kernel.tables import segment_costs, stage_needs
 from planner.plan.actions import ActionKind
+from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import Ring, split_schedules
-from planner.plan.stage import StageMemory
+from planner.plan.stage import Segment, StageMemory
 from planner.settings import SettingKeywords
 from planner.solve.balance import Balance, StageChoice, evaluate_s
 from planner.solve.build_plan import make_plan
@@ -29,6 +30,7 @@ from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
 from profiler.record import InStage, LayerCost, Profile
 from tests.planner.conftest import WHOLE
+from tests.planner.made_up import build_profile
 
 SIZES = (1, 5, 14)
 
@@ -304,3 +306,48 @@ def bytes_at(problem, candidate, index, stages, stage, held):
         ring=Ring(stages, 1),
         held=(held,),
     )
+
+
+@given(rows=st.lists(st.tuples(*[st.integers(0, 20)] * 4), min_size=1, max_size=6), again=st.booleans(), data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_micro_batch_that_goes_back_layer_by_layer_never_needs_more(device, rows, again, data):
+    """Kept, temporary, sent on, and waiting bytes of each layer: in layer i it has what layers up to i kept, that
+    layer's temporaries and the gradients that enter it, and what waits of the layers from i on.
+
+    What waits of all layers used to count as if all of it were new, 15 % of a stage; and where it was less than what
+    the layers kept, their temporaries came on top of it uncounted.
+    """
+    layers = len(rows)
+    stop = data.draw(st.integers(1, layers))
+    first = data.draw(st.integers(0, stop - 1))
+    profile = build_profile({("a", 1): [(1.0, 1.0, 2.0, kept, moment, sent, sent) for kept, moment, sent, _ in rows]})
+    waits = [
+        cost.model_copy(update={"weight_s": 1.0, "weight_kept_bytes": rows[cost.layer][3]}) for cost in profile.costs
+    ]
+    profile = profile.model_copy(update={"costs": tuple(waits)})
+    problem = make_problem(
+        profile,
+        [device("a")],
+        batch_size=1,
+        optimizer=None,
+        settings={"schedule": "zb-h1", "micro_batches_per_stage": 1},
+    )
+    said = stage_memory(
+        problem.costs,
+        problem.parameters,
+        problem.devices[0],
+        "zb-h1",
+        MicroBatches(1, 1),
+        problem.costs.optimizer("a", problem.optimizer),
+        number=1,
+        first=first,
+        stop=stop,
+        segments=[Segment(first=first, stop=stop)] if again else [],
+    )
+    kept, moments, sent, waiting = zip(*rows, strict=True)
+    walked = [
+        sum(kept[first : i + 1]) + moments[i] + (sent[i] if i < stop - 1 else 0) + sum(waiting[i:stop])
+        for i in range(first, stop)
+    ]
+    counted = said.transient + (0 if again else sum(kept[first:stop]))
+    assert max(walked) <= counted <= max(walked) + max(moments[first:stop])

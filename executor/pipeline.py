@@ -40,7 +40,7 @@ from executor.plan_check import device_of, takes_target
 from executor.run.outputs import check_joinable, whole_output
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
-from executor.run.transports import ANY, CHOICES, transport_for
+from executor.run.transports import ANY, CHOICES, LIBRARY, transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
@@ -218,7 +218,8 @@ class Pipeline:
         if plan.shard_optimizer and not layout.alone:
             after_each_step(self, Pipeline._exchange)
         self._mover = BufferMover(layout, group)
-        self._loss = SharedLoss(layout, self._device)
+        self._loss = SharedLoss(layout, self._device, through_memory=wanted != LIBRARY)
+        self.watch.add_wait(self._loss.interrupt)
         self._calls = Calls(self._computing, plan, layout, self._sequence, devices, self._placement)
         self._feed = Feed(self._calls, layout, self.watch, on_host)
         self._steps = 0
@@ -336,10 +337,10 @@ class Pipeline:
                         self._runtime.run(self._calls.program(call, batches), batches)
                         sum_gradients(self._placement.tied, self._layout.process)
                         self._gradients.add_replica()
+                loss = self._loss.of(self._own_losses(call.own))  # first, since others may wait for it
                 self._gradients.end()
                 for runner in self._runners.values():
                     self._mover.move(runner, call.own, call.counts)
-                loss = self._loss.of(self._own_losses(call.own))
             self._steps += 1
             self._feed.end()
             self.watch.log.step = self._steps

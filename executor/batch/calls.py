@@ -8,8 +8,8 @@ Shapes may be others than planned where the model takes them; the layers are the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
@@ -43,23 +43,41 @@ from profiler.tracing.sequence import LayerSequence
 from profiler.tracing.tracing import trace_again, trace_evaluation
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Version:
+    """The model's layers in one mode and for inputs of one kind.
+
+    Attributes:
+        sequence: all of them.
+        layers: those of this process, by stage.
+        programs: what it does with micro-batches of these sizes.
+    """
+
+    sequence: LayerSequence
+    layers: dict[int, StageLayers]
+    programs: dict[tuple[int, ...], Program] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """The arguments of a call, checked and cut.
 
     Attributes:
-        spec: their shapes.
         training: whether it trains.
-        sequence: the model's layers for these shapes.
+        version: the model's layers for them.
         own: micro-batches of each replica of this process.
         counts: how many micro-batches each replica of the plan has.
     """
 
-    spec: SampleSpec
     training: bool
-    sequence: LayerSequence
+    version: Version
     own: list[list[MicroBatch]]
-    counts: list[int]
+    counts: tuple[int, ...]
+
+    @property
+    def sequence(self) -> LayerSequence:
+        """All layers of the model."""
+        return self.version.sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,31 +140,27 @@ class WholeMicroBatch:
     target: Any
 
 
-@dataclass(frozen=True)
-class _Version:
-    """The model's layers in one mode and for inputs of one kind, and this process's stages of them."""
-
-    sequence: LayerSequence
-    layers: dict[int, StageLayers]
-
-
 @dataclass(frozen=True, slots=True)
 class _Outline:
     """What follows from a batch's form.
 
     Attributes:
         form: of the batch.
-        sequence: the model's layers for it.
+        version: the model's layers for it.
         dims: by input the dimension that its samples lie along; None if every micro-batch gets it whole.
         sizes: of the micro-batches of each replica.
+        counts: how many these are.
         parts: by process the inputs that it reads, in the model's order, whether it reads the target, and its samples.
+        own: index, size and weight of each micro-batch, for each replica of this process.
     """
 
     form: BatchForm
-    sequence: LayerSequence
+    version: Version
     dims: dict[str, int | None]
     sizes: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
     parts: tuple[tuple[tuple[str, ...], bool, range], ...]
+    own: tuple[tuple[tuple[int, int, float], ...], ...]
 
 
 class Calls:
@@ -179,8 +193,7 @@ class Calls:
         # A batch normalization needs two samples, unless each of them holds more than one element for a channel.
         self._at_least = 2 if any(layer.statistics for layer in sequence.layers) else 1
         self._outlines: dict[bool, _Outline] = {}  # the last ones that trained and evaluated
-        self._versions: dict[tuple[SampleSpec, bool], _Version] = {}
-        self._programs: dict[tuple[SampleSpec, bool, tuple[int, ...]], Program] = {}
+        self._versions: dict[tuple[SampleSpec, bool], Version] = {}
 
     def understood(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool, may_lack: bool = False
@@ -194,7 +207,7 @@ class Calls:
             raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
         spec, tensors = self._shaped(kwargs if kwargs else args, training=training, may_lack=may_lack)
         form = BatchForm(spec, batch_extent(tensors, spec), training)
-        inputs = self._outline(form).sequence.inputs
+        inputs = self._outline(form).version.sequence.inputs
         check_target(target, form.batch_size)
         return Batch(form, dict(zip(inputs, tensors, strict=True)), target)
 
@@ -212,25 +225,19 @@ class Calls:
     def cut(self, form: BatchForm, part: Part) -> Call:
         """The micro-batches of this process."""
         outline = self._outline(form)
-        own = self._layout.own_replicas
-        flat = [size for replica in own for size in outline.sizes[replica]]
-        inputs = {name: split_input(tensor, outline.dims[name], flat) for name, tensor in part.inputs.items()}
-        targets = split_target(part.target, flat)
-        counts = [len(sizes) for sizes in outline.sizes]
-        first = sum(counts[: own[0]])
-        batches = [
-            MicroBatch(
-                index=first + position,
-                size=size,
-                weight=size / form.batch_size,
-                inputs={name: parts[position] for name, parts in inputs.items()},
-                target=target,
-            )
-            for position, (size, target) in enumerate(zip(flat, targets, strict=True))
+        flat = [size for replica in outline.own for _, size, _ in replica]
+        names = tuple(part.inputs)
+        split = [split_input(tensor, outline.dims[name], flat) for name, tensor in part.inputs.items()]
+        targets = iter(split_target(part.target, flat))
+        inputs = zip(*split, strict=True) if split else repeat(())
+        own = [
+            [
+                MicroBatch(index, size, weight, dict(zip(names, values, strict=True)), target)
+                for (index, size, weight), values, target in zip(replica, inputs, targets, strict=False)
+            ]
+            for replica in outline.own
         ]
-        bounds = list(accumulate((counts[replica] for replica in own), initial=0))
-        own_batches = [batches[begin:end] for begin, end in pairwise(bounds)]
-        return Call(form.spec, form.training, outline.sequence, own_batches, counts)
+        return Call(form.training, outline.version, own, outline.counts)
 
     def first_micro_batch(self, batch: Batch) -> WholeMicroBatch:
         """The first of the first replica, with all that the model reads; views of the batch.
@@ -244,7 +251,7 @@ class Calls:
             size = min(max(size, TRACED_BATCH_SIZE_AT_LEAST), batch.form.batch_size)
         samples = range(size)
         inputs = {name: some_samples(tensor, outline.dims[name], samples) for name, tensor in batch.inputs.items()}
-        return WholeMicroBatch(outline.sequence, size, inputs, target_of(batch.target, samples))
+        return WholeMicroBatch(outline.version.sequence, size, inputs, target_of(batch.target, samples))
 
     def _outline(self, form: BatchForm) -> _Outline:
         known = self._outlines.get(form.training)
@@ -254,7 +261,8 @@ class Calls:
 
     def _outlined(self, form: BatchForm) -> _Outline:
         plan, layout = self._plan, self._layout
-        sequence = self._version(form.spec, training=form.training).sequence
+        version = self._version(form.spec, training=form.training)
+        sequence = version.sequence
         at_least = self._at_least if form.training else 1
         samples = samples_of_replicas(form.batch_size, plan.replicas)
         sizes = tuple(
@@ -273,18 +281,23 @@ class Calls:
             parts.append((names, plan.K - 1 in stages, range(bounds[replicas[0]], bounds[replicas[-1] + 1])))
         leaves = (leaf for leaf in form.spec.leaves if isinstance(leaf, TensorLeaf))
         dims = {name: leaf.batch_dim for name, leaf in zip(sequence.inputs, leaves, strict=True)}
-        return _Outline(form, sequence, dims, sizes, tuple(parts))
+        counts = tuple(map(len, sizes))
+        own = tuple(
+            tuple((sum(counts[:replica]) + at, size, size / form.batch_size) for at, size in enumerate(sizes[replica]))
+            for replica in layout.own_replicas
+        )
+        return _Outline(form, version, dims, sizes, counts, tuple(parts), own)
 
     def program(self, call: Call, batches: Sequence[MicroBatch]) -> Program:
         """What this process does with one replica's micro-batches; compiled when first needed."""
-        sizes = tuple(batch.size for batch in batches)
-        known = self._programs.get((call.spec, call.training, sizes))
+        sizes = tuple([batch.size for batch in batches])
+        programs = call.version.programs
+        known = programs.get(sizes)
         if known is None:
-            version = self._version(call.spec, training=call.training)
-            known = self._programs[call.spec, call.training, sizes] = compiled_program(
+            known = programs[sizes] = compiled_program(
                 self._plan,
                 self._layout,
-                version.layers,
+                call.version.layers,
                 self._devices,
                 sizes,
                 training=call.training,
@@ -310,14 +323,14 @@ class Calls:
                 raise ArgumentError(f"{problem}; {how}: {reason}") from reason
             return other, tensors
 
-    def _version(self, spec: SampleSpec, *, training: bool) -> _Version:
+    def _version(self, spec: SampleSpec, *, training: bool) -> Version:
         """This process's layers as they train or evaluate on inputs of these shapes; traced when first needed."""
         key = (spec, training)
         if key not in self._versions:
             self._versions[key] = self._training_version(spec) if training else self._evaluation_version(spec)
         return self._versions[key]
 
-    def _training_version(self, spec: SampleSpec) -> _Version:
+    def _training_version(self, spec: SampleSpec) -> Version:
         planned = spec == self._sequence.sample
         sequence = self._sequence if planned else trace_again(self._model, self._sequence, spec)
         layers = {}
@@ -334,9 +347,9 @@ class Calls:
                 past=frozenset(past),
                 splits=SCHEDULES[self._plan.schedule].splits_backward,
             )
-        return _Version(sequence, layers)
+        return Version(sequence, layers)
 
-    def _evaluation_version(self, spec: SampleSpec) -> _Version:
+    def _evaluation_version(self, spec: SampleSpec) -> Version:
         """Each stage is one layer then."""
         planned = [range(stage.first_layer, stage.stop_layer) for stage in self._plan.stages]
         sequence = trace_evaluation(self._model, self._sequence, spec, planned)
@@ -348,7 +361,7 @@ class Calls:
                 name: tensor.to(device) for name, tensor in sequence.buffers.items() if name not in sequence.aliases
             }
             layers[index] = StageLayers(sequence.on(device), index, index + 1, (), own, constants)
-        return _Version(sequence, layers)
+        return Version(sequence, layers)
 
 
 def inputs_read(sequence: LayerSequence, first: int, stop: int) -> frozenset[str]:

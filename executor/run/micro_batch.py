@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,9 +45,14 @@ def sizes_for(
 
 def shapes_of(leaves: Sequence[Any]) -> str:
     """Shapes and dtypes of the tensors among a tree's leaves and how many others it has, in words for an error."""
-    tensors = [f"{tuple(leaf.shape)} {str(leaf.dtype)[6:]}" for leaf in leaves if isinstance(leaf, Tensor)]
-    others = len(leaves) - len(tensors)
-    return ", ".join(tensors + ([f"{others} other values"] if others else [])) or "nothing"
+    tensors = tuple([(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)])
+    return _in_words(tensors, len(leaves) - len(tensors))
+
+
+@lru_cache(maxsize=16)
+def _in_words(tensors: tuple[tuple[torch.Size, torch.dtype], ...], others: int) -> str:
+    words = [f"{tuple(shape)} {str(dtype)[6:]}" for shape, dtype in tensors]
+    return ", ".join(words + ([f"{others} other values"] if others else [])) or "nothing"
 
 
 def samples_of_replicas(batch_size: int, replicas: int) -> tuple[int, ...]:
@@ -91,7 +97,7 @@ def check_target(target: Any, batch_size: int) -> None:
     Raises:
         ArgumentError: a tensor has another batch extent than the inputs.
     """
-    for leaf in pytree.tree_leaves(target):
+    for leaf in (target,) if isinstance(target, Tensor) else pytree.tree_leaves(target):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch_size:
             raise ArgumentError(f"the target holds {leaf.shape[0]} samples, the inputs {batch_size}")
 
@@ -113,7 +119,14 @@ def split_target(target: Any, sizes: Sequence[int]) -> Sequence[Any]:
 def mean_over_samples(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The sum of micro-batches' means in float64, each weighted by its share of the samples."""
     means = torch.stack(list(scalars)).double()
-    return (means * means.new_tensor(weights)).sum()
+    return (means * _as_tensor(tuple(weights), means.device)).sum()
+
+
+@lru_cache(maxsize=16)
+def _as_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    """The same in each step; to make it takes as long as the sum."""
+    with torch.inference_mode(mode=False):
+        return torch.tensor(weights, dtype=torch.float64, device=device)
 
 
 def _parts(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:

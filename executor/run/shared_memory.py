@@ -108,7 +108,9 @@ class SharedMemory:
         return received
 
     def end(self) -> None:
-        """What lies in a slot has left."""
+        """What lies in a slot has left, once its receiver has opened it."""
+        for ring in self._rings.outgoing.values():
+            ring.settle()
         self._others.end()
 
 

@@ -40,12 +40,15 @@ class BufferMover:
             own: micro-batches of each replica that this process runs.
             counts: number of micro-batches of each replica.
         """
+        written = runner.written_buffers(own[0][-1].index)
+        rows = [runner.statistics(batch.index) for batches in own for batch in batches]
+        if not written and not rows[0]:
+            return
         with torch.no_grad():
-            for name, value in runner.written_buffers(own[0][-1].index).items():
+            for name, value in written.items():
                 runner.buffers[name].copy_(value)
                 if self._group is not None:
                     dist.broadcast(runner.buffers[name], src=self._layout.peers[0], group=self._group)
-            rows = [runner.statistics(batch.index) for batches in own for batch in batches]
             if rows[0]:
                 for column in zip(*self._of_all_replicas(rows, counts), strict=True):
                     _move_statistics(runner, column)

@@ -89,6 +89,7 @@ class Outgoing:
         self._count = 0
         self._file = -1
         self._first = 0  # of the messages in these slots
+        self._settled = True
 
     def room(self, size_bytes: int) -> Slot:
         """The slot of the next message; waits while too many are under way.
@@ -111,6 +112,22 @@ class Outgoing:
         _NOTE.pack_into(self._page, note, tag, self._file, self._slot_bytes, number)
         self._count += 1
         self._arrived.post()
+
+    def settle(self) -> None:
+        """Wait until the receiver has opened the slots, if a message lies there: it cannot when this process has ended.
+
+        Raises:
+            EndedError: `end` was called.
+        """
+        sent = self._count - self._first
+        if self._settled or not sent:
+            return
+        released = range(len(self._slots) - sent + 1)  # as many are, when one of the messages in these slots was
+        for _ in released:
+            self._released.wait()
+        for _ in released:
+            self._released.post()
+        self._settled = True
 
     def end(self) -> None:
         """End a wait of another thread of this process."""
@@ -136,7 +153,7 @@ class Outgoing:
         for _ in range(len(self._slots) - count):
             self._released.wait()
         self._slots, self._slot_bytes = _slots_of(file, slot_bytes, count), slot_bytes
-        self._file, self._first = file, self._count
+        self._file, self._first, self._settled = file, self._count, False
 
 
 class Incoming:

@@ -17,10 +17,13 @@ def as_in_training() -> Iterator[None]:
     A caller's `torch.no_grad`, `torch.inference_mode` or `torch.autocast` would give times of backward passes that
     do nothing, or bytes of another dtype.
     """
+    enabled = [device_type for device_type in BACKENDS if torch.is_autocast_enabled(device_type)]
+    if torch.is_grad_enabled() and not enabled and not torch.is_inference_mode_enabled():
+        yield  # the usual case: to enter modes that are on takes as long as a small layer
+        return
     with contextlib.ExitStack() as modes:
         modes.enter_context(torch.inference_mode(mode=False))
         modes.enter_context(torch.enable_grad())
-        for device_type in BACKENDS:
-            if torch.is_autocast_enabled(device_type):
-                modes.enter_context(torch.autocast(device_type, enabled=False))
+        for device_type in enabled:
+            modes.enter_context(torch.autocast(device_type, enabled=False))
         yield

@@ -172,9 +172,13 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
     Raises:
         ArgumentError: the structure, a constant, a dtype or a shape differs from the traced sample.
     """
-    leaves, tree = pytree.tree_flatten(call_arguments(sample))
-    if tree != _structure(spec.tree):
-        raise ArgumentError(_difference(call_arguments(sample), sample_tree.loads(spec.tree)))
+    leaves: Sequence[Any]
+    if type(sample) is tuple and {type(leaf) for leaf in sample} == {Tensor} and len(sample) == _alone(spec.tree):
+        leaves = sample  # the usual call, whose tree takes as long as a small layer
+    else:
+        leaves, tree = pytree.tree_flatten(call_arguments(sample))
+        if tree != _structure(spec.tree):
+            raise ArgumentError(_difference(call_arguments(sample), sample_tree.loads(spec.tree)))
     tensors: list[Tensor] = []
     for position, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
         if isinstance(expected, ConstantLeaf):
@@ -244,6 +248,14 @@ def _structure(tree: str) -> pytree.TreeSpec:
         return pytree.tree_structure(sample_tree.loads(tree))
     except ValueError as problem:
         raise ArgumentError(f"the sample's structure {problem}") from problem
+
+
+@cache
+def _alone(tree: str) -> int:
+    """How many arguments a call has by position, if each is a leaf and there are no others; else -1."""
+    structure = _structure(tree)
+    count = structure.num_leaves
+    return count if structure == pytree.tree_structure(((0,) * count, {})) else -1
 
 
 def keywords_of(spec: SampleSpec) -> frozenset[str]:

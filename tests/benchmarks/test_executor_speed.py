@@ -12,7 +12,9 @@ under the same load. With t seconds of work per micro-batch and stage and a step
 
     share of the bound = (M + K - 1) t / T          overhead per micro-batch and stage of a tiny model = T / (K M)
 
-`bare` is the loop by hand of the same two stages: nothing checked, nothing recorded, no other model.
+`by hand` is a loop of the same two stages, through our shared memory or over sockets: nothing checked, recorded, and
+no other model. `alone` are the passes of each process's own stage, at the same time and without any message: with the
+passes of one micro-batch through the other stage, which nothing can hide, they are the floor.
 
 torchgpipe (from PyPI, if installed) runs both stages in threads of one process, which may use both cores.
 """
@@ -37,6 +39,8 @@ from executor import Pipeline, launch
 from planner import Plan
 from profiler import LayerSequence, trace
 from profiler.machine.allocator import keep_freed_memory
+from profiler.machine.ring import Slot
+from profiler.machine.ring_meeting import Wanted, meet
 from tests.executor.conftest import _plan as plan_for
 
 K = 2
@@ -109,8 +113,30 @@ def contenders(plans: dict[str, Plan], width: int, layers: int, samples: int, ch
             steps[f"ours {name}{over}"] = lambda pipe=pipe: pipe.step(x, target=y)  # type: ignore[misc]
     for name, kind in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
         steps[f"torch {name}"] = torch_step(stages[rank], kind, rank, x, y, chunks)
-    steps["bare"] = bare_step(stages[rank], rank, x.chunk(chunks), y.chunk(chunks))
+    steps["by hand over sockets"] = bare_step(stages[rank], rank, x.chunk(chunks), y.chunk(chunks))
+    steps["by hand"] = shared_step(stages[rank], rank, x.chunk(chunks), y.chunk(chunks))
+    steps["alone"] = alone_step(stages[rank], rank, x.chunk(chunks), y.chunk(chunks))
     return in_turns(steps)
+
+
+def alone_step(own: nn.Module, rank: int, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Step:
+    """What torch takes for the passes of one's own stage, in both processes at once and without any message."""
+    gradient = torch.ones_like(ys[0])
+
+    def step() -> None:
+        if rank == 0:
+            outputs = [own(x) for x in xs]
+            for output in reversed(outputs):
+                output.backward(gradient)
+        else:
+            losses = [
+                nn.functional.mse_loss(own(x.detach().requires_grad_()), y) / len(ys)
+                for x, y in zip(xs, ys, strict=True)
+            ]
+            for loss in reversed(losses):
+                loss.backward()
+
+    return step
 
 
 def plain_step(model: nn.Module, x: Tensor, y: Tensor, chunks: int) -> Step:
@@ -151,6 +177,50 @@ def bare_step(own: nn.Module, rank: int, xs: Sequence[Tensor], ys: Sequence[Tens
                 sent.append(group.send([gradient], 0, number))
         for work in sent:
             work.wait()
+
+    return step
+
+
+def shared_step(own: nn.Module, rank: int, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Step:
+    """The same loop through our shared memory."""
+    like = xs[0]
+    size = like.numel() * like.element_size()
+    rings = meet({(rank, 1 - rank): Wanted(1 - rank, 4, 2**22)}, {(1 - rank, rank): 1 - rank})
+    outgoing, incoming = rings.outgoing[rank, 1 - rank], rings.incoming[1 - rank, rank]
+
+    def laid_out(slot: Slot) -> Tensor:
+        if "tensor" not in slot.views:
+            slot.views["tensor"] = [slot.memory[:size].view(like.dtype).view(like.shape)]
+        return slot.views["tensor"][0]
+
+    def send(tensor: Tensor, number: int) -> None:
+        laid_out(outgoing.room(size)).copy_(tensor)
+        outgoing.send(number)
+
+    def receive(number: int) -> Tensor:
+        received = laid_out(incoming.arrived(number)).clone()
+        incoming.release()
+        return received
+
+    def step() -> None:
+        if rank == 0:
+            outputs: list[Tensor] = []
+            for number, x in enumerate(xs):
+                outputs.append(own(x))
+                send(outputs[-1].detach(), number)
+            for number in reversed(range(len(xs))):
+                outputs[number].backward(receive(number))
+        else:
+            entering: list[Tensor] = []
+            losses = []
+            for number, y in enumerate(ys):
+                entering.append(receive(number).requires_grad_())
+                losses.append(nn.functional.mse_loss(own(entering[-1]), y) / len(ys))
+            for number in reversed(range(len(ys))):
+                losses[number].backward()
+                gradient = entering[number].grad
+                assert gradient is not None, "the stage has parameters"
+                send(gradient, number)
 
     return step
 

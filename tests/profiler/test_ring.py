@@ -57,6 +57,37 @@ def test_any_order_of_sends_and_receives(moves: list[tuple[bool, int]], ahead_by
             received += 1
 
 
+@pytest.mark.parametrize("sent", [1, AT_LEAST])
+def test_a_sender_does_not_end_before_its_slots_are_open(sent: int) -> None:
+    """A last process that was through with its only step ended, and a receiver that came later found nothing."""
+    outgoing, incoming = pair()
+    outgoing.settle()  # nothing was sent
+    for tag in range(sent):
+        outgoing.room(64)
+        outgoing.send(tag)
+    settled = threading.Event()
+
+    def settle() -> None:
+        outgoing.settle()
+        settled.set()
+
+    threading.Thread(target=settle, daemon=True).start()
+    assert not settled.wait(0.05)
+    incoming.arrived(0)
+    assert not settled.wait(0.05)
+    incoming.release()
+    assert settled.wait(10)
+    for tag in range(1, sent):
+        incoming.arrived(tag)
+        incoming.release()
+    for tag in range(sent, sent + 3 * AT_LEAST):  # all slots are free again, and no more
+        outgoing.room(64)
+        outgoing.send(tag)
+        incoming.arrived(tag)
+        incoming.release()
+    outgoing.settle()
+
+
 def test_as_many_short_messages_are_under_way_as_fit() -> None:
     """A sender of short messages waited for each of them."""
     outgoing, incoming = pair(ahead_bytes=64 * 10)

@@ -31,7 +31,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
+from planner.cost.layer_costs import CostModel, Floats, Indices, LayerArrays, ParameterRanges
 from planner.cost.messages import Message
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
@@ -124,7 +124,7 @@ class Basis:
         micro_batches: how a replica's samples are cut.
         ahead_bytes: see `Message`.
         ring: ranks, and chunks of each.
-        held: micro-batches in flight and waiting at the moment that is looked at, where several might need most; by
+        held: micro-batches in flight and waiting at the moments that are looked at, where several might need most; by
             default as many in flight as ever are.
         shares: replicas that share the optimizer's state; 1 where each has all of it.
     """
@@ -137,7 +137,7 @@ class Basis:
     micro_batches: MicroBatches
     ahead_bytes: int = AHEAD_BYTES
     ring: Ring = ONE_CHUNK
-    held: Held | None = None
+    held: tuple[Held, ...] = ()
     shares: int = 1
 
     def of_ranges(self, stage: Range) -> RangeFigures:
@@ -156,6 +156,7 @@ class Figures:
         message: what crosses a boundary, or, in one value, what crosses after each layer.
         number: of the stage from the end, 1 for the last.
         layers_of_stage: the range of the one stage that is asked for, for rows of `Of.WHOLE`.
+        flying: micro-batches in flight at each of the basis's moments; None where it has none.
     """
 
     basis: Basis
@@ -164,6 +165,7 @@ class Figures:
     message: Message
     number: int
     layers_of_stage: tuple[int, int] = (0, 0)
+    flying: Indices | None = None
 
     @property
     def whole(self) -> tuple[float, float]:
@@ -345,7 +347,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
             at.basis.micro_batches,
             at.number,
             at.basis.ring,
-            None if at.basis.held is None else at.basis.held[0],
+            at.flying,
         ),
     ),
     Row(
@@ -387,13 +389,13 @@ class Ledger:
 
     Args:
         basis: kind of device, schedule and cut of the mini-batch.
-        numbers: of the stages from the end; 1 for the last.
+        numbers: of the stages from the end; 1 for the last. Where the basis has moments, one.
         sized: the layers' costs for a large and for a small micro-batch, where not the basis's own.
         layers_of_stage: see `Figures`.
 
     Attributes:
         message: what crosses after each layer.
-        in_flight: how many micro-batches of the larger and of the smaller size are, a row for each number.
+        in_flight: how many micro-batches of the larger and of the smaller size are, a row for each number or moment.
         waiting: how many wait for the gradients of their parameters, likewise.
         large: what rows read for a large micro-batch.
         small: and for a small one.
@@ -413,24 +415,28 @@ class Ledger:
         self._numbers = numbers
         self._splits = SCHEDULES[basis.schedule].splits_backward
         held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]
-        if basis.held is not None:
-            held = [(split.larger_first(basis.held[0]), split.larger_first(basis.held[1])) for _ in numbers]
+        flying = None
+        if basis.held:
+            held = [(split.larger_first(many), split.larger_first(others)) for many, others in basis.held]
+            flying = np.array([many for many, _ in basis.held])
         self.in_flight, self.waiting = np.array(held, dtype=np.float64).swapaxes(0, 1)
-        self.large = self.small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage)
+        self.large = self.small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage, flying)
         if not split.equal:
-            self.small = Figures(basis, sizes[1], small, message, numbers[0], layers_of_stage)
+            self.small = replace(self.large, size=sizes[1], layers=small)
 
     def counted(self, row: Row, message: Message | None = None) -> Floats:
-        """Bytes of a row that lasts: those of its figure, one axis in front for the stages' numbers.
+        """Bytes of a row that lasts: those of its figure, one axis in front for the stages' numbers, or for moments.
 
-        The axis has length 1 where the numbers make no difference.
+        The axis has length 1 where they make no difference.
 
         Args:
             row: which.
-            message: what crosses a boundary, where it is not what follows from the costs.
+            message: what crosses a boundary, where it is not what follows from the costs; one where there are moments.
         """
         if row.counts is Counts.UNDER_WAY:
             at = replace(self.large, message=message or self.message)
+            if at.flying is not None:
+                return np.atleast_1d(np.asarray(row.figure(at), dtype=np.float64))
             figures = [row.figure(replace(at, number=number)) for number in self._numbers]
             return np.stack([np.asarray(figure, dtype=np.float64) for figure in figures])
         if row.counts in {Counts.IN_FLIGHT, Counts.WAITING}:

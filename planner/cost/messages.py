@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cost.layer_costs import Floats, LayerArrays
+from planner.cost.layer_costs import Floats, Indices, LayerArrays
 from planner.plan.actions import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
@@ -74,7 +74,7 @@ class Message:
         micro_batches: MicroBatches,
         number: int,
         ring: Ring = ONE_CHUNK,
-        flying: int | None = None,
+        flying: int | Indices | None = None,
     ) -> Floats:
         """Bytes under way at the stage that it comes to.
 
@@ -86,7 +86,8 @@ class Message:
             micro_batches: how a replica's samples are cut.
             number: of the stage from the end, 1 for the last.
             ring: ranks, and chunks of each.
-            flying: how many micro-batches are under way, where the schedule does not say it.
+            flying: how many micro-batches are under way, where the schedule does not say it; at one place at several
+                moments.
         """
         sent_back = np.minimum(self._ahead(SENDS_AHEAD, np.minimum(*self.gradients)), micro_batches.count)
         gradients: Floats = sent_back * np.maximum(*self.gradients)

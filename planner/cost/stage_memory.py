@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NotRequired, TypedDict, Unpack
 
 import numpy as np
 
@@ -35,36 +36,11 @@ class StageSkips:
 NO_SKIPS = StageSkips()
 
 
-def stage_memory(
-    costs: CostModel,
-    parameters: ParameterRanges,
-    device: Device,
-    schedule: ScheduleName,
-    micro_batches: MicroBatches,
-    optimizer: OptimizerCost,
-    *,
-    number: int,
-    first: int,
-    stop: int,
-    segments: Sequence[Segment],
-    skips: StageSkips = NO_SKIPS,
-    ring: Ring = ONE_CHUNK,
-    held: Sequence[Held] = (),
-    shares: int = 1,
-) -> StageMemory:
-    """Peak bytes of the stage of layers [first, stop).
+class StageAbout(TypedDict):
+    """Which stage it is.
 
-    Of the chunks of a rank the first has what a process has once, whatever its layers. Where the backward pass is
-    split, the moment counts at which micro-batches in flight and waiting ones need most together.
-
-    Args:
-        costs: costs of the layers.
-        parameters: bytes of the parameters of every range.
-        device: its kind selects the costs.
-        schedule: says how many micro-batches are under way.
-        micro_batches: how a replica's samples are cut.
-        optimizer: what the optimizer keeps.
-        number: of the stage from the end, 1 for the last.
+    Attributes:
+        number: from the end, 1 for the last.
         first: of its layers.
         stop: after its layers.
         segments: what is recomputed.
@@ -74,43 +50,130 @@ def stage_memory(
             record has it.
         shares: replicas that share the optimizer's state.
     """
-    moments = held or SCHEDULES[schedule].held(number, micro_batches.count, ring)
-    bases = [
-        Basis(costs, parameters, device.kind, optimizer, schedule, micro_batches, ring=ring, held=moment, shares=shares)
-        for moment in moments
-    ]
-    said = [_memory_at(basis, number, first, stop, segments, skips) for basis in bases]
-    return max(said, key=lambda memory: memory.total)
+
+    number: int
+    first: int
+    stop: int
+    segments: Sequence[Segment]
+    skips: NotRequired[StageSkips]
+    ring: NotRequired[Ring]
+    held: NotRequired[Sequence[Held]]
+    shares: NotRequired[int]
 
 
-def _memory_at(
-    basis: Basis, number: int, first: int, stop: int, segments: Sequence[Segment], skips: StageSkips
+@dataclass(frozen=True, slots=True, eq=False)
+class StageMoments:
+    """Bytes of a stage at one or several moments.
+
+    Attributes:
+        classes: by field of `StageMemory`, one number for all moments or one for each.
+    """
+
+    classes: Mapping[str, Floats]
+
+    @property
+    def totals(self) -> Floats:
+        """Of all classes together."""
+        return np.array(sum(self.classes.values()))
+
+    @property
+    def passing(self) -> Floats:
+        """The part of them that is there while the stage computes."""
+        return self.classes["transient"]
+
+    @property
+    def largest(self) -> StageMemory:
+        """The moment at which all classes together need most."""
+        most = int(np.argmax(self.totals))
+        return StageMemory(**{name: int(found[most if len(found) > 1 else 0]) for name, found in self.classes.items()})
+
+
+def together(chunks: Sequence[StageMoments], computing: Sequence[int]) -> StageMoments:
+    """A rank's bytes at each moment, of which only the chunk that computes has what passes.
+
+    Args:
+        chunks: what each has at these moments.
+        computing: which chunk that is, at each.
+    """
+    classes = {name: np.array(sum(chunk.classes[name] for chunk in chunks)) for name in StageMemory.model_fields}
+    passing = [np.broadcast_to(chunk.passing, len(computing)) for chunk in chunks]
+    return StageMoments({**classes, "transient": np.array([passing[chunk][at] for at, chunk in enumerate(computing)])})
+
+
+def stage_memory(
+    costs: CostModel,
+    parameters: ParameterRanges,
+    device: Device,
+    schedule: ScheduleName,
+    micro_batches: MicroBatches,
+    optimizer: OptimizerCost,
+    **about: Unpack[StageAbout],
 ) -> StageMemory:
-    """Bytes of the stage at one moment, see `stage_memory`."""
-    costs, micro_batches, ring = basis.costs, basis.micro_batches, basis.ring
-    sizes = micro_batches.largest, micro_batches.smallest
-    large, small = (
-        _without(costs.layers(basis.device_kind, size), range(max(0, first - 1), stop), past)
-        for size, past in zip(sizes, skips.past, strict=True)
+    """Peak bytes of the stage of layers [first, stop), see `stage_moments`.
+
+    Where the backward pass is split, the moment counts at which micro-batches in flight and waiting ones need most
+    together.
+    """
+    return stage_moments(costs, parameters, device, schedule, micro_batches, optimizer, **about).largest
+
+
+def stage_moments(
+    costs: CostModel,
+    parameters: ParameterRanges,
+    device: Device,
+    schedule: ScheduleName,
+    micro_batches: MicroBatches,
+    optimizer: OptimizerCost,
+    **about: Unpack[StageAbout],
+) -> StageMoments:
+    """Bytes of the stage of layers [first, stop) at each moment.
+
+    Of the chunks of a rank the first has what a process has once, whatever its layers.
+
+    Args:
+        costs: costs of the layers.
+        parameters: bytes of the parameters of every range.
+        device: its kind selects the costs.
+        schedule: says how many micro-batches are under way.
+        micro_batches: how a replica's samples are cut.
+        optimizer: what the optimizer keeps.
+        about: which stage.
+    """
+    number, first, stop, skips = about["number"], about["first"], about["stop"], about.get("skips", NO_SKIPS)
+    ring = about.get("ring", ONE_CHUNK)
+    basis = Basis(
+        costs,
+        parameters,
+        device.kind,
+        optimizer,
+        schedule,
+        micro_batches,
+        ring=ring,
+        held=tuple(about.get("held", ())) or SCHEDULES[schedule].held(number, micro_batches.count, ring),
+        shares=about.get("shares", 1),
     )
-    stage = _Stage(first, stop, segments, Ledger(basis, (number,), (large, small), (first, stop)), skips)
-    found = {**dict.fromkeys(StageMemory.model_fields, 0.0), "transient": stage.peak()}
+    large, small = (
+        _without(costs.layers(device.kind, size), range(max(0, first - 1), stop), past)
+        for size, past in zip((micro_batches.largest, micro_batches.smallest), skips.past, strict=True)
+    )
+    stage = _Stage(first, stop, about["segments"], Ledger(basis, (number,), (large, small), (first, stop)), skips)
+    found = {name: np.zeros(1) for name in StageMemory.model_fields} | {"transient": np.array([stage.peak()])}
     figures = basis.of_ranges((first, stop))
     for range_row in range_rows():
-        found[range_row.memory_class] += float(range_row.figure(figures))
+        found[range_row.memory_class] = found[range_row.memory_class] + float(range_row.figure(figures))
     later_chunk = ring.chunks > 1 and number <= ring.ranks * (ring.chunks - 1)
     passing = found["transient"]
     for row in rows_of(*(of for of in Of if not (later_chunk and of is Of.STAGE)), form=stage.form):
-        size_bytes = stage.bytes_of(row)
-        found[row.memory_class] += size_bytes
-        passing += size_bytes if row.of is not Of.STAGE else 0.0
+        counted = stage.bytes_of(row)
+        found[row.memory_class] = found[row.memory_class] + counted
+        passing = passing + counted if row.of is not Of.STAGE else passing
     for end_row in range_rows(at_end=True):
         end_bytes = float(end_row.figure(figures))
         if ring.chunks > 1:  # all chunks of a rank end together, and of their moments the largest counts
-            found["gradients"] += end_bytes
+            found["gradients"] = found["gradients"] + end_bytes
         else:
-            found["transient"] += max(0.0, end_bytes - passing)
-    return StageMemory(**{name: int(size_bytes) for name, size_bytes in found.items()})
+            found["transient"] = found["transient"] + np.maximum(0.0, end_bytes - passing)
+    return StageMoments(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,14 +193,16 @@ class _Stage:
         whole = (self.segments[0].first, self.segments[0].stop) == (self.first, self.stop)
         return Form.AS_ONE if whole else Form.IN_PARTS
 
-    def bytes_of(self, row: Row) -> float:
-        """What a row counts for it."""
+    def bytes_of(self, row: Row) -> Floats:
+        """What a row counts for it, at all moments or at each."""
         if row.counts is Counts.UNDER_WAY:
-            return sum(float(self.ledger.counted(row, message)[0]) for message in self._messages(row.of))
-        counted = self.ledger.counted(row)[0]
+            messages = [self.ledger.counted(row, message) for message in self._messages(row.of)]
+            return np.zeros(1) + sum(messages)
+        counted = self.ledger.counted(row)
         if row.of in {Of.STAGE, Of.WHOLE}:
-            return float(counted)
-        return float(counted[self._places(row.of)].sum())
+            return counted
+        of_places: Floats = counted[:, self._places(row.of)].sum(axis=1)
+        return of_places
 
     def _places(self, of: Of) -> list[int]:
         """The layers, or the layers before the boundaries, of which a row is."""

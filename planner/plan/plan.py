@@ -67,6 +67,9 @@ class Plan(Value):
         stages: in pipeline order.
         skips: what goes past stages, one entry for each pair of ends; all else is sent from neighbour to neighbour.
         prediction: step time and how good the plan is.
+        rank_memories: predicted peak bytes of each rank on its device, where ranks have several chunks: at the moment
+            of its passes at which all its chunks together need most. Files may leave them out, then each chunk counts
+            with its own peak.
         unused: devices that stay idle, and a faster plan that a rule forbids; None if there is neither.
         interrupted: whether the search was ended from the keyboard, and this is the best plan so far. Files leave it
             out where it is not.
@@ -87,13 +90,14 @@ class Plan(Value):
     stages: tuple[Stage, ...] = Field(min_length=1)
     skips: tuple[Skip, ...] = ()
     prediction: Prediction
+    rank_memories: tuple[StageMemory, ...] = ()
     unused: Unused | None = None
     interrupted: bool = False
 
     @model_serializer(mode="wrap")
     def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialize(self)
-        for name in ("interrupted", "shard_optimizer"):
+        for name in ("interrupted", "shard_optimizer", "rank_memories"):
             if not getattr(self, name):
                 fields.pop(name, None)
         return fields
@@ -135,6 +139,8 @@ class Plan(Value):
 
     def rank_memory(self, rank: int) -> StageMemory:
         """Predicted peak bytes of a rank on its device: of all its chunks, one of which computes at a time."""
+        if self.rank_memories:
+            return self.rank_memories[rank]
         memories = [stage.memory for stage in self.stages_of(rank)]
         return StageMemory(
             **{
@@ -211,6 +217,7 @@ class Plan(Value):
         except ArgumentError as problem:
             raise ValueError(str(problem)) from problem
         if self.chunks == 1:
+            self._check_rank_memories()
             return
         ranks = self.K // self.chunks
         if self.skips:
@@ -225,10 +232,19 @@ class Plan(Value):
                 )
             if stage.devices != self.stages[position % ranks].devices:
                 raise ValueError(f"stages {position % ranks} and {position} are of one rank and on unlike devices")
+        self._check_rank_memories()
         try:
             _ = self.device_memories
         except ArgumentError as problem:
             raise ValueError(f"the memory of a rank's {self.chunks} chunks together: {problem}") from problem
+
+    def _check_rank_memories(self) -> None:
+        ranks = self.K // self.chunks
+        if len(self.rank_memories) not in ({0} if self.chunks == 1 else {0, ranks}):
+            raise ValueError(
+                f"rank_memories has {len(self.rank_memories)} entries for {ranks} ranks with {self.chunks} chunks on "
+                "each; give one a rank where these have several chunks, or none"
+            )
 
     def _check_tokens(self) -> None:
         given, tokens = self.prediction.tokens_per_s, self.sample.tokens

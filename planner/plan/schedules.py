@@ -16,12 +16,13 @@ micro-batch 0:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from operator import ge
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from profiler.errors import ArgumentError
 
@@ -62,6 +63,9 @@ def pass_of(number: int, micro_batches: int, chunks: int = 1) -> tuple[PassKind,
 
 Held: TypeAlias = tuple[int, int]
 """Micro-batches in flight, and those that wait for the gradients of their parameters, at one moment."""
+
+Moment: TypeAlias = tuple[int, tuple[Held, ...]]
+"""Which chunk of a rank computes, and what each chunk holds meanwhile."""
 
 
 class Ring(NamedTuple):
@@ -141,6 +145,16 @@ class ScheduleRecord:
         # of such an order the number from the end says as much as rank and ranks where there are enough ranks
         return _held(self.order, ring.ranks - number, ring.ranks, micro_batches)
 
+    def moments(self, rank: int, micro_batches: int, ring: Ring) -> tuple[Moment, ...]:
+        """What the chunks of a rank hold at the moments at which they may need most memory together.
+
+        >>> SCHEDULES["interleaved"].moments(1, 8, Ring(2, 2))
+        ((0, ((3, 0), (0, 0))), (1, ((2, 0), (1, 0))))
+        """
+        if ring.chunks == 1:
+            return tuple((0, (held,)) for held in self.held(ring.ranks - rank, micro_batches, ring))
+        return _moments(self.order, rank, ring.ranks, micro_batches, ring.chunks)
+
     @property
     def last_turns_around(self) -> bool:
         """Whether on the last stage each backward pass follows its forward pass, and nothing is recomputed."""
@@ -159,6 +173,23 @@ def _most_under_way(
         now[chunk] += change[kind]
         most[chunk] = max(most[chunk], now[chunk])
     return tuple(most)
+
+
+@lru_cache(maxsize=4096)
+def _moments(
+    order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
+) -> tuple[Moment, ...]:
+    """Those of which no other one of the same chunk has as many micro-batches in flight in every chunk."""
+    now = [0] * chunks
+    seen: list[set[tuple[int, ...]]] = [set() for _ in range(chunks)]
+    for number in order(rank, ranks, micro_batches, chunks):
+        kind, chunk, _ = pass_of(number, micro_batches, chunks)
+        now[chunk] += kind is PassKind.FORWARD
+        seen[chunk].add(tuple(now))
+        now[chunk] -= kind is PassKind.BACKWARD
+    return tuple(
+        (chunk, tuple((flying, 0) for flying in held)) for chunk, moments in enumerate(seen) for held in _most(moments)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -188,11 +219,17 @@ def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
             flying, waiting = flying - 1, waiting + 1
         else:
             waiting -= 1
-    return tuple(one for one in sorted(seen) if not any(one != other and _covers(other, one) for other in seen))
+    return _most(seen)
 
 
-def _covers(more: Held, less: Held) -> bool:
-    return more[0] >= less[0] and more[1] >= less[1]
+_Counts = TypeVar("_Counts", bound=tuple[int, ...])
+
+
+def _most(moments: Set[_Counts]) -> tuple[_Counts, ...]:
+    """Those of which no other one has as many of everything."""
+    return tuple(
+        one for one in sorted(moments) if not any(one != other and all(map(ge, other, one)) for other in moments)
+    )
 
 
 def _gpipe_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
-from planner.cost.stage_memory import stage_memory
+from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.kernel.makespan import SEND_B, SEND_F
 from planner.plan.order_text import order_of_text
 from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction
-from planner.plan.schedules import SCHEDULES, most_held
+from planner.plan.schedules import SCHEDULES, Held, most_held
 from planner.plan.simulator import simulate_plan
-from planner.plan.stage import Stage, StageTimes
+from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, stage_seconds
 from planner.solve.problem import Problem
 from profiler.device import Device, Link
@@ -47,6 +47,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         optimizer=problem.optimizer,
         stages=stages_of(problem, found, routes),
         skips=plan_skips(routes, _links(problem, found), sorted({*candidate.split.sizes}, reverse=True)),
+        rank_memories=_rank_memories(problem, found, routes),
         prediction=Prediction(
             step_s=found.step_s,
             optimizer_s=0.0,
@@ -144,6 +145,7 @@ def _stage(
     first, stop, count = choice.first, choice.stop, found.candidate.split.count
     names = dict.fromkeys(name for layer in profile.layers[first:stop] for name in layer.parameters)
     elements = {parameter.name: parameter.elements for parameter in profile.parameters}
+    held = most_held(order_of_text(found.orders[index], count), count) if found.orders else ()
     all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice, far=far)
     return Stage(
         first_layer=first,
@@ -157,23 +159,46 @@ def _stage(
         times=times,
         all_reduce_s=all_reduce_s,
         optimizer_s=optimizer_s,
-        memory=stage_memory(
-            problem.costs,
-            problem.parameters,
-            devices[0],
-            found.candidate.schedule,
-            found.candidate.split,
-            problem.costs.optimizer(devices[0].kind, problem.optimizer),
-            number=len(found.stages) - index,
-            first=first,
-            stop=stop,
-            segments=choice.segments,
-            skips=stage_skips(routes, index, found.candidate.split),
-            ring=found.candidate.ring,
-            shares=problem.shares(found.candidate.replicas),
-            held=most_held(order_of_text(found.orders[index], count), count) if found.orders else (),
-        ),
+        memory=_moments(problem, found, index, held, routes).largest,
     )
+
+
+def _moments(
+    problem: Problem, found: Balance, index: int, held: Sequence[Held], routes: Sequence[Route]
+) -> StageMoments:
+    """Bytes of a stage where it holds so many micro-batches."""
+    choice, candidate = found.stages[index], found.candidate
+    device = problem.classes[choice.device_class].device
+    return stage_moments(
+        problem.costs,
+        problem.parameters,
+        device,
+        candidate.schedule,
+        candidate.split,
+        problem.costs.optimizer(device.kind, problem.optimizer),
+        number=len(found.stages) - index,
+        first=choice.first,
+        stop=choice.stop,
+        segments=choice.segments,
+        skips=stage_skips(routes, index, candidate.split),
+        ring=candidate.ring,
+        shares=problem.shares(candidate.replicas),
+        held=held,
+    )
+
+
+def _rank_memories(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[StageMemory, ...]:
+    """Bytes of each rank, where ranks have several chunks, at the moment at which these need most together."""
+    ring = found.candidate.ring
+    memories = []
+    for rank in range(ring.ranks if ring.chunks > 1 else 0):
+        moments = SCHEDULES[found.candidate.schedule].moments(rank, found.candidate.split.count, ring)
+        chunks = [
+            _moments(problem, found, chunk * ring.ranks + rank, [held[chunk] for _, held in moments], routes)
+            for chunk in range(ring.chunks)
+        ]
+        memories.append(together(chunks, [computing for computing, _ in moments]).largest)
+    return tuple(memories)
 
 
 def _end_paths(profile: Profile, first: int, stop: int) -> tuple[str, str]:

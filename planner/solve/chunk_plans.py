@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
-from planner.cost.stage_memory import stage_memory
+from planner.cost.stage_memory import stage_moments
 from planner.cost.time_ledger import layer_seconds
 from planner.cost.transfers import boundary_s
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, makespan_s
@@ -83,7 +83,7 @@ class ChunkPlans:
         self.deadline = deadline
         self._counts = np.array([split.number_largest, split.count - split.number_largest])
         self._splits = SCHEDULES[candidate.schedule].splits_backward
-        self._bytes: dict[tuple[int, int, int, int, bool], tuple[int, int]] = {}
+        self._bytes: dict[tuple[int, int, int, int, bool], Floats] = {}
         self._ends: dict[tuple[int, int, int], float] = {}
 
     @cached_property
@@ -271,35 +271,38 @@ class ChunkPlans:
                     yield tuple(chunk in chosen for chunk in range(chunks))
 
     def rank_bytes(self, rank: int, stops: Stops, classes: Sequence[int], recomputed: frozenset[int]) -> int:
-        """Bytes of a rank's device if these of its chunks are recomputed."""
-        lasting, moment = 0, 0
+        """Bytes of a rank's device if these of its chunks are recomputed, at the moment that needs most."""
+        needed = np.zeros(1)
         for chunk in range(self.candidate.ring.chunks):
             stage = chunk * self.ranks + rank
             first = stops[stage - 1] if stage else 0
-            own, largest = self._stage_bytes(stage, classes[rank], first, stops[stage], chunk in recomputed)
-            lasting, moment = lasting + own, max(moment, largest)
-        return lasting + moment
+            needed = needed + self._stage_bytes(stage, classes[rank], first, stops[stage], chunk in recomputed)
+        return int(needed.max())
 
-    def _stage_bytes(self, stage: int, group: int, first: int, stop: int, recomputed: bool) -> tuple[int, int]:
-        """What a stage holds throughout, and what it has for a moment."""
+    def _stage_bytes(self, stage: int, group: int, first: int, stop: int, recomputed: bool) -> Floats:
+        """What a stage has at each moment of its rank, what passes only where it is the one that computes."""
         key = stage, group, first, stop, recomputed
         if key not in self._bytes:
-            device = self.problem.classes[group].device
-            memory = stage_memory(
+            chunk, rank = divmod(stage, self.ranks)
+            device, split, ring = self.problem.classes[group].device, self.candidate.split, self.candidate.ring
+            moments = SCHEDULES[self.candidate.schedule].moments(rank, split.count, ring)
+            found = stage_moments(
                 self.problem.costs,
                 self.problem.parameters,
                 device,
                 self.candidate.schedule,
-                self.candidate.split,
+                split,
                 self.problem.costs.optimizer(device.kind, self.problem.optimizer),
                 number=self.stages - stage,
                 first=first,
                 stop=stop,
                 segments=segments_of_stage(first, stop, recomputed),
                 shares=self.problem.shares(self.candidate.replicas),
-                ring=self.candidate.ring,
+                ring=ring,
+                held=[held[chunk] for _, held in moments],
             )
-            self._bytes[key] = memory.total - memory.transient, memory.transient
+            waits = np.array([computing != chunk for computing, _ in moments])
+            self._bytes[key] = found.totals - waits * found.passing
         return self._bytes[key]
 
     def balance(self, choice: ChunkChoice, lower_bound_s: float = np.inf) -> Balance:

@@ -280,10 +280,10 @@ class _Run:
 
 
 def _note(saved: dict[int, Tensor], tensor: Tensor) -> Tensor:
-    """Note what autograd saves. It is detached: an output that holds its own history is never let go of."""
-    detached = tensor.detach()
-    saved[storage_of(detached)] = detached
-    return detached
+    """Note what autograd saves, without history: an output that holds its own is never let go of."""
+    held = tensor if tensor.grad_fn is None else tensor.detach()
+    saved[storage_of(held)] = held
+    return held
 
 
 def _note_storage(came: dict[str, int], name: str, gradient: Tensor) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.machine.backend import backend_of
@@ -43,10 +42,10 @@ class StorageWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        arguments = [item for item in pytree.tree_leaves((args, kwargs)) if is_strided(item)]
+        arguments = [*strided_in(args), *(strided_in(kwargs.values()) if kwargs else ())]
         storages = {storage_of(item) for item in arguments}
         out = func(*args, **(kwargs or {}))
-        results = [item for item in pytree.tree_leaves(out) if is_strided(item)]
+        results = [*strided_in((out,))]
         for item in results:
             if storage_of(item) not in storages:
                 self.follow(item)
@@ -107,6 +106,20 @@ def _lstm_workspace(entering: Tensor, leaving: Tensor, workspace: Tensor) -> Wor
 def is_strided(item: Any) -> bool:
     """Whether it is a tensor with a storage; a sparse one lies on those of its indices and values."""
     return isinstance(item, Tensor) and item.layout == torch.strided
+
+
+def strided_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors with a storage among an operation's arguments or results, in lists, tuples and dicts too.
+
+    Each operation of each layer is asked several times, so not by torch's general walk, which takes three times as long.
+    """
+    for value in values:
+        if is_strided(value):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from strided_in(value)
+        elif isinstance(value, dict):
+            yield from strided_in(value.values())
 
 
 def storage_bytes(tensor: Tensor) -> int:

@@ -25,7 +25,7 @@ from profiler.tracing.sequence import BoundaryValue, LayerSequence
 ROUNDS = 3
 """Passes of each distinct layer that count, at most; one more warms up."""
 ENOUGH_S = 0.3
-"""After so much of them no further one is made: of layers that take long one says enough [chosen]."""
+"""After so much of them no further one is made: of layers that take long one says enough, the first one too [chosen]."""
 
 
 class WeightPass(NamedTuple):
@@ -92,9 +92,9 @@ def _measured(runner: LayerRunner, index: int, values: Mapping[str, Tensor], wat
             inputs_s += max(0.0, split_forward_s - forward_s)
             shares.append(max(0.0, 1 - inputs_s / whole_s))
             more.append(max(0.0, (inputs_s + weights_s) / whole_s - 1))
-        if number and spent_s > ENOUGH_S:
+        if spent_s > ENOUGH_S:
             break
-    return WeightPass(median(shares[1:] or [0.0]), median(more[1:] or [0.0]), kept_bytes)
+    return WeightPass(median(shares[1:] or shares or [0.0]), median(more[1:] or more or [0.0]), kept_bytes)
 
 
 def gone_forward(

@@ -111,7 +111,7 @@ def is_strided(item: Any) -> bool:
 def strided_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors with a storage among an operation's arguments or results, in lists, tuples and dicts too.
 
-    Each operation of each layer is asked several times, so not by torch's general walk, which takes three times as long.
+    Each operation of each layer is asked several times: torch's general walk would take three times as long.
     """
     for value in values:
         if is_strided(value):

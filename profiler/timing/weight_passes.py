@@ -25,7 +25,7 @@ from profiler.tracing.sequence import BoundaryValue, LayerSequence
 ROUNDS = 3
 """Passes of each distinct layer that count, at most; one more warms up."""
 ENOUGH_S = 0.3
-"""After so much of them no further one is made: of layers that take long one says enough, the first one too [chosen]."""
+"""After so much of them no further one is made: of layers that take long one says enough, even the first [chosen]."""
 
 
 class WeightPass(NamedTuple):

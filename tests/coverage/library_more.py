@@ -78,8 +78,8 @@ def zoo() -> Iterator[Candidate]:
 
 def dear_ones() -> Iterator[Candidate]:
     """Models of which a tiny configuration once took minutes."""
-    yield entry("monai", "monai.networks.nets:SwinUNETR", floats(1, 64, 64, 64), in_channels=1, out_channels=2,
-                feature_size=12)  # fmt: skip
+    yield entry("monai", "monai.networks.nets:SwinUNETR", floats(1, 64, 64), in_channels=1, out_channels=2,
+                feature_size=12, spatial_dims=2)  # fmt: skip
     yield entry("diffusers", "diffusers:AutoencoderKLWan", floats(3, 5, 16, 16), base_dim=8, z_dim=4,
                 dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
                 latents_mean=[0.0] * 4, latents_std=[1.0] * 4)  # fmt: skip

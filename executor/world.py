@@ -15,6 +15,7 @@ from planner.plan.plan import Plan
 from profiler.errors import ExecutionError, ForeignPlanError
 from profiler.machine.backend import HOST, backend_of, process_groups
 from profiler.machine.descriptors import hold_standard_descriptors
+from profiler.text import counted
 
 TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # how `launch` tells its workers how long to wait for each other
 # Torch's own time-out: longer than it takes to write any checkpoint, since who watches over the ranks knows better
@@ -59,7 +60,7 @@ def check_world_size(plan: Plan, world_size: int) -> None:
     """
     needed = plan.ranks * plan.replicas
     if world_size not in (1, needed):
-        stages = f"{plan.K} stage{'s' if plan.K > 1 else ''}"
+        stages = counted(plan.K, "stage")
         stages += f", {plan.chunks} on each rank" if plan.chunks > 1 else ""
         pipelines = f" in {plan.replicas} replicas" if plan.replicas > 1 else ""
         raise ForeignPlanError(

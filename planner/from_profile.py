@@ -29,6 +29,7 @@ from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
 from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S
 from profiler.record import Profile
+from profiler.text import counted
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -201,7 +202,7 @@ def _check_profile(problem: Problem, most: int) -> None:
             work_s = float(costs.forward_s.sum() + costs.backward_s.sum())
             if work_s < SHORTEST_WORK_S:
                 raise ProfileError(
-                    f"all layers of the profile take {work_s:.3g} seconds for {size} samples on {kind!r}, "
+                    f"all layers of the profile take {work_s:.3g} seconds for {counted(size, 'sample')} on {kind!r}, "
                     f"less than {SHORTEST_WORK_S:.0e}; profile the model again"
                 )
 

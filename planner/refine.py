@@ -29,6 +29,7 @@ from planner.settings import MICRO_BATCHES_PER_STAGE
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError
 from profiler.record import LayerCost, Profile
+from profiler.text import counted
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -222,7 +223,7 @@ def _seen(plan: Plan, measured: pandas.DataFrame) -> Iterator[tuple[int, str, fl
                 "0 and the others are seconds: pass what Pipeline.measured() returns"
             )
         if stage >= plan.K:
-            raise ForeignPlanError(f"measured has stage {stage}, and the plan has {plan.K} stages")
+            raise ForeignPlanError(f"measured has stage {stage}, and the plan has {counted(plan.K, 'stage')}")
         if not (isfinite(seconds) and isfinite(predicted_s) and seconds > 0 and predicted_s > 0):
             continue
         if not sends:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import Indices
 from planner.settings import Settings
 from profiler.errors import ArgumentError, InfeasibleError
+from profiler.text import counted
 
 FREE = -1
 """Device of a layer that no rule pins."""
@@ -75,11 +76,13 @@ def rules_of(layers: Layers, settings: Settings) -> Rules:
     """
     count, chunks = len(layers), settings.chunks
     if settings.stages is not None and settings.stages > count:
-        raise ArgumentError(f"stages is {settings.stages}, but the model has {count} layers; a stage holds at least 1")
+        raise ArgumentError(
+            f"stages is {settings.stages}, but the model has {counted(count, 'layer')}; a stage holds at least 1"
+        )
     if chunks > 1 and count < 2 * chunks:
         raise InfeasibleError(
-            f"chunks is {chunks}, so 2 ranks have {2 * chunks} stages, but the model has {count} layers; a stage holds "
-            "at least 1"
+            f"chunks is {chunks}, so 2 ranks have {2 * chunks} stages, but the model has "
+            f"{counted(count, 'layer')}; a stage holds at least 1"
         )
     rules = _listed(layers, settings)
     whole = _applied(count, rules)

@@ -28,6 +28,7 @@ from profiler.quantities import (
     check_seconds,
     shown,
 )
+from profiler.text import are, counted
 
 if TYPE_CHECKING:
     from profiler.device import Device
@@ -230,18 +231,21 @@ class Settings:
             )
         if stages is not None and stages > devices:
             each = "each stage needs its own" if self.chunks == 1 else f"{self.chunks} of them share one"
-            raise ArgumentError(f"stages is {self.stages}, but there are {devices} devices; {each}")
+            raise ArgumentError(
+                f"stages is {self.stages}, and there {are(devices)} {counted(devices, 'device')}; {each}"
+            )
         if self.stages is not None and max_stages is not None and self.stages > max_stages:
             raise ArgumentError(f"stages is {self.stages} and max_stages is {max_stages}; leave one of them out")
         least_stages = stages or (1 if self.chunks == 1 else 2)
         if replicas * least_stages > devices:
             raise ArgumentError(
-                f"replicas is {replicas} with {least_stages} stages each, but there are {devices} devices; "
-                f"{replicas * least_stages} are needed"
+                f"replicas is {replicas} with {counted(least_stages, 'stage')} each, and there {are(devices)} "
+                f"{counted(devices, 'device')}; {replicas * least_stages} are needed"
             )
         if self.batch_size % replicas:
             raise ArgumentError(
-                f"replicas is {replicas}, which does not divide the batch of {self.batch_size} samples; choose a "
+                f"replicas is {replicas}, which does not divide the batch of "
+                f"{counted(self.batch_size, 'sample')}; choose a "
                 f"batch of {-(-self.batch_size // replicas) * replicas}"
             )
         if self.pinned and self.replicas != 1:
@@ -251,12 +255,14 @@ class Settings:
             )
         batch, needed = self.batch_size // replicas, self.micro_batches_per_stage * least_stages
         if count is not None and count > batch:
-            raise ArgumentError(f"micro_batches is {count}, but the batch has {batch} samples; each needs at least 1")
+            raise ArgumentError(
+                f"micro_batches is {count}, but the batch has {counted(batch, 'sample')}; each needs at least 1"
+            )
         if count is not None and count < needed:
             raise ArgumentError(
-                f"micro_batches is {count}, but {least_stages} stages with micro_batches_per_stage = "
-                f"{self.micro_batches_per_stage} need at least {needed}; give more micro-batches, fewer stages, or a "
-                "smaller micro_batches_per_stage"
+                f"micro_batches is {count}, and K = {least_stages} with micro_batches_per_stage = "
+                f"{self.micro_batches_per_stage} asks for at least {needed}; give more micro-batches, fewer "
+                "stages, or a smaller micro_batches_per_stage"
             )
         if batch < needed:
             raise InfeasibleError(_batch_too_small_text(batch, least_stages, self.micro_batches_per_stage))
@@ -271,7 +277,8 @@ def _batch_too_small_text(batch: int, stages: int, per_stage: int) -> str:
     if batch // stages >= 1:
         cures.append(f"set micro_batches_per_stage to at most {batch // stages}")
     return (
-        f"a batch of {batch} samples is too small for K = {stages}: M must be at least {needed} ({per_stage} "
+        f"a batch of {counted(batch, 'sample')} is too small for K = {stages}: M must be at least {needed} "
+        f"({per_stage} "
         f"micro-batches for each stage), and a micro-batch holds at least 1 sample; {', or '.join(cures)}"
     )
 
@@ -350,7 +357,10 @@ def _memory_limits(devices: Sequence[Device], limit: Any) -> tuple[int, ...]:
         limits = [limit.get(name) for name in names]
     elif isinstance(limit, Sequence) and not isinstance(limit, str):
         if len(limit) != len(devices):
-            raise ArgumentError(f"memory_limit has {len(limit)} entries for {len(devices)} devices; give one for each")
+            raise ArgumentError(
+                f"memory_limit has {counted(len(limit), 'entry')} for {counted(len(devices), 'device')}; give "
+                "one for each"
+            )
         limits = list(limit)
     else:
         limits = [limit] * len(devices)
@@ -373,7 +383,10 @@ def _position(devices: Sequence[Device], path: str, which: object) -> int:
     names = [device.name for device in devices]
     if isinstance(which, int) and not isinstance(which, bool):
         if not 0 <= which < len(devices):
-            raise ArgumentError(f"{path!r} is pinned to device {shown(which)}, but there are {len(devices)} devices")
+            raise ArgumentError(
+                f"{path!r} is pinned to device {shown(which)}, and there {are(len(devices))} "
+                f"{counted(len(devices), 'device')}"
+            )
         return which
     if names.count(str(which)) != 1:
         raise ArgumentError(

@@ -16,6 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from profiler.errors import ArgumentError
 from profiler.field_types import DeviceBytes, Rate, RelativeError, Seconds
 from profiler.quantities import MOST_BYTES, MOST_DEVICES, MOST_SECONDS, MOST_THREADS, shown
+from profiler.text import counted
 from profiler.value import Value
 
 MOST_MEASURED = 1024
@@ -202,7 +203,9 @@ class Cluster(Value):
                 )
         kinds, on_host = _listed_kinds(listed)
         if on_host is not None and devices_per_host not in (None, on_host):
-            raise ArgumentError(f"{shown(devices)} has {on_host} devices a host, and devices_per_host={each}")
+            raise ArgumentError(
+                f"{shown(devices)} has {counted(on_host, 'device')} a host, and devices_per_host={each}"
+            )
         per_host = on_host or devices_per_host or USUALLY_ON_A_HOST
         found, far = inside.strip() if colon else link, outside.strip() if slash else between
         if found is None and len(kinds) > 1:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from profiler.errors import PlanError, ProfileError
+from profiler.text import counted
 
 NOT_FAKEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 CANNOT_RUN = (RuntimeError, ValueError, ArithmeticError, IndexError)  # what operations raise
@@ -44,13 +45,13 @@ class Refusals:
             if is_out_of_memory(problem):
                 self.no_memory(size)
                 return
-            reason = f"the model cannot run micro-batches of {size} samples: {in_one_line(problem)}"
+            reason = f"the model cannot run micro-batches of {counted(size, 'sample')}: {in_one_line(problem)}"
             self.reasons[size] = reason
             warnings.warn(f"{reason}; they are left out", stacklevel=4)
 
     def no_memory(self, size: int) -> None:
         """Warn that a size is left out for want of memory."""
-        warnings.warn(f"no memory for micro-batches of {size} samples; they are left out", stacklevel=5)
+        warnings.warn(f"no memory for micro-batches of {counted(size, 'sample')}; they are left out", stacklevel=5)
 
     def raise_first(self) -> None:
         """Say why no size is left, if that is not for memory.

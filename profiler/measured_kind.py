@@ -29,6 +29,7 @@ from profiler.record import LayerCost, OptimizerCost
 from profiler.run.inputs import part_of, real_runner, resized_target
 from profiler.run.layer_runner import LayerRunner
 from profiler.run.parameter_pool import ParameterPool
+from profiler.text import counted
 from profiler.timing.optimizers import optimizer_cost
 from profiler.timing.repeats import computing_with
 from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
@@ -100,8 +101,8 @@ def measured_kind(
     if not costs:
         refusals.raise_first()
         raise ProfileError(
-            f"device {device.name!r} has no memory for micro-batches of {min(keys)} samples; plan with smaller "
-            "micro-batches, or with larger devices"
+            f"device {device.name!r} has no memory for micro-batches of {counted(min(keys), 'sample')}; plan "
+            "with smaller micro-batches, or with larger devices"
         )
     return costs, optimizer
 
@@ -143,8 +144,8 @@ def _known(workload: Workload, device: Device, remembered: Cache, key: dict[str,
     if held == [(index, size, device.kind) for index in range(len(workload.sequence))]:
         return entry
     warnings.warn(
-        f"a cached measurement of micro-batches of {size} samples does not hold each of {len(workload.sequence)} "
-        "layers once; it is not used",
+        f"a cached measurement of micro-batches of {counted(size, 'sample')} does not hold each of "
+        f"{len(workload.sequence)} layers once; it is not used",
         stacklevel=2,
     )
     return None
@@ -215,7 +216,8 @@ def _fitting(
             continue
         largest = needs.index(max(needs))
         warnings.warn(
-            f"micro-batches of {size} samples are left out: layer {largest} ({workload.sequence.layers[largest].name}) "
+            f"micro-batches of {counted(size, 'sample')} are left out: layer {largest} "
+            f"({workload.sequence.layers[largest].name}) "
             f"needs {max(needs)} bytes by itself, device {device.name!r} has {device.memory_bytes}",
             stacklevel=2,
         )

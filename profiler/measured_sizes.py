@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from profiler.device import Cluster
 from profiler.errors import ArgumentError
 from profiler.quantities import MOST_SAMPLES, shown
+from profiler.text import counted
 
 MICRO_BATCHES_PER_STAGE = 4  # M >= 4K (GPipe, section 2.2), so no micro-batch holds more than a quarter of the batch
 
@@ -47,7 +48,7 @@ def measured_sizes(
 
 def _only(size: int, batch_size: int, micro_batch_sizes: Sequence[int] | None) -> tuple[int, ...]:
     """The one size of a model that was traced with static shapes."""
-    reason = f"the model could only be traced with static shapes, for micro-batches of {size} samples"
+    reason = f"the model could only be traced with static shapes, for micro-batches of {counted(size, 'sample')}"
     if batch_size % size:
         raise ArgumentError(
             f"{reason}, and a batch of {batch_size} cannot be cut into those; take a multiple of {size}, or a sample "
@@ -55,7 +56,9 @@ def _only(size: int, batch_size: int, micro_batch_sizes: Sequence[int] | None) -
         )
     for other in micro_batch_sizes or ():
         if other != size:
-            raise ArgumentError(f"{reason}, and micro_batch_sizes holds {other}; trace it with {other} samples")
+            raise ArgumentError(
+                f"{reason}, and micro_batch_sizes holds {other}; trace it with {counted(other, 'sample')}"
+            )
     return (size,)
 
 
@@ -71,8 +74,8 @@ def _checked(batch_size: int, micro_batch_sizes: Sequence[int]) -> tuple[int, ..
         _check_size("micro_batch_sizes", size)
         if size > batch_size:
             raise ArgumentError(
-                f"micro_batch_sizes holds {size}, but the batch has {batch_size} samples; leave {size} out or raise "
-                "batch_size"
+                f"micro_batch_sizes holds {size}, but the batch has {counted(batch_size, 'sample')}; leave "
+                f"{size} out or raise batch_size"
             )
     sizes = set(micro_batch_sizes)
     if 1 in sizes and len(sizes) > 1:

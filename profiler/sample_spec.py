@@ -10,6 +10,7 @@ from profiler import sample_tree
 from profiler.field_types import Extent, Samples
 from profiler.precision import RECIPES
 from profiler.quantities import LEAST_STAGES, MOST_LAYERS, shown
+from profiler.text import counted
 from profiler.value import Value
 
 
@@ -170,7 +171,9 @@ class SampleSpec(Value):
             self._check_tree()
         for leaf in self.leaves:
             if isinstance(leaf, TensorLeaf) and leaf.extent not in (None, self.batch_size):
-                raise ValueError(f"a tensor of shape {leaf.shape} has another batch than {self.batch_size} samples")
+                raise ValueError(
+                    f"a tensor of shape {leaf.shape} has another batch than {counted(self.batch_size, 'sample')}"
+                )
         return self
 
     def _check_tree(self) -> None:

@@ -1,8 +1,30 @@
-"""Text that may come from strangers, on its way to a terminal."""
+"""Text on its way to people: numbers of things, and what may come from strangers."""
 
 from __future__ import annotations
 
 _KEPT = frozenset("\n\t")
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "sample"), counted(0, "micro-batch"), counted(2, "entry")
+    ('1 sample', '0 micro-batches', '2 entries')
+    """
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{count} {noun[:-1]}ies"
+    return f"{count} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+
+
+def are(count: int) -> str:
+    """The verb before or after a number of things.
+
+    >>> f"there {are(1)} {counted(1, 'device')}"
+    'there is 1 device'
+    """
+    return "is" if count == 1 else "are"
 
 
 def printable(text: str) -> str:

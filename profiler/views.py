@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from profiler.html import block, paragraph, table
+from profiler.text import counted
 
 if TYPE_CHECKING:
     from profiler.record import LayerCost, Profile
@@ -30,7 +31,10 @@ def sequence_html(sequence: LayerSequence) -> str:
         for layer, crossing in zip(sequence.layers, sequence.boundaries[1:], strict=True)
     ]
     heads = ["layer", "name", "operations", "parameters", "GFLOP", "values after it", "MiB after it"]
-    note = f"GFLOP and MiB are of {size} samples; what is after a layer crosses the boundary if it is cut there."
+    note = (
+        f"GFLOP and MiB are of {counted(size, 'sample')}; what is after a layer crosses the boundary if it is cut "
+        "there."
+    )
     return block(paragraph(repr(sequence)), table(heads, rows, left=_TEXT), paragraph(note))
 
 
@@ -39,7 +43,10 @@ def profile_html(profile: Profile) -> str:
     trainable = sum(entry.elements for entry in profile.parameters if entry.trainable)
     elements = sum(entry.elements for entry in profile.parameters)
     parts = [
-        paragraph(f"Profile of {len(profile.layers)} layers, {elements:,} parameters, of them {trainable:,} trainable")
+        paragraph(
+            f"Profile of {counted(len(profile.layers), 'layer')}, {elements:,} parameters, of them "
+            f"{trainable:,} trainable"
+        )
     ]
     for kind in dict.fromkeys(cost.device_kind for cost in profile.costs):
         sizes = sorted({cost.micro_batch_size for cost in profile.costs if cost.device_kind == kind})

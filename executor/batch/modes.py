@@ -11,6 +11,7 @@ from executor.layout import Layout
 from planner.plan.plan import Plan
 from profiler.errors import ArgumentError
 from profiler.precision import recipe_of
+from profiler.text import are
 
 
 def refuse_other_modes(
@@ -37,8 +38,9 @@ def refuse_other_modes(
     thawed = list(dict.fromkeys(name for name, parameter in frozen if parameter.requires_grad))
     if thawed:
         raise ArgumentError(
-            f"{len(thawed)} parameters that were frozen when the pipeline was constructed are not any more, such "
-            f"as {thawed[0]}, and would get no gradient; plan again for the model as it is, and construct anew"
+            f"of the parameters that were frozen when the pipeline was constructed, {len(thawed)} "
+            f"{are(len(thawed))} not any more, such as {thawed[0]}, and would get no gradient; plan "
+            "again for the model as it is, and construct anew"
         )
 
 

@@ -23,6 +23,7 @@ from executor.checkpoints.manifest import (
 )
 from profiler.errors import ArgumentError, ExecutionError
 from profiler.machine.backend import HOST
+from profiler.text import counted
 
 _NOT_OPTIONS = ("params", "param_names")  # what else a group of an optimizer holds
 
@@ -103,7 +104,7 @@ class Training:
             only = [f"{len(kept - own)} that the model lacks, such as {min(kept - own)}"] if kept - own else []
             only += [f"not {len(own - kept)} of the model's, such as {min(own - kept)}"] if own - kept else []
             raise ExecutionError(
-                f"{checkpoint} belongs to another model: it holds {len(kept)} parameters and buffers, "
+                f"{checkpoint} belongs to another model: it holds {counted(len(kept), 'parameter')} and buffers, "
                 f"{' and '.join(only)}"
             )
 
@@ -141,8 +142,8 @@ class Training:
         absent = [name for name in names if name not in self.optimizer]
         if absent:
             raise ExecutionError(
-                f"{checkpoint} was saved with an optimizer of {len(self.optimizer)} parameters, without {absent[0]}; "
-                "let the optimizer hold the same parameters"
+                f"{checkpoint} was saved with an optimizer of {counted(len(self.optimizer), 'parameter')}, "
+                f"without {absent[0]}; let the optimizer hold the same parameters"
             )
         entries = {name: self.optimizer[name] for name in names}
         for name, entry in entries.items():

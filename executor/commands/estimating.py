@@ -39,6 +39,7 @@ from executor.commands.settings import PRECISION
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import MOST_DEVICES
+from profiler.text import are, counted
 
 if TYPE_CHECKING:
     import pandas
@@ -153,11 +154,12 @@ def _estimated(
 
 def _in_short(plan: Plan, measured: Profile) -> list[str]:
     """On how many devices it fits, and how sure that is."""
-    lines = [f"fits on {plan.ranks * plan.replicas} devices: R = {plan.replicas} x {plan.ranks} in line"]
+    lines = [f"fits on {counted(plan.ranks * plan.replicas, 'device')}: R = {plan.replicas} x {plan.ranks} in line"]
     lines.extend(
         f"{entry.device_kind}: from its data sheet, times may be off by {entry.error:.0%}"
         + (
-            f"; {len(entry.without_formula)} operations are priced by the bytes they touch"
+            f"; {counted(len(entry.without_formula), 'operation')} {are(len(entry.without_formula))} "
+            "priced by the bytes they touch"
             if entry.without_formula
             else ""
         )

@@ -13,6 +13,7 @@ import click
 from executor.commands.options import FILE, PICTURE
 from executor.commands.output import json_option, plan_outputs, present, print_frame, print_lines, write_picture
 from profiler.errors import PlanFileError, ProfileError
+from profiler.text import counted
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
@@ -122,7 +123,7 @@ def _described(file: Path) -> str:
         except ProfileError as problem:
             raise PlanFileError(str(problem)) from problem
         kinds = ", ".join(dict.fromkeys(cost.device_kind for cost in found.costs))
-        return f"a sound profile; {len(found.layers)} layers on {kinds}"
+        return f"a sound profile; {counted(len(found.layers), 'layer')} on {kinds}"
     plan = _loaded(file)
     return f"a sound plan; K = {plan.K}, M = {plan.M}, {plan.schedule}"
 

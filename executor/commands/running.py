@@ -11,6 +11,7 @@ import click
 from executor.commands.functions import named_function
 from executor.commands.options import FILE
 from profiler.errors import ArgumentError, ForeignPlanError
+from profiler.text import counted
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
@@ -46,7 +47,7 @@ def run(plan_file: Path, script: str, dry_run: bool, as_json: bool) -> None:
             found = {"file": str(plan_file), "K": made.K, "M": made.M, "R": made.replicas, "devices": places}
             click.echo(json.dumps(found, indent=2))
         else:
-            click.echo(f"{plan_file}: sound; {made.K} stage{'s' if made.K > 1 else ''} on {', '.join(places)}")
+            click.echo(f"{plan_file}: sound; {counted(made.K, 'stage')} on {', '.join(places)}")
         return
     from executor.launching import launch
 

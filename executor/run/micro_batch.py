@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
+from profiler.text import counted
 
 
 def sizes_for(
@@ -32,8 +33,8 @@ def sizes_for(
     if only is not None:
         if batch_size % only:
             raise ArgumentError(
-                f"the batch has {batch_size} samples, and the model could only be traced with static shapes, for "
-                f"micro-batches of {only}; pass a multiple of {only} (drop_last=True in a DataLoader)"
+                f"the batch has {counted(batch_size, 'sample')}, and the model could only be traced with static "
+                f"shapes, for micro-batches of {only}; pass a multiple of {only} (drop_last=True in a DataLoader)"
             )
         return (only,) * (batch_size // only)
     if batch_size == sum(planned):
@@ -63,8 +64,8 @@ def samples_of_replicas(batch_size: int, replicas: int) -> tuple[int, ...]:
     """
     if batch_size < replicas:
         raise ArgumentError(
-            f"the batch holds {batch_size} samples for {replicas} replicas; each needs at least one: drop the last "
-            "batch of an epoch, or plan with fewer replicas"
+            f"the batch holds {counted(batch_size, 'sample')} for {counted(replicas, 'replica')}; each needs at "
+            "least one: drop the last batch of an epoch, or plan with fewer replicas"
         )
     smaller, larger = divmod(batch_size, replicas)
     return (smaller + 1,) * larger + (smaller,) * (replicas - larger)
@@ -99,7 +100,7 @@ def check_target(target: Any, batch_size: int) -> None:
     """
     for leaf in (target,) if isinstance(target, Tensor) else pytree.tree_leaves(target):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != batch_size:
-            raise ArgumentError(f"the target holds {leaf.shape[0]} samples, the inputs {batch_size}")
+            raise ArgumentError(f"the target holds {counted(leaf.shape[0], 'sample')}, the inputs {batch_size}")
 
 
 def split_target(target: Any, sizes: Sequence[int]) -> Sequence[Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from executor.run.micro_batch import mean_over_samples
 from profiler.errors import ArgumentError
 from profiler.run.loss import model_output
+from profiler.text import counted
 from profiler.tracing.build_layer import MICRO_BATCH_SIZE
 from profiler.tracing.sequence import LayerSequence
 
@@ -76,7 +77,7 @@ def _batch_dim(sequence: LayerSequence, name: str) -> int | None:
     if only is not None and shape:
         raise ArgumentError(
             f"{_described(sequence, name)}, and which dimension is the batch's is not known of a model that could only "
-            f"be traced with static shapes; pass {only} samples at a time to a plan of one replica"
+            f"be traced with static shapes; pass {counted(only, 'sample')} at a time to a plan of one replica"
         )
     if shape is not None:
         growing = [dim for dim, extent in enumerate(shape) if getattr(extent, "free_symbols", ())]

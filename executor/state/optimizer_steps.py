@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from profiler.errors import ArgumentError
+from profiler.text import counted
 
 Owner = TypeVar("Owner")
 
@@ -51,6 +52,7 @@ def refuse_replaced(optimizer: torch.optim.Optimizer, replaced: Mapping[str, nn.
     useless = [name for name, parameter in replaced.items() if id(parameter) in held]
     if useless and all(replaced[name].grad is None for name in useless):
         raise ArgumentError(
-            f"the optimizer holds {len(useless)} parameters of the model, such as {useless[0]}, in whose place the "
+            f"the optimizer holds {counted(len(useless), 'parameter')} of the model, such as {useless[0]}, in "
+            "whose place the "
             "pipeline trains others, of another type or on another device; build it from pipe.parameters()"
         )

@@ -25,6 +25,7 @@ from planner.cost.stepped_bytes import largest_shares
 from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, OptimizerCost, Profile
+from profiler.text import counted
 
 Floats: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -244,9 +245,10 @@ class CostModel:
         sizes = self.measured_sizes(device_kind)
         if not sizes[0] <= micro_batch_size <= sizes[-1]:
             raise ProfileError(
-                f"a micro-batch of {micro_batch_size} samples lies outside the {sizes[0]} to {sizes[-1]} samples "
+                f"a micro-batch of {counted(micro_batch_size, 'sample')} lies outside the {sizes[0]} to "
+                f"{sizes[-1]} samples "
                 f"measured on {device_kind!r}, and costs are not extrapolated: profile the model at "
-                f"{micro_batch_size} samples too, or change the number of micro-batches"
+                f"{counted(micro_batch_size, 'sample')} too, or change the number of micro-batches"
             )
         if micro_batch_size in sizes:
             return micro_batch_size, micro_batch_size, 0.0

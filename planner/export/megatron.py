@@ -19,6 +19,7 @@ from planner.export.units import block_paths, is_listed
 from planner.plan.plan import Plan
 from profiler.errors import InfeasibleError
 from profiler.precision import recipe_of
+from profiler.text import counted
 from profiler.tracing.sequence import LayerSequence
 
 EMBEDDING, BLOCK, LOSS, NEXT_STAGE = "E", "t", "L", "|"
@@ -114,8 +115,8 @@ def _make(request: Request) -> Made:
         flags.append("--use-distributed-optimizer")
     words = [word for pair in arguments.items() for word in pair] + flags
     notes = (
-        f"{plan.ranks * plan.replicas} processes with tensor and context parallelism of 1; Megatron-LM makes R = "
-        f"{plan.replicas} of them.",
+        f"{counted(plan.ranks * plan.replicas, 'process')} with tensor and context parallelism of 1; "
+        f"Megatron-LM makes R = {plan.replicas} of them.",
         "Megatron-LM builds its own blocks: times and memory are predicted for those of this model.",
     )
     return Made(words, " ".join(map(shlex.quote, words)) + "\n", notes=notes)

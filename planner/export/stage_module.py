@@ -21,6 +21,7 @@ from profiler.errors import ArgumentError, InfeasibleError
 from profiler.machine.backend import device_of_first
 from profiler.run.stage_function import StageFunction
 from profiler.sample_spec import TensorLeaf
+from profiler.text import counted
 from profiler.torch_private import is_view
 from profiler.tracing.sample import torch_dtype
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
@@ -82,7 +83,7 @@ class StageModule(nn.Module):
         """Run the layers on a micro-batch."""
         if len(tensors) != len(self._takes):
             raise ArgumentError(
-                f"layers {self._first} to {self._stop - 1} take {len(self._takes)} tensors "
+                f"layers {self._first} to {self._stop - 1} take {counted(len(self._takes), 'tensor')} "
                 f"({', '.join(self._takes)}), and {len(tensors)} came"
             )
         values = dict(zip(self._takes, tensors, strict=True))

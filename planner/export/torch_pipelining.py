@@ -29,6 +29,7 @@ from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError
 from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.sample_spec import TensorLeaf
+from profiler.text import counted
 from profiler.torch_private import pipeline_runtime
 from profiler.tracing.export import autocasting
 from profiler.tracing.sample import tensor_leaves
@@ -111,7 +112,7 @@ class TorchPipeline:
         """What `step` is given in the process of the first stage, for what the model is called with."""
         if args and kwargs:
             raise ArgumentError(
-                f"got {len(args)} arguments by position and {len(kwargs)} by keyword; pass the traced ones"
+                f"got {counted(len(args), 'argument')} by position and {len(kwargs)} by keyword; pass the traced ones"
             )
         return tuple(tensor_leaves(kwargs or args, self.sequence.sample))
 
@@ -137,8 +138,8 @@ def _make(request: Request) -> Made:
     modules = (StageModule(request.sequence, stage, may_return_views=not splits) for stage in plan.stages)
     made = TorchPipeline(plan, request.sequence, tuple(modules), schedule_csv(plan))
     notes = [
-        f"{plan.ranks} processes, one for each rank; micro-batches of {request.micro_batch_size} samples, "
-        f"{plan.batch_size} in a step.",
+        f"{counted(plan.ranks, 'process')}, one for each rank; micro-batches of "
+        f"{counted(request.micro_batch_size, 'sample')}, {plan.batch_size} in a step.",
     ]
     if any(layer.draws for layer in request.sequence.layers):
         notes.append(

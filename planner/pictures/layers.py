@@ -11,6 +11,7 @@ from planner.plan.plan import Plan
 from planner.plan.units import bytes_text, seconds_text
 from profiler.errors import ArgumentError
 from profiler.record import LayerCost, Profile
+from profiler.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,13 +52,13 @@ def plot_layers(plan: Plan, profile: Profile | None = None, ax: Axes | None = No
             shown = [seconds * scale for seconds in heights]
             axes.bar(range(len(costs)), shown, 0.9, bottom=bottom, color=ACTION_COLOURS[kind], label=name)
             bottom = [low + height for low, height in zip(bottom, shown, strict=True)]
-    title = f"cost of each layer and the cuts of K = {plan.K} stages"
+    title = f"cost of each layer and the cuts of K = {counted(plan.K, 'stage')}"
     crossing = [bytes_text(costs[stage.stop_layer - 1].output_bytes) for stage in plan.stages[:-1]]
     is_one = len({*crossing}) == 1 and len(crossing) > MOST_WRITTEN
     _draw_cuts(axes, [stage.stop_layer - 0.5 for stage in plan.stages], [] if is_one else crossing)
     axes.set_xlim(-0.5, len(costs) - 0.5)
     on_top = ", what crosses on top" if crossing and not is_one else ""
-    axes.set_xlabel(f"layer; micro-batches of {costs[0].micro_batch_size} samples; dashed: cuts{on_top}")
+    axes.set_xlabel(f"layer; micro-batches of {counted(costs[0].micro_batch_size, 'sample')}; dashed: cuts{on_top}")
     axes.set_ylabel(unit)
     axes.set_title(f"{title}; {crossing[0]} cross at each" if is_one else title, pad=48 if on_top else 6)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
@@ -86,8 +87,8 @@ def layer_costs_of(plan: Plan, profile: Profile) -> list[LayerCost]:
     """
     if len(profile.layers) != plan.stages[-1].stop_layer:
         raise ArgumentError(
-            f"the plan has {plan.stages[-1].stop_layer} layers and the profile {len(profile.layers)}; pass the profile "
-            "that the plan was made from"
+            f"the plan has {counted(plan.stages[-1].stop_layer, 'layer')} and the profile "
+            f"{len(profile.layers)}; pass the profile that the plan was made from"
         )
     wanted = max(plan.micro_batch_sizes)
     found = []
@@ -127,7 +128,7 @@ def plot_balance(plan: Plan, ax: Axes | None = None) -> Axes:
     slowest = max(rows, key=lambda row: bottom[row])
     axes.set_xticks([*some(plan.ranks)])
     axes.set_xlabel(row_kind(plan))
-    axes.set_ylabel(f"{unit} for a micro-batch of {size} samples")
+    axes.set_ylabel(f"{unit} for a micro-batch of {counted(size, 'sample')}")
     axes.set_title(
         f"balance: {row_kind(plan)} {slowest} takes {seconds_text(bottom[slowest] / scale)}, "
         f"{bottom[slowest] / mean - 1:.1%} more than the mean"

@@ -48,6 +48,7 @@ from typing import TypeAlias
 
 from planner.plan.schedules import SCHEDULES, Order, PassKind, ScheduleName, check_chunks, known, pass_of, rank_orders
 from profiler.errors import ArgumentError
+from profiler.text import counted
 
 # Messages of one boundary and direction that are under way at once: at least this many receives are posted ahead, and
 # at least as many sends may be incomplete before a sender waits; of short messages as many more as these bytes hold.
@@ -212,9 +213,14 @@ def make_schedule(
     """
     check_chunks(known(name), stages, chunks)
     if stages < 1 or micro_batches < 1:
-        raise ArgumentError(f"{stages} stages and {micro_batches} micro-batches; a schedule needs at least 1 of both")
+        raise ArgumentError(
+            f"{counted(stages, 'stage')} and {counted(micro_batches, 'micro-batch')}; a schedule needs at least "
+            "1 of both"
+        )
     if len(recompute) != stages:
-        raise ArgumentError(f"recompute has {len(recompute)} entries for {stages} stages; give one a stage")
+        raise ArgumentError(
+            f"recompute has {counted(len(recompute), 'entry')} for {counted(stages, 'stage')}; give one a stage"
+        )
     for sender, receiver in skips:
         if not 0 <= sender < receiver - 1 < stages - 1:
             raise ArgumentError(f"stage {sender} cannot skip to stage {receiver} of {stages}: none lies between them")

@@ -15,7 +15,7 @@ from planner.plan.simulator import Event, Timeline, simulate_plan
 from planner.plan.timeline import box_texts
 from planner.plan.units import WIDTH, bytes_text, seconds_text
 from profiler.html import block, paragraph, table
-from profiler.text import one_line
+from profiler.text import counted, one_line
 
 PICTURE_WIDTH = 900
 """Units of a picture from left to right; it grows and shrinks with the page."""
@@ -40,7 +40,7 @@ def plan_html(plan: Plan) -> str:
     return block(
         *(paragraph(line) for line in headline(plan, WIDTH)),
         table(heads, rows, left=frozenset({"device", "modules"})),
-        paragraph(f"seconds of one micro-batch of {size} samples; memory, and its share of the device's"),
+        paragraph(f"seconds of one micro-batch of {counted(size, 'sample')}; memory, and its share of the device's"),
         memory_svg(plan),
         timeline_svg(plan),
     )

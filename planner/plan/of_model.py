@@ -10,6 +10,7 @@ from torch import nn
 
 from planner.plan.plan import Plan
 from profiler.errors import ForeignPlanError, PlanError, PlanFileError
+from profiler.text import counted
 from profiler.tracing.dataflow import skip_users
 from profiler.tracing.sequence import LayerSequence
 from profiler.tracing.tracing import trace
@@ -51,7 +52,8 @@ def check_model(model: nn.Module, sequence: LayerSequence, plan: Plan) -> None:
         )
     if plan.stages[-1].stop_layer != len(sequence):
         raise ForeignPlanError(
-            f"the plan's stages hold {plan.stages[-1].stop_layer} layers, the model has {len(sequence)}; plan again"
+            f"the plan's stages hold {counted(plan.stages[-1].stop_layer, 'layer')}, the model has "
+            f"{len(sequence)}; plan again"
         )
     if plan.skips:
         _check_skips(sequence, plan)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from planner.plan.schedules import Order
 from profiler.errors import ArgumentError
+from profiler.text import counted
 
 _LETTERS = "FIW"
 """Of the passes of a split backward pass, in the order of `PassKind`."""
@@ -55,13 +56,15 @@ def check_order_texts(texts: Sequence[str], stages: int, micro_batches: int) -> 
             each other.
     """
     if len(texts) != stages:
-        raise ArgumentError(f"there are {len(texts)} orders for {stages} stages; each has its own")
+        raise ArgumentError(
+            f"orders has {counted(len(texts), 'entry')} for {counted(stages, 'stage')}; each has its own"
+        )
     for stage, text in enumerate(texts):
         counts = [text.count(letter) for letter in _LETTERS]
         if counts != [micro_batches] * len(_LETTERS) or len(text) != sum(counts):
             listed = ", ".join(f"{many} of {letter}" for letter, many in zip(_LETTERS, counts, strict=True))
             raise ArgumentError(
-                f"the order of stage {stage} has {len(text)} passes, {listed}; {micro_batches} micro-batches have "
+                f"the order of stage {stage} has {counted(len(text), 'pass')}, {listed}; M = {micro_batches} asks for "
                 f"{micro_batches} of each"
             )
         done = dict.fromkeys(_LETTERS, 0)

@@ -25,6 +25,7 @@ from profiler.errors import ArgumentError, PlanFileError
 from profiler.field_types import Samples
 from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
 from profiler.sample_spec import SampleSpec
+from profiler.text import counted
 from profiler.value import Value, read_file, write_atomically
 
 if TYPE_CHECKING:
@@ -169,19 +170,19 @@ class Plan(Value):
         samples = sum(self.micro_batch_sizes)
         if samples * self.replicas != self.batch_size:
             raise ValueError(
-                f"{self.replicas} times {self.M} micro-batches of together {samples} samples do not make up a batch of "
-                f"{self.batch_size}"
+                f"{self.replicas} times {counted(self.M, 'micro-batch')} of together "
+                f"{counted(samples, 'sample')} do not make up a batch of {self.batch_size}"
             )
         only = self.sample.only_micro_batch_size
         if only is not None and {*self.micro_batch_sizes} != {only}:
             raise ValueError(
-                f"the model was traced for micro-batches of {only} samples alone, and these hold "
+                f"the model was traced for micro-batches of {counted(only, 'sample')} alone, and these hold "
                 f"{min(self.micro_batch_sizes)} to {max(self.micro_batch_sizes)}"
             )
         given = {stage.rank for stage in self.stages}
         if self.ranks != len(given):
             raise ValueError(
-                f"the stages name {len(given)} ranks, the highest of them {self.ranks - 1}; one is left out"
+                f"the stages name {counted(len(given), 'rank')}, the highest of them {self.ranks - 1}; one is left out"
             )
         self._check_chunks()
         self._check_tokens()
@@ -196,7 +197,10 @@ class Plan(Value):
             if not has_times_for(stage.times, self.micro_batch_sizes):
                 raise ValueError(f"stage {position} has times for micro-batches of {sizes_listed(stage.times)} samples")
             if len(stage.devices) != self.replicas:
-                raise ValueError(f"stage {position} has {len(stage.devices)} devices for {self.replicas} replicas")
+                raise ValueError(
+                    f"stage {position} has {counted(len(stage.devices), 'device')} for "
+                    f"{counted(self.replicas, 'replica')}"
+                )
             reached = stage.first_layer
             for segment in stage.recompute:
                 if segment.first < reached or segment.stop > stage.stop_layer:
@@ -222,13 +226,14 @@ class Plan(Value):
         ranks = self.K // self.chunks
         if self.skips:
             raise ValueError(
-                f"{len(self.skips)} skips with {self.chunks} chunks a rank; values are relayed from chunk to chunk"
+                f"{counted(len(self.skips), 'skip')} with {self.chunks} chunks a rank; values are relayed from "
+                "chunk to chunk"
             )
         for position, stage in enumerate(self.stages):
             if stage.rank != position % ranks:
                 raise ValueError(
-                    f"stage {position} is on rank {stage.rank}; with {self.chunks} chunks on each of {ranks} ranks it "
-                    f"belongs on rank {position % ranks}"
+                    f"stage {position} is on rank {stage.rank}; with {self.chunks} chunks on each of "
+                    f"{counted(ranks, 'rank')} it belongs on rank {position % ranks}"
                 )
             if stage.devices != self.stages[position % ranks].devices:
                 raise ValueError(f"stages {position % ranks} and {position} are of one rank and on unlike devices")
@@ -256,7 +261,9 @@ class Plan(Value):
     def _check_orders(self) -> None:
         if not SCHEDULES[self.schedule].made_for_plan:
             if self.orders:
-                raise ValueError(f"there are {len(self.orders)} orders, and schedule {self.schedule!r} has its own")
+                raise ValueError(
+                    f"orders has {counted(len(self.orders), 'entry')}, and schedule {self.schedule!r} has its own"
+                )
             return
         try:
             check_order_texts(self.orders, self.K, self.M)

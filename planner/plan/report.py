@@ -12,7 +12,7 @@ from planner.plan.plan import Plan
 from planner.plan.stage import Stage, StageMemory
 from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, seconds_text
 from profiler.precision import recipe_of
-from profiler.text import one_line
+from profiler.text import counted, one_line
 
 if TYPE_CHECKING:
     import pandas
@@ -144,8 +144,8 @@ def headline(plan: Plan, width: int) -> list[str]:
     if plan.interrupted:
         optimal += "; the search was interrupted: this is the best plan so far"
     lines = [
-        f"K = {plan.K} stages, M = {plan.M} micro-batches of {_sizes(plan)} samples, batch {plan.batch_size}, "
-        f"schedule {plan.schedule}, {one_line(plan.optimizer)}",
+        f"K = {counted(plan.K, 'stage')}, M = {counted(plan.M, 'micro-batch')} of {_sizes(plan)}, batch "
+        f"{plan.batch_size}, schedule {plan.schedule}, {one_line(plan.optimizer)}",
         *([f"{plan.chunks} chunks on each of {plan.ranks} ranks"] if plan.chunks > 1 else []),
         *([f"{plan.replicas} replicas share the optimizer's state"] if plan.shard_optimizer else []),
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
@@ -210,9 +210,11 @@ def _too_large_text(plan: Plan) -> str:
 
 
 def _sizes(plan: Plan) -> str:
-    """Micro-batch sizes such as `3 x 5 + 2 x 4`, or one number when they are equal."""
+    """Micro-batch sizes such as `3 x 5 + 2 x 4 samples`, or one number when they are equal."""
     runs = [(size, len(list(run))) for size, run in groupby(plan.micro_batch_sizes)]
-    return str(runs[0][0]) if len(runs) == 1 else " + ".join(f"{number} x {size}" for size, number in runs)
+    if len(runs) == 1:
+        return counted(runs[0][0], "sample")
+    return f"{' + '.join(f'{number} x {size}' for size, number in runs)} samples"
 
 
 def stage_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
@@ -241,7 +243,8 @@ def _stage_table(plan: Plan, width: int, listed: list[int]) -> list[str]:
         row[device] = _shortened(row[device], widths[device])
     size = max(plan.micro_batch_sizes)
     note = (
-        f"seconds of one micro-batch of {size} samples; memory, and its share of the device's{_left_out(plan, listed)}"
+        f"seconds of one micro-batch of {counted(size, 'sample')}; memory, and its share of the "
+        f"device's{_left_out(plan, listed)}"
     )
     return [*_aligned([head, *rows], width, left={"device", "modules"}), *textwrap.wrap(note, width)]
 

@@ -27,6 +27,7 @@ from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
+from profiler.text import counted
 
 PROBES, PROBE_ROUNDS, PROBES_CLIMBED = 12, 3, 2
 """First plans of each R, rounds of them, each nearer to the best one, and candidates whose cuts are searched then
@@ -267,7 +268,7 @@ def nothing_fits_text(problem: Problem) -> str:
         chunks, fewer = f"schedule {' or '.join(map(repr, problem.settings.schedules))}", "Try another schedule"
     return (
         f"no plan with {chunks} was found that fits the memory. The nearest one has "
-        f"{plans.ranks} ranks and M = {plans.candidate.split.count} micro-batches; its rank {rank} needs "
+        f"{plans.ranks} ranks and M = {counted(plans.candidate.split.count, 'micro-batch')}; its rank {rank} needs "
         f"{bytes_text(device.memory_bytes + more)} and device {device.name} ({device.kind}) has "
         f"{bytes_text(device.memory_bytes)}: {more} bytes ({bytes_text(more)}) too many. {fewer}"
         + ("" if problem.settings.recompute == "auto" else ', recompute="auto"')

@@ -19,6 +19,7 @@ from planner.solve.problem import Candidate, Problem, device_classes
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
 from profiler.device import Device
+from profiler.text import counted
 
 MOST_CANDIDATES = 12
 """How many schedules, R and M are looked at for each question; they are spread over all, both ends included."""
@@ -49,8 +50,8 @@ def nothing_fits_text(problem: Problem) -> str:
     first, stop = (int(cut) for cut in nearest.cuts[stage : stage + 2])
     cures = list(_cures(problem))
     return (
-        f"no plan fits the memory. The nearest one has K = {len(nearest.classes)} stages and M = "
-        f"{candidate.split.count} micro-batches; its stage {stage} (layers {first} to {stop - 1}, "
+        f"no plan fits the memory. The nearest one has K = {counted(len(nearest.classes), 'stage')} and M = "
+        f"{counted(candidate.split.count, 'micro-batch')}; its stage {stage} (layers {first} to {stop - 1}, "
         f"{names[first].name} to "
         f"{names[stop - 1].name}, {_recompute_text(segments)}) needs {bytes_text(memory.total)} and "
         f"device {device.name} ({device.kind}) has {bytes_text(device.memory_bytes)}: "
@@ -115,7 +116,7 @@ def _cures(problem: Problem) -> Iterator[str]:
     for halvings in range(1, settings.batch_size.bit_length()):
         batch = settings.batch_size >> halvings
         if batch % (settings.replicas or 1) == 0 and _fits(_with(problem, replace(settings, batch_size=batch))):
-            yield f"a smaller batch ({batch} samples fit)"
+            yield f"a smaller batch (of {counted(batch, 'sample')})"
             break
     if settings.stages is None or settings.stages == len(problem.devices):
         for count in _powers(len(problem.devices), max(problem.layers, len(problem.devices))):

@@ -10,6 +10,7 @@ from planner.solve.deadline import Deadline
 from planner.solve.host_search import best_plan
 from planner.solve.problem import Problem
 from planner.solve.work_bound import work_bound
+from profiler.text import counted
 
 WORTH_NAMING = 0.01
 """By what a plan must be faster for what forbids it to be named."""
@@ -90,7 +91,7 @@ def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
     reasons = (
         (settings.stages is not None, f"stages is {settings.stages}"),
         (settings.max_stages == plan.K < groups * settings.chunks, f"max_stages is {settings.max_stages}"),
-        (problem.layers == plan.K, f"the model has {problem.layers} layers, and a stage holds at least 1"),
+        (problem.layers == plan.K, f"the model has {counted(problem.layers, 'layer')}, and a stage holds at least 1"),
         (
             groups == plan.ranks,
             f"R = {plan.replicas} needs as many equal devices for each stage, which makes at most K = {groups}",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from profiler.conditions.reading import Spot
 from profiler.sample_spec import Decision, code_of
+from profiler.text import counted
 
 
 class Undecided(Exception):  # noqa: N818 - caught and turned into an error of our tree
@@ -67,7 +68,7 @@ class FromRuns:
         differ = next((i for i, value in enumerate(values) if value != values[0]), None)
         if differ is not None:
             raise Undecided(
-                f"it is {values[0]} for the sample's {self.sizes[0]} samples and {values[differ]} for "
+                f"it is {values[0]} for the sample's {counted(self.sizes[0], 'sample')} and {values[differ]} for "
                 f"{self.sizes[differ]} of them"
             )
         if isinstance(values[0], float) and not math.isfinite(values[0]):

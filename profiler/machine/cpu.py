@@ -14,6 +14,7 @@ from profiler.device import Device
 from profiler.machine.device_kind import Backend, Peak
 from profiler.machine.host_memory import machine_bytes, process_bytes
 from profiler.machine.stopwatches import ClockMarks, ClockStopwatch, Marks, Stopwatch
+from profiler.text import counted
 from profiler.torch_private import allocations_in, reports_to_a_profiler
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class Cpu(Backend):
 
     def described(self, device: torch.device, threads: int, sharing: int) -> Device:
         """A worker, with its share of the memory of the machine or of the container."""
-        kind = f"{self.type}/{threads} thread{'s' if threads > 1 else ''}"
+        kind = f"{self.type}/{counted(threads, 'thread')}"
         memory = min(machine_bytes() // sharing, process_bytes() or machine_bytes())
         return Device(name=self.type, kind=kind, memory_bytes=memory, threads=threads)
 

@@ -36,6 +36,7 @@ from profiler.observe.standing_in import standing_in
 from profiler.observe.storage_watch import is_strided
 from profiler.opaque.called_functions import CalledFunction, content_of
 from profiler.opaque.run_again import RunAgain
+from profiler.text import counted
 from profiler.torch_private import storage_of
 
 
@@ -399,7 +400,7 @@ class OpaqueCall:
         expected = kind.shape_at(size)
         if tuple(output.shape) != expected or output.dtype != kind.dtype:
             self._refuse(
-                f"it returns {list(output.shape)} of {output.dtype} for {size} samples, when traced it was "
+                f"it returns {list(output.shape)} of {output.dtype} for {counted(size, 'sample')}, when traced it was "
                 f"{list(expected)} of {kind.dtype}; give it results of one shape"
             )
         output = output.contiguous()

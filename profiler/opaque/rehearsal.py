@@ -31,6 +31,7 @@ from profiler.observe.storage_watch import StorageWatch
 from profiler.opaque.call import Affine, Cost, Done, Held, Refused, Signature, TensorKind, filled, with_slots
 from profiler.opaque.custom_function_tracing import functions_noticed
 from profiler.opaque.run_again import takes_objects
+from profiler.text import counted
 from profiler.torch_private import NormBase, applied, storage_of
 
 
@@ -308,7 +309,8 @@ def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
             raise NotTraceableError(
                 _text(
                     held,
-                    f"what it returns for {runs[0].size} and for {runs[-1].size} samples differs in more than size",
+                    f"what it returns for {runs[0].size} and for {counted(runs[-1].size, 'sample')} differs in "
+                    "more than size",
                 )
             )
     sizes = [run.size for run in runs]
@@ -325,7 +327,8 @@ def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
                 raise NotTraceableError(
                     _text(
                         held,
-                        f"the shape of what it returns depends on data: {list(tensor.shape)} for {run.size} samples, "
+                        f"the shape of what it returns depends on data: {list(tensor.shape)} for "
+                        f"{counted(run.size, 'sample')}, "
                         f"not {list(kind.shape_at(run.size))}; let it return results of one shape",
                     )
                 )

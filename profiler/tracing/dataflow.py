@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiler.errors import ArgumentError
 from profiler.skip_value import SkipValue
+from profiler.text import counted
 
 if TYPE_CHECKING:
     import networkx
@@ -117,8 +118,8 @@ def plot_dataflow(sequence: LayerSequence, axes: Axes | None = None) -> Axes:
 
     if len(sequence) > MOST_LAYERS_IN_A_PICTURE:
         raise ArgumentError(
-            f"the model has {len(sequence)} layers, and a picture shows at most {MOST_LAYERS_IN_A_PICTURE}; use "
-            "to_frame() or travel_frame()"
+            f"the model has {counted(len(sequence), 'layer')}, and a picture shows at most "
+            f"{MOST_LAYERS_IN_A_PICTURE}; use to_frame() or travel_frame()"
         )
     if axes is None:
         _, axes = pyplot.subplots(figsize=(7, 1 + 0.45 * len(sequence)))

@@ -30,6 +30,7 @@ from profiler.observe.source_place import Place, explanation, place_of, place_of
 from profiler.opaque.custom_function_tracing import FunctionCalls
 from profiler.opaque.opaque_calls import OpaqueCalls
 from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
+from profiler.text import counted
 from profiler.torch_private import (
     CAUSAL_MASK_TEST,
     MODULE_CALL,
@@ -379,8 +380,8 @@ def _tidy(
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(spec.leaves):
         raise NotTraceableError(
-            f"cannot trace the model: it takes {len(placeholders)} values where the sample has {len(spec.leaves)}; "
-            "pass the sample as a tuple of positional arguments or a dict of keyword arguments"
+            f"cannot trace the model: it takes {counted(len(placeholders), 'value')} where the sample has "
+            f"{len(spec.leaves)}; pass the sample as a tuple of positional arguments or a dict of keyword arguments"
         )
     inputs = [node for node, leaf in zip(placeholders, spec.leaves, strict=True) if isinstance(leaf, TensorLeaf)]
     _refuse_moving_instance_norms(graph)

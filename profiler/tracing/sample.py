@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from profiler import sample_tree
 from profiler.errors import ArgumentError
 from profiler.sample_spec import ConstantLeaf, SampleSpec, TensorLeaf
+from profiler.text import are, counted
 
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 TRACED_BATCH_SIZE_AT_LEAST = 2  # torch.export specializes extents 0 and 1, so a sample of 1 is traced as 2
@@ -207,8 +208,8 @@ def _difference(given: tuple[tuple[Any, ...], dict[str, Any]], traced: Any) -> s
     if len(args) != len(traced_args):
         more = "missing" if len(args) < len(traced_args) else "too many"
         return (
-            f"{len(args)} arguments are given, and the model was traced with {len(traced_args)}: argument "
-            f"{min(len(args), len(traced_args))} is {more}"
+            f"{counted(len(args), 'argument')} {are(len(args))} given, and the model was traced with "
+            f"{len(traced_args)}: argument {min(len(args), len(traced_args))} is {more}"
         )
     pairs = [*zip(range(len(args)), args, traced_args, strict=True)]
     named_pairs = [(name, kwargs[name], traced_kwargs[name]) for name in kwargs]

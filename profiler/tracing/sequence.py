@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.machine.backend import device_of_first
 from profiler.sample_spec import SampleSpec
+from profiler.text import counted
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.left_out import LeftOut
 from profiler.tracing.retarget import function_on
@@ -215,7 +216,8 @@ class LayerSequence:
         distinct = len({layer.signature for layer in self.layers})
         foreign = sorted({leaf[0].kind for leaf in self.outputs if isinstance(leaf[0], LeftOut)})
         return (
-            f"LayerSequence({len(self)} layers, {distinct} distinct, {elements:,} parameters, {self.fingerprint}, "
+            f"LayerSequence({counted(len(self), 'layer')}, {distinct} distinct, {elements:,} parameters, "
+            f"{self.fingerprint}, "
             f"{self.sample.means}{'; left out of its output: ' * bool(foreign)}{', '.join(foreign)})"
         )
 

@@ -24,6 +24,7 @@ from profiler.observe.ambient import as_in_training
 from profiler.precision import precision_named, refuse_with_autocast
 from profiler.quantities import LEAST_STAGES, MOST_LAYERS, check_count
 from profiler.sample_spec import SampleSpec
+from profiler.text import counted
 from profiler.tracing.batch_norm import take_out_counters
 from profiler.tracing.build_layer import (
     Compiler,
@@ -235,7 +236,8 @@ def trace_again(model: nn.Module, sequence: LayerSequence, sample: SampleSpec) -
         same = next((i for i, (a, b) in enumerate(zip(planned, found, strict=False)) if a != b), len(planned))
         place = source_line(nodes[min(same, len(nodes) - 1)])
         raise NotTraceableError(
-            f"the model computes something else for inputs of these shapes: {len(found)} operations, {len(planned)} as "
+            f"the model computes something else for inputs of these shapes: {counted(len(found), 'operation')}, "
+            f"{len(planned)} as "
             f"planned, from {place or 'the end'} on; pad the batch to the planned shape, or plan for this one"
         )
     prelude = {nodes[position] for position in sequence.prelude_positions}

@@ -99,7 +99,7 @@ def test_what_is_missing_is_named(
 def test_by_position_the_number_is_named(plan_for: Callable[..., Plan]) -> None:
     sequence = trace(Labelled(), (X, torch.ones(8, 1), Y))
     pipe = Pipeline(Labelled(), plan_for(sequence, batch_size=8, micro_batches=4))
-    with pytest.raises(ArgumentError, match="1 arguments are given, and the model was traced with 3: argument 1 is m"):
+    with pytest.raises(ArgumentError, match="1 argument is given, and the model was traced with 3: argument 1 is m"):
         pipe.step(X)
     with pytest.raises(ArgumentError, match="traced with arguments by position; pass them so"):
         pipe.step(x=X)

@@ -112,8 +112,8 @@ def test_a_transfer_has_two_ends():
     ("stages", "micro_batches", "recompute", "message"),
     [
         (0, 4, (), "0 stages and 4 micro-batches"),
-        (1, 0, (True,), "1 stages and 0 micro-batches"),
-        (2, 4, (True,), "recompute has 1 entries for 2 stages"),
+        (1, 0, (True,), "1 stage and 0 micro-batches"),
+        (2, 4, (True,), "recompute has 1 entry for 2 stages"),
     ],
 )
 def test_impossible_schedules_are_refused(stages, micro_batches, recompute, message):

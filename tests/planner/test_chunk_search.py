@@ -214,7 +214,7 @@ def test_a_plan_with_chunks_is_explained(device):
         ({"stages": 3}, "3 stages are not 2 chunks for each rank"),
         ({"stages": 2}, "chunks is 2, and there would be 1 rank"),
         ({"max_stages": 3}, "max_stages is 3, and 2 ranks with 2 chunks each have 4 stages"),
-        ({"stages": 8}, "stages is 8, but there are 2 devices; 2 of them share one"),
+        ({"stages": 8}, "stages is 8, and there are 2 devices; 2 of them share one"),
         ({"skips": "direct"}, "chunks is 2 and skips is 'direct'"),
         ({"pinned": {"blocks.0": 0}}, "chunks is 2 and pinned is"),
     ],

@@ -245,9 +245,9 @@ def test_a_plan_file_has_its_orders_and_is_refused_with_others():
     for message, changed in wrong.items():
         with pytest.raises(PlanFileError, match=message):
             Plan.parse_json(text.replace(first, changed), source="here", error=PlanFileError)
-    with pytest.raises(ValueError, match="2 orders for 3 stages"):
+    with pytest.raises(ValueError, match="2 entries for 3 stages"):
         Plan.model_validate({**plan.model_dump(), "orders": tuple(others)})
-    with pytest.raises(ValueError, match=r"3 orders, and schedule 'zb-h1' has its own"):
+    with pytest.raises(ValueError, match=r"3 entries, and schedule 'zb-h1' has its own"):
         Plan.model_validate({**plan.model_dump(), "schedule": "zb-h1"})
     stuck = ("FIW" * 12, "F" * 12 + "I" * 12 + "W" * 12, *others[1:])
     with pytest.raises(ValueError, match="cannot finish"):

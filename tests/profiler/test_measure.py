@@ -251,7 +251,7 @@ def test_a_size_at_which_the_model_cannot_run_is_left_out(place: str, devices: A
     """Batch normalization cannot normalize the one value that a channel has at one sample."""
     with torch.device(place):
         model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(8, 4)
-    left_out = "cannot run micro-batches of 1 samples: ValueError: batch normalization .* one per channel"
+    left_out = "cannot run micro-batches of 1 sample: ValueError: batch normalization .* one per channel"
     with pytest.warns(UserWarning, match=left_out):
         measured = _quick(model, x, devices=devices, batch_size=16)
     assert {cost.micro_batch_size for cost in measured.costs} == {2, 4}

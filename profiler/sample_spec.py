@@ -216,11 +216,7 @@ class SampleSpec(Value):
         told = [f"by {self.front_end}" + (f" for micro-batches of {size}" if size else "")]
         if self.decisions:
             lines = list(dict.fromkeys(decision.line.partition(' "')[0] for decision in self.decisions))
-            count = len(self.decisions)
-            told.append(
-                f"{count} {'condition' if count == 1 else 'conditions'} checked in each micro-batch "
-                f"({_first_of(lines)})"
-            )
+            told.append(f"{counted(len(self.decisions), 'condition')} checked in each micro-batch ({_first_of(lines)})")
         if self.chances:
             lines = list(dict.fromkeys(chance.line.partition(' "')[0] for chance in self.chances))
             told.append(f"both ways of what random numbers decide ({_first_of(lines)})")

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from profiler.errors import ArgumentError, PlanError
 from profiler.files import replace_file
+from profiler.quantities import shown
 
 LARGEST_FILE_BYTES = 2**28  # a profile of a thousand layers has some ten million
 
@@ -30,6 +31,15 @@ class Value(BaseModel):
 
     # Values inside of values and files are validated without __init__, so that messages keep the path to the field.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @field_validator("schema_version", mode="before", check_fields=False)
+    @classmethod
+    def _readable(cls, given: Any) -> Any:
+        ours = cls.model_fields["schema_version"].default
+        if type(given) is not int or given == ours:
+            return given
+        do = "make it anew" if given < ours else "read it with the release that wrote it, or a later one"
+        raise ValueError(f"the file has version {shown(given)} of the format, and this release reads {ours}; {do}")
 
     def to_json(self, *, without: frozenset[str] = frozenset()) -> str:
         """JSON text with sorted keys and a final newline: the same value always gives the same bytes.

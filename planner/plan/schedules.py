@@ -25,7 +25,6 @@ from operator import ge
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from profiler.errors import ArgumentError
-from profiler.text import counted
 
 ScheduleName: TypeAlias = str
 """A key of `SCHEDULES`."""
@@ -420,5 +419,5 @@ def check_chunks(name: ScheduleName, stages: int, chunks: int) -> None:
         )
     if stages % chunks:
         raise ArgumentError(
-            f"{counted(stages, 'stage')} cannot be {chunks} chunks for each rank; give a multiple of {chunks} stages"
+            f"{stages} stages are not {chunks} chunks for each rank; give a multiple of {chunks} stages"
         )

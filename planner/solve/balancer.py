@@ -101,6 +101,8 @@ class _Balancer:
         if least_s == np.inf:
             return True
         if self._best is None:
+            if self._problem.dispensable and (self._deadline.over or self._in_vain_s > MOST_S):
+                return True
             return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1
         self._deadline.tell(self._best.step_s, least_s)
         if least_s > self._best.step_s * (1 + TIE) or self._deadline.interrupted:
@@ -229,9 +231,10 @@ class _Balancer:
         return CandidateSearch(part.problem(self._problem), part.candidate, Limits.at(1), self._budget, self._deadline)
 
     def _alone(self, part: Part, level: int) -> CandidateSearch:
-        """One that depends on the part alone; without a plan there is nothing to return, however late it is."""
+        """One that depends on the part alone; without any plan there is nothing to return, however late it is."""
         limits = Limits.at(level)
-        deadline = self._deadline if self._best is not None else Deadline(None, heeds_interrupt=False)
+        heeds = self._best is not None or self._problem.dispensable
+        deadline = self._deadline if heeds else Deadline(None, heeds_interrupt=False)
         return CandidateSearch(part.problem(self._problem), part.candidate, limits, limits.segments(), deadline)
 
     def _take(self, part: Part, plan: Balance | None) -> None:

@@ -19,7 +19,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise, product, takewhile
 
 import numpy as np
 
@@ -61,38 +61,42 @@ def best_plan(problem: Problem) -> Plan | None:
     fast, slow = _fastest(hosts), _slowest(hosts)
     near = _near(given, hosts)
     far = replace(given, link=fast, ring=_ring(given, hosts), hosts=None)
-    lower_bound_s, starts = np.inf, []
+    lower_bound_s: float = np.inf
+    starts: list[Balance] = []
     for one in (far, near):
         if one is None:
             continue
-        found = _balanced(one)
+        found = _balanced(replace(one, dispensable=bool(starts)))
         if found is not None:
             starts.append(found)
         bounds_s = [work_bound_s(one, candidate) for candidate in one.candidates()] if found is None else []
         lower_bound_s = min(lower_bound_s, *bounds_s, np.inf if found is None else found.lower_bound_s)
     improver = skip_search.CutImprover(problem, skip_search.values_of(problem), lower_bound_s, deadline)
-    slowed = replace(far, link=slow, ring=hosts.between)
+    slowed = replace(far, link=slow, ring=hosts.between, dispensable=bool(starts))
     starts += [found for found in (_balanced(slowed),) if found is not None]
-    starts += [_with_moved_cuts(problem, start) for start in starts]
+    starts += [with_moved_cuts(problem, start, deadline) for start in starts]
     plans = [improver.nearest(start) for start in starts]
     for shape in _shapes(slowed, starts):
         if deadline.over or _step_s(min(plans, key=_step_s, default=None)) <= lower_bound_s:
             break
         for link in (fast, slow):
             found = _balanced(replace(shape, link=link))
-            for start in () if found is None else (found, _with_moved_cuts(problem, found)):
+            for start in () if found is None else (found, with_moved_cuts(problem, found, deadline)):
                 starts.append(start)
                 plans.append(improver.nearest(start))
     for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place]))[:MOST_SHAPES]:
-        if _step_s(min(plans, key=_step_s)) > lower_bound_s * (1 + skip_search.CLOSE_ENOUGH):
-            plans.append(improver.better(starts[place]))
+        best_s = _step_s(min(plans, key=_step_s))
+        if best_s < np.inf and (deadline.over or best_s <= lower_bound_s * (1 + skip_search.CLOSE_ENOUGH)):
+            break
+        plans.append(improver.better(starts[place], dispensable=best_s < np.inf))
     return min(plans, key=_step_s, default=None)
 
 
-def _with_moved_cuts(problem: Problem, found: Balance) -> Balance:
+def with_moved_cuts(problem: Problem, found: Balance, deadline: Deadline) -> Balance:
     """The balance with the cuts that are the fastest where each boundary takes its own link, whatever fits.
 
-    All cuts where there are few, else those that moves of one or of two neighbouring ones lead to.
+    All cuts where there are few, else those that moves of one or of two neighbouring ones lead to; when time is up, the
+    best of those that were tried.
     """
     rules, whole = problem.rules, problem.settings.recompute == "always"
     stops = tuple(stage.stop for stage in found.stages)
@@ -113,7 +117,9 @@ def _with_moved_cuts(problem: Problem, found: Balance) -> Balance:
     few = math.comb(len(places), len(cuts)) <= MOST_WAYS
     for _ in range(1 if few else MOST_MOVES):
         ways = combinations(places, len(cuts)) if few else _moves(cuts, places)
-        tried = [(moved(way), way) for way in ways if needed <= {0, *way, stops[-1]}]
+        tried = [
+            (moved(way), way) for way in takewhile(lambda _: not deadline.over, ways) if needed <= {0, *way, stops[-1]}
+        ]
         better, where = min(tried, key=lambda one: one[0].step_s, default=(best, cuts))
         if better.step_s >= best.step_s:
             break

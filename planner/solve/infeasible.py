@@ -116,7 +116,7 @@ def _cures(problem: Problem) -> Iterator[str]:
     for halvings in range(1, settings.batch_size.bit_length()):
         batch = settings.batch_size >> halvings
         if batch % (settings.replicas or 1) == 0 and _fits(_with(problem, replace(settings, batch_size=batch))):
-            yield f"a smaller batch (of {counted(batch, 'sample')})"
+            yield f"a smaller batch ({counted(batch, 'sample')} {'fits' if batch == 1 else 'fit'})"
             break
     if settings.stages is None or settings.stages == len(problem.devices):
         for count in _powers(len(problem.devices), max(problem.layers, len(problem.devices))):

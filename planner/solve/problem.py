@@ -73,6 +73,8 @@ class Problem:
         short_messages: whether more messages may be under way the shorter they are, as the executor has it. Without,
             memory grows with the messages, so that a bound can be had.
         patience: what a search without a time limit may take in vain, in parts of what is usual.
+        dispensable: whether there is a plan already that this one's is compared with: then the search ends without any
+            when time is up.
     """
 
     costs: CostModel
@@ -85,6 +87,7 @@ class Problem:
     rules: Rules
     short_messages: bool = True
     patience: float = 1.0
+    dispensable: bool = False
     ring: Link | None = None
     hosts: Hosts | None = None
 

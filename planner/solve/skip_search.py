@@ -48,6 +48,8 @@ REACH = 12
 MOST_WORK, EACH_PLAN = 80_000, 100
 """What may be tried around plans that searches found; a plan counts as K M of its own and `EACH_PLAN` for all else
 [measured: 2 to 5 s]."""
+LEAST_S = 1e-3
+"""Seconds of a search where none is left."""
 CLOSE_ENOUGH = 1e-3
 """Relative distance from the lower bound at which none is tried [chosen]."""
 
@@ -73,8 +75,9 @@ def best_plan(problem: Problem) -> Plan | None:
     improver = CutImprover(problem, values, lower_bound_s, deadline)
     plans = [improver.nearest(start) for start in starts]
     for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place])):
-        if _step_s(min(plans, key=_step_s)) > lower_bound_s * (1 + CLOSE_ENOUGH):
-            plans.append(improver.better(starts[place]))
+        best_s = _step_s(min(plans, key=_step_s))
+        if best_s > lower_bound_s * (1 + CLOSE_ENOUGH):
+            plans.append(improver.better(starts[place], dispensable=best_s < np.inf))
     return min(plans, key=_step_s, default=None)
 
 
@@ -148,17 +151,25 @@ class CutImprover:
 
     def nearest(self, found: Balance) -> Plan | None:
         """The better of the plan itself with skips and without; None where neither fits."""
-        plans = self._direct(found), self._plan(found, ())
+        plans = [self._plan(found, routes) for routes in dict.fromkeys((self._routes(found), ()))]
         return min((plan for plan in plans if plan is not None), key=_step_s, default=None)
 
-    def better(self, found: Balance) -> Plan | None:
-        """The plan with its cuts moved; None where none fits, or a rule says which device runs what."""
+    def better(self, found: Balance, *, dispensable: bool) -> Plan | None:
+        """The plan with its cuts moved; None where none fits, or a rule says which device runs what.
+
+        Args:
+            found: the plan.
+            dispensable: whether some plan is there that fits, so that nothing is waited for when time is up.
+        """
         if (self._problem.rules.pinned != FREE).any():
             return None
         stops = self._climbed(found)
         plans = [self._tried.get((found.candidate, _with_stops(found, stops).stages))]
         if self._problem.settings.recompute == "auto":
-            one_link = families(replace(self._cut_at(stops), hosts=None))
+            at_stops = self._cut_at(stops)
+            given = None if at_stops.settings.time_limit_s is None else max(self._deadline.left_s, LEAST_S)
+            settings = replace(at_stops.settings, time_limit_s=given)
+            one_link = families(replace(at_stops, hosts=None, settings=settings, dispensable=dispensable))
             plain = next((family for family in one_link if is_plain(family.settings)), None)
             exact = None if plain is None else balance_any(plain)
             plans.append(None if exact is None else self._direct(exact))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -59,15 +60,18 @@ class BoundaryValue:
     def shape_at(self, micro_batch_size: int) -> tuple[int, ...]:
         """The shape for a micro-batch of that size."""
         return tuple(
-            extent
-            if isinstance(extent, int)
-            else int(extent.subs(dict.fromkeys(extent.free_symbols, micro_batch_size)))
-            for extent in self.shape
+            extent if isinstance(extent, int) else _extent_at(extent, micro_batch_size) for extent in self.shape
         )
 
     def size_bytes(self, micro_batch_size: int) -> int:
         """Bytes of the value for a micro-batch of that size."""
         return prod(self.shape_at(micro_batch_size)) * self.dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _extent_at(extent: Any, micro_batch_size: int) -> int:
+    """An extent of a dimension that grows with the batch; a model has few of them, and asks for each very often."""
+    return int(extent.subs(dict.fromkeys(extent.free_symbols, micro_batch_size)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,9 @@ SEED = 20_000
 def test_hostile_plans(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plans = good_plans()
-    texts = chain(*(documents(plan.to_json(), SEED + number, PLANS // 3 + 1) for number, plan in enumerate(plans)))
+    texts = chain(
+        *(documents(plan.to_json(), SEED + number, PLANS // len(plans) + 1) for number, plan in enumerate(plans))
+    )
     _report("plan.json", [(text, tried(lambda: plan_file(path))) for text in _written(texts, path)])
 
 

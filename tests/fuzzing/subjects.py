@@ -27,6 +27,7 @@ from profiler.skip_value import SkipValue
 from profiler.timing.optimizers import named_optimizer
 from tests.planner.made_up import build_profile
 
+FORMATS = Path(__file__).resolve().parents[1] / "data" / "formats"
 MODEL = "def build():\n    return object(), object()\n\ndef train(plan):\n    pass\n\nx = 1\n"
 
 
@@ -101,16 +102,8 @@ def good_plan() -> Plan:
 
 @cache
 def good_plans() -> tuple[Plan, ...]:
-    """That one, one with chunks and replicas, and one with orders of its own."""
-    with_chunks: Any = {"schedule": "interleaved", "chunks": 2, "stages": 4, "replicas": 2}
-    with_orders: Any = {"schedule": "zb", "stages": 3}
-    return good_plan(), _of_equal_devices(4, with_chunks), _of_equal_devices(3, with_orders)
-
-
-def _of_equal_devices(count: int, settings: Any) -> Plan:
-    device = Device(name="cpu", kind="a", memory_bytes=2**20, threads=1)
-    cluster = Cluster(devices=(device,) * count, link=Link(latency_s=1e-6, bytes_per_s=1e9))
-    return plan_from_profile(good_profile(), cluster, batch_size=24, micro_batches=12, **settings)
+    """The committed ones, which have every field of the format."""
+    return tuple(Plan.load(file) for file in sorted(FORMATS.glob("plan-*.json")))
 
 
 def workplace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,8 @@
 """A search that is out of time says no more than it knows."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -8,7 +11,9 @@ from planner.kernel.candidate_stages import make_arcs
 from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.search import search
 from planner.settings import SettingKeywords
+from planner.solve.balancer import balance
 from planner.solve.deadline import UNLIMITED, Deadline
+from planner.solve.host_search import with_moved_cuts
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
 from profiler.device import Link
@@ -38,3 +43,32 @@ def test_a_deadline_that_is_over_leaves_no_labels():
     assert Deadline(1e-9).over
     assert not Deadline(None).over
     assert Deadline(None).labels == UNLIMITED
+
+
+def test_a_search_that_others_have_plans_for_ends_without_one(profile_of, device):
+    """A search on one host went on for minutes of a limit of 15 s for want of a first plan, beside one over all."""
+    rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 12 for size in (1, 8)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    asked: SettingKeywords = {"schedule": "1f1b", "time_limit_s": 1e-9}
+    problem = make_problem(profile, [device()] * 4, batch_size=32, optimizer=None, settings=asked)
+    assert balance(problem) is not None
+    assert balance(replace(problem, dispensable=True)) is None
+
+
+def test_cuts_over_hosts_are_not_moved_when_time_is_up(profile_of, device):
+    rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 12 for size in (1, 8)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    asked: SettingKeywords = {"schedule": "1f1b", "stages": 4}
+    problem = make_problem(profile, [device()] * 4, batch_size=32, optimizer=None, settings=asked)
+    found = balance(problem)
+    assert found is not None
+    uneven = replace(
+        found,
+        stages=tuple(
+            replace(stage, first=first, stop=stop)
+            for stage, (first, stop) in zip(found.stages, pairwise((0, 1, 2, 3, 12)), strict=True)
+        ),
+    )
+    moved = with_moved_cuts(problem, uneven, Deadline(None))
+    assert moved.step_s < with_moved_cuts(problem, uneven, Deadline(1e-9)).step_s
+    assert [stage.stop for stage in with_moved_cuts(problem, uneven, Deadline(1e-9)).stages] == [1, 2, 3, 12]

@@ -423,7 +423,7 @@ def test_trees_of_inputs_come_by_position_or_by_keyword() -> None:
     known, plan = planned("skipping", "")
     pipe = plan.export("torch.distributed.pipelining", known.model).value
     assert pytree.tree_all(torch.is_tensor, pipe.inputs(*known.inputs))
-    with pytest.raises(ArgumentError, match="1 arguments by position and 1 by keyword"):
+    with pytest.raises(ArgumentError, match="1 argument by position and 1 by keyword"):
         pipe.inputs(known.inputs[0], scale=known.inputs[1])
     with pytest.raises(ArgumentError, match="rank is 2, and the plan has ranks 0 to 1"):
         pipe.stages(2)

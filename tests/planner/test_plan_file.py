@@ -40,7 +40,7 @@ def change(path, value):
         (change(["stages", 1, "colour"], "red"), r"\$\.stages\[1\]\.colour: Extra inputs"),
         (change(["batch_size"], "9"), r"\$\.batch_size: Input should be a valid integer"),
         (change(["prediction", "step_s"], float("nan")), r"\$\.prediction\.step_s: "),
-        (change(["schema_version"], 1), r"\$\.schema_version: Input should be 2"),
+        (change(["schema_version"], 1), r"\$\.schema_version: .* version 1 .* this release reads 2; make it anew"),
         (change(["stages", 0, "times", 0, "forward_s"], -1.0), r"\$\.stages\[0\]\.times\[0\]\.forward_s: "),
         (change(["batch_size"], 10), "do not make up a batch of 10"),
         (change(["stages", 1, "first_layer"], 0), "expected to start at 1"),

@@ -71,10 +71,17 @@ def test_the_schema_refuses_what_the_reader_refuses(checker: Any, path: tuple[An
         Plan.parse_json(json.dumps(wrong), source="wrong", error=PlanFileError)
 
 
-def test_files_of_every_version_can_be_read() -> None:
+def test_a_profile_of_the_first_version_is_read() -> None:
     """A file here is never changed: whoever raises a version adds one, and the earlier ones stay readable."""
-    plan = Plan.load(PLAN_FILE)
-    assert (plan.K, plan.M, plan.schedule) == (4, 16, "1f1b")
-    assert plan.prediction.step_s == pytest.approx(1.67, abs=0.01)
-    assert plan.to_json() == PLAN_FILE.read_text()
     assert len(Profile.load(FORMATS / "profile-1.json").layers) == 3
+
+
+@pytest.mark.parametrize("version", [PLAN_SCHEMA_VERSION - 1, PLAN_SCHEMA_VERSION + 1])
+def test_a_file_of_another_version_says_what_to_do(version: int) -> None:
+    """Version 1 was the format of a day before anything was trained by a plan."""
+    of_another = PLAN_FILE.read_text().replace(
+        f'"schema_version": {PLAN_SCHEMA_VERSION}', f'"schema_version": {version}'
+    )
+    do = "make it anew" if version < PLAN_SCHEMA_VERSION else "read it with the release that wrote it"
+    with pytest.raises(PlanFileError, match=rf"\$\.schema_version: .* version {version} of the format, .* {do}"):
+        Plan.parse_json(of_another, source="plan.json", error=PlanFileError)

@@ -1,0 +1,165 @@
+"""Committed plan files, one for each feature of the format, mean today what they meant when they were written."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from planner.plan.actions import ActionKind
+from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan
+from planner.plan.plan_schema import PARTS
+from planner.plan.simulator import simulate_plan
+from planner.plan.stage import Segment
+from profiler.sample_spec import ConstantLeaf, TensorLeaf
+
+FORMATS = Path(__file__).resolve().parents[1] / "data" / "formats"
+
+
+def _skips(plan: Plan) -> None:
+    """Of five layers on three stages x goes from the first past the second; all is recomputed; sizes differ."""
+    assert plan.micro_batch_sizes == (3,) * 4 + (2,) * 9
+    assert [(stage.first_layer, stage.stop_layer) for stage in plan.stages] == [(0, 2), (2, 4), (4, 5)]
+    assert [stage.recompute for stage in plan.stages] == [
+        (Segment(first=stage.first_layer, stop=stage.stop_layer),) for stage in plan.stages
+    ]
+    assert [(skip.ends, skip.values) for skip in plan.skips] == [((0, 2), ("x",))]
+    assert plan.skips[0].times_at(3).send_forward_s > plan.skips[0].times_at(2).send_forward_s > 0
+    assert {entry.micro_batch_size for stage in plan.stages for entry in stage.times} == {2, 3}
+
+
+def _chunks(plan: Plan) -> None:
+    """Four stages on two ranks, two chunks each, and that twice, side by side; ranks need the sum of their chunks."""
+    assert (plan.schedule, plan.K, plan.chunks, plan.ranks, plan.replicas) == ("interleaved", 4, 2, 2, 2)
+    assert [stage.rank for stage in plan.stages] == [0, 1, 0, 1]
+    assert [[device.name for device in stage.devices] for stage in plan.stages[:2]] == [
+        ["cuda:0", "cuda:1"],
+        ["cuda:2", "cuda:3"],
+    ]
+    assert plan.stages[0].all_reduce_s > plan.stages[1].all_reduce_s == 0  # which has nothing to train
+    assert plan.rank_memory(0).activations == plan.stages[0].memory.activations + plan.stages[2].memory.activations
+
+
+def _rank_memories(plan: Plan) -> None:
+    """What the chunks of a rank need together at one moment is less than the sum of what each needs at its own."""
+    first, second = plan.stages[0].memory.activations, plan.stages[2].memory.activations
+    assert plan.rank_memory(0) == plan.rank_memories[0]
+    assert max(first, second) < plan.rank_memory(0).activations == 756 < first + second
+
+
+def _orders(plan: Plan) -> None:
+    """Each stage has its own order of passes, the last of which are passes of weights."""
+    assert plan.schedule == "zb"
+    assert len(plan.orders) == 3
+    for order in plan.orders:
+        assert [order.count(letter) for letter in "FIW"] == [12] * 3
+        assert (order[0], order[-1]) == ("F", "W")
+    assert plan.stages[0].memory.deferred > 0
+    assert plan.stages[0].times_at(1).weight_s > 0
+    kinds = {action.kind for actions in plan.actions() for action in actions}
+    assert {ActionKind.I, ActionKind.W} <= kinds
+    assert ActionKind.B not in kinds
+
+
+def _hosts(plan: Plan) -> None:
+    """Two hosts of two devices: the boundary between them takes longer than the two inside."""
+    assert [stage.device.name for stage in plan.stages] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    first, between, second, _ = (stage.times_at(1).send_forward_s for stage in plan.stages)
+    assert first == second == pytest.approx(1e-6 + 80 / 1e9)
+    assert between == pytest.approx(1e-4 + 80 / 1e6)
+
+
+def _shared_optimizer(plan: Plan) -> None:
+    """Two replicas share the optimizer's state of a recipe of mixed precision; throughput, MFU and doubt are said."""
+    assert (plan.shard_optimizer, plan.replicas, plan.sample.precision) == (True, 2, "bf16-mixed")
+    prediction = plan.prediction
+    assert (prediction.device_flops_per_s, prediction.mfu) == (1.5e12, 0.25)
+    assert prediction.tokens_per_s == pytest.approx(16 * prediction.samples_per_s)
+    doubt = prediction.doubt
+    assert doubt is not None
+    assert doubt.lines(1.0)[0].startswith("in doubt: step 950 ms to 1.12 s, peak memory 90% to 102%")
+    assert "20% slower" in doubt.lines(1.0)[1]
+    assert "30% off" in doubt.lines(1.0)[2]
+
+
+def _unused(plan: Plan) -> None:
+    """The search was interrupted, devices are idle, and a rule forbids a faster plan."""
+    assert plan.interrupted
+    assert plan.prediction.gap == pytest.approx(0.25)
+    assert plan.stages[0].device.threads == 2
+    assert plan.unused is not None
+    assert (plan.unused.devices, plan.unused.looser is not None) == (2, True)
+    assert "2 devices stay idle" in plan.unused.lines(1.0)[0]
+    assert "set micro_batches_per_stage=2" in plan.unused.lines(1.0)[1]
+
+
+def _sample(plan: Plan) -> None:
+    """How the model was traced: with static shapes, conditions, chances, and a function that is called as it is."""
+    sample = plan.sample
+    assert sample.leaves == (
+        TensorLeaf(shape=(2, 3), dtype="float32", batch_dim=0),
+        TensorLeaf(shape=(3,), dtype="bool", batch_dim=None),
+        ConstantLeaf(value=None),
+    )
+    assert (sample.only_micro_batch_size, sample.autocast, sample.stages) == (2, "bfloat16", 6)
+    assert (sample.keep_together, sample.called_as_is) == (("blocks.1",), ("made_up.layers:scan",))
+    assert [(one.module, one.answer) for one in sample.decisions] == [("blocks.0", True), ("", 3)]
+    assert [one.code for one in sample.chances] == ["if torch.rand(1) < self.drop:"]
+    assert "2 conditions checked in each micro-batch" in sample.means
+
+
+def _first(plan: Plan) -> None:
+    """Four stages, 1F1B, nothing else."""
+    assert (plan.K, plan.M, plan.schedule) == (4, 16, "1f1b")
+    assert plan.prediction.step_s == pytest.approx(1.67, abs=0.01)
+    assert plan.prediction.doubt is None
+
+
+MEANINGS: dict[str, Callable[[Plan], None]] = {
+    "plan-2": _first,
+    "plan-2-skips": _skips,
+    "plan-2-chunks": _chunks,
+    "plan-2-rank-memories": _rank_memories,
+    "plan-2-orders": _orders,
+    "plan-2-hosts": _hosts,
+    "plan-2-shared-optimizer": _shared_optimizer,
+    "plan-2-unused": _unused,
+    "plan-2-sample": _sample,
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_a_committed_plan_means_what_it_meant(name: str) -> None:
+    file = FORMATS / f"{name}.json"
+    plan = Plan.load(file)
+    MEANINGS[name](plan)
+    assert plan.to_json() == file.read_text()
+    assert simulate_plan(plan).makespan_s + plan.prediction.optimizer_s == pytest.approx(
+        plan.prediction.step_s, rel=0.3
+    )
+
+
+def test_every_committed_plan_is_read() -> None:
+    assert {file.stem for file in FORMATS.glob("plan-*.json")} == set(MEANINGS)
+    assert any(name.startswith(f"plan-{PLAN_SCHEMA_VERSION}") for name in MEANINGS)
+
+
+def test_every_field_of_the_format_is_in_a_committed_plan() -> None:
+    """Whoever adds a field adds a file that has it, and says in `MEANINGS` what it means."""
+    said = {name for file in FORMATS.glob("plan-*.json") for name in _said(Plan.load(file))}
+    fields = {f"{part.__name__}.{field}" for part in PARTS for field in part.model_fields}
+    assert fields - said == set()
+
+
+def _said(value: Any) -> Iterator[str]:
+    """Fields of a plan that say something else than their default."""
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            inner = getattr(value, name)
+            if field.is_required() or inner != field.get_default() or name in ("kind", "schema_version"):
+                yield f"{type(value).__name__}.{name}"
+            yield from _said(inner)
+    elif isinstance(value, tuple):
+        for inner in value:
+            yield from _said(inner)

@@ -191,6 +191,7 @@ class _Moves:
         self._layers = layers
         self._devices = devices
         self._sizes = sizes
+        self._training = training
         self._skips = {skip.ends: frozenset(skip.values) for skip in plan.skips} if training else {}
         self._number = {skip.ends: plan.K + position for position, skip in enumerate(plan.skips)}
         self._forms: dict[tuple[tuple[TensorSpec, ...], torch.device], MessageForm] = {}
@@ -218,7 +219,14 @@ class _Moves:
         return Move(
             names=tuple(value.name for value in values),
             specs=specs,
-            transfer=Transfer(action, form, self._devices.get(receiver, here), self._channel(action), unlimited),
+            transfer=Transfer(
+                action,
+                form,
+                self._devices.get(receiver, here),
+                self._channel(action),
+                unlimited,
+                borrows=not self._training and receiver == action.stage,
+            ),
             is_remote=self._layout.process_of[other] != self._layout.process,
             says_which=says_which,
             is_last=action in self._last,

@@ -1,8 +1,9 @@
 """Messages between processes of one machine, through memory that they share; `Distributed` carries all others.
 
 A message is copied into a slot by its SEND, and out of it by its RECV, into memory of the receiver's own: the sender
-keeps nothing, and no tensor of a step lives in a slot, however long its schedule keeps it. Each channel has a ring
-(`profiler.machine.ring`), in which messages come in the order in which they were sent.
+keeps nothing, and no tensor of a training step lives in a slot, however long its schedule keeps it. Without backward
+passes a stage reads it where it lies, and the slot goes back when the stage waits for the next one. Each channel has a
+ring (`profiler.machine.ring`), in which messages come in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class SharedMemory:
         self._rings = rings
         self._outgoing: dict[int, Outgoing | None] = {}
         self._incoming: dict[int, Incoming | None] = {}
+        self._borrowed: dict[int, Incoming] = {}  # the ring whose last slot is still read, by channel
         self.waiting_since_s: float | None = None
 
     @property
@@ -95,20 +97,28 @@ class SharedMemory:
         ring.send(transfer.tag)
 
     def receive(self, transfer: Transfer) -> list[Tensor]:
-        """Wait for the message, and copy it out of its slot."""
+        """Wait for the message, and copy it out of its slot, unless it may stay there."""
         ring = self._incoming[transfer.channel]
         if ring is None:
             received = self._others.receive(transfer)
             self.waiting_since_s = self._others.waiting_since_s
             return received
         self.waiting_since_s = time.perf_counter()
+        if transfer.borrows:
+            if transfer.channel in self._borrowed:
+                ring.release()
+            self._borrowed[transfer.channel] = ring
+            return list(_views(ring.arrived(transfer.tag), transfer.form))
         slot = ring.arrived(transfer.tag)
         received = [view.clone() for view in _views(slot, transfer.form)]
         ring.release()
         return received
 
     def end(self) -> None:
-        """What lies in a slot has left, once its receiver has opened it."""
+        """What lies in a slot has left, once its receiver has opened it; what was read there goes back."""
+        for borrowed in self._borrowed.values():
+            borrowed.release()
+        self._borrowed.clear()
         for ring in self._rings.outgoing.values():
             ring.settle()
         self._others.end()

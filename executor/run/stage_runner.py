@@ -43,6 +43,7 @@ from profiler.run.stage_function import (
     roots_of,
     run_backward,
 )
+from profiler.torch_private import storage_of
 from profiler.tracing.sequence import LayerSequence
 
 
@@ -128,7 +129,7 @@ class StageLayers:
 class _StepState:
     """What a stage holds during one step, by micro-batch index; of parts by (micro-batch, part).
 
-    Of one replica at a time there are `accumulators`, by part.
+    Of one replica at a time there are `accumulators`, by part. `shares` are gradients of losses, by weight.
     """
 
     number: int
@@ -141,6 +142,7 @@ class _StepState:
     statistics: dict[int, list[Moved]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, dict[str, Any]] | None = None
+    shares: dict[float, Tensor] = field(default_factory=dict)
 
 
 class StageRunner:
@@ -243,8 +245,7 @@ class StageRunner:
         """
         state = self._state
         if layers.is_last:
-            share = torch.full_like(state.losses[batch.index], batch.weight)
-            gradients = {LOSS: share if state.loss_scale is None else share * state.loss_scale.to(share)}
+            gradients = {LOSS: self._share(state.losses[batch.index], batch.weight)}
         for position in reversed(range(len(layers.parts))):
             place = (batch.index, position)
             if place not in state.kept:
@@ -255,6 +256,17 @@ class StageRunner:
             gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
         return dict(gradients)
 
+    def _share(self, loss: Tensor, weight: float) -> Tensor:
+        """The gradient of the mini-batch's loss by that of a micro-batch; one tensor for equal ones of a step."""
+        known = self._state.shares.get(weight)
+        if known is not None and known._version == 0 and known.dtype == loss.dtype:  # nobody has written it
+            return known
+        share = torch.full_like(loss, weight)
+        if self._state.loss_scale is not None:
+            share = share * self._state.loss_scale.to(share)
+        self._state.shares[weight] = share
+        return share
+
     def weights(self, batch: MicroBatch) -> None:
         """The gradients of parameters that `backward` has left, in its order."""
         state = self._state
@@ -263,17 +275,18 @@ class StageRunner:
             state.accumulators[place[1]].own()
 
     def evaluate(self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The forward pass without gradient."""
+        """The forward pass without gradient; what was received may be gone when it is through."""
         with torch.no_grad():
             values: Mapping[str, Tensor] = received
             buffers = {**self.buffers, **layers.constants}
             for part in layers.parts:
                 values = part.function.forward(dict(values), self._inputs(batch, part), buffers).values
             if layers.is_last and self._state.outputs is not None:
-                self._state.outputs[batch.index] = pytree.tree_map_only(Tensor, Tensor.detach, dict(values))
+                self._state.outputs[batch.index] = pytree.tree_map_only(Tensor, partial(_own, received), dict(values))
                 return {}
             if layers.is_last:
-                self._state.losses[batch.index] = self._loss(layers, batch, values, layers.parts[-1].function)
+                loss = self._loss(layers, batch, values, layers.parts[-1].function)
+                self._state.losses[batch.index] = _own(received, loss)
                 return {}
         return dict(values)
 
@@ -350,3 +363,10 @@ class StageRunner:
 
     def _seed_draw(self, micro_batch: int, draw: int) -> None:
         seed_all(self._generators, key(self.seed, self._state.number, micro_batch, draw))
+
+
+def _own(received: Mapping[str, Tensor], value: Tensor) -> Tensor:
+    """A value that stays as it is when what was received is gone."""
+    if value.layout is torch.strided and storage_of(value) in map(storage_of, received.values()):
+        return value.clone()
+    return value.detach()

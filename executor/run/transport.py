@@ -34,6 +34,8 @@ class Transfer:
         channel: number of the pair of stages and direction, the same at both ends. Numbers are found faster than
             actions, whose hash Python computes.
         unlimited: whether all receives of this kind and stage may be posted at once, whatever their size.
+        borrows: of a RECV: whether nobody needs the tensors any more, or changes them before, when the next message of
+            the channel is waited for, or the run ends; they may lie in memory of the transport then.
         other: stage at the other end.
         tag: of the message, the same at both ends.
         at_least: how many messages like this one may be under way on its channel, however long, seen from this end.
@@ -45,6 +47,7 @@ class Transfer:
     device: torch.device
     channel: int
     unlimited: bool = False
+    borrows: bool = False
     other: int = field(init=False)
     tag: int = field(init=False)
     at_least: int = field(init=False)

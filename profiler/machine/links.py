@@ -38,6 +38,8 @@ from profiler.machine.workers import run_workers
 Turn: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], None]  # what is sent, and room for what comes
 
 SIZES_BYTES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
+SLOTS_AT_LEAST, SLOTS_BYTES = 4, 4 * 2**20
+"""Of a ring between neighbours as the executor makes it: messages go through all slots, which no cache may hold."""
 WARM_UPS = 2
 MOST_ROUNDS = 20
 FEWEST_ROUNDS = 3
@@ -109,6 +111,7 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: 
     with contextlib.nullcontext() if turn else _computing(place):
         turn = turn or (_return if rank else _serve)
         for number in range(WARM_UPS + rounds):
+            turn([outgoing[: sizes_bytes[0]]], [incoming[: sizes_bytes[0]]])  # after a long wait the other end sleeps
             for size, laps in zip(sizes_bytes, seconds, strict=True):
                 if number >= WARM_UPS + min(rounds_of(size), rounds):
                     continue
@@ -149,7 +152,7 @@ def _computing(place: torch.device) -> Iterator[None]:
 def _shared(rank: int) -> Turn | None:
     """A turn through shared memory; None, at both ends, if they cannot have it."""
     other = 1 - rank
-    rings = meet({(rank, other): Wanted(other, at_least=1, ahead_bytes=0)}, {(other, rank): other})
+    rings = meet({(rank, other): Wanted(other, SLOTS_AT_LEAST, SLOTS_BYTES)}, {(other, rank): other})
     if rings.refused or not rings.any:
         return None
     there, back = rings.outgoing[rank, other], rings.incoming[other, rank]

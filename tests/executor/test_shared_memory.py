@@ -20,11 +20,12 @@ from executor.run.transport import Transfer
 from planner import ArgumentError, Plan
 from planner.plan.actions import Action, ActionKind
 from profiler import trace
-from profiler.machine.ring import Incoming, Outgoing
+from profiler.machine.ring import MOST_SLOTS, Incoming, Outgoing
 from profiler.machine.ring_meeting import Rings
 
 CPU = torch.device("cpu")
 AT_LEAST = 4
+MANY = MOST_SLOTS + 8
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn]
 
 
@@ -127,6 +128,41 @@ def test_both_transports_train_alike(plan_for: Callable[..., Plan]) -> None:
             for name, value in shared.items():
                 for other in (sockets[name], whole[name]):
                     assert value is None or torch.equal(value, other), name
+
+
+class PassingBy(nn.Module):
+    """The last stage returns what it receives, as it is and as a view, next to what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.first(x)
+        return hidden, hidden.view(-1, 2, 3), self.second(hidden)
+
+
+def predicted_twice(plan: Plan) -> list[list[Tensor]]:
+    """By transport what the first of two calls returned, looked at after the second."""
+    torch.manual_seed(0)
+    model, x = PassingBy(), torch.arange(MANY * 6.0).reshape(-1, 6).sin()
+    found = []
+    for transport in ("auto", "gloo"):
+        pipe = Pipeline(model, plan, transport=transport)
+        first = pipe.predict(x)
+        pipe.predict(x + 1)
+        found.append([] if first is None else [*first, model(x)[0]])
+    return found
+
+
+def test_what_a_stage_returns_as_it_came_does_not_lie_in_a_slot(plan_for: Callable[..., Plan]) -> None:
+    """Each stage reads what it receives where it lies, and there are more micro-batches than slots."""
+    plan = plan_for(trace(PassingBy(), torch.ones(4, 6)), [1], batch_size=MANY, micro_batches=MANY)
+    shared, sockets = launch(predicted_twice, plan)[1]
+    for one, other in zip(shared, sockets, strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(shared[0], shared[3])
+    torch.testing.assert_close(shared[1].view(-1, 6), shared[3])
 
 
 def differs(plan: Plan) -> None:

@@ -9,9 +9,18 @@ import torch
 from hypothesis import given
 
 from planner.cost.time_ledger import message_s
+from planner.plan.actions import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
-from profiler.machine.links import SIZES_BYTES, WORST_LINE, fit_link, measure_link, rounds_of
+from profiler.machine.links import (
+    SIZES_BYTES,
+    SLOTS_AT_LEAST,
+    SLOTS_BYTES,
+    WORST_LINE,
+    fit_link,
+    measure_link,
+    rounds_of,
+)
 from profiler.machine.local import local_devices
 
 
@@ -65,6 +74,11 @@ def test_the_planner_charges_what_the_link_says(size: int, latency_s: float) -> 
 def test_a_table_that_means_nothing_is_refused(measured: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Link(latency_s=0.0, bytes_per_s=1.0, measured=measured)
+
+
+def test_links_are_measured_through_as_much_memory_as_is_trained_through() -> None:
+    assert receives_ahead(1) + SENDS_AHEAD == SLOTS_AT_LEAST
+    assert AHEAD_BYTES == SLOTS_BYTES
 
 
 def test_two_workers_measure_their_link() -> None:

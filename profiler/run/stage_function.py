@@ -13,7 +13,8 @@ own memory layout, as autograd does where it comes to a leaf: kernels may add up
 So results do not depend on the cut, not even in the last bit.
 
 Which layout a gradient comes in follows from the graph and its shapes: a value whose gradient came in the right one is
-not watched any more, since a hook in Python costs 10 us at each pass [measured].
+not watched any more, since a hook in Python costs 10 us at each pass [measured]. Layers after each other that have no
+such value are then carried out as one function (`profiler.run.straight`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from profiler.machine.backend import device_of_first
 from profiler.run.separable import split_function
 from profiler.run.split_backward import DeferredWeights, deferring
+from profiler.run.straight import Part, Run, graph_of, written_out
 from profiler.torch_private import run_engine
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.draws import Seeder, draws_seeded_by
@@ -81,6 +83,7 @@ class _Step:
     forget: tuple[str, ...]
     draws_random: bool
     writes: bool
+    is_plain: bool
 
 
 class StageFunction:
@@ -128,7 +131,8 @@ class StageFunction:
         self._sample = sequence.sample
         self._device = device or device_of_first(parameters.values())
         self.draws_random = any(layer.draws for layer in layers)
-        self._watched: dict[tuple[torch.Size, ...], list[tuple[_Step, _Watched]]] = {}  # by shapes that enter
+        self._written: dict[tuple[int, int], Run] = {}
+        self._ways: dict[tuple[Any, ...], _Way] = {}  # by shapes that enter, and what requires gradients
         self._copied = _written(layers)
         self._steps = _steps(layers, parameters, frozenset(self.leaving), deferred)
         self.parameters: tuple[Tensor, ...] = tuple(tensor for step in self._steps for tensor in step.parameters)
@@ -160,12 +164,15 @@ class StageFunction:
         finally:
             draws_seeded_by(None, 0)
 
-    def _watched_at(self, values: Mapping[str, Any]) -> list[tuple[_Step, _Watched]]:
-        """Each layer with those of its outputs whose gradients' layouts are watched, for values of these shapes."""
-        shapes = tuple(value.shape for value in values.values())
-        known = self._watched.get(shapes)
+    def _way_at(self, values: Mapping[str, Any]) -> _Way:
+        """How to go through the layers with values of these shapes."""
+        key = (
+            tuple([(value.shape, value.requires_grad) for value in values.values()]),
+            tuple([parameter.requires_grad for parameter in self.parameters]),
+        )
+        known = self._ways.get(key)
         if known is None:
-            known = self._watched[shapes] = [(step, _Watched(set(range(len(step.outputs))))) for step in self._steps]
+            known = self._ways[key] = _Way(self._steps, self._written)
         return known
 
     def autocasting(self) -> contextlib.AbstractContextManager[object]:
@@ -182,7 +189,7 @@ class StageFunction:
         current = dict(buffers)
         values: dict[str, Any] = {name: inputs[name] for name in self.inputs}
         values.update(leaves)
-        watching = self._watched_at(values)
+        way = self._way_at(values)
         if self._copied:
             for name in self._copied & values.keys():
                 values[name] = values[name].clone()
@@ -192,7 +199,10 @@ class StageFunction:
         statistics: list[Moved] = []
         written: dict[str, Tensor] = {}
         buffer_of, value_of = current.__getitem__, values.__getitem__
-        for step, watched in watching:  # after large kernels caches are cold, and each call costs ten times its time
+        for step, watched, run in way.pieces():
+            if run is not None:
+                run(values, current)
+                continue
             if step.draws_random:
                 draws_seeded_by(seed, step.layer.earlier_draws)
             outputs = step.function(*step.parameters, *map(buffer_of, step.buffers), *map(value_of, step.values))
@@ -206,33 +216,92 @@ class StageFunction:
         return Results({name: values[name] for name in self.leaving}, written, statistics)
 
 
+_Piece: TypeAlias = "tuple[_Step, _Watched, Run | None]"
+
+
+class _Way:
+    """How a stage goes through its layers: one by one, and runs of those whose gradients' layouts are known.
+
+    Args:
+        steps: the layers.
+        written: runs of them that are known already, by their first layer and the one after the last.
+    """
+
+    def __init__(self, steps: Sequence[_Step], written: dict[tuple[int, int], Run]) -> None:
+        self._steps = [(step, _Watched(set(range(len(step.outputs))), self._forget)) for step in steps]
+        self._pieces: list[_Piece] | None = None
+        self._written = written
+
+    def _forget(self) -> None:
+        """Another layer is watched, or one is not any more."""
+        self._pieces = None
+
+    def pieces(self) -> list[_Piece]:
+        """Each layer with those of its outputs whose gradients' layouts are watched, or a run with its first layer."""
+        if self._pieces is None:
+            self._pieces = [self._piece(first, stop) for first, stop in self._runs()]
+        return self._pieces
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Layers that can be written out together, and each other layer for itself."""
+        runs: list[tuple[int, int]] = []
+        is_open = False
+        for place, (step, watched) in enumerate(self._steps):
+            plain = step.is_plain and not watched.positions
+            if plain and is_open:
+                runs[-1] = runs[-1][0], place + 1
+            else:
+                runs.append((place, place + 1))
+            is_open = plain
+        return runs
+
+    def _piece(self, first: int, stop: int) -> _Piece:
+        step, watched = self._steps[first]
+        if stop == first + 1:  # its code may be that of others, too
+            return step, watched, None
+        if (first, stop) not in self._written:
+            parts = [Part(step.layer, step.parameters, step.forget) for step, _ in self._steps[first:stop]]
+            self._written[first, stop] = written_out(parts)
+        return step, watched, self._written[first, stop]
+
+
 @dataclass(slots=True)
 class _Watched:
     """The outputs of a layer whose gradients may come in another memory layout than their own.
 
     Attributes:
         positions: of these among the outputs.
+        changed: called when there are others.
         astray: those of them whose gradients did.
     """
 
     positions: set[int]
+    changed: Callable[[], None]
     astray: set[int] = field(default_factory=set)
 
     def watch(self, outputs: Sequence[Any]) -> None:
         """Bring the outputs' gradients into their own memory layouts, and note which of them had to be brought."""
-        for position in self.positions:
+        for position in tuple(self.positions):
             output = outputs[position]
             if isinstance(output, Tensor) and output.requires_grad:
                 hook_gradient(output, self._hook(position, layout_hook(output)))
+            elif torch.is_grad_enabled():
+                self._known(position)
+
+    def _known(self, position: int) -> None:
+        if position in self.positions:
+            self.positions.discard(position)
+            self.changed()
 
     def _hook(self, position: int, bring: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         def hook(gradient: Tensor) -> Tensor | None:
             brought = bring(gradient)
-            if brought is not None:
+            if brought is None and position not in self.astray:
+                self._known(position)
+            elif brought is not None and position not in self.astray:
                 self.astray.add(position)
                 self.positions.add(position)
-            elif position not in self.astray:
-                self.positions.discard(position)
+                self.changed()
             return brought
 
         return hook
@@ -318,10 +387,11 @@ def _steps(
         own.update(name for entry in layer.statistics for name in (entry.mean, entry.variance, entry.count))
         touched = dict.fromkeys((*layer.values, *layer.outputs))
         read = tuple(parameters[layer.index, name] for name in layer.parameters)
+        function = split_function(layer.function, tuple(id(parameter) in deferred for parameter in read))
         steps.append(
             _Step(
                 layer=layer,
-                function=split_function(layer.function, tuple(id(parameter) in deferred for parameter in read)),
+                function=function,
                 parameters=read,
                 buffers=layer.buffers,
                 values=layer.values,
@@ -329,6 +399,7 @@ def _steps(
                 forget=tuple(name for name in touched if name not in needed and name not in own),
                 draws_random=layer.draws > 0,
                 writes=bool(own),
+                is_plain=not (layer.draws or own or function is not layer.function) and graph_of(layer) is not None,
             )
         )
         needed.update(layer.values)

@@ -7,7 +7,7 @@ LIBRARIES := .survey/libraries/.installed
 ENGINES := .survey/engines/.installed
 PYRIGHT := .survey/pyright/.installed
 
-.PHONY: demo notebooks test slow durations lint pyright bench coverage survey libraries engines
+.PHONY: demo notebooks test slow sockets durations lint pyright bench coverage survey libraries engines
 
 # Another schedule: make demo SCHEDULE=interleaved CHUNKS=2
 demo: $(INSTALLED)
@@ -29,6 +29,13 @@ test: $(INSTALLED)
 # The tests of tests/slow.txt, which take twice as long as all others together.
 slow: $(INSTALLED)
 	@$(PYTEST) --numprocesses 2 --dist worksteal -m slow
+
+# What ranks of one machine tell each other goes through shared memory in all tests but those of the transports. These run
+# over sockets here: faults, checkpoints, bad input, the same results, where data come from, shared state, precision.
+OVER_SOCKETS := adversary bad_input checkpoint checkpoint_damage checkpoint_folder contents failed_steps faults feed \
+  precision predict same_result schedule_features shared_memory shared_state sharing training watch
+sockets: $(INSTALLED)
+	@$(PYTEST) --numprocesses 2 --dist worksteal --transport gloo $(OVER_SOCKETS:%=tests/executor/test_%.py)
 
 durations: $(INSTALLED)
 	@$(PYTEST) --durations-to-list -m "not slow"

@@ -69,6 +69,8 @@ READ_LATE = {
 SERVERS = 2
 INHERITED = "GPIPE_TEST_TRACE"
 """Variable that names what forks inherit: search path, module, function and its text argument, a line each."""
+TRANSPORT = "GPIPE_TEST_TRANSPORT"
+"""Variable that names the transport of all pipelines in forks that ask for none; see `pytest --transport`."""
 RUN = "PYTEST_XDIST_TESTRUNUID"  # names a run of the tests in all its processes
 LONGEST_START_S = 300.0  # a server that loads what it preloads on a busy machine
 _LONGEST_REQUEST_BYTES = 2**18
@@ -369,6 +371,8 @@ def main() -> None:
         importlib.import_module(module)
     if preloaded:
         _load_what_tracing_loads()
+    if TRANSPORT in os.environ:
+        sys.modules["executor.pipeline"].Pipeline.__init__.__kwdefaults__["transport"] = os.environ[TRANSPORT]
     gc.freeze()
     gc.enable()
     request = serve(socket.socket(fileno=int(descriptor)))

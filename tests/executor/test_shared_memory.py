@@ -165,6 +165,17 @@ def test_what_a_stage_returns_as_it_came_does_not_lie_in_a_slot(plan_for: Callab
     torch.testing.assert_close(shared[1].view(-1, 6), shared[3])
 
 
+def carrier(plan: Plan) -> str:
+    return type(Pipeline(Net(), plan, loss_fn=functional.mse_loss)._runtime._remote).__name__
+
+
+def test_pipelines_of_tests_talk_as_their_run_says(plan_for: Callable[..., Plan], pytestconfig: pytest.Config) -> None:
+    """Through shared memory, or over sockets with `--transport gloo`, which runs all tests of processes that way."""
+    plan = plan_for(trace(Net(), torch.ones(4, 6)), [1], batch_size=8, micro_batches=2)
+    expected = "SharedMemory" if pytestconfig.getoption("--transport") is None else "Distributed"
+    assert launch(carrier, plan) == [expected] * 2
+
+
 def differs(plan: Plan) -> None:
     names = ["auto", "gloo", "auto"]
     Pipeline(Net(), plan, loss_fn=functional.mse_loss, transport=names[torch.distributed.get_rank()])

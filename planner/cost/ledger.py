@@ -127,6 +127,7 @@ class Basis:
         held: micro-batches in flight and waiting at the moments that are looked at, where several might need most; by
             default as many in flight as ever are.
         shares: replicas that share the optimizer's state; 1 where each has all of it.
+        on_cores: whether stages compute on a machine's cores, and may share memory.
     """
 
     costs: CostModel
@@ -139,6 +140,7 @@ class Basis:
     ring: Ring = ONE_CHUNK
     held: tuple[Held, ...] = ()
     shares: int = 1
+    on_cores: bool = False
 
     def of_ranges(self, stage: Range) -> RangeFigures:
         """What rows of ranges read for these layers."""
@@ -356,6 +358,17 @@ ROWS: tuple[RangeRow | Row, ...] = (
         Of.LAST_BOUNDARY,
         Counts.UNDER_WAY,
         lambda at: at.message.at_sender(at.basis.micro_batches),
+    ),
+    Row(
+        "slots of shared memory after the stage",
+        "receive_buffers",
+        Of.LAST_BOUNDARY,
+        Counts.UNDER_WAY,
+        lambda at: (
+            at.message.in_slots(at.basis.micro_batches)
+            if at.basis.on_cores and SCHEDULES[at.basis.schedule].keeps_all
+            else 0.0 * at.message.outputs[0]
+        ),
     ),
     Row("process and allocator", "reserve", Of.STAGE, Counts.ONCE, lambda at: at.basis.costs.profile.reserve_bytes),
 )

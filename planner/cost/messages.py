@@ -57,6 +57,19 @@ class Message:
             ]
         return replace(self, outputs=(left[0], left[1]), gradients=(left[2], left[3]))
 
+    def in_slots(self, micro_batches: MicroBatches) -> Floats:
+        """Bytes of outputs in memory that both stages share, in addition to those of `at_sender`.
+
+        There are slots for as many long messages as both ends may have under way, however many there are. Where the
+        inputs of all micro-batches are kept, no receives are counted that could stand for those at the other end.
+        """
+        slots = SENDS_AHEAD + receives_ahead(self.distance)
+        large, small = np.maximum(*self.outputs), np.minimum(*self.outputs)
+        counted = np.minimum(self._ahead(SENDS_AHEAD, small), micro_batches.count)
+        long = self.ahead_bytes // np.maximum(1, large) < slots
+        further: Floats = np.where(long, np.maximum(slots - counted, 0), 0) * large
+        return further
+
     def at_sender(self, micro_batches: MicroBatches) -> Floats:
         """Bytes under way at the stage that sends it.
 

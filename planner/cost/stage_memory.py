@@ -151,6 +151,7 @@ def stage_moments(
         ring=ring,
         held=tuple(about.get("held", ())) or SCHEDULES[schedule].held(number, micro_batches.count, ring),
         shares=about.get("shares", 1),
+        on_cores=device.threads > 0,
     )
     large, small = (
         _without(costs.layers(device.kind, size), range(max(0, first - 1), stop), past)

@@ -112,6 +112,7 @@ class Problem:
             AHEAD_BYTES if self.short_messages else 0,
             candidate.ring,
             shares=self.shares(candidate.replicas),
+            on_cores=any(device.threads for device in self.devices if device.kind == device_kind),
         )
 
     def shares(self, replicas: int) -> int:

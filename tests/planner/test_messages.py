@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 
 from planner.cost.messages import Message
-from planner.plan.actions import AHEAD_BYTES, RECEIVES_AHEAD, SENDS_AHEAD, ActionKind, make_schedule
+from planner.plan.actions import (
+    AHEAD_BYTES,
+    RECEIVES_AHEAD,
+    SENDS_AHEAD,
+    ActionKind,
+    make_schedule,
+    receives_ahead,
+)
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES
+from profiler.machine.ring import Outgoing
 
 LONG = float(AHEAD_BYTES)  # so long that only as many are under way as must be
 
@@ -51,6 +59,21 @@ def test_a_message_over_several_stages_is_posted_so_much_earlier():
     """Its sender leads by a micro-batch a stage."""
     near, far = (message(LONG, LONG, LONG, LONG, distance=distance) for distance in (1, 3))
     assert (far.at_sender(MicroBatches(20, 10)) - near.at_sender(MicroBatches(20, 10))).tolist() == [2 * LONG]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [2**20 + 64, 2**21, 2**21 + 64, 3 * 2**20, 2**23])
+def test_slots_of_long_messages_are_counted_to_the_byte(size: int, count: int) -> None:
+    """What a ring takes as the executor makes it; with GPipe two messages were in no count."""
+    outgoing = Outgoing(receives_ahead(1) + SENDS_AHEAD, AHEAD_BYTES, looks=False)
+    outgoing.room(size)
+    taken = sum(slot.memory.nbytes for slot in outgoing._slots)
+    outputs, split = message(float(size), float(size), 0.0, 0.0), MicroBatches(count, count)
+    assert float((outputs.at_sender(split) + outputs.in_slots(split))[0]) == taken
+
+
+def test_slots_of_short_messages_are_among_those_that_are_sent_ahead() -> None:
+    assert message(2.0**20, 2.0**20, 0.0, 0.0).in_slots(MicroBatches(40, 20)).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 6])

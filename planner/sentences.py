@@ -7,17 +7,25 @@ from typing import Any
 
 import pandas
 
+from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
 from planner.plan.units import seconds_text
 from planner.solve.problem import Problem
 from profiler.errors import PlanError
+from profiler.text import one_line
 
 SEARCH_S = 2.0
 """Seconds that the search for each other plan may take [chosen]."""
+LEAST_SAID = 0.0005
+"""Part of the step that rounds to none."""
 WORTH_NAMING = 0.005
 """Part of the step below which a gain is none [chosen]."""
 UNLIKE = 0.01
 """By what part a stage is longer than others for that to be said."""
+NOTABLE = 0.05
+"""Part of a stage's time from which on it is said that it recomputes [chosen]."""
+MUCH = 0.2
+"""Part of a stage's time from which on its dearest layer is named [chosen]: no other cut makes it shorter."""
 TWICE = 2
 
 
@@ -29,13 +37,13 @@ def sentences_on(plan: Plan, frame: pandas.DataFrame, problem: Problem | None) -
         frame: the table of `Plan.explain`.
         problem: what its profile says with nothing but recompute free; None where there is no profile.
     """
-    limit = _limit(plan, frame)
+    limit = _limit(plan, frame, problem)
     if problem is None:
         return (limit, "With the profile that it was made from, other cuts and other hardware can be compared.")
     return (limit, _next_best(plan, frame), _most_help(plan, problem))
 
 
-def _limit(plan: Plan, frame: pandas.DataFrame) -> str:
+def _limit(plan: Plan, frame: pandas.DataFrame, problem: Problem | None) -> str:
     computing = frame["forward_s"] + frame["backward_s"]
     sending = frame[["send_forward_s", "send_backward_s"]].max(axis=1)  # each direction has a link of its own
     slowest = int(computing.to_numpy().argmax())
@@ -49,10 +57,28 @@ def _limit(plan: Plan, frame: pandas.DataFrame) -> str:
     mean_s = float(computing.mean())
     over = float(computing[slowest]) / mean_s - 1 if mean_s else 0.0
     than = f", {over:.0%} longer than the mean" if over >= UNLIKE else ""
+    why = "; ".join(_why(plan, slowest, float(computing[slowest]), problem))
     return (
         f"Stage {slowest} on {plan.stages[slowest].device.name} limits the step: it computes "
-        f"{seconds_text(float(computing[slowest]))} for each of {plan.M} micro-batches{than}, and {bubble}."
+        f"{seconds_text(float(computing[slowest]))} for each of {plan.M} micro-batches{than}"
+        f"{f' ({why})' if why else ''}, and {bubble}."
     )
+
+
+def _why(plan: Plan, stage: int, whole_s: float, problem: Problem | None) -> Iterator[str]:
+    """What takes a good part of a stage's seconds for a micro-batch: what it recomputes, and its dearest layer."""
+    size, one = max(plan.micro_batch_sizes), plan.stages[stage]
+    recompute_s = one.times_at(size).recompute_s
+    if recompute_s >= NOTABLE * whole_s:
+        yield f"{recompute_s / whole_s:.0%} of it to recompute"
+    if problem is None or one.stop_layer - one.first_layer == 1:
+        return
+    seconds = layer_seconds(problem.costs, one.device.kind, size)
+    own_s = (seconds.forward_s + seconds.backward_s)[one.first_layer : one.stop_layer]
+    dearest = one.first_layer + int(own_s.argmax())
+    if float(own_s.max()) >= MUCH * whole_s:
+        name = one_line(problem.costs.profile.layers[dearest].name)
+        yield f"{float(own_s.max()) / whole_s:.0%} of it in layer {dearest}, {name}"
 
 
 def _next_best(plan: Plan, frame: pandas.DataFrame) -> str:
@@ -66,7 +92,7 @@ def _next_best(plan: Plan, frame: pandas.DataFrame) -> str:
         return "No cut can be moved by a layer and still fit." if plan.K > 1 else "There is one stage: no cut to move."
     step_s, stage, words = min(moved)
     more = step_s / plan.prediction.step_s - 1
-    cost = f"{more:.1%} more" if more > 0 else "no more"
+    cost = f"{abs(more):.1%} {'more' if more > 0 else 'less'}" if abs(more) >= LEAST_SAID else "no more"
     would = f"the step would take {seconds_text(step_s)}, {cost}"
     return f"The next-best cut after stage {stage} is one layer {words}: {would}."
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import networkx
 import pytest
 
+from planner.plan.schedules import SCHEDULES
 from profiler.machine.backend import BACKENDS
 from tests.processor_time import KEPT, slow_tests
 
@@ -181,6 +182,30 @@ def test_only_the_file_of_a_kind_of_device_names_it() -> None:
 def test_a_question_for_a_kind_of_device_is_noticed(code: str) -> None:
     assert kinds_named(ast.parse(f"found = {code}" if not code.startswith("import") else code))
     assert not kinds_named(ast.parse(f'"""{code}"""'))
+
+
+def schedules_named(tree: ast.Module) -> set[str]:
+    """Schedules that code names, not those in texts."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in texts}
+    return {name for name in found if isinstance(name, str)} & SCHEDULES.keys()
+
+
+def test_only_the_record_of_a_schedule_names_it() -> None:
+    """Four exports tested names, so that a further schedule would have been wrong there without a word."""
+    named = {
+        str(file.relative_to(ROOT)): found
+        for package in PACKAGES
+        for file in source_files(package)
+        if (found := schedules_named(ast.parse(file.read_text(encoding="utf-8"))))
+    }
+    assert named.keys() == {"planner/plan/schedules.py"}, named
+
+
+@pytest.mark.parametrize("code", ["plan.schedule == '1f1b'", "name in ('gpipe', 'zb')", "f(schedule='interleaved')"])
+def test_a_schedule_that_is_named_is_noticed(code: str) -> None:
+    assert schedules_named(ast.parse(code))
+    assert not schedules_named(ast.parse("'gpipe'\nname = 'torchgpipe'"))
 
 
 def own_names(trees: Iterable[ast.Module]) -> set[str]:

@@ -18,11 +18,13 @@ from profiler.text import counted
 if TYPE_CHECKING:
     from planner.plan.plan import Plan
 
+EVERY_STAGE = "List all stages, however many; otherwise some of more than 16."
+
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @plan_outputs
-@click.option("--every-stage", is_flag=True, help="List all stages, however many; otherwise some of more than 16.")
+@click.option("--every-stage", is_flag=True, help=EVERY_STAGE)
 def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bool, every_stage: bool) -> None:
     """Print a plan: its stages, predicted times and memory.
 
@@ -37,8 +39,9 @@ def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bo
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @click.option("--profile", "profile_file", type=FILE, help="What it was made from: also tells what other cuts take.")
+@click.option("--every-stage", is_flag=True, help=EVERY_STAGE)
 @json_option
-def explain(plan_file: Path, profile_file: Path | None, as_json: bool) -> None:
+def explain(plan_file: Path, profile_file: Path | None, every_stage: bool, as_json: bool) -> None:
     """Say why a plan is as it is: what each stage is busy with, and what holds up the others.
 
     With the profile, two columns more say what the step takes if the cut after a stage is one layer earlier or later.
@@ -52,9 +55,14 @@ def explain(plan_file: Path, profile_file: Path | None, as_json: bool) -> None:
 
     measured = None if profile_file is None else Profile.load(profile_file)
     explanation = _loaded(plan_file).explain(measured)
-    if not as_json:
-        print_lines(explanation.sentences)
-    print_frame(explanation.reset_index(), as_json=as_json)
+    if as_json:
+        print_frame(explanation.reset_index(), as_json=True)
+        return
+    short, remark = (explanation, "") if every_stage else explanation.in_short()
+    print_lines(explanation.sentences)
+    print_frame(short.reset_index(), as_json=False)
+    if remark:
+        print_lines([f"{remark.partition(';')[0]}; --every-stage prints all"])
 
 
 @click.command()

@@ -15,6 +15,7 @@ from torch import nn
 from planner.export.refusing import apart
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import block_paths, child_paths
+from planner.plan.schedules import schedules_of
 from profiler.precision import precision_named, recipe_of
 
 _SCRIPT = """\
@@ -79,7 +80,7 @@ def _target(otherwise: Target | None = None, **differences: Any) -> Target:
         name="deepspeed",
         engine="DeepSpeed",
         make=_make,
-        schedules=("1f1b",),
+        schedules=schedules_of("deepspeed"),
         recompute=Recompute.UNITS,
         adds_tied=True,
         averages_replicas=True,

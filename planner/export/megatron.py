@@ -17,6 +17,7 @@ from planner.export.refusing import apart
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import block_paths, is_listed
 from planner.plan.plan import Plan
+from planner.plan.schedules import schedules_of
 from profiler.errors import InfeasibleError
 from profiler.precision import recipe_of
 from profiler.text import counted
@@ -126,7 +127,7 @@ TARGET = Target(
     name="megatron-lm",
     engine="Megatron-LM",
     make=_make,
-    schedules=("1f1b", "interleaved"),
+    schedules=schedules_of("megatron-lm"),
     unit_paths=block_paths,
     between="a transformer's blocks",
     borders=_borders,

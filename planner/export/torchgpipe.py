@@ -19,6 +19,7 @@ from planner.export.stage_module import StageModule, check_outputs
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import child_paths
 from planner.plan.plan import Plan
+from planner.plan.schedules import schedules_of
 from profiler.errors import InfeasibleError
 from profiler.sample_spec import TensorLeaf
 from profiler.tracing.sequence import LayerSequence
@@ -84,7 +85,7 @@ TARGET = Target(
     name="torchgpipe",
     engine="torchgpipe",
     make=_children,
-    schedules=("gpipe",),
+    schedules=schedules_of("torchgpipe"),
     unit_paths=child_paths,
     between="children of the nn.Sequential",
     recompute=Recompute.STAGES,
@@ -94,7 +95,7 @@ TARGET = Target(
         name="torchgpipe",
         engine="torchgpipe",
         make=_stages,
-        schedules=("gpipe",),
+        schedules=schedules_of("torchgpipe"),
         unit_paths=None,
         recompute=Recompute.ANY,
         check=_check_stages,

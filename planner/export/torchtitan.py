@@ -16,15 +16,17 @@ from planner.export.units import listed_paths
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
 
-_SAME: Mapping[str, str] = {"gpipe": "GPipe", "1f1b": "1F1B"}
-"""Of our schedules those that torch has, pass by pass but for the order in which micro-batches go back."""
 SCHEDULE_FILE = "schedule.csv"
 
 
 def _schedule(plan: Plan) -> dict[str, str]:
-    """Options that name the schedule; torch's 1F1B needs as many micro-batches as stages."""
-    if plan.schedule in _SAME and plan.M >= plan.K:
-        return {"pipeline_parallel_schedule": _SAME[plan.schedule]}
+    """Options that name the schedule; torch's 1F1B needs as many micro-batches as stages.
+
+    Those that torch has are the same pass by pass, but for the order in which micro-batches go back.
+    """
+    same = SCHEDULES[plan.schedule].elsewhere.get("torchtitan")
+    if same is not None and plan.M >= plan.K:
+        return {"pipeline_parallel_schedule": same}
     return {"pipeline_parallel_schedule": "PipelineScheduleMulti", "pipeline_parallel_schedule_csv": SCHEDULE_FILE}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from planner.pictures.canvas import byte_unit, new_axes, time_unit
+from planner.pictures.canvas import LETTER, byte_unit, new_axes, time_unit, width_pt
 from planner.plan.units import bytes_text
 from profiler.errors import ArgumentError
 from profiler.text import one_line
@@ -24,6 +24,8 @@ MOST_TEXTS: Final = 12
 """Plans of the frontier that say what they are; of more every second, third and so on [chosen]."""
 TEXT_WIDTH_PT, TEXT_HEIGHT_PT = 56.0, 10.0
 """What the text of a plan takes, in points."""
+CASE_PT = 8
+"""Size of what stands below the axis for each case."""
 MARKS: Final = "osD^vPX*<>"
 COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")
 _COLUMNS: Final = ("step_s", "largest_memory_bytes", "schedule", "K", "M")
@@ -100,10 +102,13 @@ def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -
     values = frame[by].astype(float)
     _spread_out(axes.set_xscale, values)
     if len({*values}) <= MOST_TEXTS:  # the cases themselves, and not powers of ten between them
-        axes.set_xticks(sorted({*values}), [_case_text(by, value) for value in sorted({*values})], fontsize=8)
+        cases = sorted({*values})
+        axes.set_xticks(cases, [""] * len(cases))
         axes.minorticks_off()
     axes.set_ylim(bottom=0 if len(without) == 0 else -0.03 * plans["samples_per_s"].max())
     axes.margins(x=0.08, y=0.12)
+    if len({*values}) <= MOST_TEXTS:
+        axes.set_xticks(cases, _apart_along(axes, cases, [_case_text(by, value) for value in cases]), fontsize=CASE_PT)
     axes.set_xlabel(_with_unit(by))
     axes.set_ylabel("predicted samples a second")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
@@ -127,6 +132,22 @@ def _write_apart(axes: Axes, texts: Sequence[tuple[float, float, str]]) -> None:
         if all(abs(left - one) > TEXT_WIDTH_PT or abs(bottom - other) > TEXT_HEIGHT_PT for one, other in taken):
             axes.annotate(text, (x, y), textcoords="offset points", xytext=(4, -11), fontsize=8)
             taken.append((left, bottom))
+
+
+def _apart_along(axes: Axes, places: Sequence[float], texts: Sequence[str]) -> list[str]:
+    """Texts below an axis, each on the first line on which it does not touch the one before."""
+    axes.autoscale_view()
+    points = width_pt(axes) / axes.bbox.width
+    found: list[str] = []
+    ends_pt: list[float] = []  # of the lines so far
+    for place, text in zip(places, texts, strict=True):
+        middle_pt = float(axes.transData.transform((place, 0.0))[0]) * points
+        half_pt = LETTER * CASE_PT * (len(text) + 1) / 2
+        free = (number for number, end_pt in enumerate(ends_pt) if middle_pt - half_pt >= end_pt)
+        line = next(free, len(ends_pt))
+        ends_pt[line : line + 1] = [middle_pt + half_pt]
+        found.append("\n" * line + text)
+    return found
 
 
 def _case_text(column: str, value: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.pictures.canvas import MOST_NAMES, legend_beside, new_axes, some, time_unit
+from planner.pictures.canvas import LETTER, MOST_NAMES, legend_beside, new_axes, some, time_unit, width_pt
 from planner.plan.actions import COMPUTING, ActionKind
 from planner.plan.colours import ACTION_COLOURS, ACTION_NAMES, letters_on
 from planner.plan.plan import Plan
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROW_IN = 0.45
-LABEL_SHARE = 0.0085
-"""Share of the step that a box must take for each letter in it."""
+LABEL_PT = 7
+"""Size of the letters in boxes."""
+BESIDE_PT = 4.5
+"""What a box has beside its letters: 2.5 by which a W is wider than a digit, and 1 on each side [chosen]."""
 MOST_LINKED = 12
 """Stages up to which links have rows of their own [chosen]."""
 LEAST_BUSY = 0.01
@@ -140,13 +142,15 @@ def _draw_row(axes: Axes, position: int, row: _Row, plan: Plan, end_s: float, sc
     )
     if row.is_link or not has_room:
         return
+    points_in_a_second = width_pt(axes) / end_s
     for kind in {event.action.kind: None for event in row.events}:
         events = [event for event in row.events if event.action.kind is kind]
         ink = letters_on(ACTION_COLOURS[kind])
-        room = [(event.end_s - event.start_s) / (LABEL_SHARE * end_s) for event in events]
+        wide_pt = [(event.end_s - event.start_s) * points_in_a_second - BESIDE_PT for event in events]
+        room = [one / (LETTER * LABEL_PT) for one in wide_pt]
         for event, label in zip(events, box_texts(events, room), strict=True):
             middle = (event.start_s + event.end_s) / 2 * scale
-            axes.text(middle, position, label, ha="center", va="center", fontsize=7, color=ink)
+            axes.text(middle, position, label, ha="center", va="center", fontsize=LABEL_PT, color=ink)
 
 
 def _paler(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:

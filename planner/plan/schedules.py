@@ -17,7 +17,7 @@ micro-batch 0:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -109,6 +109,7 @@ class ScheduleRecord:
         splits_backward: whether the gradients of the parameters have passes of their own.
         made_for_plan: whether each plan has orders of its own, found from what its stages take and may hold; `order` is
             then one that any plan could have.
+        elsewhere: by other engines that have it, what it is called there; the keys are names of `planner.export`.
     """
 
     order: Callable[[int, int, int, int], Order]
@@ -118,6 +119,7 @@ class ScheduleRecord:
     most_chunks: int = 1
     splits_backward: bool = False
     made_for_plan: bool = False
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keeps_all(self) -> bool:
@@ -313,12 +315,23 @@ def _zb_h1_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Orde
 MOST_CHUNKS = 64
 """Chunks a rank at most [chosen]: far more than pay, as each sends its messages."""
 SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
-    "gpipe": ScheduleRecord(_gpipe_order, None, Objective.FLOW_SHOPS, "Huang et al., arXiv 1811.06965, figure 2c"),
+    "gpipe": ScheduleRecord(
+        _gpipe_order,
+        None,
+        Objective.FLOW_SHOPS,
+        "Huang et al., arXiv 1811.06965, figure 2c",
+        elsewhere={"torchgpipe": "GPipe", "torchtitan": "GPipe"},
+    ),
     "1f1b": ScheduleRecord(
         _one_f_one_b_order,
         min,
         Objective.ROUNDS,
         "Narayanan et al., arXiv 1806.03377, with the flush of arXiv 2104.04473, figure 3",
+        elsewhere={
+            "torchtitan": "1F1B",
+            "deepspeed": "TrainSchedule",
+            "megatron-lm": "forward_backward_pipelining_without_interleaving",
+        },
     ),
     "interleaved": ScheduleRecord(
         _interleaved_order(lead=2),
@@ -326,6 +339,7 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         Objective.ROUNDS,
         "Narayanan et al., arXiv 2104.04473, section 2.2; with one chunk it is 1f1b",
         MOST_CHUNKS,
+        elsewhere={"megatron-lm": "forward_backward_pipelining_with_interleaving"},
     ),
     "interleaved-lean": ScheduleRecord(
         _interleaved_order(lead=1),
@@ -363,6 +377,15 @@ def known(name: ScheduleName) -> ScheduleName:
     if name not in SCHEDULES:
         raise ArgumentError(f"schedule {name!r} is none of {', '.join(SCHEDULES)}")
     return name
+
+
+def schedules_of(engine: str) -> tuple[ScheduleName, ...]:
+    """Those that another engine has, too.
+
+    >>> schedules_of("megatron-lm")
+    ('1f1b', 'interleaved')
+    """
+    return tuple(name for name, record in SCHEDULES.items() if engine in record.elsewhere)
 
 
 def split_schedules() -> tuple[ScheduleName, ...]:

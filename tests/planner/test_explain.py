@@ -136,7 +136,47 @@ def test_three_sentences_say_what_limits_what_is_next_and_what_would_help(profil
     assert f"<p>{limit}</p>" in explanation._repr_html_()
     assert "stage" in str(explanation.head(1))
     (one, _) = loaded(plan).explain().sentences
-    assert one == limit
+    assert one == limit.replace(" (60% of it in layer 5, layer5)", "")  # which its profile says
+
+
+def test_it_says_why_a_stage_is_slow(profile_of, device):
+    """Its dearest layer, which no other cut makes shorter, and what it recomputes; a better cut is said to be one."""
+    row = (0.25, 0.25, 0.5, 100, 4, 8, 8)
+    layers = [row] * 7 + [(2.0, 2.0, 4.0, *row[3:])]
+    rows = {("a", size): [[value * size for value in one] for one in layers] for size in (1, 8)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    asked: dict[str, Any] = {"batch_size": 16, "micro_batches": 16, "schedule": "gpipe", "stages": 4}
+    by_hand: dict[str, Any] = {**asked, "cut_at": ["blocks.2", "blocks.4", "blocks.6"]}
+    limit, next_best, _ = plan_from_profile(profile, [device()] * 4, **by_hand).explain().sentences
+    assert limit.startswith("Stage 3 on cpu limits the step: it computes 6.75 s for each of 16 micro-batches, ")
+    assert "longer than the mean (89% of it in layer 7, layer7), and" in limit
+    assert next_best.startswith("The next-best cut after stage 2 is one layer later: the step would take ")
+    assert next_best.endswith("% less.")
+    limit, _, _ = plan_from_profile(profile, [device()] * 4, **by_hand, recompute="always").explain().sentences
+    assert "(25% of it to recompute; 67% of it in layer 7, layer7)" in limit
+
+
+def test_of_many_stages_those_that_matter_are_shown(profile_of, device):
+    row = (0.25, 0.25, 0.5, 10, 4, 8, 8)
+    rows = [[*row] for _ in range(40)]
+    rows[20] = [2 * value for value in row]
+    of_sizes = {("a", size): [[value * size for value in one] for one in rows] for size in (1, 8)}
+    profile = profile_of(of_sizes, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    plan = plan_from_profile(
+        profile, [device()] * 40, batch_size=40, stages=40, schedule="1f1b", micro_batches_per_stage=1
+    )
+    explanation = loaded(plan).explain()
+    assert len(explanation) == 40
+    short, remark = explanation.in_short()
+    assert {0, 1, 20, 38, 39} <= {*short.index}
+    assert len(short) < 16
+    assert remark == f"{40 - len(short)} of 40 stages are left out; the table itself has all"
+    for shown in (str(explanation), explanation._repr_html_()):
+        assert remark in shown
+        assert shown.count("\n") < 200  # a row of a page takes 14 lines
+    assert explanation.head(3).shape[0] == 3
+    few = plan_from_profile(profile, [device()] * 2, batch_size=40, stages=2)
+    assert few.explain().in_short()[1] == ""
 
 
 def test_a_slow_link_is_said_to_limit_the_step(profile, device):

@@ -22,6 +22,7 @@ from planner.export.megatron import layout_text
 from planner.export.moving import Form, _searched
 from planner.export.target import Recompute
 from planner.export.units import block_paths, child_paths, listed_paths, units_of
+from planner.plan.schedules import SCHEDULES, schedules_of
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Segment
 from profiler.errors import ArgumentError, ForeignPlanError, InfeasibleError
@@ -427,3 +428,9 @@ def test_trees_of_inputs_come_by_position_or_by_keyword() -> None:
         pipe.inputs(known.inputs[0], scale=known.inputs[1])
     with pytest.raises(ArgumentError, match="rank is 2, and the plan has ranks 0 to 1"):
         pipe.stages(2)
+
+
+def test_engines_that_schedules_name_are_targets() -> None:
+    named = {engine for record in SCHEDULES.values() for engine in record.elsewhere}
+    assert named <= TARGETS.keys()
+    assert schedules_of("deepspeed") == ("1f1b",)

@@ -1,12 +1,17 @@
 """Pictures show what was decided: every message, every cut with its bytes, limits where they can be read."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from planner.from_profile import plan_from_profile
 from planner.pictures.canvas import TALLEST_IN
@@ -16,9 +21,12 @@ from planner.pictures.memory import plot_memory, plot_memory_over_time
 from planner.pictures.timeline import LEAST_WIDTH, plot_timeline
 from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
+from planner.plan.units import bytes_text
 from profiler.device import Device, Link
 from profiler.errors import ArgumentError
 from profiler.record import Profile
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -248,3 +256,37 @@ def test_cases_without_a_plan_are_crosses(frame: pandas.DataFrame, axes: Axes) -
     assert np.asarray(without.get_xdata()).tolist() == [4]
     with pytest.raises(ArgumentError, match="no column 'y'"):
         plot_sensitivity(frame, "y", axes)
+
+
+def texts_that_touch(texts: Sequence[Text], axes: Axes) -> list[tuple[str, str]]:
+    """Pairs of texts whose last lines, which are not empty, overlap in the drawn picture."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    boxes = []
+    for text in texts:
+        box, lines = text.get_window_extent(), text.get_text().count("\n") + 1
+        boxes += [(text.get_text(), Bbox([box.min, (box.x1, box.y0 + box.height / lines)]))] if text.get_text() else []
+    return [(one, other) for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_names_of_cases_do_not_touch(frame: pandas.DataFrame, seed: int) -> None:
+    """Two of them did below the picture of memory limits."""
+    limits = np.sort(np.random.default_rng(seed).integers(8, 96, len(frame))) * 2.0**30
+    limits[1] = limits[0] * 1.02
+    axes = plot_sensitivity(frame.assign(memory_limit=limits), "memory_limit")
+    labels = axes.get_xticklabels()
+    assert [text.get_text().strip() for text in labels] == [bytes_text(limit) for limit in sorted({*limits})]
+    assert texts_that_touch(labels, axes) == []
+    pyplot.close()
+
+
+@pytest.mark.parametrize("file", ["notebooks/plan.json", "tests/data/formats/plan-2-orders.json"])
+@pytest.mark.parametrize("width_in", [None, 4.0, 7.0, 30.0])
+def test_letters_in_boxes_do_not_touch(file: str, width_in: float | None) -> None:
+    given = None if width_in is None else pyplot.figure(figsize=(width_in, 3.0)).subplots()
+    axes = plot_timeline(Plan.load(ROOT / file), given)
+    assert texts_that_touch(axes.texts, axes) == []
+    assert width_in != 30.0 or any(len(text.get_text()) > 1 for text in axes.texts)
+    pyplot.close()

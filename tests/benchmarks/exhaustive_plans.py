@@ -20,10 +20,10 @@ import numpy as np
 
 from planner import Plan
 from planner.cost.stage_memory import stage_memory
-from planner.plan.actions import Action, ActionKind, Schedule, make_schedule
+from planner.plan.actions import COMPUTING, Action, ActionKind, Schedule, make_schedule
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Ring
-from planner.plan.stage import Segment
+from planner.plan.stage import Segment, StageMemory
 from planner.solve.problem import Problem
 from profiler import Device, Profile
 
@@ -218,7 +218,7 @@ def _that_fit(asked: Asked, ranks: int, count: int) -> Plans:
                 ]
                 own = again[:, rank::ranks] * (len(flags) - 1)
                 each = np.stack([table[own[:, chunk].astype(int)] for chunk, table in enumerate(both)])
-                fit &= each[..., 0].sum(axis=0) + each[..., 1].max(axis=0) <= device.memory_bytes
+                fit &= each.sum(axis=0).max(axis=-1) <= device.memory_bytes
             fitting = again[fit]
             if len(fitting):
                 kinds = [names.index(device.kind) for device in order]
@@ -240,32 +240,65 @@ def _orders(devices: tuple[Device, ...], ranks: int) -> Iterator[tuple[Device, .
             yield order
 
 
+@lru_cache(maxsize=256)
+def _states(schedule: str, ring: Ring, count: int, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The stage of each pass of a rank, and the micro-batches in flight of each of its stages meanwhile."""
+    ranks, chunks = ring
+    stages = ranks * chunks
+    lists = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages, chunks=chunks)
+    now, seen = [0] * stages, set()
+    for action in lists[rank]:
+        now[action.stage] += action.kind is ActionKind.F
+        if action.kind in COMPUTING:
+            seen.add((action.stage, tuple(now)))
+        now[action.stage] -= action.kind in {ActionKind.B, ActionKind.I}
+    return tuple(sorted(seen))
+
+
 class _Bytes:
-    """What a stage holds throughout, and what it has for a moment."""
+    """What a stage holds during each pass of its rank, with what passes in its own passes alone."""
 
     def __init__(self, asked: Asked, ranks: int, count: int) -> None:
         self._asked, self._ring = asked, Ring(ranks, asked.chunks)
         self._split = MicroBatches(asked.batch_size, count)
-        self._known: dict[Any, tuple[int, int]] = {}
+        self._known: dict[Any, Any] = {}
 
-    def stage(self, stage: int, first: int, stop: int, device: Device, again: bool) -> tuple[int, int]:
+    def stage(self, stage: int, first: int, stop: int, device: Device, again: bool) -> Any:
         key = stage, first, stop, device.kind, again
         if key not in self._known:
-            problem = self._asked.problem
-            memory = stage_memory(
-                problem.costs,
-                problem.parameters,
-                device,
-                self._asked.schedule,
-                self._split,
-                problem.costs.optimizer(device.kind, problem.optimizer),
-                number=self._ring.ranks * self._ring.chunks - stage,
-                first=first,
-                stop=stop,
-                segments=(Segment(first=first, stop=stop),) if again else (),
-                ring=self._ring,
-            )
             if SCHEDULES[self._asked.schedule].made_for_plan:
                 raise ValueError(f"{self._asked.schedule} has no order of its own")
-            self._known[key] = memory.total - memory.transient, memory.transient
+            if self._asked.chunks == 1:
+                self._known[key] = np.array([self._memory(stage, first, stop, device, again).total])
+                return self._known[key]
+            states = _states(self._asked.schedule, self._ring, self._split.count, stage % self._ring.ranks)
+            with_many = {
+                many: self._memory(stage, first, stop, device, again, many)
+                for many in {flying[stage] for _, flying in states}
+            }
+            self._known[key] = np.array(
+                [
+                    with_many[flying[stage]].total - (stage != at) * with_many[flying[stage]].transient
+                    for at, flying in states
+                ]
+            )
         return self._known[key]
+
+    def _memory(
+        self, stage: int, first: int, stop: int, device: Device, again: bool, many: int | None = None
+    ) -> StageMemory:
+        problem = self._asked.problem
+        return stage_memory(
+            problem.costs,
+            problem.parameters,
+            device,
+            self._asked.schedule,
+            self._split,
+            problem.costs.optimizer(device.kind, problem.optimizer),
+            number=self._ring.ranks * self._ring.chunks - stage,
+            first=first,
+            stop=stop,
+            segments=(Segment(first=first, stop=stop),) if again else (),
+            ring=self._ring,
+            held=() if many is None else ((many, 0),),
+        )

@@ -548,7 +548,7 @@ class Pipeline:
             own = Recorded(
                 steps=self._runtime.action_times.steps(),
                 offset_s=clock_offset_s(layout, self._device),
-                peak_bytes=self._peak.peak_bytes,
+                peak_bytes=self._peak.peak_bytes and self._peak.peak_bytes + self._runtime.slots_bytes,
                 stages=layout.stages,
             )
             if layout.alone:

@@ -65,6 +65,11 @@ class Distributed:
         """One for each channel where messages arrive in the order of their calls."""
         return list(self._groups.values())
 
+    @property
+    def slots_bytes(self) -> int:
+        """Messages are tensors here."""
+        return 0
+
     def interrupt(self) -> None:
         """All waits are in process groups."""
 

@@ -16,6 +16,7 @@ class InProcess:
     """Between stages of one process: a message is a list of references, moved to the receiver's device."""
 
     groups: Sequence[dist.ProcessGroup] = ()
+    slots_bytes = 0
     waiting_since_s: float | None = None
 
     @classmethod

@@ -16,7 +16,7 @@ from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from executor.run.stage_runner import StageLayers
 from executor.run.transport import Transfer
 from executor.watch.position import ActionNumbers, numbers_of
-from planner.plan.actions import COMPUTING, Action, ActionKind
+from planner.plan.actions import COMPUTING, SENDS_AHEAD, Action, ActionKind, most_in_flight, receives_ahead
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
 from profiler.tracing.sequence import BoundaryValue
@@ -194,6 +194,7 @@ class _Moves:
         self._training = training
         self._skips = {skip.ends: frozenset(skip.values) for skip in plan.skips} if training else {}
         self._number = {skip.ends: plan.K + position for position, skip in enumerate(plan.skips)}
+        self._most = most_in_flight(plan.actions(len(sizes)))
         self._forms: dict[tuple[tuple[TensorSpec, ...], torch.device], MessageForm] = {}
         first: dict[tuple[int, ActionKind, int | None], Action] = {}
         last: dict[tuple[int, ActionKind, int], Action] = {}
@@ -216,6 +217,9 @@ class _Moves:
         # the start.
         unlimited = action.kind is ActionKind.RECV_F and SCHEDULES[self._plan.schedule].keeps_all
         form = self._form((*mask, *specs), here)
+        most = self._most[min(action.stage, other)]
+        if not self._training:  # nothing comes back that would hold up the sender
+            most = max(most, receives_ahead(abs(other - action.stage)) + SENDS_AHEAD)
         return Move(
             names=tuple(value.name for value in values),
             specs=specs,
@@ -225,6 +229,7 @@ class _Moves:
                 self._devices.get(receiver, here),
                 self._channel(action),
                 unlimited,
+                most,
                 borrows=not self._training and receiver == action.stage,
             ),
             is_remote=self._layout.process_of[other] != self._layout.process,

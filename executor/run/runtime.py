@@ -38,6 +38,11 @@ class Runtime:
         self._check_finite = check_finite
         self.action_times = ActionTimes(next(iter(runners.values())).device)
 
+    @property
+    def slots_bytes(self) -> int:
+        """What messages between processes lie in, in addition to tensors."""
+        return self._remote.slots_bytes
+
     def run(self, program: Program, batches: Sequence[MicroBatch]) -> None:
         """Carry out a program on the micro-batches of one replica; the logbook says of any failure where it was."""
         work = _Work(self._runners, self._local, self._remote, program, batches)

@@ -67,6 +67,11 @@ class SharedMemory:
         """Those of the other transport."""
         return self._others.groups
 
+    @property
+    def slots_bytes(self) -> int:
+        """Of the rings that this process sends through; the receiver's are the sender's."""
+        return sum(ring.size_bytes for ring in self._rings.outgoing.values())
+
     def interrupt(self) -> None:
         """End all waits for rings."""
         for outgoing in self._rings.outgoing.values():
@@ -91,7 +96,7 @@ class SharedMemory:
             self._others.send(transfer, tensors)
             return
         form = transfer.form
-        slot = ring.room(form.slot_bytes)
+        slot = ring.room(form.slot_bytes, transfer.most)
         for view, tensor in zip(_views(slot, form), tensors, strict=True):
             view.copy_(tensor)
         ring.send(transfer.tag)

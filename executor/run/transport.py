@@ -34,6 +34,7 @@ class Transfer:
         channel: number of the pair of stages and direction, the same at both ends. Numbers are found faster than
             actions, whose hash Python computes.
         unlimited: whether all receives of this kind and stage may be posted at once, whatever their size.
+        most: how many messages like this one can be under way on its channel, by the order of actions.
         borrows: of a RECV: whether nobody needs the tensors any more, or changes them before, when the next message of
             the channel is waited for, or the run ends; they may lie in memory of the transport then.
         other: stage at the other end.
@@ -47,6 +48,7 @@ class Transfer:
     device: torch.device
     channel: int
     unlimited: bool = False
+    most: int = field(default_factory=lambda: _MICRO_BATCHES)
     borrows: bool = False
     other: int = field(init=False)
     tag: int = field(init=False)
@@ -56,12 +58,12 @@ class Transfer:
     def __post_init__(self) -> None:
         other = self.action.other_end.stage
         distance = abs(other - self.action.stage)
-        at_least = receives_ahead(distance) if self.action.kind in RECEIVES else SENDS_AHEAD
+        at_least = min(receives_ahead(distance) if self.action.kind in RECEIVES else SENDS_AHEAD, self.most)
         wanted = _MICRO_BATCHES if self.unlimited else max(at_least, AHEAD_BYTES // max(1, self.form.size_bytes))
         object.__setattr__(self, "other", other)
         object.__setattr__(self, "tag", _tag(self.channel, self.action.micro_batch))
         object.__setattr__(self, "at_least", at_least)
-        object.__setattr__(self, "ahead", min(wanted, _MICRO_BATCHES))  # tags tell no more apart
+        object.__setattr__(self, "ahead", min(wanted, self.most, _MICRO_BATCHES))  # tags tell no more apart
 
 
 class Transport(Protocol):
@@ -76,6 +78,10 @@ class Transport(Protocol):
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
         """Process groups of its own, in which a process may wait."""
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of memory that it holds in addition to tensors."""
 
     def interrupt(self) -> None:
         """From another thread: end all other waits, the present one and later ones, with an exception."""

@@ -357,7 +357,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
         "receive_buffers",
         Of.LAST_BOUNDARY,
         Counts.UNDER_WAY,
-        lambda at: at.message.at_sender(at.basis.micro_batches),
+        lambda at: at.message.at_sender(at.basis.schedule, at.basis.micro_batches, at.number, at.basis.ring),
     ),
     Row(
         "slots of shared memory after the stage",

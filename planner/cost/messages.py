@@ -60,23 +60,30 @@ class Message:
     def in_slots(self, micro_batches: MicroBatches) -> Floats:
         """Bytes of outputs in memory that both stages share, in addition to those of `at_sender`.
 
-        There are slots for as many long messages as both ends may have under way, however many there are. Where the
-        inputs of all micro-batches are kept, no receives are counted that could stand for those at the other end.
+        There are slots for as many long messages as both ends may have under way, as far as there are so many. Where
+        the inputs of all micro-batches are kept, no receives are counted that could stand for those at the other end.
         """
-        slots = SENDS_AHEAD + receives_ahead(self.distance)
+        slots = min(SENDS_AHEAD + receives_ahead(self.distance), micro_batches.count)
         large, small = np.maximum(*self.outputs), np.minimum(*self.outputs)
-        counted = np.minimum(self._ahead(SENDS_AHEAD, small), micro_batches.count)
-        long = self.ahead_bytes // np.maximum(1, large) < slots
+        counted = self._ahead(SENDS_AHEAD, small, micro_batches.count)
+        long = self.ahead_bytes // np.maximum(1, large) < SENDS_AHEAD + receives_ahead(self.distance)
         further: Floats = np.where(long, np.maximum(slots - counted, 0), 0) * large
         return further
 
-    def at_sender(self, micro_batches: MicroBatches) -> Floats:
+    def at_sender(self, schedule: ScheduleName, micro_batches: MicroBatches, number: int, ring: Ring) -> Floats:
         """Bytes under way at the stage that sends it.
 
         Outputs that have not left, gradients whose receives are posted, and the one that is read.
+
+        Args:
+            schedule: says how many micro-batches are under way.
+            micro_batches: how a replica's samples are cut.
+            number: of the stage from the end, 1 for the last.
+            ring: ranks, and chunks of each.
         """
-        sent = np.minimum(self._ahead(SENDS_AHEAD, np.minimum(*self.outputs)), micro_batches.count)
-        posted = self._ahead(receives_ahead(self.distance), np.minimum(*self.gradients))
+        most = SCHEDULES[schedule].most_under_way(number, micro_batches.count, ring)
+        sent = self._ahead(SENDS_AHEAD, np.minimum(*self.outputs), most)
+        posted = self._ahead(receives_ahead(self.distance), np.minimum(*self.gradients), most)
         posted_and_read = np.minimum(posted + 1, micro_batches.count)
         under_way: Floats = posted_and_read * np.maximum(*self.gradients) + sent * np.maximum(*self.outputs)
         return under_way
@@ -102,21 +109,21 @@ class Message:
             flying: how many micro-batches are under way, where the schedule does not say it; at one place at several
                 moments.
         """
-        sent_back = np.minimum(self._ahead(SENDS_AHEAD, np.minimum(*self.gradients)), micro_batches.count)
-        gradients: Floats = sent_back * np.maximum(*self.gradients)
+        most = SCHEDULES[schedule].most_under_way(number + self.distance, micro_batches.count, ring)
+        gradients: Floats = self._ahead(SENDS_AHEAD, np.minimum(*self.gradients), most) * np.maximum(*self.gradients)
         if SCHEDULES[schedule].keeps_all:
             return gradients
         large, small = self.outputs
         if flying is None:
             flying = sum(micro_batches.in_flight(schedule, number, ring))
-        posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small))
+        posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small), most)
         soon = np.minimum(flying + posted_ahead, micro_batches.count)
         soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))
         more_large = soon_large - now_large
         posted: Floats = more_large * large + (soon - flying - more_large) * small
         return gradients + posted
 
-    def _ahead(self, at_least: int, message_bytes: Floats) -> Floats:
+    def _ahead(self, at_least: int, message_bytes: Floats, most: int) -> Floats:
         """How many messages of a length may be under way in one direction."""
-        many: Floats = np.maximum(at_least, self.ahead_bytes // np.maximum(1, message_bytes))
+        many: Floats = np.minimum(np.maximum(at_least, self.ahead_bytes // np.maximum(1, message_bytes)), most)
         return many

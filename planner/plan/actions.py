@@ -233,6 +233,20 @@ def make_schedule(
     )
 
 
+def most_in_flight(schedule: Schedule) -> dict[int, int]:
+    """Of each stage, how many micro-batches have gone forward and not yet back, at most.
+
+    No more messages of one kind can be under way between it and a later stage: their order forbids it.
+    """
+    change = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
+    now: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for action in (action for actions in schedule for action in actions):
+        now[action.stage] = now.get(action.stage, 0) + change.get(action.kind, 0)
+        most[action.stage] = max(most.get(action.stage, 1), now[action.stage])
+    return most
+
+
 @dataclass(frozen=True, slots=True)
 class _Peers:
     """Which stages a stage receives outputs from, and which it sends them to; None stands for the neighbour."""

@@ -140,6 +140,21 @@ class ScheduleRecord:
             return _most_under_way(self.order, rank, ranks, micro_batches, chunks)[chunk]
         return micro_batches if self.in_flight is None else self.in_flight(number, micro_batches)
 
+    def most_under_way(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> int:
+        """Most messages of one kind between a stage and a later one: what is under way is in flight at the first.
+
+        Its outputs are of micro-batches that have left it, and gradients of such as have not come back to it.
+
+        Args:
+            number: of the first one from the end; of none that there is, as of the first stage.
+            micro_batches: M.
+            ring: ranks, and chunks of each.
+        """
+        if self.made_for_plan:
+            return micro_batches
+        stages = ring.ranks * ring.chunks
+        return self.most_in_flight(min(number, stages) if ring.chunks > 1 else number, micro_batches, ring)
+
     def held(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> tuple[Held, ...]:
         """What a stage holds at the moments at which it may need most memory; see `most_in_flight` and `most_held`."""
         if not self.splits_backward:

@@ -86,20 +86,25 @@ class Outgoing:
         self.address: Address = (os.getpid(), page, key)
         self._slots: list[Slot] = []
         self._slot_bytes = -1
+        self._most = 0
         self._count = 0
         self._file = -1
         self._first = 0  # of the messages in these slots
         self._settled = True
 
-    def room(self, size_bytes: int) -> Slot:
+    def room(self, size_bytes: int, most: int = MOST_SLOTS) -> Slot:
         """The slot of the next message; waits while too many are under way.
+
+        Args:
+            size_bytes: of the message.
+            most: no more are ever under way, so there need not be more slots.
 
         Raises:
             ExecutionError: there is no memory for messages as long as this one.
             EndedError: `end` was called.
         """
-        if size_bytes > self._slot_bytes:
-            self._make_slots(size_bytes)
+        if size_bytes > self._slot_bytes or (most > self._most and len(self._slots) == self._most):
+            self._make_slots(max(size_bytes, self._slot_bytes), max(most, self._most))
         self._released.wait()
         if len(self._files) > 1:
             _close(self._files, before=self._count)
@@ -129,14 +134,19 @@ class Outgoing:
             self._released.post()
         self._settled = True
 
+    @property
+    def size_bytes(self) -> int:
+        """What its slots take."""
+        return max(self._slot_bytes, 0) * len(self._slots)
+
     def end(self) -> None:
         """End a wait of another thread of this process."""
         self._released.end()
 
-    def _make_slots(self, size_bytes: int) -> None:
-        """New slots for longer messages; those of messages under way stay where they are."""
+    def _make_slots(self, size_bytes: int, most: int) -> None:
+        """New slots for longer or more messages; those of messages under way stay where they are."""
         slot_bytes = -(-max(size_bytes, 1) // ALIGNMENT) * ALIGNMENT
-        count = min(max(self._at_least, self._ahead_bytes // slot_bytes), MOST_SLOTS)
+        count = min(max(self._at_least, self._ahead_bytes // slot_bytes), most, MOST_SLOTS)
         try:
             file = _memory("slots", count * slot_bytes)
         except OSError as problem:

@@ -279,18 +279,22 @@ class Oracle:
             peaks = [most(s) - sum(self.cost(kind, layer, s, "kept_bytes") for layer in whole) for s in sizes]
         elif not edges and len(segments) == 1 and len(again) == stop - first:
             peaks = [most(s) for s in sizes]
+        # messages as short as these are all under way at once, of micro-batches in flight at the earlier stage, which
+        # has at most one more of them than this one; and one gradient is read
+        before = min(len(held) + 1, len(sizes))
         ends = [
-            (stop - 1, "output_gradient_bytes"),
-            (stop - 1, "output_bytes"),
-            (first - 1, "output_gradient_bytes"),
+            (stop - 1, "output_gradient_bytes", min(len(held) + 1, len(sizes))),
+            (stop - 1, "output_bytes", len(held)),
+            (first - 1, "output_gradient_bytes", before),
         ]
-        buffers = sum(  # messages as short as these are all under way at once
-            len(sizes) * max(self._there(kind, layer, s, name, first, stop) for s in sizes)
-            for layer, name in ends
+        buffers = sum(
+            many * max(self._there(kind, layer, s, name, first, stop) for s in sizes)
+            for layer, name, many in ends
             if 0 <= layer < len(self.profile.layers) - 1
         )
         if first > 0:  # inputs whose receives are posted ahead of those in flight
-            buffers += sum(self._there(kind, first - 1, s, "output_bytes", first, stop) for s in sizes[len(held) :])
+            posted = sizes[len(held) : len(held) + before]
+            buffers += sum(self._there(kind, first - 1, s, "output_bytes", first, stop) for s in posted)
         return (
             self._unique(first, stop)
             + sum(layer.buffers_bytes for layer in inside)

@@ -8,6 +8,7 @@ from planner.cost.messages import Message
 from planner.cost.stage_memory import stage_memory
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
+from planner.plan.schedules import ONE_CHUNK
 from planner.plan.stage import Segment
 from planner.plan.units import bytes_text, count_text, seconds_text
 from profiler.errors import ProfileError
@@ -116,9 +117,14 @@ def test_memory_by_hand(profile_of, device):
     # 1F1B has as many under way as there are stages from this one on
     assert memory(1, 2, schedule="1f1b", number=3).activations == 3 * (8 + 20) + 24
     assert memory(1, 2, schedule="1f1b", number=9).activations == 4 * (8 + 20) + 24
-    # and posts receives of inputs ahead, as long as there are more
-    posted = [memory(1, 2, schedule="1f1b", number=number).receive_buffers for number in (1, 2, 3, 4)]
-    assert [more - kept.receive_buffers for more in posted] == [3 * 8, 2 * 8, 8, 0]
+    # and as many messages: gradients posted and read, outputs and gradients that leave, inputs posted ahead
+    under_way = [memory(1, 2, schedule="1f1b", number=number).receive_buffers for number in (1, 2, 3, 4)]
+    assert under_way == [
+        2 * 2 + 1 * 6 + 2 * 4 + 2 * 8,
+        3 * 2 + 2 * 6 + 3 * 4 + 2 * 8,
+        4 * 2 + 3 * 6 + 4 * 4 + 1 * 8,
+        4 * 2 + 4 * 6 + 4 * 4 + 0 * 8,
+    ]
 
 
 def test_few_long_and_many_short_messages_are_under_way(profile_of, device):
@@ -129,7 +135,7 @@ def test_few_long_and_many_short_messages_are_under_way(profile_of, device):
     costs = model.layers("a", 2)
     messages = Message.after_layers(costs, costs)
     assert messages.at_receiver("gpipe", split, 1).tolist() == [2 * long, 3 * short, 0]
-    assert messages.at_sender(split).tolist() == [(3 + 2) * long, (4 + 3) * short, 0]
+    assert messages.at_sender("gpipe", split, 1, ONE_CHUNK).tolist() == [(3 + 2) * long, (4 + 3) * short, 0]
     assert messages.at_receiver("1f1b", split, 2).tolist() == [(2 + 2) * long, (3 + 3) * short, 0]
 
 

@@ -12,10 +12,11 @@ from planner.plan.actions import (
     SENDS_AHEAD,
     ActionKind,
     make_schedule,
+    most_in_flight,
     receives_ahead,
 )
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import SCHEDULES
+from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring
 from profiler.machine.ring import Outgoing
 
 LONG = float(AHEAD_BYTES)  # so long that only as many are under way as must be
@@ -29,36 +30,41 @@ def message(large, small, gradient_large, gradient_small, **about):
     return Message(outputs, gradients, **about)
 
 
+def under_gpipe(samples, count):
+    """All micro-batches are in flight."""
+    return "gpipe", MicroBatches(samples, count), 1, ONE_CHUNK
+
+
 def test_a_sender_has_outputs_that_have_not_left_and_gradients_posted_and_read():
     """Of ten large messages two are on their way out, two posted for gradients, and one is read."""
-    found = message(LONG, LONG, 3 * LONG, 3 * LONG).at_sender(MicroBatches(20, 10))
+    found = message(LONG, LONG, 3 * LONG, 3 * LONG).at_sender(*under_gpipe(20, 10))
     assert found.tolist() == [SENDS_AHEAD * LONG + (RECEIVES_AHEAD + 1) * 3 * LONG]
 
 
 def test_no_more_are_under_way_than_there_are():
-    assert message(LONG, LONG, LONG, LONG).at_sender(MicroBatches(2, 1)).tolist() == [2 * LONG]
+    assert message(LONG, LONG, LONG, LONG).at_sender(*under_gpipe(2, 1)).tolist() == [2 * LONG]
 
 
 def test_of_short_messages_as_many_are_under_way_as_the_bytes_hold():
     """A quarter of the bytes ahead: four are sent ahead, and four gradients posted with one that is read."""
     short = LONG / 4
-    assert message(short, short, short, short).at_sender(MicroBatches(40, 20)).tolist() == [(4 + 5) * short]
-    assert message(short, short, short, short, ahead_bytes=0).at_sender(MicroBatches(40, 20)).tolist() == [
-        (2 + 3) * short
-    ]
+    assert message(short, short, short, short).at_sender(*under_gpipe(40, 20)).tolist() == [(4 + 5) * short]
+    assert message(short, short, short, short, ahead_bytes=0).at_sender(
+        "gpipe", MicroBatches(40, 20), 1, ONE_CHUNK
+    ).tolist() == [(2 + 3) * short]
 
 
 def test_the_smaller_ones_say_how_many_and_the_larger_ones_how_long():
     """Micro-batches of two sizes: as many as of the small ones fit ahead, each as long as a large one."""
     outputs, split = message(LONG, LONG / 4, 0.0, 0.0), MicroBatches(30, 20)
-    assert outputs.at_sender(split).tolist() == [4 * LONG]
-    assert outputs.at_receiver("1f1b", split, 1).tolist() == [4 * LONG]
+    assert outputs.at_sender("gpipe", split, 1, ONE_CHUNK).tolist() == [4 * LONG]
+    assert outputs.at_receiver("1f1b", split, 4).tolist() == [4 * LONG]
 
 
 def test_a_message_over_several_stages_is_posted_so_much_earlier():
     """Its sender leads by a micro-batch a stage."""
     near, far = (message(LONG, LONG, LONG, LONG, distance=distance) for distance in (1, 3))
-    assert (far.at_sender(MicroBatches(20, 10)) - near.at_sender(MicroBatches(20, 10))).tolist() == [2 * LONG]
+    assert (far.at_sender(*under_gpipe(20, 10)) - near.at_sender(*under_gpipe(20, 10))).tolist() == [2 * LONG]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -66,10 +72,10 @@ def test_a_message_over_several_stages_is_posted_so_much_earlier():
 def test_slots_of_long_messages_are_counted_to_the_byte(size: int, count: int) -> None:
     """What a ring takes as the executor makes it; with GPipe two messages were in no count."""
     outgoing = Outgoing(receives_ahead(1) + SENDS_AHEAD, AHEAD_BYTES, looks=False)
-    outgoing.room(size)
+    outgoing.room(size, count)
     taken = sum(slot.memory.nbytes for slot in outgoing._slots)
     outputs, split = message(float(size), float(size), 0.0, 0.0), MicroBatches(count, count)
-    assert float((outputs.at_sender(split) + outputs.in_slots(split))[0]) == taken
+    assert float((outputs.at_sender("gpipe", split, 1, ONE_CHUNK) + outputs.in_slots(split))[0]) == taken
 
 
 def test_slots_of_short_messages_are_among_those_that_are_sent_ahead() -> None:
@@ -86,13 +92,56 @@ def test_inputs_posted_ahead_come_on_top_of_those_in_flight(schedule, count, num
     change = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.I: -1}
     passes = [change.get(action.kind, 0) for action in actions]
     flying = max(itertools.accumulate(passes))
-    soon = count if SCHEDULES[schedule].keeps_all else min(count, number + RECEIVES_AHEAD)
+    most = SCHEDULES[schedule].most_under_way(number + 1, count)
+    soon = count if SCHEDULES[schedule].keeps_all else min(count, number + min(RECEIVES_AHEAD, most))
     posted = sum(size * LONG for size in split.sizes[flying:soon])
-    sent_back = min(SENDS_AHEAD, count) * 7.0 * LONG
+    sent_back = min(SENDS_AHEAD, most) * 7.0 * LONG
     found = message(split.largest * LONG, split.smallest * LONG, 7 * LONG, 7 * LONG).at_receiver(
         schedule, split, number
     )
     assert found.tolist() == [posted + sent_back]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 11])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_more_are_under_way_than_micro_batches_in_flight_at_the_earlier_stage(schedule, count, chunks, ranks):
+    """Whatever passes take: the receiver may be as late as the order of passes lets it, and the sender as early."""
+    record = SCHEDULES[schedule]
+    if chunks > record.most_chunks or record.made_for_plan:
+        return
+    stages, ring = ranks * chunks, Ring(ranks, chunks)
+    lists = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages, chunks=chunks)
+    counted = most_in_flight(lists)
+    for stage in range(stages):
+        most = record.most_under_way(stages - stage, count, ring)
+        assert most == counted[stage]
+        for late in range(stages):
+            assert under_way_at_most(lists, stage, late) <= most
+
+
+def under_way_at_most(lists, stage, late):
+    """Messages between a stage and the next, where the rank of one stage waits whenever any other can go on."""
+    position, there, most, under_way = [0] * len(lists), set(), 0, {ActionKind.SEND_F: 0, ActionKind.SEND_B: 0}
+    ends = {(stage, ActionKind.SEND_F), (stage + 1, ActionKind.SEND_B)}
+    while any(at < len(actions) for at, actions in zip(position, lists, strict=True)):
+        for rank in sorted(range(len(lists)), key=lambda rank: rank == late % len(lists)):
+            if position[rank] == len(lists[rank]):
+                continue
+            action = lists[rank][position[rank]]
+            if action.kind in {ActionKind.RECV_F, ActionKind.RECV_B} and action not in there:
+                continue
+            position[rank] += 1
+            if action.kind in under_way:
+                there.add(action.other_end)
+                under_way[action.kind] += (action.stage, action.kind) in ends
+            elif action in there:
+                sent = action.other_end
+                under_way[sent.kind] -= (sent.stage, sent.kind) in ends
+            most = max(most, *under_way.values())
+            break
+    return most
 
 
 def test_what_goes_by_itself_is_no_part_of_it():

@@ -100,7 +100,13 @@ def test_plans_with_skips_lie_between_their_bound_and_the_best_of_all(profiles, 
         for stage in plan.stages:
             held = sizes[: most_held(schedule, plan.K - stage.rank, count)]
             needed = direct.memory("a", stage.first_layer, stage.stop_layer, sizes, held, [])
-            assert stage.memory.total == pytest.approx(needed, abs=len(profile.layers))
+            # messages from far away are of micro-batches in flight there: of one more for each stage between
+            far = sum(
+                (skip.receiver - skip.sender - 1) * 2 * largest_bytes(profile, skip.values, max(sizes))
+                for skip in plan.skips
+                if stage.rank == skip.receiver
+            )
+            assert needed - len(profile.layers) <= stage.memory.total <= needed + far + len(profile.layers)
     assert Plan.model_validate_json(plan.to_json()) == plan
 
 
@@ -236,3 +242,8 @@ def test_a_value_that_all_layers_use_skips_none():
 def test_skips_are_relayed_or_direct(chain, device):
     with pytest.raises(ArgumentError, match="choose one of 'relayed', 'direct'"):
         plan_of(chain, device, skips="both")
+
+
+def largest_bytes(profile, names, size):
+    """Of these values for a micro-batch of that size, or of the next that was measured."""
+    return sum(min(b for at, b in skip.size_bytes if at >= size) for skip in profile.skips if skip.name in names)

@@ -110,7 +110,7 @@ def split_target(target: Any, sizes: Sequence[int]) -> Sequence[Any]:
         ArgumentError: a tensor has another batch extent than the inputs.
     """
     check_target(target, sum(sizes))
-    if isinstance(target, Tensor):  # the usual case, which need not cost a tree for each micro-batch
+    if target is None or isinstance(target, Tensor):  # the usual case, which need not cost a tree for each micro-batch
         return _parts(target, sizes)
     leaves, tree = pytree.tree_flatten(target)
     parts = [_parts(leaf, sizes) for leaf in leaves]

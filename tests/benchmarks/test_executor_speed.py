@@ -56,6 +56,7 @@ PAIRS = int(os.environ.get("PAIRS", "5"))  # of processes
 COPIES = 5  # of models, in one process
 
 Step = Callable[[], object]
+Contenders = Callable[..., dict[str, float]]
 
 
 def stage(width: int, layers: int) -> nn.Sequential:
@@ -137,6 +138,25 @@ def alone_step(own: nn.Module, rank: int, xs: Sequence[Tensor], ys: Sequence[Ten
                 loss.backward()
 
     return step
+
+
+def without_training(plans: dict[str, Plan], width: int, layers: int, samples: int, chunks: int) -> dict[str, float]:
+    """Runs in both processes: seconds of an evaluation and of a prediction, and of the plain model's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(stage(width, layers) for _ in range(K)))
+    x, y = torch.randn(samples, width), torch.randn(samples, width)
+
+    def plain() -> None:
+        with torch.no_grad():
+            for part in x.chunk(chunks):
+                model(part)
+
+    steps: dict[str, Step] = {"work": plain}
+    for transport, over in (("auto", ""), ("gloo", " over sockets")):
+        pipe = Pipeline(model, plans["gpipe"], loss_fn=nn.functional.mse_loss, transport=transport)
+        steps[f"evaluate{over}"] = lambda pipe=pipe: pipe.evaluate(x, target=y)  # type: ignore[misc]
+        steps[f"predict{over}"] = lambda pipe=pipe: pipe.predict(x)  # type: ignore[misc]
+    return in_turns(steps)
 
 
 def plain_step(model: nn.Module, x: Tensor, y: Tensor, chunks: int) -> Step:
@@ -245,8 +265,8 @@ def one_process_plan(model: nn.Module, x: Tensor, chunks: int, *, cut: bool, rec
     return plan_for(sequence, cuts, batch_size=len(x), micro_batches=chunks, recompute=recompute)
 
 
-def measured(width: int, layers: int, rows: int, chunks: int) -> pandas.DataFrame:
-    """Seconds of a step of each executor, a row for each pair of processes."""
+def measured(width: int, layers: int, rows: int, chunks: int, which: Contenders = contenders) -> pandas.DataFrame:
+    """Seconds of a step of each contender, a row for each pair of processes."""
     model, x = nn.Sequential(*(stage(width, layers) for _ in range(K))), torch.randn(rows * chunks, width)
     sequence = trace(model, x)
     middle = cut_of(sequence)
@@ -254,14 +274,14 @@ def measured(width: int, layers: int, rows: int, chunks: int) -> pandas.DataFram
         name: plan_for(sequence, [middle], batch_size=len(x), micro_batches=chunks, schedule=name)
         for name in ("gpipe", "1f1b")
     }
-    arguments = plans, width, layers, len(x), chunks
+    arguments = which, plans, width, layers, len(x), chunks
     found = [launch(worker, plans["gpipe"], arguments)[:K] for _ in range(PAIRS)]
     return pandas.DataFrame([pandas.DataFrame(pair).max() for pair in found])
 
 
-def worker(_: Plan, *arguments: Any) -> dict[str, float]:
+def worker(_: Plan, which: Contenders, *arguments: Any) -> dict[str, float]:
     keep_freed_memory()
-    return contenders(*arguments)
+    return which(*arguments)
 
 
 def torchgpipe_us(chunks: int) -> float:
@@ -329,6 +349,22 @@ def test_share_of_the_bound(seconds: float) -> None:
     best_of_ours = table[["ours gpipe", "ours 1f1b"]].max(axis=1)
     assert (best_of_ours >= SHARES[seconds]).all()
     assert (best_of_ours >= best_of_torch).all()
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("seconds", [0.002, 0.010])
+def test_evaluation_and_prediction(seconds: float) -> None:
+    """Share of the bound, with the forward pass as the work; stages are those of `test_share_of_the_bound`."""
+    found = {}
+    layers = layers_for(seconds, WIDTHS[seconds])
+    for chunks in (8, 32):
+        times = measured(WIDTHS[seconds], layers, ROWS, chunks, without_training)
+        work = times.pop("work") / (K * chunks)
+        found[chunks] = (1 / times).mul((chunks + K - 1) * work, axis=0)
+    title = f"without training, share of the bound, K = {K}, stages of about {seconds * 1e3:.0f} ms in training, by M"
+    table = show(title, found, ".3f")
+    assert (table["predict"] >= table["predict over sockets"]).all()
+    assert (table["evaluate"] >= table["evaluate over sockets"]).all()
 
 
 def with_copies(model: nn.Module, steps_of: Callable[[nn.Module], dict[str, Step]]) -> pandas.DataFrame:

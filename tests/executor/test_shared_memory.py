@@ -1,5 +1,6 @@
 """Messages through shared memory are what they are over sockets."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ from executor.run.message import MessageForm, TensorSpec
 from executor.run.shared_memory import SharedMemory
 from executor.run.transport import Transfer
 from planner import ArgumentError, Plan
-from planner.plan.actions import Action, ActionKind
+from planner.plan.actions import Action, ActionKind, make_schedule
+from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import trace
 from profiler.machine.ring import MOST_SLOTS, Incoming, Outgoing
 from profiler.machine.ring_meeting import Rings
@@ -163,6 +165,21 @@ def test_what_a_stage_returns_as_it_came_does_not_lie_in_a_slot(plan_for: Callab
         assert torch.equal(one, other)
     torch.testing.assert_close(shared[0], shared[3])
     torch.testing.assert_close(shared[1].view(-1, 6), shared[3])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_training_a_stage_is_through_with_a_message_before_it_waits_for_the_next(name: ScheduleName) -> None:
+    """So it may read it where it lies until then."""
+    chunks = min(2, SCHEDULES[name].most_chunks)
+    for ranks, micro_batches in itertools.product((2, 3, 4), (4, 12)):
+        recompute = (False,) * (ranks * chunks)
+        lists = make_schedule(
+            name, stages=len(recompute), micro_batches=micro_batches, recompute=recompute, chunks=chunks
+        )
+        for actions, stage in itertools.product(lists, range(len(recompute))):
+            forward = (ActionKind.RECV_F, ActionKind.F, ActionKind.SEND_F)
+            numbers = [action.micro_batch for action in actions if action.stage == stage and action.kind in forward]
+            assert len(list(itertools.groupby(numbers))) == len(set(numbers))
 
 
 def carrier(plan: Plan) -> str:

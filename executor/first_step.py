@@ -1,7 +1,7 @@
 """The last line of defence: before the first step its first micro-batch runs through the model as it is, too.
 
 Tracing refuses what it knows to be lost in a graph. What nobody thought of shows here, in the one process that has all
-data: the layers' loss and gradients must be the model's. That takes as long as two micro-batches in one process; where
+data: the layers' loss and gradients must be the model's. That takes as long as three micro-batches in one process; where
 it would take much more, or does not fit, it is left out, and `Pipeline.first_step` says why.
 """
 
@@ -23,7 +23,7 @@ from profiler.torch_private import has_backward_hooks
 from profiler.tracing.sequence import LayerSequence
 
 MOST_FLOPS = 5e11  # of the comparison, where the model does not lie where it trains: seconds of a CPU [chosen]
-_PASSES = 6  # forward and backward, of model and layers, in forward passes
+_PASSES = 9  # forward and backward, of the model twice and of its layers, in forward passes
 
 
 def compared(

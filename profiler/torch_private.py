@@ -66,6 +66,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer has no shape yet, as those of lazy modules before their first call."""
+    return nn.parameter.is_lazy(tensor)
+
+
 # Operators.
 
 

@@ -14,9 +14,9 @@ Where the schedule splits it, B is I, which leaves gradients of parameters to a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,10 +26,11 @@ from torch.utils import _pytree as pytree
 
 from executor.run.accumulators import Accumulators
 from executor.run.micro_batch import mean_over_samples
-from executor.run.randomness import OF_THE_LOSS, key, seed_all
+from executor.run.randomness import OF_THE_LOSS, BackwardDraws, Keyed
 from planner.plan.stage import Segment
 from profiler.errors import ArgumentError
-from profiler.observe.random_states import generators_of
+from profiler.observe.drawn_from import drawn_from, is_torchs_own
+from profiler.observe.random_states import generators_of, next_seed, seeded
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.separable import deferred_parameters
 from profiler.run.split_backward import DeferredWeights
@@ -163,6 +164,13 @@ class StageRunner:
         self._loss_fn = loss_fn
         self.seed = seed
         self._generators = generators_of(device)
+        self._backward_draws = BackwardDraws()
+        self._loss_draws = None if loss_fn is None or is_torchs_own(loss_fn) else drawn_from(loss_fn)
+        if self._loss_draws and self._loss_draws.of_the_system:
+            raise ArgumentError(
+                f"loss_fn names {self._loss_draws.of_the_system!r}, by which it may draw random numbers of the system, "
+                "which nobody can draw again; draw from torch's generator (torch.rand)"
+            )
         self._state = _StepState(0)
 
     def begin(self, step: int, loss_scale: Tensor | None = None, *, keep_outputs: bool = False) -> None:
@@ -251,7 +259,10 @@ class StageRunner:
             if place not in state.kept:
                 self._recompute(layers, position, batch, before)
             del state.entering[place]
-            entering = run_backward(state.kept.pop(place), gradients)
+            with self._backward_draws.restored():
+                if self._loss_draws and LOSS in gradients:
+                    self._keyed(batch.index).in_backward(OF_THE_LOSS, 0, self._loss_draws.generators)
+                entering = run_backward(state.kept.pop(place), gradients)
             state.accumulators[position].own()
             gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
         return dict(gradients)
@@ -322,6 +333,7 @@ class StageRunner:
     ) -> tuple[dict[str, Tensor], Results]:
         """A forward pass of one part; `buffers` are those that earlier micro-batches have written."""
         part = layers.parts[position]
+        keyed = self._keyed(batch.index)
         store = None
         if keep and layers.splits:
             store = self._state.deferred[batch.index, position] = DeferredWeights()
@@ -329,12 +341,12 @@ class StageRunner:
             self._state.entering[batch.index, position],
             self._inputs(batch, part),
             {**self.buffers, **buffers} if buffers else self.buffers,
-            seed=partial(self._seed_draw, batch.index),
+            seed=keyed,
             store=store,
         )
         if not layers.is_last or position != len(layers.parts) - 1:
             return results.values, results
-        self._seed_draw(batch.index, OF_THE_LOSS)  # the loss may draw random numbers too
+        keyed(OF_THE_LOSS)  # the loss may draw random numbers too
         loss = self._loss(layers, batch, results.values, part.function)
         if not loss.requires_grad:
             raise ArgumentError(
@@ -346,7 +358,8 @@ class StageRunner:
     def _loss(
         self, layers: StageLayers, batch: MicroBatch, values: Mapping[str, Tensor], function: StageFunction
     ) -> Tensor:
-        with function.autocasting():
+        others = self._loss_draws.generators if self._loss_draws else ()
+        with function.autocasting(), seeded(others, next_seed() or 0) if others else contextlib.nullcontext():
             return loss_of(model_output(layers.sequence, values), self._target(batch), self._loss_fn)
 
     def _inputs(self, batch: MicroBatch, part: StagePart) -> dict[str, Tensor]:
@@ -361,8 +374,8 @@ class StageRunner:
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
 
-    def _seed_draw(self, micro_batch: int, draw: int) -> None:
-        seed_all(self._generators, key(self.seed, self._state.number, micro_batch, draw))
+    def _keyed(self, micro_batch: int) -> Keyed:
+        return Keyed(self._generators, self.seed, self._state.number, micro_batch, self._backward_draws)
 
 
 def _own(received: Mapping[str, Tensor], value: Tensor) -> Tensor:

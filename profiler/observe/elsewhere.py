@@ -16,12 +16,13 @@ import collections
 import contextlib
 import contextvars
 import functools
+import os
 import sys
 import threading
 import types
-import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiler.observe.held_values import (
+    is_ordered,
+    is_plain,
+    names_used,
+    numbers,
+    position,
+    read,
+    refill,
+    refill_plainly,
+    set_attributes,
+    slots_of,
+)
 from profiler.observe.python_state import CONTAINERS, attributes_of, key_of_value, plain_of_value
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, Generator, is_generator, key_of, state_of
 
@@ -38,6 +51,8 @@ _HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local)  # of th
 _CACHED_FUNCTION = type(functools.lru_cache(len))
 _ORDERED = (list, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, defaultdict, collections.Counter)
+_WRAPPED_MAPPINGS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, collections.UserDict)
+_OF_THE_ENVIRONMENT = frozenset({"environ", "getenv", "putenv"})
 _LARGEST_ARRAY_BYTES = 2**20  # that is compared; larger ones are data [chosen]
 _ENDS: tuple[Any, ...] = (torch.default_generator, *OF_PYTHON_AND_NUMPY)  # others look at these
 
@@ -120,6 +135,36 @@ def generators_reached(module: nn.Module) -> tuple[Any, ...]:
     return tuple(spot.holder for spot in spots_of(module).values() if spot.is_random)
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What code reaches.
+
+    Attributes:
+        names: that it uses.
+        generators: random generators, those of torch, Python and numpy themselves apart.
+        ends: of those Python's and numpy's, where one of their functions has a name (`from random import random`).
+    """
+
+    names: frozenset[str]
+    generators: tuple[Any, ...]
+    ends: tuple[Any, ...]
+
+
+def reached_from(code: Any, methods: Sequence[str] = ()) -> Reached:
+    """What a function or module reaches, or what a class reaches by these methods."""
+    walk = _Walk()
+    if isinstance(code, type):
+        for found in walk.of_class(code, *methods):
+            walk.walk(*found)
+    elif isinstance(code, nn.Module):
+        for path, module in code.named_modules():
+            walk.enter(path, module)
+    else:
+        walk.walk("", code)
+    generators = tuple(spot.holder for spot in walk.spots.values() if spot.is_random)
+    return Reached(frozenset(walk.names), generators, tuple(walk.ends.values()))
+
+
 def constants_reached(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that are neither parameters nor buffers, among the attributes and among what else the code reaches."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -161,8 +206,9 @@ class _Walk:
 
     def __init__(self) -> None:
         self.spots: dict[Hashable, Spot] = {}
+        self.ends: dict[int, Any] = {}
         self._seen: dict[int, Any] = {id(end): end for end in _ENDS}
-        self._names: set[str] = set()  # that the code uses
+        self.names: set[str] = set()  # that the code uses
         self._unused: dict[str, list[tuple[str, str, Any, Any]]] = defaultdict(list)  # until the code uses the name
         self._seen_classes: dict[int, type] = {}
         self._module = ""
@@ -182,23 +228,27 @@ class _Walk:
             elif type(value) in CONTAINERS:
                 self._seen[id(value)] = value
                 for each in list(value.values() if isinstance(value, dict) else value):
-                    self._walk(f"{path}.{name}", each)
+                    self.walk(f"{path}.{name}", each)
             else:
-                self._walk(f"{path}.{name}", value)
-        for found in self._class(type(module), "forward", "__call__"):
-            self._walk(*found)
+                self.walk(f"{path}.{name}", value)
+        for found in self.of_class(type(module), "forward", "__call__"):
+            self.walk(*found)
 
     def _hooks(self, name: str, value: Any) -> None:
         if name.endswith(("_forward_hooks", "_forward_pre_hooks")):
             for hook in list(value.values()):
-                self._walk(name, hook)
+                self.walk(name, hook)
 
-    def _walk(self, name: str, value: Any) -> None:
+    def walk(self, name: str, value: Any) -> None:
         """Note what a value holds, and go on from there."""
         pending = [(name.lstrip("."), value)]
         while pending:
             name, value = pending.pop()
-            if _is_plain(value) or id(value) in self._seen:
+            if is_plain(value):
+                continue
+            if id(value) in self._seen:
+                if any(value is end for end in OF_PYTHON_AND_NUMPY):
+                    self.ends[id(value)] = value
                 continue
             self._seen[id(value)] = value
             pending.extend(self._held_by(name, value))
@@ -221,7 +271,7 @@ class _Walk:
         elif issubclass(kind, _CACHED_FUNCTION):
             yield name, value.__wrapped__  # what it keeps follows from its arguments
         elif issubclass(kind, type):
-            yield from self._class(value)
+            yield from self.of_class(value)
         elif issubclass(kind, Tensor | types.ModuleType):
             return
         elif issubclass(kind, tuple | frozenset):
@@ -234,26 +284,48 @@ class _Walk:
         if issubclass(kind, Generator) and is_generator(value):
             restore = state_of(value)
             self._note(name, value, {"": repr(key_of(value))}, lambda _: restore and restore(), is_random=True)
-        elif kind in _MAPPINGS:
-            self._note(name, value, dict(value), functools.partial(_refill, value.update, value))
+        elif kind in _MAPPINGS or value is os.environ:
+            self._note(name, value, dict(value), functools.partial(refill, value.update, value))
             yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items()))
         elif kind in _ORDERED:
-            self._note(name, value, dict(enumerate(value)), lambda items: _refill(value.extend, value, items.values()))
+            self._note(name, value, dict(enumerate(value)), lambda items: refill(value.extend, value, items.values()))
             yield from ((f"{name}[{position}]", item) for position, item in enumerate(list(value)))
-        elif kind is set:
-            self._note(name, value, dict.fromkeys(value), functools.partial(_refill, value.update, value))
+        elif kind is contextvars.ContextVar:
+            yield from self._context(name, value)
+        elif issubclass(kind, dict | list):  # of a class of somebody's, which may do what it likes when it is filled
+            items = dict.copy(value) if isinstance(value, dict) else dict(enumerate(list.copy(value)))
+            self._note(name, (value, "items"), items, functools.partial(refill_plainly, value))
+            yield from ((f"{name}[{key!r}]", item) for key, item in items.items())
+            yield from self._instance(name, value)
+        elif issubclass(kind, _WRAPPED_MAPPINGS):
+            self._note(name, value, dict(value.items()), functools.partial(refill, value.update, value))
+            yield from ((f"{name}[...]", item) for item in list(value.values()))
+        elif not self._by_content(name, value):
+            yield from self._other(name, value)
+
+    def _by_content(self, name: str, value: Any) -> bool:
+        """Note what holds nothing that could hold something else, if it is such."""
+        kind = type(value)
+        if kind is set:
+            self._note(name, value, dict.fromkeys(value), functools.partial(refill, value.update, value))
         elif kind is np.ndarray and value.nbytes <= _LARGEST_ARRAY_BYTES and value.dtype.kind in "biufc":
             content = value.copy()
             self._note(name, value, {"": content.tobytes()}, lambda _: np.copyto(value, content))
         elif kind is bytearray:
             self._note(name, value, {"": bytes(value)}, lambda items: value.__init__(items[""]))
-        elif kind is contextvars.ContextVar:
-            self._note(name, value, {"": value.get(None)}, lambda items: value.set(items[""]))
         elif issubclass(kind, types.GeneratorType):
             frame = value.gi_frame
-            self._note(name, value, {"": "" if frame is None else f"{frame.f_lasti} {_numbers(frame.f_locals)}"})
+            self._note(name, value, {"": "" if frame is None else f"{frame.f_lasti} {numbers(frame.f_locals)}"})
         elif issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools"):
-            self._note(name, value, {"": _position(value)})
+            self._note(name, value, {"": position(value)})
+        else:
+            return False
+        return True
+
+    def _other(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        kind = type(value)
+        if issubclass(kind, weakref.ReferenceType):
+            yield name, value()
         elif issubclass(kind, types.CellType):
             yield from self._cell(name, value)
         elif issubclass(kind, _HOLDERS) or kind.__module__.partition(".")[0] not in _NOT_LOOKED_INTO:
@@ -267,18 +339,26 @@ class _Walk:
         self._note(name, cell, {"": content}, lambda items: setattr(cell, "cell_contents", items[""]))
         yield name, content
 
+    def _context(self, name: str, variable: contextvars.ContextVar[Any]) -> Iterator[tuple[str, Any]]:
+        """A variable of the context, and what its value holds: many put a new dict there in place of the last one."""
+        content = variable.get(None)
+        plain = content if isinstance(content, dict) else dict(enumerate(content)) if is_ordered(content) else {}
+        items = {"": content} | {f"[{key!r}]": item for key, item in plain.items()}
+        self._note(name, variable, items, lambda items: variable.set(items[""]))
+        yield name, content
+
     def _instance(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """An object of somebody's class, a module that is none of the model's among them."""
-        held = _read(value, "__dict__")
+        held = read(value, "__dict__")
         if type(held) is dict:
-            self._note(name, value, dict(held), functools.partial(_refill, held.update, held))
+            self._note(name, value, dict(held), functools.partial(refill, held.update, held))
             yield from ((f"{name}.{key}", item) for key, item in list(held.items()))
-        found = {slot: _read(value, slot) for slot in _slots(type(value))}
+        found = {slot: read(value, slot) for slot in slots_of(type(value))}
         slots = {slot: content for slot, content in found.items() if content is not None}
         if slots:
-            self._note(name, (value,), slots, functools.partial(_set_attributes, value))
+            self._note(name, (value,), slots, functools.partial(set_attributes, value))
             yield from ((f"{name}.{key}", item) for key, item in slots.items())
-        yield from self._class(type(value), *_IMPLICIT)
+        yield from self.of_class(type(value), *_IMPLICIT)
 
     def _function(self, name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         package = str(function.__globals__.get("__name__", "")).partition(".")[0]
@@ -290,12 +370,12 @@ class _Walk:
         yield from ((f"{name}()", value) for value in (function.__kwdefaults__ or {}).values())
         if function.__dict__:
             held = function.__dict__
-            self._note(name, function, dict(held), functools.partial(_refill, held.update, held))
+            self._note(name, function, dict(held), functools.partial(refill, held.update, held))
             yield from ((f"{name}.{key}", item) for key, item in held.items())
         if package in _NOT_LOOKED_INTO:  # a decorator's, say
             return
         file = str(function.__globals__.get("__name__", ""))
-        for used in _names_used(function.__code__):
+        for used in names_used(function.__code__):
             yield from self._use(used)
             if used in function.__globals__:
                 yield from self._variable(file, function.__globals__, used)
@@ -310,7 +390,7 @@ class _Walk:
                 for inner in list(vars(value)):
                     yield from self._later(inner, value.__name__, vars(value), vars(value)[inner])
             return
-        if _is_plain(value):
+        if is_plain(value):
             self._note(
                 f"{file}.{name}",
                 (variables, name),
@@ -319,7 +399,7 @@ class _Walk:
             )
         yield f"{file}.{name}", value
 
-    def _class(self, kind: type, *implicit: str) -> Iterator[tuple[str, Any]]:
+    def of_class(self, kind: type, *implicit: str) -> Iterator[tuple[str, Any]]:
         """What a class holds under names that the code uses; methods and plain values."""
         for each in kind.__mro__:
             if each.__module__.partition(".")[0] in _NOT_LOOKED_INTO or id(each) in self._seen_classes:
@@ -333,19 +413,21 @@ class _Walk:
     def _later(self, name: str, prefix: str, owner: Any, value: Any) -> Iterator[tuple[str, Any]]:
         """Go on to a value as soon as the code uses its name."""
         self._unused[name].append((prefix, name, owner, value))
-        if name in self._names:
+        if name in self.names:
             yield from self._use(name, again=True)
 
     def _use(self, name: str, *, again: bool = False) -> Iterator[tuple[str, Any]]:
-        if name in self._names and not again:
+        if name in self.names and not again:
             return
-        self._names.add(name)
+        self.names.add(name)
+        if name in _OF_THE_ENVIRONMENT:
+            yield "os.environ", os.environ
         for prefix, _, owner, value in self._unused.pop(name, ()):
             if isinstance(owner, dict):
                 yield from self._variable(prefix, owner, name)
                 continue
-            if _is_plain(value) and not name.startswith("__"):
-                self._note(f"{prefix}.{name}", (owner, name), {name: value}, functools.partial(_set_attributes, owner))
+            if is_plain(value) and not name.startswith("__"):
+                self._note(f"{prefix}.{name}", (owner, name), {name: value}, functools.partial(set_attributes, owner))
             yield f"{prefix}.{name}", value
 
     def _note(
@@ -367,58 +449,3 @@ class _Walk:
 
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _IMPLICIT = ("__call__", "__getattr__", "__getitem__", "__setitem__", "__iter__", "__next__", "__enter__", "__exit__")
-
-
-def _set_attributes(owner: Any, items: Mapping[str, Any]) -> None:
-    for name, value in items.items():
-        if getattr(owner, name, None) is not value:
-            setattr(owner, name, value)
-
-
-def _refill(fill: Callable[[Any], object], container: Any, items: Any) -> None:
-    container.clear()
-    fill(items)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes)
-
-
-def _read(value: Any, name: str) -> Any:
-    """An attribute; None where there is none, or its class makes an error of the question."""
-    try:
-        return getattr(value, name)
-    except Exception:
-        return None
-
-
-def _slots(kind: type) -> list[str]:
-    return [
-        name
-        for each in kind.__mro__
-        for name, held in vars(each).items()
-        if isinstance(held, types.MemberDescriptorType) and each.__module__ != "builtins"
-    ]
-
-
-@functools.cache
-def _names_used(code: types.CodeType) -> tuple[str, ...]:
-    """All names of variables, functions and attributes in a function's code and in the functions inside it."""
-    inner = [
-        name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names_used(constant)
-    ]
-    return tuple(name for name in dict.fromkeys((*code.co_names, *inner)) if name.isidentifier())  # not pytest's own
-
-
-def _numbers(variables: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in variables.items() if _is_plain(value)}
-
-
-def _position(iterator: Iterator[Any]) -> str:
-    """Text that differs after an iterator has gone on, as far as it lets that be seen."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns that some will not say so for ever
-        try:
-            return repr(iterator.__reduce__()[1:])
-        except Exception:
-            return repr(iterator)

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
-from types import FrameType
 from typing import Any, TypeAlias, TypeGuard
-from unittest import mock
 
 import numpy as np
 import torch
@@ -26,7 +22,6 @@ from profiler.machine.backend import backend_of
 Generator: TypeAlias = random.Random | np.random.RandomState | np.random.Generator | torch.Generator
 
 OF_PYTHON_AND_NUMPY: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)
-_OURS = __name__.partition(".")[0]
 _SEEDS = 2**32  # numpy's legacy generators take seeds below
 
 
@@ -95,27 +90,6 @@ def preserved(devices: Iterable[torch.device]) -> Iterator[None]:
             put_back()
 
 
-@contextlib.contextmanager
-def system_numbers_told(tell: Callable[[], object]) -> Iterator[None]:
-    """Within, `tell` is called when other code than torch's draws random numbers of the system, which have no seed."""
-    draw = os.urandom
-
-    def told(size: int) -> bytes:
-        frame = sys._getframe(1)
-        while frame.f_back and _package_of(frame) in sys.stdlib_module_names:
-            frame = frame.f_back
-        if _package_of(frame) not in ("torch", _OURS):
-            tell()
-        return draw(size)
-
-    with mock.patch.object(os, "urandom", told), mock.patch.object(random, "_urandom", told):
-        yield
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
 _DRAW_ON: ContextVar[bool] = ContextVar("_DRAW_ON", default=False)
 
 
@@ -155,6 +129,30 @@ def seeded(generators: Sequence[Generator], seed: int) -> Iterator[Callable[[], 
         for put_back in restore:
             assert put_back is not None, "they are generators"
             put_back()
+
+
+class KeptStates:
+    """Random generators that are seeded for a while, whenever that begins."""
+
+    def __init__(self) -> None:
+        self._restore: dict[int, Callable[[], object]] = {}
+
+    def seed(self, generators: Sequence[Generator]) -> None:
+        """Let them draw what follows from torch's own generator."""
+        if not generators:
+            return
+        number = next_seed() or 0
+        for position, generator in enumerate(generators):
+            put_back = state_of(generator)
+            assert put_back is not None, "they are generators"
+            self._restore.setdefault(id(generator), put_back)
+            _seed(generator, (number + position) % _SEEDS)
+
+    def put_back(self) -> None:
+        """Let all be as they were before they were seeded first."""
+        for put_back in self._restore.values():
+            put_back()
+        self._restore.clear()
 
 
 def _seed(generator: Generator, seed: int) -> None:

@@ -23,7 +23,9 @@ from torch.utils import _pytree as pytree
 from profiler.errors import ExecutionError
 from profiler.machine.backend import device_of_first
 from profiler.observe.data_writes import DataWrites
-from profiler.observe.elsewhere import constants_reached, generators_reached
+from profiler.observe.drawn_from import drawn_from
+from profiler.observe.draws import keyed_backward
+from profiler.observe.elsewhere import constants_reached
 from profiler.observe.python_state import attributes_of, changed_names, put_back
 from profiler.observe.random_states import (
     OF_PYTHON_AND_NUMPY,
@@ -206,7 +208,7 @@ class Held:
         self.parameters: Mapping[str, Tensor] = dict(module.named_parameters())
         self.buffers: Mapping[str, Tensor] = dict(module.named_buffers())
         self._flags = [(part, part.training) for part in module.modules()]
-        self._generators = generators_reached(module)
+        self.generators = drawn_from(module).generators
         self.constants = constants_reached(module)
 
     def __str__(self) -> str:
@@ -250,11 +252,12 @@ class Held:
         entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entered = [tensor._version for tensor in entering]
         settings = self._settings(args, kwargs)
+        hooks = [*map(_hooks_of, (*tensors.values(), *entering))]
         attributes, states = attributes_of(self.module), python_and_numpy_states()
         before = {name: constant._version for name, constant in self.constants.items()}
         known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
         writes = DataWrites(known)
-        with self._seeded(seed) as drawn, self._modes(), standing_in(self.module, given), writes:
+        with self.seeded(seed) as drawn, self._modes(), standing_in(self.module, given), writes:
             result = self.forward(*args, **kwargs)
             drew = drawn()
         changed = changed_names(attributes, attributes_of(self.module))
@@ -271,6 +274,11 @@ class Held:
         through_data = writes.written()
         if entered != [tensor._version for tensor in entering] or through_data - tensors.keys():
             raise Refused("it writes one of its arguments in place; let it work on a copy")
+        if hooks != [*map(_hooks_of, (*tensors.values(), *entering))]:
+            raise Refused(
+                "it hooks the gradient of an argument or parameter, of which a layer may have a part; let it hook a "
+                "value of its own (x = x.view_as(x))"
+            )
         if settings != self._settings(args, kwargs):
             raise Refused("it changes one of its arguments; let it work on a copy")
         written = {name for name in self.buffers if given[name] is not tensors[name]}
@@ -288,12 +296,12 @@ class Held:
             return []
         return [content_of(leaf) for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
 
-    def _seeded(self, seed: int | None) -> contextlib.AbstractContextManager[Callable[[], bool]]:
+    def seeded(self, seed: int | None) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         """Within, random generators other than torch's own draw what the seed says."""
         if seed is None:
             return contextlib.nullcontext(lambda: False)
         held = generators_in(value for part in self.module.modules() for value in part.__dict__.values())
-        every = {id(generator): generator for generator in (*OF_PYTHON_AND_NUMPY, *held, *self._generators)}
+        every = {id(generator): generator for generator in (*OF_PYTHON_AND_NUMPY, *held, *self.generators)}
         return seeded([*every.values()], seed)
 
     @contextlib.contextmanager
@@ -340,12 +348,14 @@ class OpaqueCall:
         if _without_data(values):
             outputs: tuple[Tensor, ...] = _Imitation.apply(self, size, *values)  # type: ignore[no-untyped-call]
             return outputs
+        called: tuple[Tensor, ...]
         if self.signature.runs_again and torch.is_grad_enabled():
-            called: tuple[Tensor, ...] = RunAgain.apply(  # type: ignore[no-untyped-call]
+            called = RunAgain.apply(  # type: ignore[no-untyped-call]
                 lambda leaves: self._called(leaves, size), self._held.module, self._held.names, *values
             )
-            return called
-        return self._called(values, size)
+        else:
+            called = self._called(values, size)
+        return keyed_backward(called, self._held.generators)
 
     def _called(self, values: Sequence[Any], size: int) -> tuple[Tensor, ...]:
         own = dict(zip(self._held.names, values[: self.own_arguments], strict=True))
@@ -410,6 +420,11 @@ class OpaqueCall:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ExecutionError(f"{self._held} is called as it is, for it could not be traced, and {reason}")
+
+
+def _hooks_of(tensor: Tensor) -> int:
+    """How many hooks are called with a tensor's gradient."""
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def _without_data(values: Sequence[Any]) -> bool:

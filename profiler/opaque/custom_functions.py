@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.errors import ExecutionError
+from profiler.observe.drawn_from import of_function
+from profiler.observe.draws import keyed_backward
 from profiler.observe.storage_watch import is_strided
 from profiler.opaque.call import Refused, Slot, on_own_memory, with_slots
 from profiler.torch_private import applied, storage_of
@@ -46,6 +48,12 @@ class FunctionCall:
     def __init__(self, function: Any, leaves: Sequence[Any], tree: pytree.TreeSpec) -> None:
         self.function = function
         self.tree = tree
+        self._draws = of_function(function)
+        if self._draws.of_the_system:
+            raise Refused(
+                f"its code names {self._draws.of_the_system!r}, by which it may draw random numbers of the system, "
+                "which nobody can draw again; let it draw from torch's generator (torch.rand)"
+            )
         self._places = [[i for i, leaf in enumerate(leaves) if isinstance(leaf, kind)] for kind in _COMPUTED]
         self._leaves = list(leaves)
         for position, place in enumerate(place for places in self._places for place in places):
@@ -77,7 +85,7 @@ class FunctionCall:
                 f"{name_of(self.function)} is called as it is, and it returns {leaves} in {tree}, when traced it was "
                 f"{self.result_leaves} in {self.result_tree}"
             )
-        return on_own_memory(_tensors(found), values)
+        return keyed_backward(on_own_memory(_tensors(found), values), self._draws.generators)
 
     def is_for(self, function: Any, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
         """Whether it stands for this call too; a number may be symbolic in one run of the model and not in another."""

@@ -19,9 +19,11 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import device_of_first
+from profiler.observe.draws import has_foreign_backward
 from profiler.observe.named_functions import SEPARATOR, function_named
 from profiler.opaque.call import Held, OpaqueCall, OwnDevice, Slot
 from profiler.opaque.called_functions import CalledFunction, content_of, handed_on
+from profiler.opaque.custom_functions import FunctionCall
 from profiler.opaque.operators import LIBRARY, replace_operator
 from profiler.opaque.rehearsal import RehearsedCall, TakenTensor, rehearse
 
@@ -183,9 +185,21 @@ torch.library.register_fake("gpipe_autoplan::called_as_is", _shapes, lib=LIBRARY
 
 def opaque_calls_of(node: fx.Node) -> list[OpaqueCall]:
     """The calls that a node makes, itself or in its region."""
-    if isinstance(node.target, OpaqueCall):
-        return [node.target]
+    return [target for target in _targets_of(node) if isinstance(target, OpaqueCall)]
+
+
+def runs_code_in_backward(node: fx.Node) -> bool:
+    """Whether its backward pass, or one in its region, is code of somebody's."""
+    return any(
+        isinstance(target, OpaqueCall | FunctionCall) or has_foreign_backward(target) for target in _targets_of(node)
+    )
+
+
+def _targets_of(node: fx.Node) -> Iterator[Any]:
+    """What a node calls, itself or in its region."""
+    yield node.target
     root = node.graph.owning_module
-    regions = [getattr(root, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
-    inner = [n for region in regions if isinstance(region, fx.GraphModule) for n in region.graph.nodes]
-    return [call for each in inner for call in opaque_calls_of(each)]
+    for source in node.all_input_nodes:
+        region = getattr(root, str(source.target), None) if source.op == "get_attr" else None
+        for inner in region.graph.nodes if isinstance(region, fx.GraphModule) else ():
+            yield from _targets_of(inner)

@@ -24,7 +24,8 @@ from profiler.errors import NotTraceableError
 from profiler.machine.backend import HOST, backend_of, device_of_first
 from profiler.observe.elsewhere import Unwritten, lasting_spots, spots_of
 from profiler.observe.flops import FlopCounter
-from profiler.observe.random_states import preserved, system_numbers_told
+from profiler.observe.outside_world import outside_told
+from profiler.observe.random_states import preserved
 from profiler.observe.reads import Reads
 from profiler.observe.standing_in import standing_in
 from profiler.observe.storage_watch import StorageWatch
@@ -145,14 +146,14 @@ def rehearse(call: RehearsedCall, sizes: Sequence[int]) -> tuple[Signature, Cost
 def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floats: Floats) -> list[_Run]:
     """One run at each size, of the dearest of some draws if it draws random numbers."""
     made: dict[str, Any] = {}
-    ends = [spots_of(call.held.module)]
     constants = Unwritten(call.held.constants)
     with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as afterwards:
         afterwards.callback(constants.put_back)
+        ends = [thread.submit(spots_of, call.held.module).result()]  # there, since threads have values of their own
 
         def run(size: int, seed: int) -> _Run:
             done = thread.submit(_run, call, size, around, made, seed, floats).result()
-            ends.append(spots_of(call.held.module))
+            ends.append(thread.submit(spots_of, call.held.module).result())
             changed = lasting_spots(ends[-2], ends[-1])
             if changed and len(ends) > 2:  # in the first run it may make a cache
                 raise Refused(f"it changes {changed[0].name!r} in each call; keep that in a buffer (register_buffer)")
@@ -160,7 +161,26 @@ def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floa
 
         first = run(sizes[0], 0)
         seed = _dearest_draw([run(sizes[0], other) for other in range(DRAWS_TRIED)]) if first.draws else 0
-        return [run(size, seed) for size in sizes]
+        runs = [run(size, seed) for size in sizes]
+        again = run(sizes[0], seed)
+        if not thread.submit(_alike, runs[0].done.result, again.done.result).result():
+            raise Refused(
+                "with the same arguments and the same random numbers it returns something else: it computes with the "
+                "time, or with something that it keeps between calls where nobody sees it; keep that in a buffer "
+                "(register_buffer), or pass it as an argument"
+            )
+        return runs
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two results agree, but for rounding."""
+    pairs = list(zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False))
+    tensors = [(a.detach(), b.detach()) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(
+        a.shape == b.shape
+        and (torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) if a.is_floating_point() else True)
+        for a, b in tensors
+    )
 
 
 def _dearest_draw(runs: Sequence[_Run]) -> int:
@@ -254,7 +274,7 @@ def _run(
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
             FlopCounter() as counter,
             reads,
-            system_numbers_told(_refuse_system_numbers),
+            outside_told(_refuse_outside),
             functions_noticed(note),
         ):
             done = held.call(own, args, kwargs, made, may_draw=True, seed=seed)
@@ -268,7 +288,11 @@ def _run(
         kept_bytes = sum(watch.bytes_of(tensor) or 0 for tensor in inside)
         before = watch.live_bytes
         watch.restart()
-        with standing_in(held.module, own):
+        if any(map(_has_hooked, entering)):
+            raise Refused(
+                "it hooks the node that makes its argument; let it hook a value of its own (x = x.view_as(x))"
+            )
+        with standing_in(held.module, own), held.seeded(seed), outside_told(_refuse_outside):
             _backward(outputs)
         return _Run(
             size,
@@ -284,8 +308,20 @@ def _run(
         )
 
 
-def _refuse_system_numbers() -> None:
-    raise Refused("it draws random numbers of the system (os.urandom, secrets, uuid), which nobody can draw again")
+def _has_hooked(tensor: Tensor) -> bool:
+    """Whether there is a hook at the node that has made a tensor."""
+    node = tensor.grad_fn
+    if node is None:
+        return False
+    ours = [node.register_hook(lambda *_: None), node.register_prehook(lambda *_: None)]
+    hooked = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in ours)
+    for handle in ours:
+        handle.remove()
+    return hooked
+
+
+def _refuse_outside(what: str) -> None:
+    raise Refused(f"it {what}, which no recomputed pass may do, nor another process")
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:

@@ -29,6 +29,7 @@ from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.parting import Seen, first_unseen
 from profiler.run.stage_function import StageFunction
 from profiler.sample_spec import TensorLeaf
+from profiler.torch_private import NormBase
 from profiler.tracing.export import autocasting
 from profiler.tracing.sample import arguments_of, torch_dtype
 from profiler.tracing.sequence import LayerSequence
@@ -99,7 +100,9 @@ class Trial:
             try:
                 with self._undisturbed():
                     expected = self._eager()
-                    itself = worst(differences(Outcome(self._eager_loss(), {}), Outcome(expected.loss, {})))
+                    itself = worst(differences(self._eager(), expected))
+            except UnfaithfulTraceError:
+                raise
             except Exception as problem:
                 with self._undisturbed():
                     self._layers()  # what both raise is the step's to tell
@@ -109,9 +112,10 @@ class Trial:
                 ) from problem
             if itself.relative > ROUNDING:
                 raise UnfaithfulTraceError(
-                    f"called twice with the same data and the same random numbers, the model returns another loss, by "
-                    f"{itself.relative:.1e}: it keeps something between calls outside of its buffers, or draws random "
-                    f"numbers of its own, which layers cannot; let it be a buffer, or {_ANYWAY}"
+                    "called twice with the same data and the same random numbers, the model gives another result, by "
+                    f"{itself.relative:.1e} of {itself.where}: it keeps something between forward or backward passes "
+                    "outside of its buffers, or draws random numbers of its own, which layers cannot; let it be a "
+                    f"buffer, or {_ANYWAY}"
                 )
             with self._undisturbed():
                 found = differences(self._layers(), expected)
@@ -137,15 +141,30 @@ class Trial:
         names |= {id(parameter): name for name, parameter in self.sequence.parameters.items()}
         with self._afresh():
             loss = self._called(watch)
+            versions = self._versions()
             if loss.requires_grad:
                 loss.backward()
+            self._refuse_written(versions)
             gradients = {names[id(p)]: _dense(p.grad) for p in self.model.parameters() if p.grad is not None}
             return Outcome(loss.detach(), gradients)
 
-    def _eager_loss(self) -> Tensor:
-        """By calling the model itself."""
-        with self._afresh():
-            return self._called().detach()
+    def _versions(self) -> dict[str, int]:
+        """How often each buffer has been written, those apart that torch's checkpoints write again."""
+        return {
+            f"{path}.{name}" if path else name: buffer._version
+            for path, module in self.model.named_modules()
+            if not isinstance(module, NormBase)
+            for name, buffer in module.named_buffers(recurse=False)
+        }
+
+    def _refuse_written(self, before: Mapping[str, int]) -> None:
+        now = self._versions()
+        written = [name for name, version in before.items() if now.get(name, version) != version]
+        if written:
+            raise UnfaithfulTraceError(
+                f"the model's backward pass writes its buffer {written[0]!r}, which micro-batches in a pipeline would "
+                f"read in another order; write it in the forward pass, or {_ANYWAY}"
+            )
 
     def _called(self, watch: contextlib.AbstractContextManager[object] | None = None) -> Tensor:
         """The loss, of which the model's own code is watched."""

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from profiler.machine.backend import device_of_first
+from profiler.observe.draws import Seeder, draws_seeded_by
 from profiler.run.separable import split_function
 from profiler.run.split_backward import DeferredWeights, deferring
 from profiler.run.straight import Part, Run, graph_of, written_out
 from profiler.torch_private import run_engine
 from profiler.tracing.batch_norm import BatchStatistics
-from profiler.tracing.draws import Seeder, draws_seeded_by
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence
 

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 
 from profiler.conditions.sources import followed_from
 from profiler.errors import NotTraceableError
+from profiler.observe.draws import before_draw, has_foreign_backward, keyed_operation
 from profiler.torch_private import OpOverload, is_view, storage_of
 from profiler.tracing.batch_norm import BatchStatistics, use_scratch_buffers
-from profiler.tracing.draws import before_draw
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
 from profiler.tracing.sequence import Layer
@@ -112,6 +112,9 @@ def build_layer(
             draft.graph.call_function(before_draw, (draws,))
             draws += 1
         draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
+        if has_foreign_backward(node.target):
+            operation: Any = node.target
+            draft.copies[node] = draft.graph.call_function(keyed_operation, (operation, draft.copies[node]))
         if facts[node].apart:
             others = [draft.copies[source] for source in facts[node].apart]
             draft.copies[node] = draft.graph.call_function(apart_from, (draft.copies[node], *others))

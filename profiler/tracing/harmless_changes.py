@@ -30,7 +30,7 @@ from profiler.observe.python_state import Attribute, key_of_value, put_back
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_of, preserved, seeded
 from profiler.observe.standing_in import standing_in
 from profiler.observe.untouched import untouched
-from profiler.tracing.calls_alike import NotedCall, PythonState
+from profiler.tracing.calls_alike import NotedCall, PythonState, replaced_buffers
 from profiler.tracing.sample import Arguments
 
 _FAR = 1_000_003  # [chosen] calls; odd, so that what every other call does differently shows
@@ -141,25 +141,34 @@ def same_calls(model: nn.Module, calls: Sequence[Arguments], around: Callable[[]
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in held):
         return False
     first, second = calls
+    buffers = dict(model.named_buffers())
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with untouched(model):
             expected = _computed(model, second, around)
+            now = dict(model.named_buffers())
+            replaced = {name: now[name].clone() for name in replaced_buffers(model, buffers)}
         with untouched(model):
-            found = _computed_later(model, first, second, around)
+            others: dict[str, Tensor] = {}
+            found = _computed_later(model, first, second, around, others)
     except Exception:  # the user's code, on made-up data: no proof
         return False
     finally:
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
+    if not all(name in others and _same(others[name], value) for name, value in replaced.items()):
+        return False  # what the last call has left in a buffer is part of the model's state
     return bool(found) and all(_same(one, other) for each in found for one, other in zip(each, expected, strict=True))
 
 
 def _computed_later(
-    model: nn.Module, first: Arguments, second: Arguments, around: Callable[[], Any]
+    model: nn.Module, first: Arguments, second: Arguments, around: Callable[[], Any], replaced: dict[str, Tensor]
 ) -> list[list[Any]]:
-    """What the second call computes after the first, with other parameters, and after many; [] if that is unknown."""
+    """What the second call computes after the first, with other parameters, and after many; [] if that is unknown.
+
+    What the first call puts in the place of buffers goes into `replaced`.
+    """
     others = {name: (1.5 * held.detach()).requires_grad_(held.requires_grad) for name, held in model.named_parameters()}
     held = {**others, **dict(model.named_buffers())}
     with standing_in(model, held):
@@ -167,6 +176,7 @@ def _computed_later(
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if held[name] is not buffer:  # it has put another in its place
+                replaced[name] = held[name].detach().clone()
                 buffer.copy_(held[name])
     between = PythonState.of(model)
     found = [_computed(model, second, around)]

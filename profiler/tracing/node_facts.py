@@ -20,9 +20,10 @@ from profiler.errors import NotTraceableError
 from profiler.machine.backend import device_of_first
 from profiler.observe.flops import FlopCounter
 from profiler.observe.source_place import keep_together_advice, place_of_node
+from profiler.observe.storage_watch import is_strided
 from profiler.observe.without_data import without_data
 from profiler.opaque.call import OpaqueCall
-from profiler.opaque.opaque_calls import opaque_calls_of
+from profiler.opaque.opaque_calls import opaque_calls_of, runs_code_in_backward
 from profiler.sample_spec import SampleSpec
 from profiler.torch_private import is_inside_function_transform, storage_of
 from profiler.tracing.export import TracedGraph, autocasting, module_stack
@@ -98,7 +99,9 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
             for opaque in opaque_calls_of(node):
                 counter.flops += opaque.cost.flops.at(spec.batch_size)
                 counter.draws_random = True  # whether it does may depend on data
+            counter.draws_random |= runs_code_in_backward(node)  # which may draw, too
             _refuse_wrapped(node, values[node])
+            _refuse_sparse(node, values[node])
             facts[node] = _facts(node, values, counter)
             trained_by.update(dict.fromkeys(_newly_trained(facts, values, facts[node].writes, trained_by), node))
     _refuse_shared_writes(traced.module.graph, values, facts)
@@ -161,6 +164,19 @@ def _refuse_wrapped(node: fx.Node, value: Any) -> None:
             modules=place.modules,
             functions=place.functions,
         )
+
+
+def _refuse_sparse(node: fx.Node, value: Any) -> None:
+    """A sparse or nested value lies in several memories, which a boundary could not send, nor memory be counted of."""
+    for tensor in _tensors(value):
+        if not is_strided(tensor) or tensor.is_nested:
+            place = place_of_node(node)
+            raise NotTraceableError(
+                f"cannot trace the model: in {place}: {node.target} gives a sparse or nested tensor "
+                f"({tensor.layout}); use dense ones, or {keep_together_advice(place.modules)}",
+                modules=place.modules,
+                functions=place.functions,
+            )
 
 
 def _dynamic_text(node: fx.Node, problem: Exception) -> str:

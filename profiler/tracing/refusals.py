@@ -22,7 +22,8 @@ from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from profiler.errors import NotTraceableError
-from profiler.observe.random_states import python_and_numpy_states, system_numbers_told
+from profiler.observe.outside_world import outside_told
+from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import (
     Place,
     keep_together_advice,
@@ -130,12 +131,12 @@ def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
         """A graph holds regions without gradient, and none of inference mode; what they compute is the same."""
         return torch.no_grad() if _TRACING.get() and enabled else inference_mode(enabled)
 
-    def system_numbers() -> None:
+    def outside(what: str) -> None:
         if _TRACING.get():
-            refuse("draws random numbers of the system (os.urandom, secrets, uuid)")
+            refuse(what)
 
     with (
-        system_numbers_told(system_numbers),
+        outside_told(outside),
         mock.patch.object(RemovableHandle, "__init__", made_handle),
         SAVED_TENSORS_HOOKS.replaced_by(pushed_hooks),
         BACKWARD_PASS.replaced_by(ran_backward),

@@ -92,7 +92,7 @@ class Layer:
         statistics: batch normalizations whose running statistics are to be moved by its outputs.
         in_place: those of `values` that it writes in place, itself or through a view.
         views: pairs (output, one of `values`) that lie in the same memory, so that a later layer can write that value.
-        draws: operations that draw random numbers, each after a call of `profiler.tracing.draws.before_draw`.
+        draws: operations that draw random numbers, each after a call of `profiler.observe.draws.before_draw`.
         earlier_draws: such operations of earlier layers.
         flops: of its forward pass at the sample's batch size.
         signature: equal for layers that do the same operations on the same shapes.

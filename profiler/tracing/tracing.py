@@ -25,6 +25,7 @@ from profiler.precision import precision_named, refuse_with_autocast
 from profiler.quantities import LEAST_STAGES, MOST_LAYERS, check_count
 from profiler.sample_spec import SampleSpec
 from profiler.text import counted
+from profiler.torch_private import is_lazy
 from profiler.tracing.batch_norm import take_out_counters
 from profiler.tracing.build_layer import (
     Compiler,
@@ -115,6 +116,7 @@ def trace(
         spec = sample
     else:
         spec = _spec(sample, batch_dims, autocast, precision, keep_together, stages)
+    _refuse_lazy(model)
     model = computing_model(model, spec.precision)
     _check_paths(model, spec.keep_together)
     values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
@@ -126,6 +128,15 @@ def trace(
         sequence = _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
         done(Part.LAYERS)
     return sequence
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, held in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(held):
+            raise NotTraceableError(
+                f"cannot trace the model: {name!r} has no shape before the first call (a lazy module); call the model "
+                "once on a sample before planning"
+            )
 
 
 def _spec(

@@ -17,7 +17,7 @@ from profiler.run.separable import deferred_parameters
 from profiler.run.split_backward import DeferredWeights
 from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.tracing.sample import tensor_leaves
-from tests.coverage.fidelity import Traced
+from tests.coverage.fidelity import ByNumber, Traced
 from tests.coverage.model_list import MODELS, Case, Entry
 
 ROUNDS = 5
@@ -56,7 +56,9 @@ class Stages:
         for stage in self._stages:
             leaves = leaves_of(values, stage.entering)
             stores.append(DeferredWeights() if self._splits else None)
-            values = stage.forward(leaves, self._inputs, self._sequence.buffers, seed=_seed, store=stores[-1]).values
+            values = stage.forward(
+                leaves, self._inputs, self._sequence.buffers, seed=ByNumber(), store=stores[-1]
+            ).values
             passes.append(KeptPass(leaves, roots_of(values)))
         ends = {name: value.detach().requires_grad_(value.requires_grad) for name, value in values.items()}
         loss_of(model_output(self._sequence, ends), self._case.target, self._case.loss_fn).backward()
@@ -70,10 +72,6 @@ class Stages:
                 store.run()
                 assert store.entries == []
         return forward - start, inputs - forward, time.thread_time() - inputs
-
-
-def _seed(draw: int) -> None:
-    torch.manual_seed(1000 + draw)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -192,7 +192,7 @@ def run(sequence: LayerSequence, case: Case, cuts: Sequence[int] = (), *, seeded
     for bounds in pairwise([0, *cuts, len(sequence)]):
         stage = StageFunction(sequence, *bounds, copies)
         leaves = leaves_of(values, stage.entering)
-        results = stage.forward(leaves, inputs, current, seed=_seed if seeded else None)
+        results = stage.forward(leaves, inputs, current, seed=ByNumber() if seeded else None)
         values = results.values
         passes.append(KeptPass(leaves, roots_of(values)))
         written.update(results.buffers)
@@ -212,8 +212,16 @@ def run(sequence: LayerSequence, case: Case, cuts: Sequence[int] = (), *, seeded
     return Run(_tensors(output), loss.detach(), summed, written)
 
 
-def _seed(draw: int) -> None:
-    torch.manual_seed(1000 + draw)
+class ByNumber:
+    """Seeds torch's generator by the number of a draw."""
+
+    def __call__(self, draw: int) -> None:
+        """In the forward pass."""
+        torch.manual_seed(1000 + draw)
+
+    def in_backward(self, draw: int, part: int, others: Sequence[object]) -> None:
+        """In the backward pass."""
+        torch.manual_seed(100_000 + 100 * draw + part)
 
 
 def _tensors(output: Any) -> tuple[Tensor, ...]:

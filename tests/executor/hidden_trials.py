@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +22,21 @@ from torch.nn import functional
 from executor import Pipeline
 from profiler import trace
 from profiler.errors import ExecutionError, PlanError, UnfaithfulTraceError
+from profiler.run.loss import LossFunction
 from tests.executor.conftest import _plan as plan_for
-from tests.models import hidden_gradients, hidden_means, hidden_tensors
+from tests.models import hidden_backward, hidden_gradients, hidden_means, hidden_more, hidden_tensors, hidden_world
 from tests.models.hidden_state import DRAWING, FEATURES, fresh, hiding
 
-_SORTED_IN = (hidden_gradients, hidden_means, hidden_tensors)  # by being imported
+_SORTED_IN = (
+    hidden_backward,
+    hidden_gradients,
+    hidden_means,
+    hidden_more,
+    hidden_tensors,
+    hidden_world,
+)  # by being imported
 
+T = TypeVar("T")
 SIZE, M, STEPS = 8, 4, 5
 WITHIN = 1e-9  # relative, in float64
 
@@ -93,11 +102,19 @@ def by_hand(names: Sequence[str], data: Sequence[tuple[Tensor, Tensor]], rate: f
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-    return Training(tuple(losses), tuple(gradients), model.state_dict())
+    known = hiding(names).state_dict().keys()  # a call may give a module one more name
+    return Training(tuple(losses), tuple(gradients), {k: v for k, v in model.state_dict().items() if k in known})
 
 
-def by_plan(names: Sequence[str], data: Sequence[tuple[Tensor, Tensor]], stages: int, rate: float = 0.05) -> Training:
-    """By a plan.
+def by_plan(
+    names: Sequence[str],
+    data: Sequence[tuple[Tensor, Tensor]],
+    stages: int,
+    rate: float = 0.05,
+    recompute: Sequence[bool] | None = None,
+    loss_fn: LossFunction = functional.mse_loss,
+) -> Training:
+    """By a plan, of which by default the first of several stages is recomputed.
 
     Raises:
         PlanError: it is refused.
@@ -107,9 +124,10 @@ def by_plan(names: Sequence[str], data: Sequence[tuple[Tensor, Tensor]], stages:
     fresh()
     layers = len(sequence)
     stages = min(stages, layers)
+    again = recompute or [stages > 1, *[False] * (stages - 1)]
     cuts = [round(layers * stage / stages) for stage in range(1, stages)]
-    plan = plan_for(sequence, cuts, batch_size=SIZE, micro_batches=M, recompute=[stages > 1, *[False] * (stages - 1)])
-    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
+    plan = plan_for(sequence, cuts, batch_size=SIZE, micro_batches=M, recompute=again[:stages])
+    pipe = Pipeline(model, plan, loss_fn=loss_fn)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=rate)
     losses, gradients = [], []
     for x, y in data:
@@ -122,9 +140,14 @@ def by_plan(names: Sequence[str], data: Sequence[tuple[Tensor, Tensor]], stages:
 
 def tried(names: Sequence[str]) -> Found:
     """What comes of a model of these bodies; scripting warns that it is deprecated."""
+    return quietly(_tried, names)
+
+
+def quietly(call: Callable[..., T], *args: Any) -> T:
+    """What a call returns, whatever it warns of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _tried(names)
+        return call(*args)
 
 
 def _tried(names: Sequence[str]) -> Found:
@@ -155,6 +178,8 @@ def refused(problem: PlanError) -> Found:
     if isinstance(problem, UnfaithfulTraceError):
         return Found(Outcome.REFUSED, text)
     told = (
+        r"module '.*' is to be called as it is.* writes its (parameter|buffer) '.*'; use|"
+        r"forward pass of module '.*' makes, replaces or takes away its .*; make|has no shape before the first call|"
         r"\.py:\d+|backward hook|module '.*' is called as it is.*; (make it|use) a buffer|traced twice in a row, its "
     )
     clear = re.search(told, text) is not None

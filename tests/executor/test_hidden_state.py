@@ -3,14 +3,22 @@
 `tests/benchmarks/test_hidden_state.py` draws many more combinations.
 """
 
+import contextlib
 import random
+from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.executor.hidden_trials import GOOD, KNOWN, Outcome, tried
-from tests.models.hidden_state import BODIES
+from executor import launch
+from planner.plan.plan import Plan
+from profiler import trace
+from profiler.errors import PlanError
+from tests.executor.conftest import PlanFor
+from tests.executor.hidden_trials import GOOD, KNOWN, Outcome, Training, batches, by_plan, quietly, tried
+from tests.models.hidden_state import BODIES, hiding
 
 NAMES = sorted(BODIES.keys() - KNOWN)
 
@@ -46,6 +54,29 @@ def test_each(name: str) -> None:
 def test_some_together(names: list[str]) -> None:
     found = tried(names)
     assert found.outcome in GOOD, found.why
+
+
+def steps_of(_: Plan, cases: Sequence[str]) -> list[Training]:
+    """Of each model, in this process."""
+    torch.set_num_threads(1)
+    return [quietly(by_plan, [name], batches(2), 2) for name in cases]
+
+
+def test_some_in_two_processes(plan_for: PlanFor) -> None:
+    """What is right in one process is the same, in every bit, where two share the model."""
+    alone = {}
+    for name in random.Random(5).sample(NAMES, 24):
+        with contextlib.suppress(PlanError):
+            alone[name] = quietly(by_plan, [name], batches(2), 2)
+    assert len(alone) > 8
+    sequence = trace(hiding(["a counter that nothing reads"]), batches(1)[0][0], progress=False)
+    first, second = launch(steps_of, plan_for(sequence, [1], batch_size=8, micro_batches=4), ([*alone],))
+    for (name, expected), one, other in zip(alone.items(), first, second, strict=True):
+        for step, gradients in enumerate(expected.gradients):
+            assert torch.equal(one.losses[step], expected.losses[step]), name
+            found = one.gradients[step] | other.gradients[step]
+            assert found.keys() == gradients.keys(), name
+            assert all(torch.equal(found[key], gradient) for key, gradient in gradients.items()), name
 
 
 def test_whatever_is_drawn_is_drawn_alike() -> None:

@@ -16,14 +16,10 @@ from profiler.errors import ArgumentError
 from profiler.run.loss import model_output
 from profiler.run.stage_function import KeptPass, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
 from profiler.tracing.sample import call_arguments, tensor_leaves
-from tests.coverage.fidelity import by_one
+from tests.coverage.fidelity import ByNumber, by_one
 
 Case = tuple[nn.Module, Any]
 Traced = tuple[nn.Module, Any, LayerSequence]
-
-
-def _seed(layer: int) -> None:
-    torch.manual_seed(1000 + layer)
 
 
 def _run(sequence: LayerSequence, sample: Any, cuts: list[int]) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -39,7 +35,7 @@ def _run(sequence: LayerSequence, sample: Any, cuts: list[int]) -> tuple[list[Te
     kept = []
     for stage in stages:
         leaves = leaves_of(values, stage.entering)
-        values = stage.forward(leaves, inputs, sequence.buffers, seed=_seed).values
+        values = stage.forward(leaves, inputs, sequence.buffers, seed=ByNumber()).values
         kept.append(KeptPass(leaves, roots_of(values)))
     gradients: Mapping[str, Tensor | None] = {name: 2 * value.detach() for name, value in values.items()}
     for passed in reversed(kept):

@@ -1,7 +1,8 @@
 """The last line of defence: before the first step its first micro-batch runs through the model as it is, too.
 
 Tracing refuses what it knows to be lost in a graph. What nobody thought of shows here, in the one process that has all
-data: the layers' loss and gradients must be the model's. That takes as long as three micro-batches in one process; where
+data: the layers' loss and gradients must be the model's, and the model's own must be the same when it is called twice.
+That takes as long as three micro-batches in one process; where
 it would take much more, or does not fit, it is left out, and `Pipeline.first_step` says why.
 """
 

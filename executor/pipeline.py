@@ -45,6 +45,7 @@ from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
 from executor.state.optimizer_steps import after_each_step, before_each_step, refuse_replaced
+from executor.state.parameter_hooks import refuse_lost_hooks
 from executor.state.placement import Placement, of_no_layer, place
 from executor.state.replicas import GradientSum, group_of_peers
 from executor.state.shared_loss import SharedLoss
@@ -327,6 +328,7 @@ class Pipeline:
         with self.watch.call(Phase.PREPARATION, given):
             refuse_other_modes(self.plan, self._devices.values(), self._frozen)
             call = self._feed.call("step", args, kwargs, target, training=True)
+            refuse_lost_hooks(self._placement)
             self._placement.round_masters()
             self._compare_first_step(args, kwargs, target)
             self._begin(scaler, accumulate=accumulate)

@@ -79,6 +79,13 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
+def backward_of_operation(name: str) -> Any:
+    """What `register_autograd` was given for an operation that `torch.library.custom_op` has made; else None."""
+    from torch._library.custom_ops import OPDEFS
+
+    return getattr(OPDEFS.get(name), "_backward_fn", None)
+
+
 # Functions of torch's in whose place another is put for a while.
 
 
@@ -213,6 +220,22 @@ def has_backward_hooks(owner: nn.Module | Tensor) -> bool:
     """Whether a module or a parameter has hooks that its backward pass calls."""
     tables = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(owner, table, None) for table in tables)
+
+
+def gradient_hooks(tensor: Tensor) -> int:
+    """How many hooks are called with a tensor's gradient."""
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
+def hook_first(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
+    """Have a hook called with a leaf's gradient before all that others have registered."""
+    handle = tensor.register_hook(hook)
+    hooks = tensor._backward_hooks
+    assert hooks is not None, "it has one"
+    others = {number: other for number, other in hooks.items() if number != handle.id}
+    for number in others:  # by the order of insertion they are called
+        del hooks[number]
+    hooks.update(others)
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:

@@ -22,6 +22,8 @@ from profiler.observe.random_states import Generator, KeptStates, python_and_num
 
 OF_THE_LOSS = -1
 """In the place of a draw's number: the loss may draw random numbers too."""
+OF_PARAMETERS = -2
+"""And so may hooks on parameters."""
 
 
 def key(*numbers: int) -> int:

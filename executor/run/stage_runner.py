@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from executor.run.accumulators import Accumulators
 from executor.run.micro_batch import mean_over_samples
+from executor.run.parameter_hooks import ParameterHooks
 from executor.run.randomness import OF_THE_LOSS, BackwardDraws, Keyed
 from planner.plan.stage import Segment
 from profiler.errors import ArgumentError
@@ -93,6 +94,7 @@ class StageLayers:
     Attributes:
         entering: what the stage receives, from whichever stage.
         leaving: what it sends.
+        parameters: those of the layers.
     """
 
     def __init__(
@@ -124,6 +126,8 @@ class StageLayers:
         self.entering = self.parts[0].function.entering
         self.last_recomputed = max((index for index, part in enumerate(self.parts) if part.is_recomputed), default=-1)
         self.inputs = tuple(dict.fromkeys(name for part in self.parts for name in part.function.inputs))
+        own = [(layer.index, name) for layer in sequence.layers[first:stop] for name in layer.parameters]
+        self.parameters = {place: parameters[place] for place in own}
 
 
 @dataclass(slots=True)
@@ -165,6 +169,7 @@ class StageRunner:
         self.seed = seed
         self._generators = generators_of(device)
         self._backward_draws = BackwardDraws()
+        self._hooks = ParameterHooks()
         self._loss_draws = None if loss_fn is None or is_torchs_own(loss_fn) else drawn_from(loss_fn)
         if self._loss_draws and self._loss_draws.of_the_system:
             raise ArgumentError(
@@ -203,6 +208,7 @@ class StageRunner:
         carried = state.buffers[index] = {} if before is None else state.buffers[before]
         if before is None:
             state.accumulators = [Accumulators(part.function.parameters) for part in layers.parts]
+            self._hooks.seed(layers.parameters)
         written: dict[str, Tensor] = {}
         moments: list[Moved] = []
         values: Mapping[str, Tensor] = received
@@ -260,8 +266,9 @@ class StageRunner:
                 self._recompute(layers, position, batch, before)
             del state.entering[place]
             with self._backward_draws.restored():
+                self._hooks.keyed = self._keyed(batch.index)
                 if self._loss_draws and LOSS in gradients:
-                    self._keyed(batch.index).in_backward(OF_THE_LOSS, 0, self._loss_draws.generators)
+                    self._hooks.keyed.in_backward(OF_THE_LOSS, 0, self._loss_draws.generators)
                 entering = run_backward(state.kept.pop(place), gradients)
             state.accumulators[position].own()
             gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
@@ -282,7 +289,9 @@ class StageRunner:
         """The gradients of parameters that `backward` has left, in its order."""
         state = self._state
         for place in sorted((place for place in state.deferred if place[0] == batch.index), reverse=True):
-            state.deferred.pop(place).run()
+            self._hooks.keyed = self._keyed(batch.index)
+            with self._backward_draws.restored():
+                state.deferred.pop(place).run()
             state.accumulators[place[1]].own()
 
     def evaluate(self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

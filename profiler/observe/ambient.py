@@ -19,7 +19,13 @@ def as_in_training() -> Iterator[None]:
     """
     enabled = [device_type for device_type in BACKENDS if torch.is_autocast_enabled(device_type)]
     if torch.is_grad_enabled() and not enabled and not torch.is_inference_mode_enabled():
-        yield  # the usual case: to enter modes that are on takes as long as a small layer
+        try:
+            yield  # the usual case: to enter modes that are on takes as long as a small layer
+        except BaseException:  # torch's own regions in a graph leave their modes on behind an error
+            torch.set_grad_enabled(True)
+            for device_type in BACKENDS:
+                torch.set_autocast_enabled(device_type, False)
+            raise
         return
     with contextlib.ExitStack() as modes:
         modes.enter_context(torch.inference_mode(mode=False))

@@ -15,6 +15,7 @@ from torch import nn
 
 from profiler.observe.elsewhere import reached_from
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, Generator
+from profiler.torch_private import backward_of_operation
 
 _PACKAGES = "random"  # in the names of all functions of Python's and numpy's generators that are not held by a name
 _OF_THE_SYSTEM = frozenset(
@@ -51,10 +52,7 @@ def of_function(function: Any) -> DrawnFrom:
 @functools.cache
 def of_operation(operation: Any) -> DrawnFrom:
     """What the backward pass of an operation may draw from, if somebody has defined that in Python."""
-    from torch._library.custom_ops import OPDEFS
-
-    defined = OPDEFS.get(operation.name().partition(".")[0])
-    backward = getattr(defined, "_backward_fn", None)
+    backward = backward_of_operation(operation.name().partition(".")[0])
     return DrawnFrom() if backward is None else drawn_from(backward)
 
 

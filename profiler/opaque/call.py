@@ -39,7 +39,7 @@ from profiler.observe.storage_watch import is_strided
 from profiler.opaque.called_functions import CalledFunction, content_of
 from profiler.opaque.run_again import RunAgain
 from profiler.text import counted
-from profiler.torch_private import storage_of
+from profiler.torch_private import gradient_hooks, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class Held:
         entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entered = [tensor._version for tensor in entering]
         settings = self._settings(args, kwargs)
-        hooks = [*map(_hooks_of, (*tensors.values(), *entering))]
+        hooks = [*map(gradient_hooks, (*tensors.values(), *entering))]
         attributes, states = attributes_of(self.module), python_and_numpy_states()
         before = {name: constant._version for name, constant in self.constants.items()}
         known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
@@ -274,7 +274,7 @@ class Held:
         through_data = writes.written()
         if entered != [tensor._version for tensor in entering] or through_data - tensors.keys():
             raise Refused("it writes one of its arguments in place; let it work on a copy")
-        if hooks != [*map(_hooks_of, (*tensors.values(), *entering))]:
+        if hooks != [*map(gradient_hooks, (*tensors.values(), *entering))]:
             raise Refused(
                 "it hooks the gradient of an argument or parameter, of which a layer may have a part; let it hook a "
                 "value of its own (x = x.view_as(x))"
@@ -420,11 +420,6 @@ class OpaqueCall:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ExecutionError(f"{self._held} is called as it is, for it could not be traced, and {reason}")
-
-
-def _hooks_of(tensor: Tensor) -> int:
-    """How many hooks are called with a tensor's gradient."""
-    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def _without_data(values: Sequence[Any]) -> bool:

@@ -12,11 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from executor import Pipeline
+from planner.plan.plan import Plan
+from profiler import trace
 from profiler.errors import ArgumentError, ExecutionError, PlanError
 from profiler.observe.drawn_from import drawn_from
+from tests.executor.conftest import PlanFor
 from tests.executor.hidden_trials import Training, batches, by_plan
 from tests.models.hidden_backward import noise
 from tests.models.hidden_state import BODIES, OUTSIDE, hiding
@@ -121,3 +125,53 @@ def test_a_name_that_code_does_not_show_is_noticed_when_it_draws() -> None:
     assert not drawn_from(loss_by_a_computed_name).generators
     with pytest.raises(ExecutionError, match=r"draws from Python's or numpy's random generator by a name"):
         by_plan(["a gradient rounded at random"], batches(1), 1, loss_fn=loss_by_a_computed_name)
+
+
+def shrink(held: Tensor) -> None:
+    assert held.grad is not None
+    held.grad.mul_(torch.rand(()))
+
+
+def steps_with_hooks(plan: Plan, model: nn.Module, *, after: bool = False) -> list[dict[str, Tensor]]:
+    """Gradients of two steps, to which hooks on all parameters add noise."""
+    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
+    for parameter in pipe.parameters():
+        parameter.register_hook(noise)
+        if after:
+            parameter.register_post_accumulate_grad_hook(shrink)
+    found = []
+    for x, y in batches(2):
+        pipe.step(x, target=y)
+        found.append({name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None})
+        for parameter in pipe.parameters():
+            parameter.grad = None
+    return found
+
+
+def rows(*, tied: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)]
+    if tied:
+        parts[2].weight = parts[0].weight
+    return nn.Sequential(parts[0], nn.Tanh(), parts[1], nn.Dropout(0.2), parts[2])
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_on_parameters_may_draw(plan_for: PlanFor, *, after: bool) -> None:
+    """What they drew went on from the last draw of a forward pass, whichever that was."""
+    sequence = trace(rows(), batches(1)[0][0], progress=False)
+    expected = steps_with_hooks(plan_for(sequence, batch_size=8, micro_batches=4), rows(), after=after)
+    assert not torch.equal(expected[0]["0.bias"], expected[1]["0.bias"])
+    for cuts, schedule in (([2], "gpipe"), ([1, 3], "zb-h1")):
+        plan = plan_for(sequence, cuts, batch_size=8, micro_batches=4, schedule=schedule, recompute=schedule == "gpipe")
+        for one, other in zip(steps_with_hooks(plan, rows(), after=after), expected, strict=True):
+            for name, gradient in other.items():
+                assert torch.allclose(one[name], gradient, rtol=1e-12, atol=0), name
+                assert schedule != "gpipe" or torch.equal(one[name], gradient), name
+
+
+def test_a_hook_that_nobody_would_call_is_refused(plan_for: PlanFor) -> None:
+    """Of a tied parameter each layer has a tensor of its own, so its hooks were lost."""
+    sequence = trace(rows(tied=True), batches(1)[0][0], progress=False)
+    with pytest.raises(ArgumentError, match=r"parameter '0.weight' has a hook .* between step\(\) and optimizer"):
+        steps_with_hooks(plan_for(sequence, [2], batch_size=8, micro_batches=4), rows(tied=True))

@@ -92,7 +92,7 @@ def test_a_model_that_counts_its_calls(
     pipe = pipeline_of(plan_for, sequence)
     forward, count = Middle.forward, Count()
     monkeypatch.setattr(Middle, "forward", lambda self, x: forward(self, x) * count())
-    with pytest.raises(UnfaithfulTraceError, match=r"called twice with the same data .* returns another loss"):
+    with pytest.raises(UnfaithfulTraceError, match=r"called twice with the same data .* gives another result"):
         pipe.step(X, target=Y)
 
 

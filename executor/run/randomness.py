@@ -9,11 +9,10 @@ their own.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -41,26 +40,27 @@ def seed_all(generators: Iterable[torch.Generator], number: int) -> None:
         generator.manual_seed(number)
 
 
-@dataclass(slots=True)
 class BackwardDraws:
-    """The random generators other than torch's in one backward pass: seeded there, and afterwards as they were."""
+    """The random generators other than torch's: seeded in a backward pass, and after it as they were.
 
-    _kept: KeptStates = field(default_factory=KeptStates)
-    _begin: tuple[object, ...] | None = None
+    Within `with` a backward pass runs. That raises an `ExecutionError` if it has drawn from Python's or numpy's
+    generators and nobody knew that it would.
+    """
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within, a backward pass runs.
+    def __init__(self) -> None:
+        self._kept = KeptStates()
+        self._begin: tuple[object, ...] | None = None
 
-        Raises:
-            ExecutionError: it drew from Python's or numpy's generators, and nobody knew that it would.
-        """
-        try:
-            yield
-        finally:
-            self._kept.put_back()
-            begin, self._begin = self._begin, None
-        if begin is not None and begin != python_and_numpy_states():
+    def __enter__(self) -> None:
+        """Begin; nothing is kept before somebody's code comes."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End."""
+        if self._begin is None:
+            return
+        self._kept.put_back()
+        begin, self._begin = self._begin, None
+        if kind is None and begin != python_and_numpy_states():
             raise ExecutionError(
                 "the backward pass draws from Python's or numpy's random generator by a name that its code does not "
                 "show, so that its numbers would not follow from the seed; draw from torch's (torch.rand), or by "

@@ -260,15 +260,16 @@ class StageRunner:
         state = self._state
         if layers.is_last:
             gradients = {LOSS: self._share(state.losses[batch.index], batch.weight)}
+        keyed = self._keyed(batch.index)
         for position in reversed(range(len(layers.parts))):
             place = (batch.index, position)
             if place not in state.kept:
                 self._recompute(layers, position, batch, before)
             del state.entering[place]
-            with self._backward_draws.restored():
-                self._hooks.keyed = self._keyed(batch.index)
+            with self._backward_draws:
+                self._hooks.keyed = keyed
                 if self._loss_draws and LOSS in gradients:
-                    self._hooks.keyed.in_backward(OF_THE_LOSS, 0, self._loss_draws.generators)
+                    keyed.in_backward(OF_THE_LOSS, 0, self._loss_draws.generators)
                 entering = run_backward(state.kept.pop(place), gradients)
             state.accumulators[position].own()
             gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
@@ -288,9 +289,9 @@ class StageRunner:
     def weights(self, batch: MicroBatch) -> None:
         """The gradients of parameters that `backward` has left, in its order."""
         state = self._state
+        self._hooks.keyed = self._keyed(batch.index)
         for place in sorted((place for place in state.deferred if place[0] == batch.index), reverse=True):
-            self._hooks.keyed = self._keyed(batch.index)
-            with self._backward_draws.restored():
+            with self._backward_draws:
                 state.deferred.pop(place).run()
             state.accumulators[place[1]].own()
 

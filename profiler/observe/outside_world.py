@@ -31,7 +31,8 @@ def outside_told(tell: Tell) -> Iterator[None]:
         return draw(size)
 
     def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(mode, str) and set(mode) & set("wax+") and _by_others(sys._getframe(1)):
+        writes = isinstance(mode, str) and bool(set(mode) & set("wax+"))
+        if writes and _by_others(sys._getframe(1)) and not _by_an_import(sys._getframe(1)):
             tell("writes a file")
         return opened(file, mode, *args, **kwargs)
 
@@ -49,6 +50,15 @@ def _by_others(frame: FrameType | None) -> bool:
     while frame is not None and _package_of(frame) in sys.stdlib_module_names:
         frame = frame.f_back
     return frame is not None and _package_of(frame) not in ("torch", _OURS)
+
+
+def _by_an_import(frame: FrameType | None) -> bool:
+    """Whether a module is being imported, which may write its compiled form."""
+    while frame is not None and _package_of(frame) != "torch":
+        if _package_of(frame) in ("importlib", "_frozen_importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _package_of(frame: FrameType) -> str:

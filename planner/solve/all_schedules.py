@@ -1,10 +1,12 @@
 """The best plan of all schedules that are asked for: each family of them has a search of its own.
 
-1. Schedules with one stage a rank and a backward pass in one: `planner.solve.balancer`.
-2. Those that split the backward pass, and those with several chunks a rank, for each number of chunks:
-   `planner.solve.chunk_search`, which looks for nothing that is slower than the best plan so far.
+1. Those with several chunks a rank: `planner.solve.chunk_search`, one search for all numbers of chunks. They come first
+   because where they are faster, which is mostly, their plan shows at once that the next ones are slower.
+2. Schedules with one stage a rank and a backward pass in one: `planner.solve.balancer`.
+3. Those that split the backward pass: `planner.solve.chunk_search`.
 
-Time that is given is shared equally among the families that are left.
+Each looks for nothing that is slower than the best plan so far. Time that is given is shared equally among the families
+that are left.
 """
 
 from __future__ import annotations
@@ -37,26 +39,31 @@ def balance_of_all(problem: Problem) -> Balance | None:
         shared = family
         if problem.settings.time_limit_s is not None:
             share_s = max(deadline.left_s, 0.0) / (len(every) - number)
-            shared = replace(family, settings=replace(family.settings, time_limit_s=share_s))
-        best = balance_any(shared) if is_plain(shared.settings) else chunk_balance(shared, best)
+            shared = [replace(one, settings=replace(one.settings, time_limit_s=share_s)) for one in family]
+        plain = is_plain(shared[0].settings)
+        best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best)
     return best
 
 
-def families(problem: Problem) -> Iterator[Problem]:
-    """The problem once for each search, with the schedules and chunks that it is for."""
+def families(problem: Problem) -> Iterator[list[Problem]]:
+    """For each search the problem with the schedules that it is for, once for each number of chunks."""
     settings = problem.settings
     names = {
         kind: tuple(name for name in settings.schedules if _kind(name) == kind) for kind in ("plain", "split", "chunks")
     }
+    numbers = CHUNKS_TRIED if settings.choose_chunks else (settings.chunks,)
+    several = [
+        replace(problem, settings=replace(chosen, schedules=names["chunks"]))
+        for chunks in numbers
+        if chunks > 1 and names["chunks"] and (chosen := with_chunks(settings, chunks, problem.layers)) is not None
+    ]
+    if several:
+        yield several
     plain = names["plain"] or (names["chunks"] if settings.chunks == 1 else ())
     if plain:
-        yield replace(problem, settings=replace(settings, schedules=plain))
+        yield [replace(problem, settings=replace(settings, schedules=plain))]
     if names["split"]:
-        yield replace(problem, settings=replace(settings, schedules=names["split"]))
-    for chunks in CHUNKS_TRIED if settings.choose_chunks else (settings.chunks,):
-        chosen = with_chunks(settings, chunks, problem.layers) if chunks > 1 and names["chunks"] else None
-        if chosen is not None:
-            yield replace(problem, settings=replace(chosen, schedules=names["chunks"]))
+        yield [replace(problem, settings=replace(settings, schedules=names["split"]))]
 
 
 def with_chunks(settings: Settings, chunks: int, layers: int) -> Settings | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,6 +67,20 @@ class Balance:
         if other is None or self.step_s < other.step_s * (1 - TIE):
             return True
         return self.step_s <= other.step_s * (1 + TIE) and self._order < other._order
+
+
+def best_of(reached: Balance | None, found: Balance | None, least_s: float) -> Balance | None:
+    """The better of two plans.
+
+    Args:
+        reached: of some candidates, with a lower bound of them.
+        found: of the others.
+        least_s: what no plan of the others is below.
+    """
+    if found is None or (reached is not None and not found.better_than(reached)):
+        return None if reached is None else replace(reached, lower_bound_s=min(reached.lower_bound_s, least_s))
+    least_s = least_s if reached is None else min(reached.lower_bound_s, least_s)
+    return replace(found, lower_bound_s=min(found.step_s, least_s))
 
 
 def fits(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.plan.schedules import SCHEDULES
-from planner.solve.balance import TIE, Balance, evaluate_s, fits
+from planner.solve.balance import TIE, Balance, best_of, evaluate_s, fits
 from planner.solve.candidate_search import CandidateSearch
 from planner.solve.deadline import Deadline
 from planner.solve.limits import LAST_LEVEL, Limits
@@ -47,8 +47,12 @@ PROOFS_IN_VAIN = 3
 """Proofs of as large parts that are cut off in a row before no more are tried [chosen]."""
 
 
-def balance(problem: Problem) -> Balance | None:
+def balance(problem: Problem, reached: Balance | None = None) -> Balance | None:
     """The fastest plan.
+
+    Args:
+        problem: that it solves.
+        reached: the best plan of other schedules: returned if nothing faster is found, and its lower bound counts.
 
     Returns:
         None when nothing fits the devices' memory, or nothing was found that does.
@@ -56,14 +60,14 @@ def balance(problem: Problem) -> Balance | None:
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
-    return _Balancer(problem).run()
+    return _Balancer(problem, reached).run()
 
 
 class _Balancer:
     """The parts that wait, and the best plan so far."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, reached: Balance | None) -> None:
+        self._problem, self._reached = problem, reached
         self._deadline = Deadline(problem.settings.time_limit_s)
         self._budget = WorkBudget()
         self._queue = Queue()
@@ -91,25 +95,24 @@ class _Balancer:
                 self._search(entry)
             else:
                 self._look_at(entry)
-        if self._best is None:
-            return None
-        return replace(self._best, lower_bound_s=min(self._best.step_s, self._left_s, self._queue.least_s()))
+        return best_of(self._reached, self._best, min(self._left_s, self._queue.least_s()))
 
     def _ended(self) -> bool:
         """Whether no part may have a better plan, or time is up."""
         least_s = self._queue.least_s()
-        if least_s == np.inf:
+        step_s = min((one.step_s for one in (self._best, self._reached) if one is not None), default=np.inf)
+        if least_s == np.inf or least_s > step_s * (1 + TIE):
             return True
-        if self._best is None:
+        if step_s == np.inf:
             if self._problem.dispensable and (self._deadline.over or self._in_vain_s > MOST_S):
                 return True
             return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1
-        self._deadline.tell(self._best.step_s, least_s)
-        if least_s > self._best.step_s * (1 + TIE) or self._deadline.interrupted:
+        self._deadline.tell(step_s, least_s)
+        if self._deadline.interrupted:
             return True
         if self._problem.settings.time_limit_s is not None:
             return self._deadline.over
-        gap = self._best.step_s / least_s - 1
+        gap = step_s / least_s - 1
         return self._in_vain_s > min(MOST_S, max(LEAST_S, GAP_S * gap)) * self._problem.patience
 
     def _next(self) -> Waiting:
@@ -233,7 +236,7 @@ class _Balancer:
     def _alone(self, part: Part, level: int) -> CandidateSearch:
         """One that depends on the part alone; without any plan there is nothing to return, however late it is."""
         limits = Limits.at(level)
-        heeds = self._best is not None or self._problem.dispensable
+        heeds = self._best is not None or self._reached is not None or self._problem.dispensable
         deadline = self._deadline if heeds else Deadline(None, heeds_interrupt=False)
         return CandidateSearch(part.problem(self._problem), part.candidate, limits, limits.segments(), deadline)
 

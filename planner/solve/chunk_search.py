@@ -1,9 +1,10 @@
 """The search for plans with several chunks a rank: cuts, number of ranks, M and R together.
 
-A candidate is a schedule, R, M, and a number of ranks. They wait in the order of a bound: first an even share of the
-work, then `planner.solve.chunk_bound`, a few linear programs at a time, which also says how large the stages would best
-be. The cuts of those whose turn comes are searched (`planner.solve.cut_climb`). Because a bound leaves out memory, some
-plans with equal shares of the work come before all that, and the candidates of the fastest of them are searched first.
+A candidate is a schedule, R, M, and numbers of ranks and of chunks. They wait in the order of a bound: first an even
+share of the work, then `planner.solve.chunk_bound`, a few linear programs at a time, which also says how large the
+stages would best be. The cuts of those whose turn comes are searched (`planner.solve.cut_climb`). Because a bound
+leaves out memory, some plans with equal shares of the work come before all that, and the candidates of the fastest of
+them are searched first.
 
 What was not proven stays in the lower bound, and that is where a gap comes from.
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,8 +31,8 @@ from planner.solve.problem import Candidate, Problem
 from profiler.text import counted
 
 PROBES, PROBE_ROUNDS, PROBES_CLIMBED = 12, 3, 2
-"""First plans of each R, rounds of them, each nearer to the best one, and candidates whose cuts are searched then
-[chosen]."""
+"""First plans of each R and number of chunks, rounds of them, each nearer to the best one, and of each number of chunks
+candidates whose cuts are searched then [chosen]."""
 PROBE_MARGIN = 1.05
 """By how much slower than the fastest one a first plan may be [chosen]."""
 FIRST_PROGRAMS, PROGRAMS_AT_ONCE = 1, 4
@@ -45,6 +46,10 @@ MOST_LOOKED_AT = 12
 """Candidates, spread over all, of which one is named that is near to fitting."""
 FEW_RANKS = 2
 """Fewer have nothing to interleave."""
+
+
+_Alike: TypeAlias = tuple[str, int, int]
+"""Schedule, R and chunks: candidates that differ in M and ranks alone."""
 
 
 class _Waiting(NamedTuple):
@@ -65,17 +70,18 @@ class _Climbed(NamedTuple):
     least_s: float
 
 
-def chunk_balance(problem: Problem, reached: Balance | None = None) -> Balance | None:
+def chunk_balance(problem: Problem, *others: Problem, reached: Balance | None = None) -> Balance | None:
     """The fastest plan with as many chunks a rank as the settings say; None when none was found that fits.
 
     Args:
         problem: with schedules that all may have so many chunks.
+        others: the same with other numbers of chunks: one search for all, in which candidates wait in one queue.
         reached: the best plan of other schedules: returned if nothing faster is found, and its lower bound counts.
 
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
-    found = _Search(problem, reached).found()
+    found = _Search((problem, *others), reached).found()
     return None if found is None else replace(found, lower_bound_s=min(found.lower_bound_s, found.step_s))
 
 
@@ -83,14 +89,13 @@ class _Search:
     """The search of `chunk_balance`.
 
     Args:
-        problem: with schedules that all may have so many chunks.
+        problems: alike but for the number of chunks and the schedules.
         reached: the best plan of other schedules.
     """
 
-    def __init__(self, problem: Problem, reached: Balance | None) -> None:
-        self._problem = problem
-        self._deadline = Deadline(problem.settings.time_limit_s)
-        self._timed = problem.settings.time_limit_s is not None
+    def __init__(self, problems: Sequence[Problem], reached: Balance | None) -> None:
+        self._deadline = Deadline(problems[0].settings.time_limit_s)
+        self._timed = problems[0].settings.time_limit_s is not None
         self._best = reached
         self._lower_s = np.inf if reached is None else reached.lower_bound_s
         self._work, self._in_vain = 0, 0
@@ -98,15 +103,17 @@ class _Search:
         self._best_plans: ChunkPlans | None = None
         self._queue: list[_Waiting] = []
         self._number = itertools.count()
-        for candidate in problem.candidates():
-            ranks = _most_ranks(problem, candidate)
-            if ranks:
-                self._push(replace(candidate, ring=Ring(ranks, problem.settings.chunks)))
+        for problem in problems:
+            for candidate in problem.candidates():
+                ranks = _most_ranks(problem, candidate)
+                if ranks:
+                    self._push(problem, replace(candidate, ring=Ring(ranks, problem.settings.chunks)))
 
     def found(self) -> Balance | None:
         """The best plan, and what none is below."""
         for entry in self._probed():
             self._climbed(entry)
+        self._in_vain = min(self._in_vain, 1)
         while self._queue:
             entry = heapq.heappop(self._queue)
             self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s))
@@ -136,16 +143,17 @@ class _Search:
         """Whether bounds took what they may."""
         return self._over or (not self._timed and self._work >= MOST_WORK)
 
-    def _push(self, candidate: Candidate) -> None:
+    def _push(self, problem: Problem, candidate: Candidate) -> None:
         """Queue a candidate with its cheap bound."""
-        plans = plans_of(self._problem, candidate, self._deadline)
+        plans = plans_of(problem, candidate, self._deadline)
         entry = _Waiting(least_s(plans), candidate.split.count, next(self._number), plans, None)
         heapq.heappush(self._queue, entry)
 
     def _push_with_a_rank_less(self, plans: ChunkPlans) -> None:
         """Queue the same candidate with a rank less, whose bound is above this one's."""
-        if self._problem.settings.stages is None and plans.ranks > _fewest_ranks(self._problem):
-            self._push(replace(plans.candidate, ring=Ring(plans.ranks - 1, plans.candidate.ring.chunks)))
+        problem = plans.problem
+        if problem.settings.stages is None and plans.ranks > _fewest_ranks(problem):
+            self._push(problem, replace(plans.candidate, ring=Ring(plans.ranks - 1, plans.candidate.ring.chunks)))
 
     def _tightened(self, entry: _Waiting) -> None:
         """Make the bound of a candidate better, and queue it again."""
@@ -181,11 +189,12 @@ class _Search:
 
         Bounds leave out memory, and where there is little of it they say nothing about which M is good.
         """
-        groups: dict[tuple[str, int], list[_Waiting]] = {}
+        groups: dict[_Alike, list[_Waiting]] = {}
         for entry in sorted(self._queue, key=lambda entry: (entry.micro_batches, entry.position)):
-            groups.setdefault((entry.plans.candidate.schedule, entry.plans.candidate.replicas), []).append(entry)
+            own = entry.plans.candidate
+            groups.setdefault((own.schedule, own.replicas, own.ring.chunks), []).append(entry)
         groups = {key: entries for key, entries in groups.items() if len(entries) > PROBES}
-        known: dict[tuple[tuple[str, int], int], float] = {}
+        known: dict[tuple[_Alike, int], float] = {}
         wanted = [
             (key, round(place) - 1) for key, group in groups.items() for place in np.geomspace(1, len(group), PROBES)
         ]
@@ -201,8 +210,11 @@ class _Search:
             at = tried.index(best)
             ends = tried[max(0, at - 1)], tried[min(at + 1, len(tried) - 1)]
             wanted = [(best_key, round(place)) for place in np.linspace(*ends, PROBES // 2)]
-        ranked = sorted((step_s, at) for at, step_s in known.items() if step_s < np.inf)
-        return [groups[key][place] for _, (key, place) in ranked[:PROBES_CLIMBED]]
+        fastest: dict[int, list[_Waiting]] = {}
+        for _, (key, place) in sorted((step_s, at) for at, step_s in known.items() if step_s < np.inf):
+            entry = groups[key][place]
+            fastest.setdefault(entry.plans.candidate.ring.chunks, []).append(entry)
+        return [entry for alike in fastest.values() for entry in alike[:PROBES_CLIMBED]]
 
     def _probe_s(self, entry: _Waiting, below_s: float) -> float:
         """Seconds of a candidate's first plan; infinite where it takes no less than `below_s` or does not fit."""

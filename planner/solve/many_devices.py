@@ -17,7 +17,7 @@ from itertools import combinations
 
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import layer_seconds
-from planner.solve.balance import Balance, StageChoice, evaluate_s
+from planner.solve.balance import Balance, StageChoice, best_of, evaluate_s
 from planner.solve.balancer import balance
 from planner.solve.problem import DeviceClass, Problem
 from planner.solve.work_bound import work_bound_s
@@ -29,7 +29,7 @@ MOST_PLACES = 10_000_000
 """The product of combinations, layers and candidates between these [fitted: 10 s]."""
 
 
-def balance_any(problem: Problem) -> Balance | None:
+def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | None:
     """`planner.solve.balancer.balance` for any number of unlike devices.
 
     Raises:
@@ -37,7 +37,7 @@ def balance_any(problem: Problem) -> Balance | None:
     """
     groups = _groups(problem)
     if len(groups) == len(problem.classes):
-        return balance(problem)
+        return balance(problem, reached)
     settings = problem.settings
     if settings.time_limit_s is not None:
         problem = replace(problem, settings=replace(settings, time_limit_s=settings.time_limit_s / 2))
@@ -46,7 +46,7 @@ def balance_any(problem: Problem) -> Balance | None:
     if all(len({one.device.kind for one in group}) == 1 for group in groups):
         large = balance(_merged(problem, groups, max))
         if large is None:
-            return None
+            return reached
         lower_bound_s = large.lower_bound_s
         plans += _on_members(problem, large, groups)
     else:
@@ -55,7 +55,7 @@ def balance_any(problem: Problem) -> Balance | None:
     for plan in plans:
         if plan.better_than(best):
             best = plan
-    return None if best is None else replace(best, lower_bound_s=min(lower_bound_s, best.step_s))
+    return best_of(reached, best, lower_bound_s)
 
 
 def with_fewer_classes(problem: Problem) -> Problem:

@@ -83,7 +83,7 @@ def best_plan(problem: Problem) -> Plan | None:
 
 def no_plan_text(problem: Problem) -> str:
     """Why there is none. Cures are those of relaying, which is tried in any case."""
-    problem = next(families(problem))
+    problem = min((family[0] for family in families(problem)), key=lambda family: not is_plain(family.settings))
     if not is_plain(problem.settings):
         return chunk_search.nothing_fits_text(problem)
     text = nothing_fits_text(with_fewer_classes(problem))
@@ -170,7 +170,7 @@ class CutImprover:
             given = None if at_stops.settings.time_limit_s is None else max(self._deadline.left_s, LEAST_S)
             settings = replace(at_stops.settings, time_limit_s=given)
             one_link = families(replace(at_stops, hosts=None, settings=settings, dispensable=dispensable))
-            plain = next((family for family in one_link if is_plain(family.settings)), None)
+            plain = next((family[0] for family in one_link if is_plain(family[0].settings)), None)
             exact = None if plain is None else balance_any(plain)
             plans.append(None if exact is None else self._direct(exact))
         return min(plans, key=_step_s)

@@ -6,12 +6,13 @@ compiles or loads the compiled search.
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
 from torchgpipe.balance import blockpartition
 
-from planner.from_profile import make_problem
+from planner.from_profile import make_problem, plan_from_profile
 from planner.settings import SettingKeywords
 from planner.solve.balance import Balance
 from planner.solve.balancer import balance
@@ -22,6 +23,7 @@ from profiler.sample_spec import SampleSpec
 pytestmark = pytest.mark.benchmark
 ROOMY = 2**53
 SIZES = (1, 16, 256)
+MOST_GAP = 0.05
 
 
 def random_profile(layers: int) -> Profile:
@@ -102,6 +104,19 @@ def seconds_of(work: Callable[..., object], *arguments: object) -> float:
     start_s = time.process_time()
     work(*arguments)
     return time.process_time() - start_s
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, "auto"])
+def test_plans_with_chunks(chunks: int | Literal["auto"]) -> None:
+    """L = 400 on 8 devices, all M, a limit: under 10 s and with a gap under 5 %."""
+    devices = [Device(name="a", kind="a", memory_bytes=6 * 10**9)] * 8
+    plan_from_profile(random_profile(24), devices[:2], batch_size=16, schedule="interleaved", chunks=2)
+    profile = random_profile(400)
+    start_s = time.process_time()
+    plan = plan_from_profile(profile, devices, batch_size=1024, schedule="interleaved", chunks=chunks)
+    took_s, said = time.process_time() - start_s, plan.prediction
+    print(f"\n| {chunks} | {took_s:.1f} | {plan.chunks} | {plan.M} | {said.step_s:.3f} | {said.gap:.1%} |")
+    assert said.gap < MOST_GAP
 
 
 def test_planner_speed() -> None:

@@ -234,3 +234,29 @@ def test_what_cannot_be_has_a_reason(device):
         plan_of(uniform(8), [device(memory_bytes=1100)] * 2, 8, recompute="never")
     with pytest.raises(InfeasibleError, match="a batch of 4 samples is too small for K = 2"):
         plan_from_profile(uniform(8), [device()] * 2, batch_size=4, schedule="interleaved", chunks=2)
+
+
+@given(st.data())
+@SLOW
+def test_one_search_for_all_numbers_of_chunks_finds_the_best_of_each(profiles, device, data):
+    """With and without a limit that forbids some of them; its bound is below what each of them finds."""
+    profile = data.draw(profiles(most_layers=7, kinds=("a",)))
+    asked: Any = {"batch_size": 6, "micro_batches_per_stage": 1, "schedule": "interleaved"}
+    devices = [device()] * 2
+    if data.draw(st.booleans()):
+        most = max(one.total for one in plan_from_profile(profile, devices, **asked).device_memories)
+        devices = [device(memory_bytes=max(1, int(most * data.draw(st.sampled_from([0.6, 0.8, 0.95])))))] * 2
+    found = []
+    for chunks in (1, 2, 3, 4):
+        try:
+            found.append(plan_from_profile(profile, devices, chunks=chunks, **asked).prediction)
+        except (ArgumentError, InfeasibleError):
+            continue  # fewer layers, or none that fits
+    try:
+        said = plan_from_profile(profile, devices, chunks="auto", **asked).prediction
+    except InfeasibleError:
+        assert not found
+        return
+    assert said.step_s <= min(one.step_s for one in found) * (1 + ROUGH)
+    assert said.lower_bound_s <= min(one.step_s for one in found) * (1 + ROUGH)
+    assert said.lower_bound_s >= min(one.lower_bound_s for one in found) * (1 - ROUGH)

@@ -300,14 +300,18 @@ def _peak(costs: Any, first: int, stop: int, pattern: Any) -> float:
 
 @compiled
 def _messages(small: Small, costs: Any, flying: int, first: int, stop: int) -> float:
-    """Bytes of messages under way: as short as these are, all of them."""
+    """Bytes of messages under way: as short as these are, all of the micro-batches in flight at the earlier stage.
+
+    That has at most one more in flight than the later one. One gradient is read.
+    """
     count, total = len(small.sizes), 0.0
+    before = min(flying + 1, count)
     if stop < costs.shape[2]:
-        total += count * costs[:, GRADIENT, stop - 1].max()
-        total += count * costs[:, OUTPUT, stop - 1].max()
+        total += before * costs[:, GRADIENT, stop - 1].max()
+        total += flying * costs[:, OUTPUT, stop - 1].max()
     if first > 0:
-        total += count * costs[:, GRADIENT, first - 1].max()
-        for batch in range(flying, count):
+        total += before * costs[:, GRADIENT, first - 1].max()
+        for batch in range(flying, min(flying + before, count)):
             total += costs[small.sizes[batch], OUTPUT, first - 1]
     return total
 

@@ -65,10 +65,10 @@ def test_every_cure_works_and_none_that_does_is_left_out(profile, device, limit,
 def test_the_stage_overflows_by_what_it_needs_more(profile, device):
     """With that many bytes more it fits, and with one byte less it does not."""
     asked: dict[str, Any] = {"batch_size": 16, "recompute": "never", "stages": 2, "micro_batches": 16}
-    text = refusal(profile, [device("a", 700)] * 2, **asked)
+    text = refusal(profile, [device("a", 650)] * 2, **asked)
     (over,) = map(int, re.findall(r"(\d+) bytes \(\d+ B\) too many", text))
-    plan_from_profile(profile, [device("a", 700 + over)] * 2, **asked)
-    assert ": 1 bytes (1 B) too many" in refusal(profile, [device("a", 700 + over - 1)] * 2, **asked)
+    plan_from_profile(profile, [device("a", 650 + over)] * 2, **asked)
+    assert ": 1 bytes (1 B) too many" in refusal(profile, [device("a", 650 + over - 1)] * 2, **asked)
 
 
 def test_where_rules_leave_no_plan_memory_is_not_blamed(profile, device):

@@ -72,8 +72,8 @@ class SharedLoss:
             finish(pending)
         else:
             losses = torch.zeros(self._layout.replicas, device=self._device, dtype=torch.float64)
-            if own:
-                losses[list(self._layout.own_replicas)] = torch.stack(list(own))
+            for replica, loss in zip(self._layout.own_replicas, own, strict=False):  # none of a prediction
+                losses[replica] = loss
             self._share(losses)
         total = losses[0]
         for replica in range(1, self._layout.replicas):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional
 
 from executor import Pipeline, launch
@@ -65,6 +65,7 @@ def a_good_and_a_bad_step(name: str, plan: Plan) -> tuple[dict[str, Tensor | Non
     pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
     pipe.step(x, target=target)
     found = gradients(model)
+    distributed.barrier()  # a rank that fails ends the others wherever they are, also at the end of the step before
     try:
         pipe.step(other, target=target)
     except ExecutionError as problem:

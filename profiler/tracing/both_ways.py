@@ -77,7 +77,8 @@ def _lot(node: fx.Node) -> Lot:
 
 
 def _put_together(first: TracedGraph, traced: Callable[[Ways], TracedGraph]) -> TracedGraph:
-    found = [_lot(node).decision for node in _lots(first)]
+    firsts = [_lot(node) for node in _lots(first)]  # the ways may be put together in this very graph
+    found = [lot.decision for lot in firsts]
     count, places = len(found), frozenset((decision.module, decision.code) for decision in found)
 
     def along(answers: Sequence[bool]) -> _Trace:
@@ -85,8 +86,8 @@ def _put_together(first: TracedGraph, traced: Callable[[Ways], TracedGraph]) -> 
         trace = _Trace.of(first if known else traced(Ways(places, tuple(answers))))
         if len(trace.lots) != count:
             raise _Apart(f"one of them asks {len(trace.lots)} times, another {count} times")
-        for lot, known_lot in zip(trace.lots, _lots(first), strict=True):
-            counted = counted_apart(_lot(lot).counts, _lot(known_lot).counts)
+        for lot, first_lot in zip(trace.lots, firsts, strict=True):
+            counted = counted_apart(_lot(lot).counts, first_lot.counts)
             if counted and count > MOST_TRIED_TOGETHER:
                 raise _Apart(f"{counted!r} counts which way was taken, and not every number of times can be tried")
         return trace

@@ -171,6 +171,15 @@ def test_it_trains_the_same_for_every_number_of_stages(layers: Layers) -> None:
         assert all(torch.equal(other[name], gradients[0][name]) for name in gradients[0])
 
 
+@pytest.mark.parametrize("layerdrop", [0.0, 1.0])
+def test_the_sample_may_go_one_way_everywhere(layerdrop: float) -> None:
+    """Then the ways are put together in its own graph, whose conditions were looked for afterwards: a ValueError."""
+    model = Dropping(of_torch, depth=3)
+    model.layerdrop = layerdrop
+    sequence = trace(model, X)
+    assert sum("either_way" in operation for layer in sequence.layers for operation in layer.operations) == 3
+
+
 def test_it_is_traced_without_values() -> None:
     """Which numbers are drawn is nobody's sample."""
     assert len(trace(Dropping(of_torch).to("meta"), X.to("meta")).sample.chances) == 1

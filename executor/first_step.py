@@ -49,12 +49,27 @@ def compared(
     inputs = {name: tensor.to(device) for name, tensor in batch.inputs.items()}
     target = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch.target)
     try:
-        found = Trial(model, modes, batch.sequence, inputs, target, loss_fn).compare()
+        trial = Trial(model, modes, batch.sequence, inputs, target, loss_fn)
+        found = trial.compare()
+        _refuse_counting(trial, plan)
     except UnfaithfulTraceError:
         raise
     except Exception as problem:  # the step meets it as well, and says where
         return f"not compared with the model as it is: both raise {type(problem).__name__}"
     return f"as the model computes it; the largest difference is {found.relative:.1e}, of {found.where}"
+
+
+def _refuse_counting(trial: Trial, plan: Plan) -> None:
+    """Refuse a loss function that counts its calls where a recomputed segment calls it twice."""
+    last = plan.stages[-1]
+    if trial.loss_fn is None or not any(segment.stop == last.stop_layer for segment in last.recompute):
+        return
+    changed = trial.changed_by_the_loss()
+    if changed:
+        raise UnfaithfulTraceError(
+            f"loss_fn changes {changed!r} in each call, and the plan has it called again where the last stage is "
+            "recomputed; count steps outside of loss_fn, or plan with recompute='never'"
+        )
 
 
 def _reason_against(model: nn.Module, plan: Plan, batch: WholeMicroBatch) -> str | None:

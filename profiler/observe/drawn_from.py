@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from profiler.observe.elsewhere import reached_from
+from profiler.observe.elsewhere import walk_from
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, Generator
 from profiler.torch_private import backward_of_operation
 
@@ -38,10 +38,11 @@ class DrawnFrom:
 
 def drawn_from(code: Any, methods: Sequence[str] = ()) -> DrawnFrom:
     """What a function may draw from, or a class by these methods."""
-    reached = reached_from(code, methods)
-    ends = OF_PYTHON_AND_NUMPY if _PACKAGES in reached.names else reached.ends
-    generators = {id(generator): generator for generator in (*ends, *reached.generators)}
-    return DrawnFrom(tuple(generators.values()), min(reached.names & _OF_THE_SYSTEM, default=""))
+    walk = walk_from(code, methods)
+    ends = OF_PYTHON_AND_NUMPY if _PACKAGES in walk.names else walk.ends.values()
+    held = [spot.holder for spot in walk.spots.values() if spot.is_random]
+    generators = {id(generator): generator for generator in (*ends, *held)}
+    return DrawnFrom(tuple(generators.values()), min(walk.names & _OF_THE_SYSTEM, default=""))
 
 
 def of_function(function: Any) -> DrawnFrom:

@@ -93,7 +93,7 @@ Spots = Mapping[Hashable, Spot]
 
 def spots_of(model: nn.Module) -> Spots:
     """All that the model's code reaches, as it is now."""
-    walk = _Walk()
+    walk = Walk()
     for path, module in model.named_modules():
         walk.enter(path, module)
     return walk.spots
@@ -135,24 +135,22 @@ def generators_reached(module: nn.Module) -> tuple[Any, ...]:
     return tuple(spot.holder for spot in spots_of(module).values() if spot.is_random)
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """What code reaches.
-
-    Attributes:
-        names: that it uses.
-        generators: random generators, those of torch, Python and numpy themselves apart.
-        ends: of those Python's and numpy's, where one of their functions has a name (`from random import random`).
-    """
-
-    names: frozenset[str]
-    generators: tuple[Any, ...]
-    ends: tuple[Any, ...]
+def spots_of_function(code: Any) -> Spots:
+    """What a function or module reaches, as it is now; of a module also what its attributes hold."""
+    found = dict(walk_from(code).spots)
+    if isinstance(code, nn.Module):
+        found.update((f"attributes of {path}", _attributes_spot(path, part)) for path, part in code.named_modules())
+    return found
 
 
-def reached_from(code: Any, methods: Sequence[str] = ()) -> Reached:
-    """What a function or module reaches, or what a class reaches by these methods."""
-    walk = _Walk()
+def _attributes_spot(path: str, module: nn.Module) -> Spot:
+    values = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+    return Spot(path, path, module, values, functools.partial(set_attributes, module))
+
+
+def walk_from(code: Any, methods: Sequence[str] = ()) -> Walk:
+    """The walk from a function or module, or from a class by these methods."""
+    walk = Walk()
     if isinstance(code, type):
         for found in walk.of_class(code, *methods):
             walk.walk(*found)
@@ -161,8 +159,7 @@ def reached_from(code: Any, methods: Sequence[str] = ()) -> Reached:
             walk.enter(path, module)
     else:
         walk.walk("", code)
-    generators = tuple(spot.holder for spot in walk.spots.values() if spot.is_random)
-    return Reached(frozenset(walk.names), generators, tuple(walk.ends.values()))
+    return walk
 
 
 def constants_reached(module: nn.Module) -> dict[str, Tensor]:
@@ -201,14 +198,20 @@ class Unwritten:
         return [name for name, *_ in written]
 
 
-class _Walk:
-    """Goes from the model to all that it reaches, each once."""
+class Walk:
+    """Goes from the model to all that it reaches, each once.
+
+    Attributes:
+        spots: found so far.
+        ends: Python's and numpy's random generators, where a function of theirs is reached.
+        names: that the code uses.
+    """
 
     def __init__(self) -> None:
         self.spots: dict[Hashable, Spot] = {}
         self.ends: dict[int, Any] = {}
         self._seen: dict[int, Any] = {id(end): end for end in _ENDS}
-        self.names: set[str] = set()  # that the code uses
+        self.names: set[str] = set()
         self._unused: dict[str, list[tuple[str, str, Any, Any]]] = defaultdict(list)  # until the code uses the name
         self._seen_classes: dict[int, type] = {}
         self._module = ""

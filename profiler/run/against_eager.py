@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from profiler.errors import UnfaithfulTraceError
 from profiler.observe.ambient import as_in_training
-from profiler.observe.elsewhere import generators_reached
-from profiler.observe.random_states import drawing_on, generators_in, generators_of, preserved, state_of
+from profiler.observe.drawn_from import drawn_from
+from profiler.observe.elsewhere import generators_reached, lasting_spots, put_spots_back, spots_of_function
+from profiler.observe.random_states import drawing_on, generators_in, generators_of, preserved, seeded, state_of
 from profiler.observe.untouched import untouched
 from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.parting import Seen, first_unseen
@@ -148,6 +149,20 @@ class Trial:
             gradients = {names[id(p)]: _dense(p.grad) for p in self.model.parameters() if p.grad is not None}
             return Outcome(loss.detach(), gradients)
 
+    def changed_by_the_loss(self) -> str:
+        """A name of what the loss function keeps from call to call; "" if it keeps nothing that is seen."""
+        with self._undisturbed(), self._afresh():
+            begin, versions = spots_of_function(self.loss_fn), self._versions_of_loss()
+            with seeded(drawn_from(self.loss_fn).generators, 0):  # which a step seeds, too
+                self._called()
+            changed = lasting_spots(begin, spots_of_function(self.loss_fn))
+            written = [name for name, version in self._versions_of_loss().items() if versions.get(name) != version]
+        return next(iter((*(spot.name.lstrip(".") for spot in changed), *written)), "")
+
+    def _versions_of_loss(self) -> dict[str, int]:
+        loss = self.loss_fn
+        return {name: held._version for name, held in loss.named_buffers()} if isinstance(loss, nn.Module) else {}
+
     def _versions(self) -> dict[str, int]:
         """How often each buffer has been written, those apart that torch's checkpoints write again."""
         return {
@@ -230,7 +245,9 @@ class Trial:
         constants = [(held, held.clone()) for held in self.sequence.buffers.values() if id(held) not in known]
         own = generators_in(value for part in parts for value in vars(part).values())
         own += tuple(generator for module in self._modules for generator in generators_reached(module))
+        own += drawn_from(self.loss_fn).generators
         restore = [state_of(generator) for generator in own]
+        loss_spots = spots_of_function(self.loss_fn)  # a step calls it once for each micro-batch
         for parameter in parameters:
             parameter.grad = None
         for generator in generators_of(device):
@@ -240,6 +257,7 @@ class Trial:
         try:
             yield
         finally:
+            put_spots_back(loss_spots, spots_of_function(self.loss_fn))
             for put_back in filter(None, restore):
                 put_back()
             for parameter, gradient in zip(parameters, gradients, strict=True):

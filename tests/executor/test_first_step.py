@@ -201,3 +201,29 @@ def test_rounding_is_told_from_a_difference(move: float, rounds: int, *, alike: 
         with pytest.raises(UnfaithfulTraceError, match="differ from the model"):
             trial.compare()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Warming:
+    """A loss whose weight grows from call to call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return functional.mse_loss(output, target) * min(1.0, self.calls / 100)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_loss_that_counts_is_called_once_or_refused(plan_for: Callable[..., Plan], *, recompute: bool) -> None:
+    """A recomputed last stage called it twice for each micro-batch, and the comparison three times more."""
+    rows = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    loss_fn = Warming()
+    plan = plan_for(trace(rows, X), [1], batch_size=8, micro_batches=4, recompute=recompute)
+    pipe = Pipeline(rows, plan, loss_fn=loss_fn)
+    if recompute:
+        with pytest.raises(UnfaithfulTraceError, match=r"loss_fn changes 'calls' .* recomputed; count steps outside"):
+            pipe.step(X, target=Y)
+        return
+    pipe.step(X, target=Y)
+    assert loss_fn.calls == 4

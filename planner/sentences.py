@@ -11,6 +11,7 @@ from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
 from planner.plan.units import seconds_text
 from planner.solve.problem import Problem
+from profiler.device import Cluster
 from profiler.errors import PlanError
 from profiler.text import one_line
 
@@ -100,39 +101,46 @@ def _next_best(plan: Plan, frame: pandas.DataFrame) -> str:
 def _most_help(plan: Plan, problem: Problem) -> str:
     """The best of twice the memory, bandwidth, batch, and one device more."""
     now = plan.prediction.samples_per_s
+    asked = _asked(plan, problem)
+    as_asked = _samples_per_s({**asked, "devices": Cluster(devices=problem.devices, link=problem.link)}) or now
+    again = as_asked / now - 1
+    now = max(now, as_asked)  # what follows has K and M free as well, and is not to be given what these bring
     gains = {}
-    for words, changed in _changes(plan, problem):
+    for words, changed in _changes(plan, problem, asked):
         found = _samples_per_s(changed)
         if found is not None:
             gains[words] = found / now - 1
     helpful = {words: gain for words, gain in gains.items() if gain > WORTH_NAMING}
     tried = ", ".join(gains)
-    if not helpful:
+    ranked = sorted(helpful, key=lambda words: -helpful[words])
+    if again > WORTH_NAMING:
+        others = f" (and then {', '.join(f'{one} {helpful[one]:.0%}' for one in ranked)})" if ranked else ""
+        return f"What would help most is to choose K and M anew: {again:.0%} more samples/s{others}."
+    if not ranked:
         return f"Nothing of what was tried would help by more than {WORTH_NAMING:.1%}: {tried}."
-    most = max(helpful, key=lambda words: helpful[words])
-    others = [f"{words} {gain:.0%}" for words, gain in helpful.items() if words != most]
-    rest = f" ({', '.join(others)})" if others else ""
-    return f"What would help most is {most}: {helpful[most]:.0%} more samples/s{rest}."
+    rest = f" ({', '.join(f'{one} {helpful[one]:.0%}' for one in ranked[1:])})" if len(ranked) > 1 else ""
+    return f"What would help most is {ranked[0]}: {helpful[ranked[0]]:.0%} more samples/s{rest}."
 
 
-def _changes(plan: Plan, problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Keywords of `plan_from_profile` for what is asked of this plan with one thing changed."""
-    from profiler.device import Cluster
-
-    devices, link = problem.devices, problem.link
-    ranks = plan.ranks
-    asked: dict[str, Any] = {
+def _asked(plan: Plan, problem: Problem) -> dict[str, Any]:
+    """Keywords of `plan_from_profile` for what is asked of this plan; K, M and cuts are free."""
+    return {
         "batch_size": plan.batch_size,
         "schedule": plan.schedule,
         "chunks": plan.chunks,
         "replicas": plan.replicas,
         "shard_optimizer": plan.shard_optimizer,
         "skips": problem.settings.skips,
-        "micro_batches_per_stage": min(4, max(1, plan.M // ranks)),
+        "micro_batches_per_stage": min(4, max(1, plan.M // plan.ranks)),
         "time_limit_s": SEARCH_S,
         "optimizer": plan.optimizer,
         "profile": problem.costs.profile,
     }
+
+
+def _changes(plan: Plan, problem: Problem, asked: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same with one thing changed."""
+    devices, link = problem.devices, problem.link
     roomy = tuple(device.model_copy(update={"memory_bytes": TWICE * device.memory_bytes}) for device in devices)
     yield "twice the memory", {**asked, "devices": Cluster(devices=roomy, link=link)}
     if link is not None and plan.K > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -287,6 +287,7 @@ class Profile(Value):
         work: what the model computes; None where no operation's FLOPs are known. Then files leave it out.
     """
 
+    file_kind: ClassVar[str] = "profile"
     schema_version: Literal[1] = 1
     fingerprint: str
     sample: SampleSpec

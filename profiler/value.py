@@ -6,7 +6,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -17,10 +17,16 @@ from profiler.quantities import shown
 LARGEST_FILE_BYTES = 2**28  # a profile of a thousand layers has some ten million
 
 
+FILE_KINDS = {"plan": "stages", "profile": "costs"}
+"""Files that may be taken for one another, each with a field that only it has."""
+
+
 class Value(BaseModel):
     """A frozen record; unknown keys, wrong types, NaN and infinity are refused."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    file_kind: ClassVar[str | None] = None
+    """What people call its files, if it has any: a key of `FILE_KINDS`."""
 
     def __init__(self, **fields: Any) -> None:
         """Raises ArgumentError: a field is missing, unknown, or has a value that means nothing."""
@@ -65,11 +71,24 @@ class Value(BaseModel):
         try:
             value = cls.model_validate_json(text)
         except ValidationError as problem:
-            raise error(f"{source}: {first_problem(problem)}") from problem
+            other = _kind_of(text)
+            mistaken = other != cls.file_kind and None not in (other, cls.file_kind)
+            wrong = f"$: this is a {other}, and a {cls.file_kind} is asked for" if mistaken else first_problem(problem)
+            raise error(f"{source}: {wrong}") from problem
         twice = first_twice(text)
         if twice is not None:
             raise error(f"{source}: {twice}: stands twice, and only one of the two can count; remove the other")
         return value
+
+
+def _kind_of(text: str) -> str | None:
+    """Which of `FILE_KINDS` a JSON text seems to be."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    found = [kind for kind, field in FILE_KINDS.items() if isinstance(fields, dict) and field in fields]
+    return found[0] if len(found) == 1 else None
 
 
 def first_problem(problem: ValidationError) -> str:

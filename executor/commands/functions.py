@@ -18,7 +18,7 @@ from profiler.quantities import shown
 
 def built_by(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:
     """What the user's function returns: model, sample and perhaps loss function and target."""
-    _check_callable_without_arguments(reference, function)
+    check_call(reference, function)
     with user_code():
         built = function()
     if not isinstance(built, tuple) or len(built) not in (2, 4):
@@ -29,13 +29,43 @@ def built_by(reference: str, function: Callable[[], Any]) -> tuple[Any, ...]:
     return built
 
 
-def _check_callable_without_arguments(reference: str, function: Callable[..., Any]) -> None:
+def check_call(reference: str, function: Callable[..., Any], *given: str) -> None:
+    """Refuse a function that cannot be called with so many arguments.
+
+    Raises:
+        ArgumentError: naming what it is called with.
+    """
     try:
-        inspect.signature(function).bind()
+        inspect.signature(function).bind(*given)
     except TypeError as problem:
-        raise ArgumentError(f"{reference} is called without arguments, and needs some: {problem}") from problem
+        called = f"with {' and '.join(given)}" if given else "without arguments"
+        raise ArgumentError(f"{reference} is called {called}, and that does not fit: {problem}") from problem
     except ValueError:  # a built-in function that does not say
         pass
+
+
+def _refusal(reference: str, argument: str, reason: str) -> click.BadParameter:
+    return click.BadParameter(f"{shown(reference)}: {reason}", param_hint=argument)
+
+
+def check_place(reference: str, argument: str) -> tuple[str, str, Path | None]:
+    """Module and function that a reference names, and the file if it names one; nothing is imported.
+
+    Raises:
+        click.BadParameter: it is no reference, or there is no such file.
+    """
+    place, colon, name = reference.rpartition(":")
+    is_file = place.endswith(".py")
+    if not colon or not place or not name or not (is_file or all(map(str.isidentifier, place.split(".")))):
+        raise _refusal(reference, argument, "write it as path/to/file.py:function or package.module:function")
+    if not is_file:
+        return place, name, None
+    file = _file(place)
+    if file is None:
+        raise _refusal(reference, argument, f"there is no file {place}")
+    if not all(file.stem.split(".")):
+        raise _refusal(reference, argument, f"no module can have the name {file.stem}; rename the file")
+    return file.stem, name, file
 
 
 def named_function(reference: str, argument: str) -> Callable[..., Any]:
@@ -47,36 +77,21 @@ def named_function(reference: str, argument: str) -> Callable[..., Any]:
     Raises:
         click.BadParameter: there is no such file, module or function.
     """
-
-    def refuse(reason: str) -> click.BadParameter:
-        return click.BadParameter(f"{shown(reference)}: {reason}", param_hint=argument)
-
-    place, colon, name = reference.rpartition(":")
-    is_file = place.endswith(".py")
-    if not colon or not place or not name or not (is_file or all(map(str.isidentifier, place.split(".")))):
-        raise refuse("write it as path/to/file.py:function or package.module:function")
-    if is_file:
-        file = _file(place)
-        if file is None:
-            raise refuse(f"there is no file {place}")
-        folder, module_name = file.parent, file.stem
-        if not all(module_name.split(".")):
-            raise refuse(f"no module can have the name {module_name}; rename the file")
-    else:
-        file, folder, module_name = None, Path.cwd(), place
-    sys.path.insert(0, str(folder))
+    module_name, name, file = check_place(reference, argument)
+    sys.path.insert(0, str(Path.cwd() if file is None else file.parent))
     with user_code():
         try:
             module = import_module(module_name)
         except ModuleNotFoundError as problem:
             if problem.name not in _ancestors(module_name):
                 raise  # the module is there; something that it imports is not
-            raise refuse(f"there is no module {module_name}") from problem
+            raise _refusal(reference, argument, f"there is no module {module_name}") from problem
     if file is not None and Path(module.__file__ or "").resolve() != file:
-        raise refuse(f"the name {module_name} is taken by {module.__file__ or 'a built-in module'}; rename the file")
+        taken = f"the name {module_name} is taken by {module.__file__ or 'a built-in module'}; rename the file"
+        raise _refusal(reference, argument, taken)
     function = getattr(module, name, None)
     if not callable(function):
-        raise refuse(f"{module.__file__} has no function {name}")
+        raise _refusal(reference, argument, f"{module.__file__} has no function {name}")
     return function  # type: ignore[no-any-return]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from executor.commands.functions import built_by, named_function
+from executor.commands.functions import built_by, check_place, named_function
 from executor.commands.options import SAMPLES, Assignment
 from profiler.errors import ArgumentError
 from profiler.quantities import shown
@@ -27,6 +27,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 SAMPLE_ROWS = 4
 """Samples of a made-up sample: more than one, since one is traced unlike others."""
+_NAME_ONE = "name the model: either a function as MODEL, or a configuration with --hf"
 LONGEST_BY_DEFAULT = 4096
 """Tokens of a sample at most, where nobody says how many [chosen]."""
 
@@ -58,22 +59,39 @@ class ModelSource:
     sequence: int | None
     dtype: str
 
+    def check(self) -> None:
+        """Notice at once what needs nothing to be loaded.
+
+        Raises:
+            ArgumentError: there is no such configuration.
+            click.BadParameter: there is no such file.
+            click.UsageError: no model is named, or two, or an option goes with the other kind.
+        """
+        from profiler.value import read_file
+
+        if self.hf is not None:
+            if self.reference is not None:
+                raise click.UsageError(_NAME_ONE)
+            if self.hf.endswith(".json"):
+                read_file(self.hf, "configuration", ArgumentError)
+            return
+        if self.reference is None:
+            raise click.UsageError(_NAME_ONE)
+        for option, given in (("--set", self.changes), ("--sequence", self.sequence)):
+            if given:
+                raise click.UsageError(f"{option} goes with --hf; {self.reference} builds its model itself")
+        check_place(self.reference, "MODEL")
+
     def build(self) -> Built:
         """The model.
 
         Raises:
             ArgumentError: the function fails to give a model, or the configuration is none of a language model.
             click.BadParameter: there is no such function.
-            click.UsageError: no model is named, or two.
         """
-        if (self.reference is None) == (self.hf is None):
-            raise click.UsageError("name the model: either a function as MODEL, or a configuration with --hf")
         if self.hf is not None:
             return _from_configuration(self.hf, self.changes, self.sequence, self.dtype)
         assert self.reference is not None
-        for option, given in (("--set", self.changes), ("--sequence", self.sequence)):
-            if given:
-                raise click.UsageError(f"{option} goes with --hf; {self.reference} builds its model itself")
         return Built(*built_by(self.reference, named_function(self.reference, "MODEL")))
 
 
@@ -108,14 +126,16 @@ def model_options(command: Command) -> Command:
 
 
 def source_of(given: dict[str, Any]) -> ModelSource:
-    """The source that these options name; they are taken out."""
-    return ModelSource(
+    """The source that these options name, checked; they are taken out."""
+    source = ModelSource(
         reference=given.pop("model"),
         hf=given.pop("hf"),
         changes=dict(given.pop("changes")),
         sequence=given.pop("sequence"),
         dtype=given.pop("dtype"),
     )
+    source.check()
+    return source
 
 
 def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | None, dtype: str) -> Built:

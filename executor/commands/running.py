@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from executor.commands.functions import named_function
+from executor.commands.functions import check_call, named_function
 from executor.commands.options import FILE
 from profiler.errors import ArgumentError, ForeignPlanError
 from profiler.text import counted
@@ -41,6 +41,7 @@ def run(plan_file: Path, script: str, dry_run: bool, as_json: bool) -> None:
     made = Plan.load(plan_file)
     _check_devices(plan_file, made)
     function = named_function(script, "FUNCTION")
+    check_call(script, function, "the plan")
     if dry_run:
         places = [stage.devices[r].name for r in range(made.replicas) for stage in made.stages[: made.ranks]]
         if as_json:

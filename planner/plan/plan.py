@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import isclose
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
@@ -76,6 +76,7 @@ class Plan(Value):
             out where it is not.
     """
 
+    file_kind: ClassVar[str] = "plan"
     schema_version: Literal[2] = PLAN_SCHEMA_VERSION
     model_fingerprint: str
     profile_fingerprint: str

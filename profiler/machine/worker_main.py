@@ -166,4 +166,10 @@ def _run(task: Task) -> bytes | Failure:
         return Failure(str(problem), trace, echo, type(problem), problem.first_rank)
     except BaseException as problem:  # also sys.exit: whoever ends without a report may hang in an exit function
         message = f"{type(problem).__name__}: {problem}"
-        return Failure(message, traceback.format_exc(), any(echo in message for echo in ECHOES))
+        return Failure(message, _from_the_function(problem), any(echo in message for echo in ECHOES))
+
+
+def _from_the_function(problem: BaseException) -> str:
+    """The traceback without the frame of this file, which is about no code of the function's."""
+    trace = None if problem.__traceback__ is None else problem.__traceback__.tb_next
+    return "".join(traceback.TracebackException(type(problem), problem, trace).format())

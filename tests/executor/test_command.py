@@ -387,6 +387,25 @@ def test_run_refuses_a_plan_for_devices_that_are_not_here(folder: Path) -> None:
     assert "plan.json: stage 0 cannot run here: device 'cuda:99' is not on this machine" in result.stderr
 
 
+def test_run_is_told_at_once_of_a_function_that_takes_no_plan(folder: Path, launched: list[tuple[Any, ...]]) -> None:
+    """It was called in each process, and these ended with a TypeError."""
+    a_plan().save("plan.json")
+    result = autoplan("run", "plan.json", "shop_model.py:build")
+    assert result.exit_code == 2
+    assert "shop_model.py:build is called with the plan, and that does not fit: too many" in result.stderr
+    assert launched == []
+
+
+@pytest.mark.parametrize("arguments", [["plan", "gone.py:build"], ["trace", "--hf", "gone.json"], ["plan", "gone"]])
+def test_what_is_not_there_is_noticed_before_torch_is_loaded(
+    python: Callable[..., subprocess.CompletedProcess[str]], arguments: list[str]
+) -> None:
+    """It took 2.4 s of a processor to say that there is no such file."""
+    code = f"import sys\nfrom executor.command import main\ntry:\n    main({arguments})\n"
+    code += "except SystemExit as ended:\n    print(ended.code, 'torch' in sys.modules)"
+    assert python("-c", code).stdout == "2 False\n"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["show", "--help"], ["run", "--help"]])
 def test_every_help_has_two_examples(arguments: list[str]) -> None:
     lines = [line.strip() for line in autoplan(*arguments).stdout.splitlines()]

@@ -156,6 +156,18 @@ def test_it_says_why_a_stage_is_slow(profile_of, device):
     assert "(25% of it to recompute; 67% of it in layer 7, layer7)" in limit
 
 
+def test_what_another_number_of_stages_brings_is_not_said_of_memory(profile, device):
+    """Of a plan that was told its K, twice the memory and twice the batch were each said to bring eight times more."""
+    slow = profile.model_copy(update={"links": (Link(latency_s=30.0, bytes_per_s=1e6),)})
+    told = plan_from_profile(slow, [device()] * 2, batch_size=24, stages=2)
+    free = plan_from_profile(slow, [device()] * 2, batch_size=24)
+    assert free.prediction.samples_per_s > 1.5 * told.prediction.samples_per_s
+    help_ = told.explain().sentences[2]
+    gain = free.prediction.samples_per_s / told.prediction.samples_per_s - 1
+    assert help_.startswith(f"What would help most is to choose K and M anew: {gain:.0%} more samples/s")
+    assert "twice the memory" not in help_
+
+
 def test_of_many_stages_those_that_matter_are_shown(profile_of, device):
     row = (0.25, 0.25, 0.5, 10, 4, 8, 8)
     rows = [[*row] for _ in range(40)]

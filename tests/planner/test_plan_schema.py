@@ -10,7 +10,7 @@ import pytest
 
 from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan
 from planner.plan.plan_schema import PARTS, format_rows, format_table, plan_schema, schema_text
-from profiler.errors import PlanFileError
+from profiler.errors import PlanFileError, ProfileError
 from profiler.record import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,3 +85,11 @@ def test_a_file_of_another_version_says_what_to_do(version: int) -> None:
     do = "make it anew" if version < PLAN_SCHEMA_VERSION else "read it with the release that wrote it"
     with pytest.raises(PlanFileError, match=rf"\$\.schema_version: .* version {version} of the format, .* {do}"):
         Plan.parse_json(of_another, source="plan.json", error=PlanFileError)
+
+
+def test_a_plan_and_a_profile_are_told_apart() -> None:
+    """A plan given as a profile was said to be of a later version of the format."""
+    with pytest.raises(PlanFileError, match=r"profile-1\.json: \$: this is a profile, and a plan is asked for"):
+        Plan.load(FORMATS / "profile-1.json")
+    with pytest.raises(ProfileError, match=r"plan-2\.json: \$: this is a plan, and a profile is asked for"):
+        Profile.load(PLAN_FILE)

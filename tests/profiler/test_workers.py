@@ -63,6 +63,7 @@ def test_one_error_names_rank_and_cause(how: str, cause: str) -> None:
     with pytest.raises(ExecutionError, match=r"^rank 1 of 2 failed: ") as caught:
         run_workers(_fail, [(how,), (how,)])
     assert cause in str(caught.value)
+    assert "worker_main.py" not in str(caught.value)  # whose frame is about no code of the function's
 
 
 def test_workers_that_fill_the_machine_have_cores_of_their_own() -> None:

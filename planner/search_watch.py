@@ -49,14 +49,21 @@ class SearchWatch:
             disable=hides_progress(progress),
         )
 
-    def tell(self, step_s: float, bound_s: float) -> None:
-        """Of the best plan so far, and of what no plan is below: both in seconds, infinite where there is none."""
+    def tell(self, step_s: float, bound_s: float, patience_s: float = np.inf) -> None:
+        """Of the best plan so far, and of what no plan is below: both in seconds, infinite where there is none.
+
+        Args:
+            step_s: of the best plan.
+            bound_s: no plan is below.
+            patience_s: seconds, about, until the search ends if it finds nothing better; infinite where a limit says.
+        """
         if self._bar.disable or time.monotonic() < self._shown_s:
             return
         self._shown_s = time.monotonic() + REFRESH_S
         if step_s < np.inf:
             at_most = f", at most {step_s / bound_s - 1:.1%} above what is possible" if 0 < bound_s <= step_s else ""
-            self._bar.set_postfix_str(f"step {seconds_text(step_s)}{at_most}; Ctrl-C takes it", refresh=False)
+            ends = f", {max(1, round(patience_s))} s more if nothing is better" if patience_s < np.inf else ""
+            self._bar.set_postfix_str(f"step {seconds_text(step_s)}{at_most}{ends}; Ctrl-C takes it", refresh=False)
         self._bar.refresh()
         self._is_seen = True
 

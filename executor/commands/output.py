@@ -192,5 +192,6 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "_per_s": lambda rate: f"{rate:.4g}/s",
     "_s": seconds_text,
     "_bytes": bytes_text,
+    **dict.fromkeys(("parameters", "flops"), count_text),
     **dict.fromkeys(("bubble", "gap", "share", "busy", "mfu"), _percent),
 }

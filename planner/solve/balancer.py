@@ -107,13 +107,14 @@ class _Balancer:
             if self._problem.dispensable and (self._deadline.over or self._in_vain_s > MOST_S):
                 return True
             return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1
-        self._deadline.tell(step_s, least_s)
+        gap = step_s / least_s - 1
+        patience_s = min(MOST_S, max(LEAST_S, GAP_S * gap)) * self._problem.patience
+        self._deadline.tell(step_s, least_s, patience_s - self._in_vain_s)
         if self._deadline.interrupted:
             return True
         if self._problem.settings.time_limit_s is not None:
             return self._deadline.over
-        gap = step_s / least_s - 1
-        return self._in_vain_s > min(MOST_S, max(LEAST_S, GAP_S * gap)) * self._problem.patience
+        return self._in_vain_s > patience_s
 
     def _next(self) -> Waiting:
         """The part to look at: what lies ahead of the best plan, or the one with the least bound.

@@ -35,10 +35,10 @@ class Deadline:
         """Whether no time is left."""
         return self.interrupted or (self._stop_at is not None and time.monotonic() >= self._stop_at)
 
-    def tell(self, step_s: float, bound_s: float) -> None:
-        """Let who watches know the best step so far, and what none is below."""
+    def tell(self, step_s: float, bound_s: float, patience_s: float = np.inf) -> None:
+        """Let who watches know the best step so far, what none is below, and how long a better one is looked for."""
         if self._watch is not None:
-            self._watch.tell(step_s, bound_s)
+            self._watch.tell(step_s, bound_s, patience_s if self._stop_at is None else np.inf)
 
     @property
     def left_s(self) -> float:

@@ -61,7 +61,7 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sends the signal as soon as there is a plan, as often as the number in the list says."""
     times = [1]
 
-    def tell(self: SearchWatch, step_s: float, bound_s: float) -> None:
+    def tell(self: SearchWatch, step_s: float, bound_s: float, patience_s: float) -> None:
         assert step_s < float("inf")
         for _ in range(times[0]):
             os.kill(os.getpid(), signal.SIGINT)
@@ -150,3 +150,15 @@ def test_a_terminal_sees_the_best_step_so_far(
     assert told.out == ""
     assert re.search(r"plan: 00:0\d of at most 01:30", told.err)
     assert f"step {plan.prediction.step_s:.1f} s, at most " in told.err
+
+
+def test_without_a_limit_it_says_how_long_it_goes_on_in_vain(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for name in ("DELAY_S", "REFRESH_S"):
+        monkeypatch.setattr(search_watch, name, 0.0)
+    plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True)
+    assert re.search(r"[1-9]\d* s more if nothing is better; Ctrl-C takes it", capsys.readouterr().err)
+    plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True, time_limit_s=90.0)
+    assert "s more if" not in capsys.readouterr().err

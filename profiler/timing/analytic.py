@@ -5,8 +5,9 @@ the bytes of what it reads and writes. It takes
 
     max( FLOPs / rate of its arithmetic,  bytes / memory bandwidth,  launch floor )
 
-(the roofline of Williams et al., CACM 52(4), 2009, with a floor). A pass of a layer takes the sum, or what the host
-needs to ask for all of its operations where that is longer: it does so while the device works on earlier ones.
+(the roofline of Williams et al., CACM 52(4), 2009, with a floor). The host asks for one operation after the other while
+the device works on earlier ones, so a pass is a queue, and a layer takes by what it ends later than the layer before
+it: however finely a model is cut, its layers add up to the same.
 
 Rates are the data sheet's times an efficiency that is stated and, where a device of the kind has been measured, fitted
 (`fitted_rates`). Operations without a FLOP formula are priced by their bytes alone; `Estimate.without_formula` lists
@@ -47,8 +48,8 @@ MEMORY_EFFICIENCY = 0.75
 """Share of the printed bandwidth that operations reach that only move data [assumed]."""
 LAUNCH_S = 2e-6
 """Least seconds of a kernel on an accelerator [assumed]."""
-DISPATCH_S = 40e-6
-"""Seconds in which the host asks for an operation of a training step, in PyTorch without a compiler [fitted: 41e-6 to
+DISPATCH_S = 44e-6
+"""Seconds in which the host asks for an operation of a training step, in PyTorch without a compiler [fitted: 44e-6 to
 240 published runs without pipeline, see `tests/benchmarks/published_runs.md`]."""
 WITHOUT_DATA = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -135,14 +136,6 @@ class Operations:
                 "float32, or take other devices"
             )
         return self._seconds(np.array(astuple(rates)))
-
-    def pass_s(self, rates: Rates) -> float:
-        """What all of them take together: on the device, or to be asked for.
-
-        Raises:
-            ArgumentError: see `seconds`.
-        """
-        return max(float(self.seconds(rates).sum()), len(self.names) * rates.dispatch_s)
 
     def _seconds(self, rates: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
         arithmetic = np.divide(self.flops, rates[self.rate], out=np.zeros(len(self.flops)), where=self.flops > 0)
@@ -319,16 +312,39 @@ def _between(below: Operations, above: Operations, share: float) -> Operations:
     )
 
 
-def seconds_of(work: LayerWork, rates: Rates) -> tuple[float, float]:
-    """Forward and backward seconds."""
-    return work.forward.pass_s(rates), work.backward.pass_s(rates)
+def seconds_of(layers: Sequence[LayerWork], rates: Rates) -> list[tuple[float, float, float]]:
+    """Seconds of layers that run one after the other, and back.
+
+    Returns:
+        Of each layer its forward pass, its backward pass, and by how much that is shorter if gradients of parameters
+        wait.
+    """
+    forward = _in_a_queue([layer.forward for layer in layers], rates)
+    backward = _in_a_queue([layer.backward for layer in reversed(layers)], rates)[::-1]
+    split = [layer.inputs if layer.weight_kept_bytes else layer.backward for layer in reversed(layers)]
+    inputs = _in_a_queue(split, rates)[::-1]
+    weights = [max(0.0, whole_s - inputs_s) for whole_s, inputs_s in zip(backward, inputs, strict=True)]
+    return list(zip(forward, backward, weights, strict=True))
 
 
-def weight_seconds_of(work: LayerWork, rates: Rates) -> float:
-    """By how many seconds the backward pass is shorter if gradients of parameters wait."""
-    if not work.weight_kept_bytes:
-        return 0.0
-    return max(0.0, work.backward.pass_s(rates) - work.inputs.pass_s(rates))
+def _in_a_queue(parts: Sequence[Operations], rates: Rates) -> list[float]:
+    """By how many seconds each part ends later than the one before.
+
+    The device begins an operation when it has been asked for it and the one before has ended. `ahead_s` is for how long
+    it still has work when the host has asked for the last. How many operations may wait in a queue is not limited here.
+    """
+    known: dict[int, list[float]] = {}
+    ahead_s, found = 0.0, []
+    for part in parts:
+        if id(part) not in known:
+            known[id(part)] = part.seconds(rates).tolist()
+        took_s = 0.0
+        for seconds in known[id(part)]:
+            idle_s = max(0.0, rates.dispatch_s - ahead_s)
+            took_s += idle_s + seconds
+            ahead_s += idle_s + seconds - rates.dispatch_s
+        found.append(float(f"{took_s:.9e}"))  # equal layers take the same, and not what sums were rounded to
+    return found
 
 
 def estimate_of(kind: str, work: Sequence[LayerWork], rates: Rates, error: float) -> Estimate:

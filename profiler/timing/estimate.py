@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from profiler.datasheets import DATA_SHEETS
 from profiler.device import Cluster
@@ -23,7 +23,6 @@ from profiler.timing.analytic import (
     estimate_of,
     estimated_optimizer,
     seconds_of,
-    weight_seconds_of,
     work_between,
     work_of_layers,
 )
@@ -146,13 +145,7 @@ def _memory(workload: Workload, size: int) -> list[LayerMemory]:
 
 
 def _timings(work: Sequence[LayerWork], rates: Rates) -> list[LayerTiming]:
-    cache: dict[int, LayerTiming] = {}
-    timings: list[Any] = []
-    for layer in work:
-        if id(layer) not in cache:
-            weight_s = weight_seconds_of(layer, rates)
-            cache[id(layer)] = LayerTiming(
-                *seconds_of(layer, rates), spread=0.0, weight_s=weight_s, weight_kept_bytes=layer.weight_kept_bytes
-            )
-        timings.append(cache[id(layer)])
-    return timings
+    return [
+        LayerTiming(forward_s, backward_s, spread=0.0, weight_s=weight_s, weight_kept_bytes=layer.weight_kept_bytes)
+        for layer, (forward_s, backward_s, weight_s) in zip(work, seconds_of(work, rates), strict=True)
+    ]

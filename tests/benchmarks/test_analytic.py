@@ -89,7 +89,10 @@ def test_times_from_counted_work() -> None:
     for name in MODELS:
         rates, error = fitted_rates([(work[other], measured[other]) for other in MODELS if other != name], START)
         pairs = [
-            (sum(seconds_of(work[name][cost.micro_batch_size][cost.layer], rates)), cost.forward_s + cost.backward_s)
+            (
+                sum(seconds_of([work[name][cost.micro_batch_size][cost.layer]], rates)[0][:2]),
+                cost.forward_s + cost.backward_s,
+            )
             for cost in measured[name]
         ]
         predicted, truth = zip(*pairs, strict=True)

@@ -32,7 +32,7 @@ from planner.plan.simulator import Durations, simulate
 from profiler import Cluster, LayerSequence, Profile, profile, trace
 from profiler.run.inputs import fake_runner, micro_batch
 from profiler.timing.accelerator_kernels import AcceleratorKernels
-from profiler.timing.analytic import LayerWork, Rates, work_of_layers
+from profiler.timing.analytic import LayerWork, Rates, seconds_of, work_of_layers
 from tests.models.amoebanet import AmoebaNet
 from tests.models.megatron_gpt import MegatronGPT, token_loss
 
@@ -185,13 +185,7 @@ def fitted() -> tuple[float, float, float]:
             Rates.of(DEVICE), bfloat16_flops_per_s=matrix * FULL_MATRIX, memory_bytes_per_s=memory * FULL_MEMORY,
             dispatch_s=dispatch_s,
         )  # fmt: skip
-        seconds = {
-            key: [
-                sum((1 + twice) * one.forward.pass_s(base) + one.backward.pass_s(base) for one in part)
-                for part, twice in zip(parts, (1, 0), strict=True)
-            ]
-            for key, parts in work.items()
-        }
+        seconds = {key: _of_a_block_and_others(*parts, base) for key, parts in work.items()}
         found = []
         for run in runs:
             block_s, other_s = seconds[run.width, run.size]
@@ -217,8 +211,8 @@ def fitted() -> tuple[float, float, float]:
     return matrix, memory, dispatch_s
 
 
-def _work(width: int, heads: int, size: int) -> tuple[list[LayerWork], list[LayerWork]]:
-    """Of one block, and of all that is no block."""
+def _work(width: int, heads: int, size: int) -> tuple[list[LayerWork], list[str]]:
+    """Of a model of three blocks, and the block of each layer; "" where it is in none."""
     sequence, ids = traced(3, width, heads, 1024)
     place = torch.device("cpu")
     inputs = micro_batch(sequence, ids, size, place)
@@ -228,15 +222,19 @@ def _work(width: int, heads: int, size: int) -> tuple[list[LayerWork], list[Laye
         AcceleratorKernels(),
     ):
         work = work_of_layers(sequence, runner, size)
-    inner: list[LayerWork] = []
-    outer: list[LayerWork] = []
-    for layer, one in zip(sequence.layers, work, strict=True):
-        paths = [path for path in layer.module_paths if path.startswith("blocks.")]
-        if not paths:
-            outer.append(one)
-        elif paths[0].startswith("blocks.1"):
-            inner.append(one)
-    return inner, outer
+    blocks = [
+        next((".".join(path.split(".")[:2]) for path in layer.module_paths if path.startswith("blocks.")), "")
+        for layer in sequence.layers
+    ]
+    return work, blocks
+
+
+def _of_a_block_and_others(work: list[LayerWork], blocks: list[str], base: Rates) -> tuple[float, float]:
+    """Seconds of a block in the middle with its recomputation, and of all that is in none."""
+    times = list(zip(blocks, seconds_of(work, base), strict=True))
+    block_s = sum(2 * forward_s + backward_s for block, (forward_s, backward_s, _) in times if block == "blocks.1")
+    other_s = sum(forward_s + backward_s for block, (forward_s, backward_s, _) in times if not block)
+    return block_s, other_s
 
 
 def judged(title: str) -> tuple[float, float]:

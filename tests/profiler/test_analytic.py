@@ -1,11 +1,13 @@
 """Devices from data sheets, and costs that are counted instead of measured."""
 
 import warnings
-from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -123,7 +125,7 @@ def test_a_fit_finds_the_rates_that_times_were_made_with():
     layers = [LayerWork(some(), some(), some(), 0) for _ in range(60)]
     costs = []
     for index, layer in enumerate(layers):
-        forward_s, backward_s = seconds_of(layer, true)
+        ((forward_s, backward_s, _),) = seconds_of([layer], true)
         costs.append(
             LayerCost(
                 layer=index, micro_batch_size=1, device_kind="cpu", forward_s=forward_s, recompute_s=0.0,
@@ -325,13 +327,44 @@ def test_attention_that_drops_is_priced_as_accelerators_run_it() -> None:
     assert found[0.1][1] > elements  # a byte for each that dropout may drop
 
 
-def test_a_pass_takes_the_longer_of_the_device_and_of_who_asks_it() -> None:
-    rates = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 10.0, 0.5, 3.0)
-    small = Operations(("a", "b"), np.zeros(2), np.array([1.0, 20.0]), np.array([FLOAT32, FLOAT32]))
-    large = Operations(("a",), np.zeros(1), np.array([100.0]), np.array([FLOAT32]))
-    assert (small.pass_s(rates), large.pass_s(rates)) == (6.0, 10.0)
-    assert small.pass_s(replace(rates, dispatch_s=0.0)) == 0.5 + 2.0
-    assert large.pass_s(replace(rates, dispatch_s=20.0)) == 20.0
+def _operations(*seconds: float) -> Operations:
+    return Operations(("a",) * len(seconds), np.zeros(len(seconds)), np.array(seconds), np.full(len(seconds), FLOAT32))
+
+
+def _layer(*seconds: float) -> LayerWork:
+    return LayerWork(_operations(*seconds), _operations(*reversed(seconds)), _operations(), 0)
+
+
+def _rates(dispatch_s: float) -> Rates:
+    return Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, dispatch_s)
+
+
+def test_a_device_waits_to_be_asked_or_has_still_work_when_it_is() -> None:
+    small, large = _layer(0.1, 2.0), _layer(10.0)
+    assert seconds_of([small], _rates(3.0)) == [(3.0 + 3.0 + 2.0, 3.0 + 3.0 + 0.5, 0.0)]
+    assert seconds_of([large], _rates(3.0)) == [(13.0, 13.0, 0.0)]
+    assert seconds_of([small, large], _rates(0.0)) == [(2.5, 2.5, 0.0), (10.0, 10.0, 0.0)]
+    (_, back_s, _), _ = seconds_of([small, large], _rates(3.0))  # back through the large one first, for 13 s
+    assert back_s == pytest.approx(2.0 + 0.5), "the host has asked for both when the large one ends"
+
+
+@given(seconds=st.lists(st.floats(0.5, 20.0), min_size=1, max_size=12), data=st.data(), dispatch_s=st.floats(0.0, 20.0))
+def test_however_finely_it_is_cut_a_pass_takes_what_its_queue_takes(
+    seconds: list[float], data: st.DataObject, dispatch_s: float
+) -> None:
+    """It ends when the operation ends that the device had to be asked for and has worked from on without a pause."""
+    waits = ((number + 1) * dispatch_s + sum(seconds[number:]) for number in range(len(seconds)))
+    whole_s = max(waits)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(seconds)))) - {len(seconds)})
+    parts = [seconds[first:stop] for first, stop in pairwise([0, *cuts, len(seconds)])]
+    found = seconds_of([_layer(*part) for part in parts], _rates(dispatch_s))
+    assert sum(forward_s for forward_s, _, _ in found) == pytest.approx(whole_s)
+
+
+def test_equal_layers_take_the_same_wherever_they_are() -> None:
+    layer = _layer(0.7, 1.3, 11.1)
+    times = [forward_s for forward_s, _, _ in seconds_of([layer] * 40, _rates(3.0))]
+    assert len(set(times[1:])) == 1
 
 
 class Filling(nn.Module):

@@ -6,7 +6,8 @@
     CALLS[0] += 1                   an item of a list of the file, whose name the code of the forward pass holds
 
 It is found by walking from the modules' attributes and from the code of their forward passes; of classes and files only
-what has a name that this code uses. Packages of torch, numpy and Python itself are not looked into.
+what has a name that this code uses. Packages of torch, numpy and Python itself are not looked into, nor is einops: what
+it keeps follows from its arguments, and it is used by so many models that a proof for each would cost a second trace.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from profiler.observe.python_state import CONTAINERS, attributes_of, key_of_valu
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, Generator, is_generator, key_of, state_of
 
 _OURS = __name__.partition(".")[0]
-_NOT_LOOKED_INTO = frozenset({_OURS, "torch", "numpy", "sympy", "mpmath", *sys.stdlib_module_names})
+_NOT_LOOKED_INTO = frozenset({_OURS, "torch", "numpy", "sympy", "mpmath", "einops", *sys.stdlib_module_names})
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local)  # of the standard library
 _CACHED_FUNCTION = type(functools.lru_cache(len))
 _ORDERED = (list, collections.deque)

@@ -99,12 +99,11 @@ class Changes:
         """
         if self.attributes or not self.spots:
             path, _, own_name = (*self.attributes, *self.replaced)[0].rpartition(".")
-            what = (
-                f"changes its {'Python attribute' if self.attributes else 'buffer'} {own_name!r}, which a graph would "
-            )
             if self.attributes:
+                what = f"changes its Python attribute {own_name!r}, which a graph would hold as a constant"
                 cure = f"keep it in a buffer (self.register_buffer({own_name!r}, torch.tensor(...)))"
             else:
+                what = f"puts another tensor in the place of its buffer {own_name!r}, which a graph would go on reading"
                 cure = f"write it in place (self.{own_name}.copy_(...))"
             cure += ", or change it outside the forward pass"
         else:

@@ -10,7 +10,7 @@ behind, as with a cache of a table, or a counter that nothing reads. Two proofs 
   does one from counters that have come far.
 - by calls: for made-up data the model returns the same, and gives the same gradients, in a first call and in one that
   comes after a call with other data and other parameters, and with counters that have come far. It needs the model's
-  values.
+  values. Parameters that are not trained stay what they are: a table that is made of them alone is kept with reason.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _computed_later(
 
     What the first call puts in the place of buffers goes into `replaced`.
     """
-    others = {name: (1.5 * held.detach()).requires_grad_(held.requires_grad) for name, held in model.named_parameters()}
+    others = {name: (1.5 * p.detach()).requires_grad_() for name, p in model.named_parameters() if p.requires_grad}
     held = {**others, **dict(model.named_buffers())}
     with standing_in(model, held):
         _computed(model, first, around)

@@ -1,7 +1,9 @@
 """Python attributes that a forward pass changes: refused where results depend on them, and only there."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,7 +77,27 @@ class CountsInADict(InADict):
         return super().table(x)
 
 
-@pytest.mark.parametrize("kind", [InAnAttribute, InADict, InANewBuffer, CountsOnly, CountsInADict])
+class OfAParameter(InADict):
+    """Out of date after the first step."""
+
+    def table(self, x: Tensor) -> Any:
+        if x.shape[1] not in self.kept:
+            self.kept[x.shape[1]] = self.frequency.detach().cos()
+        return self.kept[x.shape[1]] * self.frequency
+
+
+class OfAFrozenParameter(OfAParameter):
+    """As rotary embeddings keep their tables; it was refused, for the proof had another parameter in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequency.requires_grad_(False)
+
+
+HARMLESS = [InAnAttribute, InADict, InANewBuffer, CountsOnly, CountsInADict, OfAFrozenParameter]
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
 def test_what_no_result_depends_on_is_harmless(kind: Callable[[], Base]) -> None:
     torch.manual_seed(0)
     model = kind()
@@ -111,15 +133,6 @@ class OfTheFirstBatch(InADict):
         return self.kept[x.shape[1]]
 
 
-class OfAParameter(InADict):
-    """Out of date after the first step."""
-
-    def table(self, x: Tensor) -> Any:
-        if x.shape[1] not in self.kept:
-            self.kept[x.shape[1]] = self.frequency.detach().cos()
-        return self.kept[x.shape[1]] * self.frequency
-
-
 class LossesInAList(Base):
     """What is done with them, no graph knows."""
 
@@ -135,7 +148,7 @@ class LossesInAList(Base):
 @pytest.mark.parametrize("kind", [WarmsUp, OfThePreviousBatch, OfTheFirstBatch, OfAParameter, LossesInAList])
 def test_what_a_result_depends_on_is_refused(kind: Callable[[], Base]) -> None:
     model = kind()
-    with pytest.raises(NotTraceableError, match=r"changes its Python attribute '(calls|kept)'"):
+    with pytest.raises(NotTraceableError, match=r"its Python attribute '(calls|kept)', which a graph would hold as"):
         trace(model, torch.randn(4, 8))
     assert model.calls == 0
     assert not model.kept
@@ -198,3 +211,31 @@ def test_a_backward_hook_of_a_module_that_is_not_called_is_harmless() -> None:
     with pytest.raises(NotTraceableError, match="'last' has a backward hook"):
         trace(model, torch.randn(4, 8))
     assert not model.last._forward_pre_hooks
+
+
+KEEPS_BY_CLASS = """
+KNOWN = {}
+
+def halved(x):
+    return x / KNOWN.setdefault(type(x), 2)
+"""
+
+
+@pytest.mark.parametrize(("package", "traces"), [("einops.made_up", 1), ("another.made_up", 2)])
+def test_what_einops_keeps_needs_no_proof(package: str, traces: int) -> None:
+    """It keeps its ways by the tensor's class, so that each model which uses it was traced twice."""
+    file = ModuleType(package)
+    exec(KEEPS_BY_CLASS, file.__dict__)
+    halved = file.halved
+
+    class Halving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return halved(self.linear(x))
+
+    with mock.patch.object(torch.export, "export", side_effect=torch.export.export) as export:
+        trace(Halving(), torch.randn(4, 8))
+    assert export.call_count == traces

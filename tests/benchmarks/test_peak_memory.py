@@ -4,7 +4,8 @@
 
 A GPT whose activations outweigh its parameters, planned by a real profile, trained by two processes under every
 schedule, with chunks, with and without recompute; and a U-Net in four, its long skips relayed and sent past the stages
-between. Tensors' bytes at the worst moment of a step, the optimizer's state left out on both sides.
+between. Tensors' bytes at the worst moment of a step, and the slots that messages to other ranks lie in; the state of the
+optimizer left out on both sides.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from tests.models.unet import UNet
 CONFIG = Config(context=128, width=192, heads=4, blocks=6)
 BATCH_SIZE, M = 16, 8
 WITHIN = 0.05
-AT_LEAST = 0.7  # measured: 0.76 to 0.932
+AT_LEAST = 0.85  # measured: 0.873 to 0.957
 AT_LEAST_IN_BFLOAT16 = 0.9
 
 
@@ -86,10 +87,13 @@ def table_of(task: Task, found: Profile, stages: int, chosen: list[dict[str, Any
 
 @pytest.mark.benchmark
 def test_each_rank_peaks_where_the_plan_says() -> None:
+    """With whole and with split backward passes, and never above."""
     task = gpt()
-    chosen = [{"schedule": s, "recompute": r} for s, r in product(("gpipe", "1f1b"), ("never", "always"))]
+    schedules = ("gpipe", "1f1b", "zb-h1", "zb")
+    chosen = [{"schedule": s, "recompute": r} for s, r in product(schedules, ("never", "always"))]
     table = table_of(task, task.profiled(2), 2, chosen)
-    assert ((table["ratio"] - 1).abs() <= WITHIN).all()
+    assert (table["ratio"] <= 1).all()
+    assert (table["ratio"] >= 1 - WITHIN).all()
 
 
 @pytest.mark.benchmark
@@ -107,14 +111,14 @@ def test_main_gradients_and_cast_parameters_peak_where_the_plan_says(precision: 
 
 
 @pytest.mark.benchmark
-def test_ranks_with_chunks_or_split_passes_never_peak_above_the_plan() -> None:
-    """Below it by more than `WITHIN`, for two reasons, both seen in the table.
+def test_ranks_with_chunks_never_peak_above_the_plan() -> None:
+    """Below it by more than `WITHIN` where recompute leaves little but messages.
 
-    A rank with chunks has several boundaries, and short messages seldom wait at all of them at once. And while I makes
-    the gradients of a micro-batch, the plan counts the inputs of layers that keep them until W as if they were new.
+    A rank with chunks has several boundaries. Receives that are posted at each of them count, which messages through
+    shared memory do without.
     """
     task = gpt()
-    ways = (("interleaved", 2), ("interleaved", 3), ("interleaved-lean", 2), ("zb-h1", 1), ("zb", 1))
+    ways = (("interleaved", 2), ("interleaved", 3), ("interleaved-lean", 2))
     chosen = [
         {"schedule": schedule, "chunks": chunks, "recompute": again}
         for (schedule, chunks), again in product(ways, ("never", "always"))

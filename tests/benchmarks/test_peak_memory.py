@@ -4,8 +4,8 @@
 
 A GPT whose activations outweigh its parameters, planned by a real profile, trained by two processes under every
 schedule, with chunks, with and without recompute; and a U-Net in four, its long skips relayed and sent past the stages
-between. Tensors' bytes at the worst moment of a step, and the slots that messages to other ranks lie in; the state of the
-optimizer left out on both sides.
+between. Tensors' bytes at the worst moment of a step, and the slots that messages to other ranks lie in; the state of
+the optimizer left out on both sides.
 """
 
 from dataclasses import dataclass

@@ -101,7 +101,7 @@ class Changes:
             path, _, own_name = (*self.attributes, *self.replaced)[0].rpartition(".")
             if self.attributes:
                 what = f"changes its Python attribute {own_name!r}, which a graph would hold as a constant"
-                cure = f"keep it in a buffer (self.register_buffer({own_name!r}, torch.tensor(...)))"
+                cure = f"keep it in a buffer, from the start (self.register_buffer({own_name!r}, torch.tensor(...)))"
             else:
                 what = f"puts another tensor in the place of its buffer {own_name!r}, which a graph would go on reading"
                 cure = f"write it in place (self.{own_name}.copy_(...))"
@@ -153,6 +153,42 @@ def each_call_alike(model: nn.Module) -> Iterator[list[NotedCall]]:
             handle.remove()
         for begin, *_ in begins[:1]:  # of a call that raised an error
             put_spots_back(begin.spots, spots_of(model))
+
+
+@contextlib.contextmanager
+def empty_buffers_as_attributes(model: nn.Module) -> Iterator[None]:
+    """Within, buffers that are None are attributes: what a call puts there is state like any other.
+
+    Export would take what the first call puts there for what each call computes anew.
+    """
+    empty = [
+        (module, list(module._buffers), [name for name, buffer in module._buffers.items() if buffer is None])
+        for module in model.modules()
+    ]
+    register = nn.Module.register_buffer
+
+    def registered(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name in moved.get(module, ()):
+            module.__dict__[name] = tensor
+        else:
+            register(module, name, tensor, persistent)
+
+    moved = {module: names for module, _, names in empty}
+    for module, names in moved.items():
+        for name in names:
+            del module._buffers[name]
+            module.__dict__[name] = None
+    try:
+        with mock.patch.object(nn.Module, "register_buffer", registered):
+            yield
+    finally:
+        for module, order, names in empty:
+            for name in names:
+                module.__dict__.pop(name, None)
+            if names:
+                held = {**dict.fromkeys(order), **module._buffers}
+                module._buffers.clear()
+                module._buffers.update(held)
 
 
 def replaced_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:

@@ -36,6 +36,7 @@ from profiler.opaque.opaque_calls import NotCallableError, opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, SampleSpec
 from profiler.tracing import progress
 from profiler.tracing.both_ways import both_ways
+from profiler.tracing.calls_alike import empty_buffers_as_attributes
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
 from profiler.tracing.progress import Part
@@ -94,7 +95,8 @@ def graph_of(
     ways += [(name, _by_themselves) for name, front_end in FRONT_ENDS.items() if front_end.asks]
     for front_end, way in ways if spec.front_end is None else [(spec.front_end, _answered)]:
         try:
-            graph, facts, called = way(front_end, model, spec, training, askings)
+            with empty_buffers_as_attributes(model):
+                graph, facts, called = way(front_end, model, spec, training, askings)
         except NotTraceableError as problem:
             refusals.setdefault(front_end, str(problem).removeprefix("cannot trace the model: "))
             first = problem if first is None or isinstance(first, OneBatchSizeError) else first

@@ -65,6 +65,19 @@ class InANewBuffer(Base):
         return self.angles
 
 
+class InAnEmptyBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.kept
+        self.register_buffer("kept", None, persistent=False)
+        self.register_buffer("scale", torch.ones(1))
+
+    def table(self, x: Tensor) -> Any:
+        if self.kept is None:
+            self.register_buffer("kept", angles(x.shape[1]), persistent=False)
+        return self.kept * self.scale
+
+
 class CountsOnly(Base):
     def table(self, x: Tensor) -> Any:
         self.calls += 1
@@ -94,7 +107,7 @@ class OfAFrozenParameter(OfAParameter):
         self.frequency.requires_grad_(False)
 
 
-HARMLESS = [InAnAttribute, InADict, InANewBuffer, CountsOnly, CountsInADict, OfAFrozenParameter]
+HARMLESS = [InAnAttribute, InADict, InANewBuffer, InAnEmptyBuffer, CountsOnly, CountsInADict, OfAFrozenParameter]
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
@@ -133,6 +146,15 @@ class OfTheFirstBatch(InADict):
         return self.kept[x.shape[1]]
 
 
+class OfTheFirstBatchInAnEmptyBuffer(InAnEmptyBuffer):
+    """Export took it for what each call computes anew: from the second step on nothing was right, without a word."""
+
+    def table(self, x: Tensor) -> Any:
+        if self.kept is None:
+            self.kept = x.detach().mean(0)
+        return self.kept
+
+
 class LossesInAList(Base):
     """What is done with them, no graph knows."""
 
@@ -145,7 +167,12 @@ class LossesInAList(Base):
         return 1.0
 
 
-@pytest.mark.parametrize("kind", [WarmsUp, OfThePreviousBatch, OfTheFirstBatch, OfAParameter, LossesInAList])
+KEPT_WITH_RESULTS = [
+    WarmsUp, OfThePreviousBatch, OfTheFirstBatch, OfTheFirstBatchInAnEmptyBuffer, OfAParameter, LossesInAList
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT_WITH_RESULTS)
 def test_what_a_result_depends_on_is_refused(kind: Callable[[], Base]) -> None:
     model = kind()
     with pytest.raises(NotTraceableError, match=r"its Python attribute '(calls|kept)', which a graph would hold as"):

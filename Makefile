@@ -33,7 +33,7 @@ slow: $(INSTALLED)
 # What ranks of one machine tell each other goes through shared memory in all tests but those of the transports. These run
 # over sockets here: faults, checkpoints, bad input, the same results, where data come from, shared state, precision.
 OVER_SOCKETS := adversary bad_input checkpoint checkpoint_damage checkpoint_folder contents failed_steps faults feed \
-  precision predict same_result schedule_features shared_memory shared_state sharing training watch
+  precision predict same_result schedule_features shared_memory shared_state sharing training
 sockets: $(INSTALLED)
 	@$(PYTEST) --numprocesses 2 --dist worksteal --transport gloo $(OVER_SOCKETS:%=tests/executor/test_%.py)
 

@@ -164,6 +164,7 @@ def empty_buffers_as_attributes(model: nn.Module) -> Iterator[None]:
     empty = [
         (module, list(module._buffers), [name for name, buffer in module._buffers.items() if buffer is None])
         for module in model.modules()
+        if isinstance(module._buffers, dict)  # a scripted module's is no dict, and nothing of Python's fills it
     ]
     register = nn.Module.register_buffer
 

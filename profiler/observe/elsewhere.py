@@ -297,7 +297,10 @@ class Walk:
         elif kind is contextvars.ContextVar:
             yield from self._context(name, value)
         elif issubclass(kind, dict | list):  # of a class of somebody's, which may do what it likes when it is filled
-            items = dict.copy(value) if isinstance(value, dict) else dict(enumerate(list.copy(value)))
+            if isinstance(value, dict):  # whose copy() would ask its own __getitem__, which may make what is asked for
+                items = {key: dict.__getitem__(value, key) for key in dict.__iter__(value)}
+            else:
+                items = dict(enumerate(list.copy(value)))
             self._note(name, (value, "items"), items, functools.partial(refill_plainly, value))
             yield from ((f"{name}[{key!r}]", item) for key, item in items.items())
             yield from self._instance(name, value)

@@ -179,6 +179,7 @@ def refused(problem: PlanError) -> Found:
         return Found(Outcome.REFUSED, text)
     told = (
         r"module '.*' is to be called as it is.* writes its (parameter|buffer) '.*'; use|"
+        r"torch\.utils\.checkpoint with use_reentrant=True .*; use|"
         r"forward pass of module '.*' makes, replaces or takes away its .*; make|has no shape before the first call|"
         r"\.py:\d+|backward hook|module '.*' is called as it is.*; (make it|use) a buffer|traced twice in a row, its "
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -251,6 +251,27 @@ def _stack(part: Any) -> None:
 def _(part: Any, x: Tensor) -> Tensor:
     part.stack.append(part.stack[-1] + 0.1)
     return x * part.stack[-1]
+
+
+class Makes(OrderedDict):  # type: ignore[type-arg]
+    """Makes what it is asked for, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+def _registry(part: Any) -> None:
+    part.registry = Makes(tanh=nn.Tanh, broken=_cannot_be_made)
+
+
+def _cannot_be_made() -> Any:
+    raise AssertionError("nobody asked for it")
+
+
+@hides("a registry that makes what it is asked for", _registry)
+def _(part: Any, x: Tensor) -> Tensor:
+    result: Tensor = part.registry["tanh"](x)
+    return result
 
 
 # Caches.

@@ -111,11 +111,12 @@ class Oracle:
         choices: list[list[Any]] = []
         for stage, (first, stop) in enumerate(ranges):
             held = sizes[: most_in_flight(schedule, stage, len(ranges), count)]
+            before = most_in_flight(schedule, stage - 1, len(ranges), count) if stage else None
             limit = order[stage].memory_bytes
             fitting = [
                 segments
                 for segments in self.patterns(first, stop)
-                if self.memory(order[stage].kind, first, stop, sizes, held, segments) <= limit
+                if self.memory(order[stage].kind, first, stop, sizes, held, segments, before) <= limit
             ]
             if not fitting:
                 return None
@@ -242,8 +243,12 @@ class Oracle:
         sizes: Sequence[int],
         held: Sequence[int],
         segments: Sequence[tuple[int, int]],
+        held_before: int | None = None,
     ) -> float:
-        """Peak bytes of a stage; `sizes` are those of all micro-batches, `held` of those in flight at most."""
+        """Peak bytes of a stage; `sizes` are those of all micro-batches, `held` of those in flight at most.
+
+        Of the stage before as many more are in flight as there are stages more, one, unless `held_before` says so.
+        """
         users = {
             p.name: [x.index for x in self.profile.layers if p.name in x.parameters] for p in self.profile.parameters
         }
@@ -279,9 +284,9 @@ class Oracle:
             peaks = [most(s) - sum(self.cost(kind, layer, s, "kept_bytes") for layer in whole) for s in sizes]
         elif not edges and len(segments) == 1 and len(again) == stop - first:
             peaks = [most(s) for s in sizes]
-        # messages as short as these are all under way at once, of micro-batches in flight at the earlier stage, which
-        # has at most one more of them than this one; and one gradient is read
-        before = min(len(held) + 1, len(sizes))
+        # messages as short as these are all under way at once, of micro-batches in flight at the earlier stage; and one
+        # gradient is read
+        before = min(len(held) + 1, len(sizes)) if held_before is None else held_before
         ends = [
             (stop - 1, "output_gradient_bytes", min(len(held) + 1, len(sizes))),
             (stop - 1, "output_bytes", len(held)),

@@ -1,5 +1,6 @@
 """A model that branches on values trains along the sample's branch, and a batch that takes another is an error."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from functools import partial
@@ -65,7 +66,9 @@ def a_good_and_a_bad_step(name: str, plan: Plan) -> tuple[dict[str, Tensor | Non
     pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
     pipe.step(x, target=target)
     found = gradients(model)
-    distributed.barrier()  # a rank that fails ends the others wherever they are, also at the end of the step before
+    # A rank that fails ends the others wherever they are: here no more in the step before, though some in this barrier.
+    with contextlib.suppress(RuntimeError):
+        distributed.barrier()
     try:
         pipe.step(other, target=target)
     except ExecutionError as problem:

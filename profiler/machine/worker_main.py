@@ -38,6 +38,7 @@ ECHOES = (
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
+    "Wait timeout",
     "timed out",
     ASKED,
 )
@@ -152,6 +153,7 @@ def _run(task: Task) -> bytes | Failure:
         dist.init_process_group(
             process_groups(), store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
         )
+        _meet(store, task)
         if task.search_path is not None:
             sys.path[:] = task.search_path  # only now: all that this process itself is made of is there
         _seed(task.seed)  # the function's own modules, imported now, may draw as well
@@ -167,6 +169,15 @@ def _run(task: Task) -> bytes | Failure:
     except BaseException as problem:  # also sys.exit: whoever ends without a report may hang in an exit function
         message = f"{type(problem).__name__}: {problem}"
         return Failure(message, _from_the_function(problem), any(echo in message for echo in ECHOES))
+
+
+def _meet(store: FileStore, task: Task) -> None:
+    """Wait until all ranks are connected: one that had done its work by then broke connections that others still made.
+
+    Over the store, since whoever is last in a barrier of the process group could lose a rank that has left it.
+    """
+    store.set(f"connected {task.rank}", "")
+    store.wait([f"connected {rank}" for rank in range(task.world_size)])
 
 
 def _from_the_function(problem: BaseException) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
+from planner.kernel.heap import order_heap, sift_down
 from planner.kernel.rows import copy_row, copy_rows
 
 PARENT, DEVICE, CHOICE, POSITION, LINKS = range(5)
@@ -49,6 +50,8 @@ class ParetoSet(NamedTuple):
         raised: the same, raised to what makes no difference to any continuation: these are compared.
         bound_s: what it takes at least when it is completed.
         links: of each label, shape (width, LINKS).
+        heap: the labels by their bounds, once there is no room, see `planner.kernel.heap`; shape (width,).
+        ordered: 1 if that is in order, shape (1,).
     """
 
     size: Indices
@@ -56,20 +59,24 @@ class ParetoSet(NamedTuple):
     raised: Floats
     bound_s: Floats
     links: Indices
+    heap: Indices
+    ordered: Indices
 
 
 class BestPlans(NamedTuple):
-    """The best complete plans so far, ascending; there is room for one more, which then falls off the end.
+    """The best complete plans so far, as they came.
 
     Attributes:
         size: how many there are, shape (1,).
-        objective_s: of each.
+        objective_s: of each, shape (room,).
         links: of each, shape (room, LINKS).
+        heap: the plans by their objective, once there is no room, see `planner.kernel.heap`; shape (room,).
     """
 
     size: Indices
     objective_s: Floats
     links: Indices
+    heap: Indices
 
 
 @compiled
@@ -91,29 +98,34 @@ def empty_label(combinations: int, positions: int, columns: int) -> Labels:
 def empty_set(width: int, columns: int) -> ParetoSet:
     """With room for `width` labels."""
     numbers, raised, links = np.zeros((width, columns)), np.zeros((width, columns)), np.zeros((width, LINKS), np.int64)
-    return ParetoSet(np.zeros(1, dtype=np.int64), numbers, raised, np.zeros(width), links)
+    heap, ordered = np.zeros(width, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    return ParetoSet(np.zeros(1, dtype=np.int64), numbers, raised, np.zeros(width), links, heap, ordered)
 
 
 @compiled
 def no_plans(most: int) -> BestPlans:
     """With room for `most` plans."""
-    links = np.zeros((most + 1, LINKS), dtype=np.int64)
-    return BestPlans(np.zeros(1, dtype=np.int64), np.full(most + 1, np.inf), links)
+    links, heap = np.zeros((most, LINKS), dtype=np.int64), np.zeros(most, dtype=np.int64)
+    return BestPlans(np.zeros(1, dtype=np.int64), np.full(most, np.inf), links, heap)
 
 
 @compiled
 def insert_plan(best: BestPlans, objective_s: float, parent: int, device: int, choice: int) -> float:
-    """Put a complete plan in its place, and say what the one takes that falls off the end."""
-    slot = best.size[0]
-    while slot > 0 and best.objective_s[slot - 1] > objective_s:
-        best.objective_s[slot] = best.objective_s[slot - 1]
-        copy_row(best.links[slot - 1], best.links[slot])
-        slot -= 1
+    """Add a complete plan, and say what the one takes for which there is no room then; infinite if there is."""
+    slot, over_s = best.size[0], np.inf
+    if slot == len(best.objective_s):
+        slot = best.heap[0]
+        over_s = best.objective_s[slot]
+        if over_s <= objective_s:
+            return float(objective_s)
     best.objective_s[slot] = objective_s
     _link(best.links, slot, parent, device, choice)
-    over_s = best.objective_s[-1]
-    best.objective_s[-1] = np.inf
-    best.size[0] = min(best.size[0] + 1, len(best.objective_s) - 1)
+    if best.size[0] == len(best.objective_s):
+        sift_down(best.heap, best.objective_s, 0)
+    else:
+        best.size[0] += 1
+        if best.size[0] == len(best.objective_s):
+            order_heap(best.heap, best.objective_s)
     return float(over_s)
 
 
@@ -157,17 +169,24 @@ def insert_label(
         The bound of what falls off; infinite if nothing does.
     """
     slot, over_s = pareto.size[0], np.inf
-    if slot < len(pareto.bound_s):
-        pareto.size[0] += 1
-    else:
-        slot = int(np.argmax(pareto.bound_s))
+    full = slot == len(pareto.bound_s)
+    if full:
+        if not pareto.ordered[0]:
+            order_heap(pareto.heap, pareto.bound_s)
+            pareto.ordered[0] = 1
+        slot = pareto.heap[0]
         over_s = max(bound_s, pareto.bound_s[slot])
         if pareto.bound_s[slot] <= bound_s:
             return float(over_s)
+    else:
+        pareto.size[0] += 1
+        pareto.ordered[0] = 0
     copy_row(numbers, pareto.numbers[slot])
     copy_row(raised, pareto.raised[slot])
     pareto.bound_s[slot] = bound_s
     _link(pareto.links, slot, parent, device, choice)
+    if full:
+        sift_down(pareto.heap, pareto.bound_s, 0)
     return float(over_s)
 
 

@@ -57,7 +57,7 @@ def makespan_s(schedule: ScheduleName, seconds: Floats, chunks: int = 1) -> floa
     if rows <= W and SCHEDULES[schedule].splits_backward:
         raise ValueError(f"{schedule} takes seconds of W, and of {rows} rows none is theirs")
     turns = turns_of(schedule, stages // chunks, micro_batches, chunks)
-    return float(_walked(turns, stages // chunks, np.ascontiguousarray(seconds)))
+    return float(walked_in_turn(turns, stages // chunks, np.ascontiguousarray(seconds)))
 
 
 def walked_s(orders: Indices, seconds: Floats) -> float:
@@ -69,11 +69,11 @@ def walked_s(orders: Indices, seconds: Floats) -> float:
 def walked(orders: Indices, seconds: Floats) -> float:
     """The same; infinite if all wait for each other."""
     _, stages, micro_batches = seconds.shape
-    return _walked(in_turn(orders, stages, micro_batches), len(orders), seconds)
+    return walked_in_turn(in_turn(orders, stages, micro_batches), len(orders), seconds)
 
 
 @compiled
-def _walked(turns: Turns, ranks: int, seconds: Floats) -> float:
+def walked_in_turn(turns: Turns, ranks: int, seconds: Floats) -> float:
     """Steps 2 and 3 for each pass in turn; infinite if there is none."""
     _, stages, micro_batches = seconds.shape
     clock_s, link_s = np.zeros(ranks), np.zeros((2, ranks))

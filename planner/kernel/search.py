@@ -273,8 +273,9 @@ def _traced(labels: Labels, best: BestPlans, most_stages: int, dropped_s: float,
     stages, cuts = np.zeros(found, dtype=np.int64), np.zeros((found, most_stages + 1), dtype=np.int64)
     classes = np.full((found, most_stages), -1, dtype=np.int64)
     choices = np.full((found, most_stages), -1, dtype=np.int64)
+    order = np.argsort(best.objective_s[:found], kind="mergesort")
     for plan in range(found):
-        link, count, position = best.links[plan], 0, 0
+        link, count, position = best.links[order[plan]], 0, 0
         while position < last:
             classes[plan, count], choices[plan, count] = link[DEVICE], link[CHOICE]
             link = labels.links[link[PARENT]]
@@ -282,4 +283,4 @@ def _traced(labels: Labels, best: BestPlans, most_stages: int, dropped_s: float,
             count += 1
             cuts[plan, count] = position
         stages[plan] = count
-    return FoundPlans(best.objective_s[:found].copy(), stages, cuts, classes, choices, dropped_s, work)
+    return FoundPlans(best.objective_s[:found][order], stages, cuts, classes, choices, dropped_s, work)

@@ -11,6 +11,7 @@ from planner.cost.layer_costs import Floats, LayerSeconds, prefix_sums
 from planner.cost.stage_sums import stage_sums
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.cost.transfers import boundary_s
+from planner.kernel.listed import PassSums
 from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Objective
@@ -86,6 +87,18 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         **_whole_stages(problem, candidate, kinds),
         **_rules(problem),
     )
+
+
+def pass_sums(problem: Problem, candidate: Candidate) -> PassSums:
+    """Sums of the layers' passes, as the schedule has them."""
+    sizes, splits = _Sizes(problem, candidate), SCHEDULES[candidate.schedule].splits_backward
+    forward, backward, weights, split = (
+        np.stack(sizes.each(name)) for name in ("forward_s", "backward_s", "weight_s", "split_s")
+    )
+    if not splits:
+        weights, split = np.zeros_like(weights), np.zeros_like(split)
+    count = candidate.split
+    return PassSums(forward, backward - weights, weights + split, count.number_largest, count.count)
 
 
 def _pass_seconds(problem: Problem, candidate: Candidate, sizes: _Sizes) -> dict[str, Any]:

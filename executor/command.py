@@ -15,15 +15,17 @@ import click
 from executor.commands.environment import env
 from executor.commands.estimating import estimate, what_if
 from executor.commands.export import export
+from executor.commands.option_words import in_options
 from executor.commands.planning import plan, profile, trace
 from executor.commands.plans import diff, explain, plot, show, validate
 from executor.commands.running import run
-from profiler.errors import PlanError
+from executor.commands.user_code import show_users_frames
+from profiler.errors import PlanError, UserFunctionError
 from profiler.text import printable
 
 
 class _Group(click.Group):
-    """Ends with one line and the error's own exit code where one of our errors gets this far."""
+    """Ends with one line, and frames of the user's function if that failed, where one of our errors gets this far."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _printable_complaints():
@@ -34,7 +36,10 @@ class _Group(click.Group):
             with _printable_complaints():
                 return super().invoke(ctx)
         except PlanError as problem:
-            click.echo(f"autoplan: error: {problem}", err=True)
+            command = self.get_command(ctx, ctx.invoked_subcommand or "") or self
+            click.echo(f"autoplan: error: {in_options(str(problem), command)}", err=True)
+            if isinstance(problem, UserFunctionError) and problem.__cause__ is not None:
+                show_users_frames(problem.__cause__)
             ctx.exit(problem.exit_code)
 
 

@@ -20,7 +20,7 @@ from profiler.quantities import check_seconds
 from profiler.run.loss import LossFunction
 from profiler.timing.optimizers import OptimizerChoice
 from profiler.tracing.sample import BatchDims, describe_sample
-from profiler.tracing.tracing import trace
+from profiler.tracing.tracing import check_model, trace
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -88,6 +88,7 @@ def autoplan(
         NotTraceableError: the model cannot be traced.
         InfeasibleError: no plan satisfies batch size and memory; the message says what would help.
     """
+    check_model(model)
     check_seconds("time_budget_s", time_budget_s, positive=False)
     refuse_with_autocast(precision_named(precision), autocast)
     cluster = local_devices(devices, threads=threads)

@@ -174,7 +174,8 @@ def _check_profile(problem: Problem, most: int) -> None:
     for device in problem.devices:
         problem.costs.measured_sizes(device.kind)
         problem.costs.optimizer(device.kind, problem.optimizer)
-    if (most > 1 or (settings.replicas or 2) > 1) and settings.stages != 1 and problem.link is None:
+    most_replicas = settings.replicas or len(problem.devices)
+    if (most > 1 or most_replicas > 1) and settings.stages != 1 and problem.link is None:
         raise ProfileError(
             f"up to {most} stages need a link between the devices, and 0 were measured; give a Cluster with a link, "
             "profile on the target devices, or set stages=1"

@@ -31,6 +31,12 @@ class ArgumentError(PlanError, ValueError):
     exit_code = 2
 
 
+class UserFunctionError(ArgumentError):
+    """A function that was passed, such as the loss function, raised an error of its own, which is the cause."""
+
+    exit_code = 1
+
+
 class InfeasibleError(PlanError):
     """No plan satisfies the batch size, the memory limits and the rules at once."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,15 @@ if TYPE_CHECKING:
 
 SEARCH_S = 15.0
 """Seconds that the search of `estimate` may take by default: 70B on 64 devices gets the plan of 30 s [measured]."""
+_REPLICAS = click.option("--replicas", type=REPLICAS, default="auto", show_default=True, help="Pipelines side by side.")
+_TIME_LIMIT = click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=SecondsOption(positive=True),
+    default=SEARCH_S,
+    show_default=True,
+    help="Seconds of search for a plan.",
+)
 
 
 @click.command()
@@ -68,15 +78,8 @@ SEARCH_S = 15.0
     show_default=True,
     help="Order of forward and backward passes.",
 )
-@click.option("--replicas", type=REPLICAS, default="auto", show_default=True, help="Pipelines side by side.")
-@click.option(
-    "--time-limit",
-    "time_limit_s",
-    type=SecondsOption(positive=True),
-    default=SEARCH_S,
-    show_default=True,
-    help="Seconds of search.",
-)
+@_REPLICAS
+@_TIME_LIMIT
 @click.option("-o", "--output", type=Output(), help="Write the plan to this file.")
 @click.option("--save-profile", type=Output(), help="Write the estimated profile to this file, for what-if.")
 @plan_outputs
@@ -217,10 +220,14 @@ class _Several(ParamType):
     help="Schedules.",
 )
 @click.option("--stages", type=Numbers(), metavar="K,...", help="Numbers of stages.")
+@_REPLICAS
+@_TIME_LIMIT
 @click.option("--chart", type=PICTURE, help="Write samples/s as a picture, along the first of these that varies.")
 @json_option
 def what_if(*, profile_file: Path, chart: Path | None, as_json: bool, **given: Any) -> None:
     """Plan for every combination of these values from one profile, without measuring: one line a case.
+
+    Ctrl-C ends it with the lines so far.
 
     \b
     Examples:
@@ -239,9 +246,11 @@ def what_if(*, profile_file: Path, chart: Path | None, as_json: bool, **given: A
 def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFrame, list[str]]:
     """The table, and the columns that vary."""
     import pandas
+    from tqdm.auto import tqdm
 
     from planner import what_if as planned
     from profiler.device import Link
+    from profiler.machine.descriptors import hides_progress
 
     settings = {
         "batch_size": given["batch_sizes"],
@@ -250,15 +259,25 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
         "stages": given["stages"],
     }
     variations = {name: values for name, values in settings.items() if values}
-    frames = []
-    for count, link in itertools.product(given["counts"], given["links"] or [None]):
-        inside = next(iter(measured.links), None) if link is None else Link.of(link)
-        cluster = _cluster(measured, count, inside, given["between"])
-        frame = planned(measured, cluster, variations, batch_size=given["batch_sizes"][0])
-        frame.insert(0, "devices", count)
-        if given["links"]:
-            frame.insert(1, "link", link)
-        frames.append(frame)
+    always = {name: given[name] for name in ("replicas", "time_limit_s")}
+    cases = list(itertools.product(given["counts"], given["links"] or [None], *variations.values()))
+    frames: list[pandas.DataFrame] = []
+    with tqdm(total=len(cases), desc="plans", unit="plan", leave=False, disable=hides_progress(True)) as bar:
+        try:
+            for count, link, *values in cases:
+                inside = next(iter(measured.links), None) if link is None else Link.of(link)
+                cluster = _cluster(measured, count, inside, given["between"])
+                varied = {name: [value] for name, value in zip(variations, values, strict=True)}
+                frame = planned(measured, cluster, varied, batch_size=given["batch_sizes"][0], **always)
+                frame.insert(0, "devices", count)
+                if given["links"]:
+                    frame.insert(1, "link", link)
+                frames.append(frame)
+                bar.update()
+        except KeyboardInterrupt:
+            if not frames:
+                raise
+            tqdm.write(f"interrupted: {len(frames)} of {counted(len(cases), 'case')}", file=sys.stderr)
     names = ["devices", *(["link"] if given["links"] else []), *variations]
     table = pandas.concat(frames, ignore_index=True)
     return table, [name for name in names if table[name].nunique() > 1]

@@ -50,7 +50,7 @@ def export(
 
     \b
     Examples:
-      autoplan export plan.json model.py:build --to torchgpipe
+      autoplan export gpipe.json model.py:build --to torchgpipe
       autoplan export plan.json model.py:build --to torchtitan -o config
     """
     from planner.plan.plan import Plan

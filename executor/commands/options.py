@@ -203,10 +203,10 @@ class Precision(ParamType):
 
 
 class Input(click.Path):
-    """A file to be read."""
+    """A file to be read: one that is not there is wrong usage, one that holds something else is a damaged file."""
 
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
+    def __init__(self, *, exists: bool = True) -> None:
+        super().__init__(exists=exists, dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: Asking, ctx: Within) -> Any:
         """The path."""
@@ -225,7 +225,7 @@ class Output(Input):
     """
 
     def __init__(self, endings: Sequence[str] = (), *, folder_is_made: bool = True) -> None:
-        super().__init__()
+        super().__init__(exists=False)
         self.endings, self.folder_is_made = tuple(endings), folder_is_made
 
     def convert(self, value: Any, param: Asking, ctx: Within) -> Any:

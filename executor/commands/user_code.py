@@ -30,9 +30,14 @@ def user_code() -> Iterator[None]:
     except (PlanError, click.ClickException, click.exceptions.Exit):
         raise
     except Exception as problem:
-        told = traceback.TracebackException(type(problem), problem, _from_the_user(problem.__traceback__))
-        click.echo(printable("".join(told.format())), err=True, nl=False)
+        show_users_frames(problem)
         raise click.exceptions.Exit(1) from problem
+
+
+def show_users_frames(problem: BaseException) -> None:
+    """Write the traceback of an error of the user's own code, without what is ours, on standard error."""
+    told = traceback.TracebackException(type(problem), problem, _from_the_user(problem.__traceback__))
+    click.echo(printable("".join(told.format())), err=True, nl=False)
 
 
 def _from_the_user(trace: TracebackType | None) -> TracebackType | None:

@@ -153,7 +153,10 @@ def explanation(model: nn.Module, problem: BaseException, place: Place) -> str:
     else:
         lines = (line.strip() for line in words.splitlines())
         cause = next((line for line in lines if line), type(problem).__name__)
-        cure = f"{keep_together_advice(place.modules)}, or change that line to operations that torch.export can follow"
+        cure = (
+            "see whether the model runs on the sample by itself; if it does, "
+            f"{keep_together_advice(place.modules)}, or change that line to operations that torch.export can follow"
+        )
     return f"cannot trace the model: in {place}: {cause}; {cure}"
 
 

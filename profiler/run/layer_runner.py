@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from profiler.errors import ArgumentError, PlanError
+from profiler.errors import ArgumentError, PlanError, UserFunctionError
 from profiler.left_out_sizes import NOT_FAKEABLE, in_one_line, is_out_of_memory
 from profiler.machine.backend import device_of_first
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
@@ -275,7 +275,7 @@ class LayerRunner:
         except Exception as problem:
             if self._loss_fn is None or is_out_of_memory(problem):
                 raise
-            raise ArgumentError(_about_loss(problem)) from problem
+            raise UserFunctionError(_about_loss(problem)) from problem
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ArgumentError(
                 "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "

@@ -110,8 +110,7 @@ def trace(
         NotTraceableError: the forward pass depends on data, or does what no layer may do.
         ArgumentError: the model or the sample is not one.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
+    check_model(model)
     if isinstance(sample, SampleSpec):
         spec = sample
     else:
@@ -128,6 +127,16 @@ def trace(
         sequence = _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
         done(Part.LAYERS)
     return sequence
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        ArgumentError: saying what it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -258,6 +258,46 @@ def test_an_error_of_the_users_function_shows_their_frames_and_nothing_for_the_t
     assert result.exit_code == 1
 
 
+def test_an_error_of_the_loss_function_shows_its_own_frames(folder: Path) -> None:
+    """It was told as an argument that cannot mean anything, without its line."""
+    (folder / "broken.py").write_text(
+        "from shop_model import *\ndef loss(output, target):\n    raise KeyError('gone')\n"
+        "def build():\n    return Net(), torch.zeros(8, 8), loss, torch.zeros(8, 8)\n"
+    )
+    result = autoplan("plan", "broken.py:build", "--devices", "2xA100-40GB")
+    said, _, *frames, error = result.stderr.splitlines()
+    assert said.startswith("autoplan: error: loss_fn(output, target) raised KeyError: ")
+    assert error == "KeyError: 'gone'"
+    assert [line.strip() for line in frames if "File" in line] == [f'File "{folder}/broken.py", line 3, in loss']
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_what_is_no_model_is_told_before_anything_else(folder: Path) -> None:
+    """It ended with an AttributeError and our traceback."""
+    (folder / "broken.py").write_text("import torch\ndef build():\n    return torch.zeros(3), torch.zeros(8, 8)\n")
+    result = autoplan("plan", "broken.py:build")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "autoplan: error: the model is a Tensor; pass a torch.nn.Module\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--stages 3", "--stages is 3, and there are 2 devices"),
+        ("--micro-batches 9", "--micro-batches is 9, but the batch has 8 samples"),
+        ("--batch-size 3", "or set --micro-batches-per-stage to at most 3"),
+        ("--stages 2 --max-stages 1", "--stages is 2 and --max-stages is 1; leave one of them out"),
+        ("--optimizer Adamm", "--optimizer Adamm; choose one of torch.optim"),
+        ("--chunks 2", '--schedule is "auto", which is for one chunk a rank'),
+    ],
+)
+def test_errors_speak_of_options(folder: Path, options: str, said: str) -> None:
+    """They spoke of Python's keywords, such as micro_batches_per_stage."""
+    result = autoplan("plan", "shop_model.py:build", *options.split())
+    assert said in result.stderr
+    assert result.exit_code in (2, 3)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -342,10 +382,9 @@ def test_show_writes_the_timeline_and_the_trace(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("subcommand", [("show",), ("run", "shop_model.py:train")])
-@pytest.mark.parametrize("text", [None, "", '{"schema_version": 1', '{"schema_version": 2}', "\xff"])
-def test_a_damaged_plan_file_is_refused(folder: Path, subcommand: tuple[str, ...], text: str | None) -> None:
-    if text is not None:
-        (folder / "plan.json").write_text(text, encoding="latin-1")
+@pytest.mark.parametrize("text", ["", '{"schema_version": 1', '{"schema_version": 2}', "\xff"])
+def test_a_damaged_plan_file_is_refused(folder: Path, subcommand: tuple[str, ...], text: str) -> None:
+    (folder / "plan.json").write_text(text, encoding="latin-1")
     result = autoplan(subcommand[0], "plan.json", *subcommand[1:])
     assert result.exit_code == 5
     assert result.stderr.startswith("autoplan: error: ")

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+import planner
 from executor import command
+from planner.explain import what_if
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from profiler.device import Link
@@ -132,6 +135,28 @@ def test_what_if(files: dict[str, Path], tmp_path: Path) -> None:
     assert "samples" in autoplan("what-if", files["profile"], "--devices", "2", "--batch-size", "16").stdout
 
 
+def test_what_if_ends_with_the_lines_so_far(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waited for nine of ten lines had none of them."""
+    asked = ("what-if", files["profile"], "--devices", "1,2,1", "--batch-size", "16", "--replicas", "1", "--json")
+    expected = json.loads(autoplan(*asked).stdout)[:2]
+    done = []
+
+    def interrupted(*arguments: Any, **settings: Any) -> Any:
+        done.append(settings)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return what_if(*arguments, **settings)
+
+    monkeypatch.setitem(planner.__dict__, "what_if", interrupted)
+    result = autoplan(*asked, "--time-limit", "3.5")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, expected)
+    assert result.stderr.strip() == "interrupted: 2 of 3 cases"
+    assert all((one["replicas"], one["time_limit_s"]) == (1, 3.5) for one in done)
+    done[:] = [{}, {}]
+    nothing = autoplan(*asked)
+    assert (nothing.exit_code, nothing.stdout) == (1, "")
+
+
 def test_what_if_names_why_there_is_no_plan(files: dict[str, Path]) -> None:
     (row,) = json.loads(
         autoplan(
@@ -162,6 +187,30 @@ def test_a_language_model_from_its_configuration(tmp_path: Path) -> None:
     assert rows[0]["step_s"] > 0
     layers = json.loads(autoplan("trace", *GPT, "--json").stdout)
     assert sum(layer["parameters"] for layer in layers) > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "gone.json"),
+        ("explain", "gone.json"),
+        ("run", "gone.json", "train.py:train"),
+        ("diff", "gone.json", "gone.json"),
+        ("plot", "gone.json", "-o", "a.png"),
+        ("validate", "gone.json"),
+        ("export", "gone.json", "model.py:build", "--to", "torchgpipe"),
+        ("what-if", "gone.json", "--devices", "2", "--batch-size", "8"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_is_not_there_is_wrong_usage_and_no_damaged_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """It ended with 5, which scripts take for a plan that must be made again."""
+    monkeypatch.chdir(tmp_path)
+    result = autoplan(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "'gone.json' does not exist" in result.stderr
 
 
 def test_a_configuration_file(tmp_path: Path) -> None:

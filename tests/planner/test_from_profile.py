@@ -105,6 +105,15 @@ def test_a_pipeline_needs_a_link(profile, device):
     assert plan_from_profile(unlinked, [device()] * 2, batch_size=8, stages=1).K == 1
     cluster = Cluster(devices=(device(), device()), link=Link(latency_s=0.0, bytes_per_s=1e6))
     assert plan_from_profile(unlinked, cluster, batch_size=8).K == 2
+    with pytest.raises(ProfileError, match="need a link"):
+        plan_from_profile(unlinked, [device()] * 2, batch_size=8, max_stages=1, replicas="auto")
+
+
+def test_one_device_needs_no_link(profile, device):
+    """With any number of replicas allowed, one device was asked for the link between replicas."""
+    unlinked = profile.model_copy(update={"links": ()})
+    plan = plan_from_profile(unlinked, [device()], batch_size=8, replicas="auto")
+    assert (plan.K, plan.replicas) == (1, 1)
 
 
 def test_the_link_of_a_cluster_overrides_the_measured_one(profile, device):

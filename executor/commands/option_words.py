@@ -1,0 +1,33 @@
+"""Errors speak of Python's keywords; whoever typed a command knows its options."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+_QUOTED = re.compile(r'("[^"]*")')  # a line of the user's source, which stays as it is
+
+
+def in_options(text: str, command: click.Command) -> str:
+    """The text with the command's options where it names their keywords.
+
+    A keyword of one word, such as stages, is also an English word: it is an option only where a value is set, or where
+    the text begins with it.
+
+    >>> plan = click.Command("plan", params=[click.Option(["--max-stages"]), click.Option(["--stages"])])
+    >>> in_options("stages is 3 and max_stages is 2; set stages=1, or stages stay idle", plan)
+    '--stages is 3 and --max-stages is 2; set --stages 1, or stages stay idle'
+    """
+    parts = _QUOTED.split(text)
+    for parameter in command.params:
+        long = next((name for name in parameter.opts if name.startswith("--")), None)
+        if long is None or parameter.name is None:
+            continue
+        named = r"\b(?<![-.'/])" + re.escape(parameter.name)
+        with_value = re.compile(named + r"=(?:\['([^']*)'\]|'([^']*)'|(?=[\w-]))")
+        alone = re.compile(named + r"\b(?![.'/])" if "_" in parameter.name else rf"\A{named}(?= is )")
+        for place in range(0, len(parts), 2):
+            changed = with_value.sub(lambda found, long=long: f"{long} {found[1] or found[2] or ''}", parts[place])
+            parts[place] = alone.sub(long, changed)
+    return "".join(parts)

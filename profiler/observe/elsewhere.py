@@ -206,6 +206,7 @@ class Walk:
         spots: found so far.
         ends: Python's and numpy's random generators, where a function of theirs is reached.
         names: that the code uses.
+        functions: that were reached.
     """
 
     def __init__(self) -> None:
@@ -213,6 +214,7 @@ class Walk:
         self.ends: dict[int, Any] = {}
         self._seen: dict[int, Any] = {id(end): end for end in _ENDS}
         self.names: set[str] = set()
+        self.functions: list[types.FunctionType] = []
         self._unused: dict[str, list[tuple[str, str, Any, Any]]] = defaultdict(list)  # until the code uses the name
         self._seen_classes: dict[int, type] = {}
         self._module = ""
@@ -371,6 +373,7 @@ class Walk:
         package = str(function.__globals__.get("__name__", "")).partition(".")[0]
         if package == _OURS:
             return
+        self.functions.append(function)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             yield f"{name}.{variable}", cell
         yield from ((f"{name}()", value) for value in function.__defaults__ or ())

@@ -41,7 +41,7 @@ def _is_plain(function: FunctionType) -> bool:
 def name_in_file(file: str, name: str) -> str | None:
     """The name of the function that a loaded module from this file has; None if there is none such."""
     for module, loaded in list(sys.modules.items()):
-        if getattr(loaded, "__file__", None) == file:
+        if isinstance(loaded, ModuleType) and vars(loaded).get("__file__") == file:  # to ask a lazy one would import it
             full = f"{module}{SEPARATOR}{name}"
             function = function_named(full)
             if function is not None and function.__code__.co_filename == file:

@@ -74,6 +74,11 @@ def changed_names(before: dict[str, Attribute], after: dict[str, Attribute]) -> 
     return [n for n in names if n not in before or n not in after or before[n].key != after[n].key]
 
 
+def lasting_changes(earlier: Mapping[str, Attribute], later: Mapping[str, Attribute]) -> list[str]:
+    """Names of the numbers, strings and containers' lengths that differ between the ends of two calls."""
+    return [name for name in later if name in earlier and later[name].plain != earlier[name].plain]
+
+
 def put_back(before: Mapping[str, Attribute], names: Iterable[str]) -> None:
     """Make these attributes what they were, the items of plain containers included; new ones stay."""
     for name in names:

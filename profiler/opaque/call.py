@@ -10,36 +10,25 @@ a rehearsal on real tensors had, see `profiler.opaque.rehearsal`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ExecutionError
 from profiler.machine.backend import device_of_first
-from profiler.observe.data_writes import DataWrites
-from profiler.observe.drawn_from import drawn_from
 from profiler.observe.draws import keyed_backward
-from profiler.observe.elsewhere import constants_reached
-from profiler.observe.python_state import attributes_of, changed_names, put_back
-from profiler.observe.random_states import (
-    OF_PYTHON_AND_NUMPY,
-    generators_in,
-    next_seed,
-    python_and_numpy_states,
-    seeded,
-)
-from profiler.observe.standing_in import standing_in
+from profiler.observe.python_state import Attribute
+from profiler.observe.random_states import next_seed
 from profiler.observe.storage_watch import is_strided
-from profiler.opaque.called_functions import CalledFunction, content_of
+from profiler.opaque.held import Changed, Held, Refused
 from profiler.opaque.run_again import RunAgain
 from profiler.text import counted
-from profiler.torch_private import gradient_hooks, storage_of
+from profiler.torch_private import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +147,7 @@ class Signature:
         written: names of the buffers that it writes.
         draws: whether it draws random numbers of other generators than torch's own.
         runs_again: whether its backward pass may run modules again.
+        begins_alike: whether each call begins with the attributes that the module had when it was planned.
     """
 
     leaves: tuple[Any, ...]
@@ -170,151 +160,7 @@ class Signature:
     written: frozenset[str]
     draws: bool
     runs_again: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What a module has done in a call.
-
-    Attributes:
-        result: what it returned.
-        written: names of the buffers that it wrote.
-        draws: whether it drew random numbers of other generators than torch's own.
-    """
-
-    result: Any
-    written: set[str]
-    draws: bool
-
-
-class Refused(Exception):  # noqa: N818 - caught and turned into an error of our tree
-    """A module that is called as it is did what no layer may do."""
-
-
-class Held:
-    """A module with what a call of it needs: its parameters and buffers by name, and its modes.
-
-    Args:
-        path: of the module in the model; of a `CalledFunction` the function's name.
-        module: the module.
-    """
-
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self.path = path
-        self.is_function = isinstance(module, CalledFunction)
-        self.module = module
-        self.forward: Callable[..., Any] = module.forward
-        self.own_forward: Any = module.__dict__.get("forward")  # set on the instance, not the class
-        self.parameters: Mapping[str, Tensor] = dict(module.named_parameters())
-        self.buffers: Mapping[str, Tensor] = dict(module.named_buffers())
-        self._flags = [(part, part.training) for part in module.modules()]
-        self.generators = drawn_from(module).generators
-        self.constants = constants_reached(module)
-
-    def __str__(self) -> str:
-        """What an error calls it."""
-        return f"{'function' if self.is_function else 'module'} {self.path!r}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of parameters, then buffers: the first arguments of a call."""
-        return (*self.parameters, *self.buffers)
-
-    def call(
-        self,
-        tensors: Mapping[str, Tensor],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: dict[str, Any],
-        *,
-        may_draw: bool,
-        seed: int | None,
-    ) -> Done:
-        """Call the module with other parameters and buffers.
-
-        A buffer that it replaces is written in the given one.
-
-        Args:
-            tensors: its parameters and buffers by name.
-            args: of the call.
-            kwargs: of the call.
-            made: attributes that earlier calls have changed, and what these were before. It may make a cache: change
-                an attribute once, and again where somebody has put that back.
-            may_draw: whether it may draw from random generators other than torch's own: Python's and numpy's, and
-                those that it holds.
-            seed: of these, which are afterwards as they were; None to let them draw on.
-
-        Raises:
-            Refused: it changed an attribute, drew random numbers that it must not, or wrote an argument.
-        """
-        given = {**tensors}
-        versions = {name: tensor._version for name, tensor in tensors.items()}
-        entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        entered = [tensor._version for tensor in entering]
-        settings = self._settings(args, kwargs)
-        hooks = [*map(gradient_hooks, (*tensors.values(), *entering))]
-        attributes, states = attributes_of(self.module), python_and_numpy_states()
-        before = {name: constant._version for name, constant in self.constants.items()}
-        known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
-        writes = DataWrites(known)
-        with self.seeded(seed) as drawn, self._modes(), standing_in(self.module, given), writes:
-            result = self.forward(*args, **kwargs)
-            drew = drawn()
-        changed = changed_names(attributes, attributes_of(self.module))
-        found = {name: attributes[name].key if name in attributes else None for name in changed}
-        repeated = [name for name in changed if made.setdefault(name, found[name]) != found[name]]
-        if repeated:
-            put_back(attributes, repeated)
-            raise Refused(f"it changes its attribute {repeated[0]!r}; make it a buffer (register_buffer)")
-        for name, constant in self.constants.items():
-            if constant._version != before[name]:
-                raise Refused(f"it writes {name!r}, a tensor that is no buffer; make it one (register_buffer)")
-        if not may_draw and states != python_and_numpy_states():
-            raise Refused("it draws from Python's or numpy's random generator, and did not when traced")
-        through_data = writes.written()
-        if entered != [tensor._version for tensor in entering] or through_data - tensors.keys():
-            raise Refused("it writes one of its arguments in place; let it work on a copy")
-        if hooks != [*map(gradient_hooks, (*tensors.values(), *entering))]:
-            raise Refused(
-                "it hooks the gradient of an argument or parameter, of which a layer may have a part; let it hook a "
-                "value of its own (x = x.view_as(x))"
-            )
-        if settings != self._settings(args, kwargs):
-            raise Refused("it changes one of its arguments; let it work on a copy")
-        written = {name for name in self.buffers if given[name] is not tensors[name]}
-        with torch.no_grad():
-            for name in written:
-                tensors[name].copy_(given[name])
-        written |= {name for name, tensor in tensors.items() if tensor._version != versions[name]} | through_data
-        if written & self.parameters.keys():
-            raise Refused(f"it writes its parameter {min(written & self.parameters.keys())!r}; use a buffer for that")
-        return Done(result, written, drew)
-
-    def _settings(self, *arguments: Any) -> list[bytes | None]:
-        """What those arguments hold that a function alone may take: configurations and the like."""
-        if not self.is_function:
-            return []
-        return [content_of(leaf) for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
-
-    def seeded(self, seed: int | None) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        """Within, random generators other than torch's own draw what the seed says."""
-        if seed is None:
-            return contextlib.nullcontext(lambda: False)
-        held = generators_in(value for part in self.module.modules() for value in part.__dict__.values())
-        every = {id(generator): generator for generator in (*OF_PYTHON_AND_NUMPY, *held, *self.generators)}
-        return seeded([*every.values()], seed)
-
-    @contextlib.contextmanager
-    def _modes(self) -> Iterator[None]:
-        """Training or evaluation mode as they were when the model was traced."""
-        now = [(part, part.training) for part, _ in self._flags]
-        for part, flag in self._flags:
-            part.training = flag
-        try:
-            yield
-        finally:
-            for part, flag in now:
-                part.training = flag
+    begins_alike: bool
 
 
 class OpaqueCall:
@@ -349,15 +195,16 @@ class OpaqueCall:
             outputs: tuple[Tensor, ...] = _Imitation.apply(self, size, *values)  # type: ignore[no-untyped-call]
             return outputs
         called: tuple[Tensor, ...]
-        if self.signature.runs_again and torch.is_grad_enabled():
+        if (self.signature.runs_again or self.signature.begins_alike) and torch.is_grad_enabled():
             called = RunAgain.apply(  # type: ignore[no-untyped-call]
-                lambda leaves: self._called(leaves, size), self._held.module, self._held.names, *values
+                lambda leaves: self._called(leaves, size), self._held, *values
             )
         else:
-            called = self._called(values, size)
+            called, _ = self._called(values, size)
         return keyed_backward(called, self._held.generators)
 
-    def _called(self, values: Sequence[Any], size: int) -> tuple[Tensor, ...]:
+    def _called(self, values: Sequence[Any], size: int) -> tuple[tuple[Tensor, ...], Mapping[str, Attribute]]:
+        """What it returns, and the attributes that it has changed, as it has left them."""
         own = dict(zip(self._held.names, values[: self.own_arguments], strict=True))
         return self._run(own, values[self.own_arguments :], size)
 
@@ -376,14 +223,17 @@ class OpaqueCall:
         """Positions of the arguments that it writes."""
         return tuple(i for i, name in enumerate(self._held.names) if name in self.signature.written)
 
-    def _run(self, tensors: Mapping[str, Tensor], inputs: Sequence[Any], size: int) -> tuple[Tensor, ...]:
+    def _run(
+        self, tensors: Mapping[str, Tensor], inputs: Sequence[Any], size: int
+    ) -> tuple[tuple[Tensor, ...], Mapping[str, Attribute]]:
         device = device_of_first(value for value in (*inputs, *tensors.values()) if isinstance(value, Tensor))
         leaves = filled(self.signature.leaves, inputs, device)
         args, kwargs = pytree.tree_unflatten(leaves, self.signature.tree)
         try:
             draws = self.signature.draws
             seed = next_seed() if draws else None
-            done = self._held.call(tensors, args, kwargs, self._made, may_draw=draws, seed=seed)
+            changed = Changed.PUT_BACK if self.signature.begins_alike else Changed.REFUSED
+            done = self._held.call(tensors, args, kwargs, self._made, may_draw=draws, seed=seed, changed=changed)
         except Refused as problem:
             self._refuse(str(problem))
         result, written = done.result, done.written
@@ -403,7 +253,7 @@ class OpaqueCall:
             self._checked(output, kind, size, carries=carries)
             for output, kind in zip(outputs, self.signature.outputs, strict=True)
         ]
-        return on_own_memory(checked, (*tensors.values(), *inputs))
+        return on_own_memory(checked, (*tensors.values(), *inputs)), done.left
 
     def _checked(self, output: Tensor, kind: TensorKind, size: int, *, carries: bool) -> Tensor:
         """The output as it was when traced: its shape, its dtype, dense in memory, and with a gradient."""

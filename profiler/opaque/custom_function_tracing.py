@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
 from profiler.observe.source_place import keep_together_advice, place_now
-from profiler.opaque.call import Refused, Slot
+from profiler.opaque.call import Slot
 from profiler.opaque.custom_functions import FunctionCall, name_of
+from profiler.opaque.held import Refused
 from profiler.opaque.operators import LIBRARY, replace_operator
 from profiler.torch_private import CUSTOM_FUNCTION_CALL, MACHINERY, applied, without_torch_function
 
@@ -88,6 +89,8 @@ class FunctionCalls:
             call = self._calls[site]
             tensors, numbers = call.taken(leaves)
             outputs = _Traced.apply(call, site, tensors, numbers, *tensors)  # type: ignore[no-untyped-call]
+            for position, value in zip(call.written, outputs[len(outputs) - len(call.written) :], strict=True):
+                tensors[position].detach().copy_(value)
         except Refused as problem:
             raise self._refusal(function, str(problem)) from problem
         except Exception as problem:

@@ -2,6 +2,9 @@
 
 Export follows the forward pass of such a function and forgets its backward pass. In the graph a `FunctionCall` takes
 the call's place. It calls the function itself, on real tensors as on fake ones, so its FLOPs and bytes are known too.
+
+A function that writes an argument without saying so (`x -= x.max()`) works on a copy, which the call returns after what
+the function returns; an operation of its own writes that into the argument, so that later readers find it.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from profiler.errors import ExecutionError
 from profiler.observe.drawn_from import of_function
 from profiler.observe.draws import keyed_backward
 from profiler.observe.storage_watch import is_strided
-from profiler.opaque.call import Refused, Slot, on_own_memory, with_slots
-from profiler.torch_private import applied, storage_of
+from profiler.opaque.call import Slot, on_own_memory, with_slots
+from profiler.opaque.held import Refused
+from profiler.torch_private import applied, schema_of, storage_of
 
 _COMPUTED = (Tensor, torch.SymInt, torch.device)  # kinds of arguments that the graph hands over, in this order
 _CONSTANTS = (bool, int, float, complex, str, bytes, slice, torch.dtype, torch.layout, torch.memory_format)
@@ -40,6 +44,7 @@ class FunctionCall:
         result_leaves: of its result: a `Slot` for each tensor, else the value; None before it was rehearsed.
         result_tree: structure of its result.
         carries: of each tensor that it returns, whether a gradient comes back through it, if an argument needs one.
+        written: positions of the tensors that it writes, among those that it takes.
 
     Raises:
         Refused: it takes what a graph cannot hold.
@@ -68,6 +73,7 @@ class FunctionCall:
         self.result_leaves: list[Any] | None = None
         self.result_tree: pytree.TreeSpec | None = None
         self.carries: tuple[bool, ...] = ()
+        self.written: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """The same in every process."""
@@ -75,8 +81,11 @@ class FunctionCall:
 
     def __call__(self, *values: Any) -> tuple[Tensor, ...]:
         """Call the function."""
+        values = tuple(v.clone() if i in self.written and isinstance(v, Tensor) else v for i, v in enumerate(values))
         try:
-            found, tree = self._run(values)
+            found, tree, written = self._run(values)
+            if set(written) - set(self.written):
+                raise Refused("it writes one of its arguments in place, and did not when traced; let it work on a copy")
         except Refused as problem:
             raise ExecutionError(f"{name_of(self.function)} is called as it is, and {problem}") from problem
         leaves = with_slots(found)
@@ -85,7 +94,8 @@ class FunctionCall:
                 f"{name_of(self.function)} is called as it is, and it returns {leaves} in {tree}, when traced it was "
                 f"{self.result_leaves} in {self.result_tree}"
             )
-        return keyed_backward(on_own_memory(_tensors(found), values), self._draws.generators)
+        returned = keyed_backward(on_own_memory(_tensors(found), values), self._draws.generators)
+        return (*returned, *(values[position].detach() for position in self.written))
 
     def is_for(self, function: Any, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
         """Whether it stands for this call too; a number may be symbolic in one run of the model and not in another."""
@@ -112,8 +122,13 @@ class FunctionCall:
         Raises:
             Refused: it does what no operation of a graph may do.
         """
-        with _OwnValues(values) as watch:
-            found, tree = self._run(values)
+        given = [value.clone() if isinstance(value, Tensor) else value for value in values]
+        with _OwnValues(given) as watch:
+            found, tree, _ = self._run(given)
+        tensors = _tensors(given)
+        self.written = tuple(i for i, tensor in enumerate(tensors) if storage_of(tensor) in watch.written)
+        self._refuse_returned(found, [tensors[position] for position in self.written])
+        self._refuse_written_parts(values)
         if watch.is_foreign:
             raise Refused("it reads a tensor that is not among its arguments; pass it as one")
         for leaf in found:
@@ -121,20 +136,35 @@ class FunctionCall:
                 raise Refused(f"it returns a {type(leaf).__name__}; let it return tensors")
         self.result_leaves, self.result_tree = with_slots(found), tree
         self.carries = tuple(leaf.requires_grad for leaf in found if isinstance(leaf, Tensor))
-        return on_own_memory(_tensors(found), values)
+        self.carries += (False,) * len(self.written)
+        return (*on_own_memory(_tensors(found), given), *(given[position] for position in self.written))
 
-    def _run(self, values: Sequence[Any]) -> tuple[list[Any], pytree.TreeSpec]:
-        """What the function returns, flattened."""
+    def _refuse_returned(self, found: Sequence[Any], written: Sequence[Tensor]) -> None:
+        """What is returned has the function's gradient, and later readers of the argument would have it, too."""
+        storages = {storage_of(tensor) for tensor in written}
+        if any(is_strided(leaf) and storage_of(leaf) in storages for leaf in found):
+            raise Refused("it returns an argument that it writes in place (mark_dirty); let it work on a copy")
+
+    def _refuse_written_parts(self, values: Sequence[Any]) -> None:
+        """A copy of an argument is no part of another argument any more, nor of a parameter."""
+        storages = [storage_of(value) for value in values if is_strided(value)]
+        for position in self.written:
+            value = values[position]
+            if storages.count(storage_of(value)) > 1 or (value.is_leaf and value.requires_grad):
+                raise Refused("it writes an argument in place that shares memory with another; let it work on a copy")
+
+    def _run(self, values: Sequence[Any]) -> tuple[list[Any], pytree.TreeSpec, tuple[int, ...]]:
+        """What the function returns, flattened, and the positions of the tensors that it has written."""
         given = [value for value in values if isinstance(value, Tensor)]
         versions = [tensor._version for tensor in given]
         leaves = [values[leaf.position] if isinstance(leaf, Slot) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         found, tree = pytree.tree_flatten(applied(self.function, *args, **kwargs))
-        if versions != [tensor._version for tensor in given]:
-            raise Refused("it writes one of its arguments in place; let it work on a copy")
+        written = [i for i, tensor in enumerate(given) if versions[i] != tensor._version]
+        self._refuse_returned(found, [given[position] for position in written])
         if not all(is_strided(leaf) for leaf in found if isinstance(leaf, Tensor)):
             raise Refused("it returns a sparse tensor; let it return dense ones")
-        return found, tree
+        return found, tree, tuple(written)
 
 
 def name_of(function: Any) -> str:
@@ -147,13 +177,17 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 class _OwnValues(TorchDispatchMode):
-    """Notices operations on tensors that are neither given nor made within."""
+    """Notices operations on tensors that are neither given nor made within, and which storages are written.
+
+    By schemas: inside an operation's own code no version counter moves.
+    """
 
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_foreign = False
         self._alive = [value for value in given if is_strided(value)]  # so that no storage takes another's place
         self._known = {storage_of(tensor) for tensor in self._alive}
+        self.written: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -161,6 +195,10 @@ class _OwnValues(TorchDispatchMode):
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_strided(leaf)]
         if func.overloadpacket not in _LIFTS:
             self.is_foreign |= any(storage_of(tensor) not in self._known for tensor in read)
+        for position, argument in enumerate(schema_of(func).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                self.written.update(storage_of(leaf) for leaf in pytree.tree_leaves(value) if is_strided(leaf))
         out = func(*args, **(kwargs or {}))
         made = [leaf for leaf in pytree.tree_leaves(out) if is_strided(leaf)]
         self._alive.extend(made)

@@ -21,11 +21,13 @@ from profiler.errors import NotTraceableError
 from profiler.machine.backend import device_of_first
 from profiler.observe.draws import has_foreign_backward
 from profiler.observe.named_functions import SEPARATOR, function_named
-from profiler.opaque.call import Held, OpaqueCall, OwnDevice, Slot
+from profiler.opaque.call import OpaqueCall, OwnDevice, Slot
 from profiler.opaque.called_functions import CalledFunction, content_of, handed_on
 from profiler.opaque.custom_functions import FunctionCall
+from profiler.opaque.held import Held
+from profiler.opaque.made_up import RehearsedCall, TakenTensor
 from profiler.opaque.operators import LIBRARY, replace_operator
-from profiler.opaque.rehearsal import RehearsedCall, TakenTensor, rehearse
+from profiler.opaque.rehearsal import rehearse
 
 
 class NotCallableError(NotTraceableError):

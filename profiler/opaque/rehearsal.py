@@ -10,18 +10,18 @@ dearest is planned for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import NotTraceableError
-from profiler.machine.backend import HOST, backend_of, device_of_first
+from profiler.machine.backend import HOST, device_of_first
 from profiler.observe.elsewhere import Unwritten, lasting_spots, spots_of
 from profiler.observe.flops import FlopCounter
 from profiler.observe.outside_world import outside_told
@@ -29,44 +29,22 @@ from profiler.observe.random_states import preserved
 from profiler.observe.reads import Reads
 from profiler.observe.standing_in import standing_in
 from profiler.observe.storage_watch import StorageWatch
-from profiler.opaque.call import Affine, Cost, Done, Held, Refused, Signature, TensorKind, filled, with_slots
+from profiler.opaque.call import Affine, Cost, Signature, TensorKind, with_slots
 from profiler.opaque.custom_function_tracing import functions_noticed
+from profiler.opaque.held import Changed, ChangesAttribute, Done, Held, Refused
+from profiler.opaque.independent import independent
+from profiler.opaque.made_up import (
+    Circumstances,
+    Entering,
+    Floats,
+    RehearsedCall,
+    backward_from,
+    extent_at,
+    own_parameters,
+)
 from profiler.opaque.run_again import takes_objects
 from profiler.text import counted
 from profiler.torch_private import NormBase, applied, storage_of
-
-
-@dataclass(frozen=True, slots=True)
-class TakenTensor:
-    """A tensor that the module takes, while it is traced: extents may be symbolic."""
-
-    shape: tuple[Any, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What thread-local state a call takes place in.
-
-    Attributes:
-        with_gradient: whether gradients are recorded.
-        autocast: dtype of the autocast region on the device; None outside one.
-        device_type: of the module.
-    """
-
-    with_gradient: bool
-    autocast: torch.dtype | None
-    device_type: str
-
-    @classmethod
-    def now(cls, device: torch.device) -> Circumstances:
-        """Those of this thread."""
-        kind = backend_of(device).type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return cls(torch.is_grad_enabled(), autocast, kind)
-
 
 DRAWS_TRIED = (
     4  # [chosen] a layer that is dropped with a chance of 1/10 is not in one of them, but for 1 case in 10,000
@@ -79,37 +57,13 @@ class _Run:
     done: Done
     draws: bool
     runs_again: bool
+    begins_alike: bool
     flops: int
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RehearsedCall:
-    """What is rehearsed.
-
-    Attributes:
-        held: the module.
-        leaves: of its arguments, see `Signature`.
-        tree: structure of its arguments.
-        tensors: that it takes.
-        numbers: that it takes; ints, perhaps symbolic.
-        others: parameters and buffers of the model that are not the module's; a layer has them only as arguments.
-    """
-
-    held: Held
-    leaves: Sequence[Any]
-    tree: pytree.TreeSpec
-    tensors: Sequence[TakenTensor]
-    numbers: Sequence[Any]
-    others: Mapping[str, Tensor]
-
-
-Floats: TypeAlias = Callable[..., Tensor]
-"""Makes up numbers: of a normal distribution, or, for what takes probabilities or boxes, between 0 and 1."""
 
 
 def rehearse(call: RehearsedCall, sizes: Sequence[int]) -> tuple[Signature, Cost]:
@@ -144,6 +98,20 @@ def rehearse(call: RehearsedCall, sizes: Sequence[int]) -> tuple[Signature, Cost
 
 
 def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floats: Floats) -> list[_Run]:
+    """One run at each size; each from the same attributes, where these change and later calls do not depend on that."""
+    try:
+        return _some_runs(call, sizes, around, floats, Changed.REFUSED)
+    except ChangesAttribute:
+        runs = _some_runs(call, sizes, around, floats, Changed.PUT_BACK)
+        with ThreadPoolExecutor(1) as thread:
+            if not thread.submit(independent, call, sizes[0], around, floats).result():
+                raise
+        return runs
+
+
+def _some_runs(
+    call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floats: Floats, changed: Changed
+) -> list[_Run]:
     """One run at each size, of the dearest of some draws if it draws random numbers."""
     made: dict[str, Any] = {}
     constants = Unwritten(call.held.constants)
@@ -152,11 +120,11 @@ def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floa
         ends = [thread.submit(spots_of, call.held.module).result()]  # there, since threads have values of their own
 
         def run(size: int, seed: int) -> _Run:
-            done = thread.submit(_run, call, size, around, made, seed, floats).result()
+            done = thread.submit(_run, call, size, around, made, seed, floats, changed).result()
             ends.append(thread.submit(spots_of, call.held.module).result())
-            changed = lasting_spots(ends[-2], ends[-1])
-            if changed and len(ends) > 2:  # in the first run it may make a cache
-                raise Refused(f"it changes {changed[0].name!r} in each call; keep that in a buffer (register_buffer)")
+            elsewhere = lasting_spots(ends[-2], ends[-1])
+            if elsewhere and len(ends) > 2:  # in the first run it may make a cache
+                raise Refused(f"it changes {elsewhere[0].name!r} in each call; keep that in a buffer (register_buffer)")
             return done
 
         first = run(sizes[0], 0)
@@ -168,6 +136,12 @@ def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floa
                 "with the same arguments and the same random numbers it returns something else: it computes with the "
                 "time, or with something that it keeps between calls where nobody sees it; keep that in a buffer "
                 "(register_buffer), or pass it as an argument"
+            )
+        once = first.done.written.difference(*(run.done.written for run in runs))
+        if once:
+            raise Refused(
+                f"it writes its buffer {min(once)!r} in its first call alone, and no other process would; use the "
+                "model once before planning, so that the buffer is filled, or write it in each call"
             )
         return runs
 
@@ -220,35 +194,19 @@ def _refuse_held(held: Held) -> None:
             )
 
 
-def _made_up(
-    tensor: TakenTensor, size: int, around: Circumstances, generator: torch.Generator, floats: Floats
-) -> Tensor:
-    shape = [extent_at(extent, size) for extent in tensor.shape]
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        made = floats(shape, dtype=tensor.dtype, generator=generator).to(around.device_type)
-        return made.requires_grad_(tensor.requires_grad).clone()
-    return torch.full(shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=around.device_type)
-
-
-def extent_at(extent: Any, size: int) -> int:
-    """An extent for a micro-batch of `size` samples."""
-    if not isinstance(extent, torch.SymInt):
-        return int(extent)
-    expression = extent.node.expr
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, size)))
-
-
 def _run(
-    call: RehearsedCall, size: int, around: Circumstances, made: dict[str, Any], seed: int, floats: Floats
+    call: RehearsedCall,
+    size: int,
+    around: Circumstances,
+    made: dict[str, Any],
+    seed: int,
+    floats: Floats,
+    changed: Changed,
 ) -> _Run:
     held = call.held
-    generator = torch.Generator().manual_seed(0)
-    entering: list[Any] = [_made_up(tensor, size, around, generator, floats) for tensor in call.tensors]
-    values = [*entering, *(extent_at(number, size) for number in call.numbers)]
+    entering, (args, kwargs) = (found := Entering.of(call, size, around, floats)).tensors, found.call
     device = torch.device(around.device_type)
-    args, kwargs = pytree.tree_unflatten(filled(call.leaves, values, device), call.tree)
-    own = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in held.parameters.items()}
-    own.update({name: tensor.clone() for name, tensor in held.buffers.items()})
+    own = own_parameters(held) | {name: tensor.clone() for name, tensor in held.buffers.items()}
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -264,8 +222,7 @@ def _run(
 
     with (
         preserved([HOST, device]),
-        torch.set_grad_enabled(around.with_gradient),
-        torch.autocast(around.device_type, around.autocast, enabled=around.autocast is not None, cache_enabled=False),
+        around.in_force(),
         StorageWatch() as watch,
     ):
         torch.manual_seed(seed)
@@ -277,7 +234,7 @@ def _run(
             outside_told(_refuse_outside),
             functions_noticed(note),
         ):
-            done = held.call(own, args, kwargs, made, may_draw=True, seed=seed)
+            done = held.call(own, args, kwargs, made, may_draw=True, seed=seed, changed=changed)
         if reads.names:
             raise Refused(f"it reads {min(reads.names)!r}, which is not its own; pass that as an argument")
         forward_bytes = watch.peak_bytes_with_workspace
@@ -292,13 +249,14 @@ def _run(
             raise Refused(
                 "it hooks the node that makes its argument; let it hook a value of its own (x = x.view_as(x))"
             )
-        with standing_in(held.module, own), held.seeded(seed), outside_told(_refuse_outside):
-            _backward(outputs)
+        with standing_in(held.module, own), held.seeded(seed), held.as_left(done.left), outside_told(_refuse_outside):
+            backward_from(outputs)
         return _Run(
             size,
             done,
             done.draws or counter.draws_random,
             bool(given),
+            changed is Changed.PUT_BACK,
             counter.flops,
             kept_bytes,
             forward_bytes,
@@ -322,12 +280,6 @@ def _has_hooked(tensor: Tensor) -> bool:
 
 def _refuse_outside(what: str) -> None:
     raise Refused(f"it {what}, which no recomputed pass may do, nor another process")
-
-
-def _backward(outputs: Sequence[Tensor]) -> None:
-    roots = [output for output in outputs if output.requires_grad]
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
@@ -386,6 +338,7 @@ def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
         frozenset().union(*(run.done.written for run in runs)),
         any(run.done.draws for run in runs),
         any(run.runs_again for run in runs),
+        any(run.begins_alike for run in runs),
     )
 
 

@@ -2,13 +2,15 @@
 
 A custom function that is given a module (`Reversible.apply(x, self.blocks)`) runs it once more in its backward pass,
 and there the module's own parameters get their gradients. A layer has others in their place, so these stand there then,
-too.
+too. So is what the call has kept in attributes for its backward pass (the state of a random generator): calls of other
+micro-batches come between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,21 @@ from torch.utils import _pytree as pytree
 
 from profiler.observe.standing_in import standing_in
 
-Run = Callable[[Sequence[Any]], tuple[Tensor, ...]]
+Run = Callable[[Sequence[Any]], tuple[tuple[Tensor, ...], Mapping[str, Any]]]
+"""Of the values, what it returns, and the attributes that it has changed."""
+
+
+class Module(Protocol):
+    """A module with the names of its parameters and buffers."""
+
+    module: nn.Module
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of parameters and buffers, which are the first values."""
+
+    def as_left(self, left: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Within, these attributes are as a call has left them."""
 
 
 def takes_objects(args: Any, kwargs: Any) -> bool:
@@ -29,14 +45,13 @@ class RunAgain(torch.autograd.Function):
     """A call of a module, whose gradients come of a graph of its own."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, module: nn.Module, names: Sequence[str], *values: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Run, held: Module, *values: Any) -> tuple[Tensor, ...]:
         """Call it.
 
         Args:
             ctx: of the backward pass.
             run: takes the values.
-            module: that it calls.
-            names: of its parameters and buffers, which are the first values.
+            held: the module that it calls.
             values: tensors and numbers.
         """
         leaves = [
@@ -44,8 +59,8 @@ class RunAgain(torch.autograd.Function):
             for value in values
         ]
         with torch.enable_grad():
-            outputs = run(leaves)
-        ctx.module, ctx.names, ctx.leaves, ctx.outputs = module, names, leaves, outputs
+            outputs, left = run(leaves)
+        ctx.held, ctx.left, ctx.leaves, ctx.outputs = held, left, leaves, outputs
         ctx.mark_non_differentiable(*(output for output in outputs if not output.requires_grad))
         return tuple(output.detach() for output in outputs)
 
@@ -53,9 +68,9 @@ class RunAgain(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Its graph's own backward pass, in which the module has the parameters of the call."""
         pairs = [(o, g) for o, g in zip(ctx.outputs, gradients, strict=True) if o.requires_grad and g is not None]
-        own = dict(zip(ctx.names, ctx.leaves, strict=False))
+        own = dict(zip(ctx.held.names, ctx.leaves, strict=False))
         if pairs:
-            with standing_in(ctx.module, own):
+            with standing_in(ctx.held.module, own), ctx.held.as_left(ctx.left):
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         found = [leaf.grad if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in ctx.leaves]
-        return (None, None, None, *found)
+        return (None, None, *found)

@@ -47,6 +47,7 @@ from profiler.tracing.left_out import LeftOut, left_out
 from profiler.tracing.plain_data import DataAsOperations
 from profiler.tracing.progress import Part
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
+from profiler.tracing.regions import write_out_regions
 from profiler.tracing.sample import (
     TRACED_BATCH_SIZE_AT_LEAST,
     arguments_of,
@@ -133,6 +134,7 @@ def export_graph(
         changes.refuse(model)
     if dynamic:
         _refuse_limited_batches(program, questions)
+    write_out_regions(module, under_autocast=spec.autocast is not None)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)
     return _tidy(module, program, spec, decisions, foreign)

@@ -31,6 +31,7 @@ from profiler.conditions.chance import Ways
 from profiler.errors import NotTraceableError
 from profiler.observe.named_functions import SEPARATOR
 from profiler.observe.source_place import place_of_node
+from profiler.observe.type_checkers import checkers_of, first_items_checked
 from profiler.observe.untouched import untouched
 from profiler.opaque.opaque_calls import NotCallableError, opaque_calls_of
 from profiler.sample_spec import FRONT_ENDS, SampleSpec
@@ -50,9 +51,9 @@ GraphMaker: TypeAlias = Callable[[nn.Module, SampleSpec, bool, Asking], Traced]
 """The function of a front end: of a model, what it is called with, whether it trains, and what answers questions about
 values; may not be able to."""
 
-LARGEST_SHARE_CALLED = 9 / 10
-"""Of the work, in a module that is called as it is without being asked for. No cut goes through it, so that stages
-would gain a ninth at most. [chosen]"""
+LARGEST_SHARE_CALLED = 99 / 100
+"""Of the work, in a module that is called as it is without being asked for. No cut goes through it, so that other
+stages would have next to nothing to do. [chosen]"""
 MOST_MODULES_IN_THE_WAY = 8
 """Exports of one model in search of modules to call as they are; each takes seconds. [chosen]"""
 
@@ -90,12 +91,13 @@ def graph_of(
     """
     refusals: dict[str, str] = {}
     first: NotTraceableError | None = None
+    checkers = checkers_of(model)
     askings = _Askings(model, spec, sample, training)
     ways: list[tuple[str, Way]] = [(front_end, _answered) for front_end in FRONT_ENDS]
     ways += [(name, _by_themselves) for name, front_end in FRONT_ENDS.items() if front_end.asks]
     for front_end, way in ways if spec.front_end is None else [(spec.front_end, _answered)]:
         try:
-            with empty_buffers_as_attributes(model):
+            with empty_buffers_as_attributes(model), first_items_checked(checkers):
                 graph, facts, called = way(front_end, model, spec, training, askings)
         except NotTraceableError as problem:
             refusals.setdefault(front_end, str(problem).removeprefix("cannot trace the model: "))

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from profiler.machine.backend import HOST, device_of_first
 from profiler.observe.elsewhere import Spot, Spots, lasting_spots, put_spots_back, spots_of
-from profiler.observe.python_state import Attribute, key_of_value, put_back
+from profiler.observe.python_state import Attribute, key_of_value, lasting_changes, put_back
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_of, preserved, seeded
 from profiler.observe.standing_in import standing_in
 from profiler.observe.untouched import untouched
@@ -35,11 +35,6 @@ from profiler.tracing.sample import Arguments
 
 _FAR = 1_000_003  # [chosen] calls; odd, so that what every other call does differently shows
 _Attributes = Mapping[str, Attribute]
-
-
-def lasting_changes(earlier: _Attributes, later: _Attributes) -> list[str]:
-    """Names of the numbers, strings and containers' lengths that differ between the ends of two calls."""
-    return [name for name in later if name in earlier and later[name].plain != earlier[name].plain]
 
 
 def let_come_far(earlier: _Attributes, later: _Attributes, names: Sequence[str]) -> bool:
@@ -201,9 +196,21 @@ def _computed(model: nn.Module, call: Arguments, around: Callable[[], Any]) -> l
             generator.manual_seed(0)
         returned = pytree.tree_leaves(model(*call.args, **call.kwargs))
         roots = [leaf for leaf in returned if isinstance(leaf, Tensor) and leaf.requires_grad]
-        ones = [torch.ones_like(root) for root in roots]
-        gradients = torch.autograd.grad(roots, parameters, ones, allow_unused=True) if roots else ()
+        gradients = _gradients(roots, parameters) if roots else ()
     return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in (*returned, *gradients)]
+
+
+def _gradients(roots: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Of the sum of the roots; a backward pass that runs modules again puts some into the parameters in any case."""
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        return [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
 
 
 def _same(found: Any, expected: Any) -> bool:

@@ -245,19 +245,36 @@ def _given_generator(node: fx.Node) -> bool:
 
 def written_from_outside(region: fx.GraphModule) -> fx.Node | None:
     """The first operation of a region that writes what the region takes."""
-    node: fx.Node
+    return next((writer for writer, base in _writes_of(region) if base.op == "placeholder"), None)
+
+
+def written_bases(region: fx.GraphModule) -> list[fx.Node]:
+    """What a region takes and writes."""
+    return [base for _, base in _writes_of(region) if base.op == "placeholder"]
+
+
+def _writes_of(region: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Operations that write, in regions of the region too, each with what it is a view of that it writes."""
     for node in region.graph.nodes:
-        if moves_statistics(node):
-            return node
-        for argument in written_arguments(node):
-            base = argument
-            while base.op == "call_function" and base.args and isinstance(base.args[0], fx.Node):
-                if not isinstance(base.target, OpOverload) or not _aliases(base.target):
-                    break
-                base = base.args[0]
-            if base.op == "placeholder":
-                return node
-    return None
+        written = [node.args[3]] if moves_statistics(node) else written_arguments(node)
+        yield from ((node, _base(argument)) for argument in written)
+        for source in node.all_input_nodes if isinstance(node.target, HigherOrderOperator) else ():
+            inner = getattr(region, str(source.target), None) if source.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):
+                taken = [each for each in inner.graph.nodes if each.op == "placeholder"]
+                given = dict(zip(taken, node.args[len(node.args) - len(taken) :], strict=True))
+                for writer, base in _writes_of(inner):
+                    if isinstance(outer := given.get(base), fx.Node):
+                        yield writer, _base(outer)
+
+
+def _base(value: fx.Node) -> fx.Node:
+    """What a value is a view of."""
+    while value.op == "call_function" and value.args and isinstance(value.args[0], fx.Node):
+        if not isinstance(value.target, OpOverload) or not _aliases(value.target):
+            break
+        value = value.args[0]
+    return value
 
 
 def _aliases(operation: OpOverload) -> bool:

@@ -24,14 +24,25 @@ from profiler import trace
 from profiler.errors import ExecutionError, PlanError, UnfaithfulTraceError
 from profiler.run.loss import LossFunction
 from tests.executor.conftest import _plan as plan_for
-from tests.models import hidden_backward, hidden_gradients, hidden_means, hidden_more, hidden_tensors, hidden_world
+from tests.models import (
+    hidden_backward,
+    hidden_between,
+    hidden_gradients,
+    hidden_means,
+    hidden_more,
+    hidden_regions,
+    hidden_tensors,
+    hidden_world,
+)
 from tests.models.hidden_state import DRAWING, FEATURES, fresh, hiding
 
 _SORTED_IN = (
     hidden_backward,
+    hidden_between,
     hidden_gradients,
     hidden_means,
     hidden_more,
+    hidden_regions,
     hidden_tensors,
     hidden_world,
 )  # by being imported

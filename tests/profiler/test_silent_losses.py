@@ -43,8 +43,16 @@ class HiddenWrite(Base):
     def forward(self, x):
         y = self.linear(x)
         with torch.no_grad():
-            self.mean.copy_(y.mean(0))
+            self.linear.bias.copy_(y.mean(0))
         return y
+
+
+class BufferWithoutGradient(Base):
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.mean.copy_(y.mean(0))
+        return y * self.mean
 
 
 class TensorHook(Base):
@@ -213,7 +221,9 @@ class ForwardHook(Base):
             return self.linear(x)
 
 
-@pytest.mark.parametrize("kind", [InferenceMode, CustomOperation, SavedOnTheCpu, DetachedInPlace, ForwardHook])
+@pytest.mark.parametrize(
+    "kind", [InferenceMode, CustomOperation, SavedOnTheCpu, DetachedInPlace, ForwardHook, BufferWithoutGradient]
+)
 def test_what_only_looks_so_is_kept(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()

@@ -79,9 +79,12 @@ def steps_of(_: Plan, cases: Sequence[str]) -> list[Training]:
 
 
 def test_some_in_two_processes(plan_for: PlanFor) -> None:
-    """What is right in one process is the same, in every bit, where two share the model."""
+    """What is right in one process is the same, in every bit, where two share the model.
+
+    But for the hash of a text, which Python gives each process another of.
+    """
     alone = {}
-    for name in random.Random(5).sample(NAMES, 24):
+    for name in random.Random(5).sample([name for name in NAMES if "hash" not in name], 24):
         with contextlib.suppress(PlanError):
             alone[name] = quietly(by_plan, [name], batches(2), 2)
     assert len(alone) > 8

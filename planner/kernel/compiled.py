@@ -6,7 +6,7 @@ function's own file is unchanged. Two things are done differently here:
 - A function holds the machine code of those that it calls and the constants that it reads. So what is kept is stale
   when any of `SOURCES` has changed, not only the function's own file.
 - Processes that start side by side would each compile all of the search. A lock file makes the others wait for the one
-  that came first, and take what it kept.
+  that came first, and take what it kept; for so long as that may take, since it may also be stopped or stuck.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -98,13 +99,17 @@ def digest_of(files: tuple[Path, ...]) -> str:
 
 _IN_PROCESS = threading.RLock()
 _HELD: set[Path] = set()
+_WAITED_IN_VAIN: set[Path] = set()
+LONGEST_WAIT_S = 120.0
+"""Seconds that a process waits for another that compiles: several times what all of the search takes [chosen]."""
+BETWEEN_LOOKS_S = 0.02
 
 
 @contextmanager
 def _one_process(folder: Path) -> Iterator[None]:
-    """Only one process compiles for that folder; where it cannot be locked, each compiles for itself."""
+    """Only one process compiles for that folder; where it cannot be locked, or not in time, each for itself."""
     with _IN_PROCESS:
-        if folder in _HELD:  # a function that is called by the one that is compiled
+        if folder in _HELD or folder in _WAITED_IN_VAIN:  # of a function that is called by the one that is compiled
             yield
             return
         try:
@@ -114,7 +119,8 @@ def _one_process(folder: Path) -> Iterator[None]:
             yield
             return
         try:
-            _lock(descriptor)
+            if not _is_free_in_time(descriptor):
+                _WAITED_IN_VAIN.add(folder)
             _HELD.add(folder)
             yield
         finally:
@@ -122,8 +128,17 @@ def _one_process(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _lock(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks
-        return
+def _is_free_in_time(descriptor: int) -> bool:
+    """Lock the file; whether that was possible before `LONGEST_WAIT_S`, or the file system has no locks."""
+    until_s = time.monotonic() + LONGEST_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process compiles
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(BETWEEN_LOOKS_S)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True

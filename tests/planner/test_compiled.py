@@ -1,6 +1,7 @@
 """What is compiled is kept: not beyond a change of what it was made of, and made by one process of several."""
 
 import ast
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -103,3 +104,21 @@ def test_a_number_in_the_source_makes_no_version_of_its_own(own_cache):
 
     assert compiled.compiled(use)(2) == 14
     assert len(inner.signatures) == 1  # type: ignore[attr-defined]  # numba's
+
+
+def test_nobody_waits_for_ever_for_another_that_compiles(own_cache, tmp_path, monkeypatch):
+    """A process that was stopped while it compiled, or was stuck, held up every search on the machine."""
+    monkeypatch.setattr(compiled, "_WAITED_IN_VAIN", set())
+    monkeypatch.setattr(compiled, "LONGEST_WAIT_S", 0.0)
+
+    def more(number):
+        return number + 3
+
+    folder = Path(compiled.compiled(more).stats.cache_path)  # type: ignore[attr-defined]  # numba's
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "compiling.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert times_compiled(more) == 1
+        assert folder in compiled._WAITED_IN_VAIN
+        assert folder not in compiled._HELD
+        assert times_compiled(more) == 0  # what it compiled by itself is kept

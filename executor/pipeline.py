@@ -17,13 +17,12 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.batch.calls import Call, Calls
@@ -33,17 +32,17 @@ from executor.checkpoints.run_identity import Run
 from executor.first_step import compared
 from executor.layout import layout_of
 from executor.measure.action_times import TimedAction
-from executor.measure.clocks import clock_offset_s
-from executor.measure.measured import Recorded, measured_frame, real_timelines
 from executor.measure.replanning import Replan, Replanning
-from executor.plan_check import device_of, takes_target
+from executor.plan_check import check_arguments, device_of, takes_target
+from executor.recording import Recording
 from executor.run.outputs import check_joinable, whole_output
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import MicroBatch, StageRunner
-from executor.run.transports import ANY, CHOICES, LIBRARY, transport_for
+from executor.run.transports import ANY, LIBRARY, transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
+from executor.state.named_state import extra_state, named_state, tensor_names
 from executor.state.optimizer_steps import after_each_step, before_each_step, refuse_replaced
 from executor.state.parameter_hooks import refuse_lost_hooks
 from executor.state.placement import Placement, of_no_layer, place
@@ -57,11 +56,8 @@ from executor.watch.watch import Watch
 from executor.world import check_world_size, group_on_host, join, wait_limit
 from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
-from planner.plan.timeline import save_timeline_json
-from profiler.errors import ArgumentError
 from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
-from profiler.machine.device_kind import Peak
 from profiler.observe.ambient import as_in_training
 from profiler.observe.random_states import preserved
 from profiler.quantities import MOST_MICRO_BATCHES, check_count
@@ -140,14 +136,7 @@ class Pipeline:
         timeout_s: float | None = None,
         transport: str = ANY,
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise ArgumentError(f"the plan is a {type(plan).__name__}; pass a Plan, Plan.load(path) reads one")
-        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-            raise ArgumentError(f"the seed is {seed!r}; pass a whole number of at most 64 bits")
-        if timeout_s is not None and not timeout_s > 0:
-            raise ArgumentError(f"timeout_s is {timeout_s}; pass more than 0 seconds, or None")
-        if transport not in CHOICES:
-            raise ArgumentError(f"transport={transport!r}; pass one of {', '.join(map(repr, CHOICES))}")
+        check_arguments(plan, seed, timeout_s, transport)
         self.plan = plan
         self.run = Run()
         self._replanning = Replanning(plan, replan)
@@ -224,7 +213,7 @@ class Pipeline:
         self._calls = Calls(self._computing, plan, layout, self._sequence, devices, self._placement)
         self._feed = Feed(self._calls, layout, self.watch, on_host)
         self._steps = 0
-        self._peak = Peak()
+        self._recording = Recording(plan, layout, self._device, self._runtime, self._placement, self.watch)
         self._stand_in = nn.Parameter(torch.empty(0))
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -332,25 +321,28 @@ class Pipeline:
             self._placement.round_masters()
             self._compare_first_step(args, kwargs, target)
             self._begin(scaler, accumulate=accumulate)
-            forget_gradients(self._placement.tied)
-            with self._placement.adding_up(), self._gradients.of_a_step():
-                with as_in_training(), preserved(self._devices.values()):
-                    for batches in call.own:
-                        self._runtime.run(self._calls.program(call, batches), batches)
-                        sum_gradients(self._placement.tied, self._layout.process)
-                        self._gradients.add_replica()
-                loss = self._loss.of(self._own_losses(call.own))  # first, since others may wait for it
-                self._gradients.end()
-                for runner in self._runners.values():
-                    self._mover.move(runner, call.own, call.counts)
+            loss = self._trained(call)
             self._steps += 1
             self._feed.end()
             self.watch.log.step = self._steps
-        if self._replanning.due(self._steps) and self._layout.processes == self.plan.ranks * self.plan.replicas:
-            recorded = self._recorded()
-            said = self._replanning.report(recorded) if self.rank == 0 else ""
-            if said:
-                warnings.warn(said, stacklevel=2)
+        said = self._recording.said_after(self._steps, self._replanning)
+        if said:
+            warnings.warn(said, stacklevel=2)
+        return loss
+
+    def _trained(self, call: Call) -> Tensor:
+        """The loss of a training step, whose gradients and statistics are then where they belong."""
+        forget_gradients(self._placement.tied)
+        with self._placement.adding_up(), self._gradients.of_a_step():
+            with as_in_training(), preserved(self._devices.values()):
+                for batches in call.own:
+                    self._runtime.run(self._calls.program(call, batches), batches)
+                    sum_gradients(self._placement.tied, self._layout.process)
+                    self._gradients.add_replica()
+            loss = self._loss.of(self._own_losses(call.own))  # first, since others may wait for it
+            self._gradients.end()
+            for runner in self._runners.values():
+                self._mover.move(runner, call.own, call.counts)
         return loss
 
     def _outside_of_model(self, target: Any, kwargs: dict[str, Any]) -> Any:
@@ -461,27 +453,15 @@ class Pipeline:
         Under a recipe of mixed precision these are the master weights, and what has none as it computes.
         In one process this is what `model.state_dict()` holds; in K processes the K parts together do.
         """
-        held: dict[str, Tensor] = dict(self._placement.named_parameters())
-        for buffers in self._placement.buffers.values():
-            held.update(buffers)
-        whole = self._model.state_dict(keep_vars=True)
-        named = {
-            alias: tensor.detach()
-            for name, tensor in held.items()
-            for alias in self._sequence.aliases.get(name, ())
-            if alias in whole
-        }
-        named.update({name: value.detach() for name, value in self._unread.items()})
-        return named
+        return named_state(self._model, self._sequence, self._placement, self._unread)
 
     def state_names(self) -> list[str]:
         """Original names of all parameters and buffers of the model that a checkpoint holds, sorted."""
-        return sorted(name for name, held in self._model.state_dict(keep_vars=True).items() if isinstance(held, Tensor))
+        return tensor_names(self._model)
 
     def extra_state(self) -> dict[str, Any]:
         """What modules keep in addition to tensors (`get_extra_state`), in the process of the first stage."""
-        whole = self._model.state_dict() if 0 in self._runners else {}
-        return {name: value for name, value in whole.items() if not isinstance(value, Tensor)}
+        return extra_state(self._model) if 0 in self._runners else {}
 
     @property
     def steps(self) -> int:
@@ -510,54 +490,25 @@ class Pipeline:
         Every process calls this, and each gets the whole table: see `executor.measure.measured.measured_frame`. Of
         several replicas it is about the first.
         """
-        return measured_frame(self.plan, self._recorded())
+        return self._recording.frame()
 
     def save_trace(self, path: str | Path) -> None:
         """Write the last step as Chrome Trace Event JSON, with the tracks of the plan's `save_timeline_json`.
 
         Every process calls this; the first one writes, to `path`. Of several replicas it is about the first.
         """
-        timeline = self.measured_timeline()
-        if self.rank == 0:
-            save_timeline_json(self.plan, path, timeline)
+        self._recording.save(path)
 
     def measured_timeline(self) -> Timeline:
         """The last step as it was, for `planner.pictures.timeline.plot_timeline`.
 
         Every process calls this, and each gets all stages. Of several replicas it is about the first.
         """
-        timelines = real_timelines(self.plan, self._recorded())
-        if not timelines:
-            raise ArgumentError("there is no step to show yet; call step first")
-        return timelines[-1]
+        return self._recording.timeline()
 
-    @contextmanager
-    def watch_memory(self) -> Iterator[None]:
+    def watch_memory(self) -> AbstractContextManager[None]:
         """Measure the peak memory of the steps inside, for `measured`; on CPU this slows them down."""
-        masters = {id(master) for _, master in self._placement.rounded}  # the optimizer's, like its state
-        held: list[Tensor] = [own for own in self._placement.parameters.values() if id(own) not in masters]
-        cast = {id(master) for _, master in self._placement.cast}  # whose gradients go when the step begins, unseen
-        held += [p.grad for p in self.parameters() if p.grad is not None and id(p) not in cast]
-        held += [computing for computing, _ in self._placement.rounded]
-        held += [buffer for buffers in self._placement.buffers.values() for buffer in buffers.values()]
-        with backend_of(self._device).watching(self._device, held) as self._peak:
-            yield
-
-    def _recorded(self) -> list[Recorded]:
-        """What the first replica's processes know of their last steps."""
-        layout = self._layout
-        with self.watch.call(Phase.MEASURED, {"the call": "measured"}):
-            own = Recorded(
-                steps=self._runtime.action_times.steps(),
-                offset_s=clock_offset_s(layout, self._device),
-                peak_bytes=self._peak.peak_bytes and self._peak.peak_bytes + self._runtime.slots_bytes,
-                stages=layout.stages,
-            )
-            if layout.alone:
-                return [own]
-            everyone: list[Any] = [None] * layout.processes
-            dist.all_gather_object(everyone, own)
-            return everyone[: layout.processes // layout.replicas]
+        return self._recording.watching_memory()
 
     def _begin(self, scaler: torch.amp.GradScaler | None, *, accumulate: int = 1, keep_outputs: bool = False) -> None:
         scale = None if scaler is None else loss_scale(scaler, self._layout, self._device)

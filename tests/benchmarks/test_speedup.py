@@ -31,6 +31,7 @@ STEPS_PER_TURN = 4  # the first warms the caches up again and does not count
 SPEEDUP_AT_LEAST = 1.6
 PREDICTION_WITHIN = 0.15
 PATIENCE_S = 120.0
+POLL_S = 0.05  # who waits for its turn must not take a core from who has it
 
 
 def steps_in_turns(plan: Plan, folder: Path) -> list[float]:
@@ -61,7 +62,7 @@ def wait_for(turn: Path, *, unless: bool) -> None:
     end = time.monotonic() + PATIENCE_S
     while not unless and not turn.exists():
         assert time.monotonic() < end, f"{turn.name} did not come"
-        time.sleep(0.001)
+        time.sleep(POLL_S)
 
 
 @pytest.mark.benchmark

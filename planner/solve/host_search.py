@@ -3,7 +3,7 @@
 The balancer charges every boundary with one link. So three problems are solved that differ in what it charges, and in
 which K and R they have:
 
-- near: the plan is on one host. All links are the one inside it, and the answer is exact;
+- near: the plan is on the first host. All links are the one inside it, and the answer is exact;
 - far: every boundary is charged with the faster link and, where no plan on several hosts has all replicas of a stage on
   one of them, all-reduce with the one between: no plan on several hosts is faster than this problem's bound;
 - far with every boundary charged with the link between: its cuts lie where few bytes cross.
@@ -174,12 +174,14 @@ def _of_both(hosts: Hosts, time: Callable[..., float], rate: Callable[..., float
 
 
 def _near(problem: Problem, hosts: Hosts) -> Problem | None:
-    """The problem on one host, where all hosts are alike; None where it has no plan with so many replicas."""
-    if len(problem.classes) > 1 or (problem.settings.replicas or 1) > hosts.devices_per_host:
+    """The problem on the first host, which the first devices of each class are on; None where R does not fit there."""
+    if (problem.settings.replicas or 1) > hosts.devices_per_host:
         return None
-    only = problem.classes[0]
-    on_host = replace(only, members=only.members[: hosts.devices_per_host])
-    return replace(problem, link=hosts.link, hosts=None, classes=(on_host,))
+    first = [
+        replace(one, members=tuple(member for member in one.members if member < hosts.devices_per_host))
+        for one in problem.classes
+    ]
+    return replace(problem, link=hosts.link, hosts=None, classes=tuple(first))
 
 
 def _ring(problem: Problem, hosts: Hosts) -> Link:

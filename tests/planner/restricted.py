@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,7 +12,7 @@ import pytest
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.solve import limits, segment_choices
-from profiler.device import Device, Link
+from profiler.device import Cluster, Device, Link
 from profiler.errors import InfeasibleError
 from profiler.record import Profile
 from tests.planner.made_up import build_profile
@@ -29,15 +29,19 @@ class Asked:
 
     Attributes:
         profile: its profile.
-        devices: its devices.
+        devices: its devices, on several hosts or with one link between all.
         batch_size: its batch.
         settings: keywords of `plan_from_profile`.
     """
 
     profile: Profile
-    devices: tuple[Device, ...]
+    devices: Cluster
     batch_size: int
     settings: dict[str, Any]
+
+    def on(self, devices: tuple[Device, ...]) -> "Asked":
+        """The problem with other devices."""
+        return replace(self, devices=self.devices.model_copy(update={"devices": devices}))
 
 
 @contextmanager
@@ -61,8 +65,8 @@ def cut_short(seed: int | None) -> Iterator[None]:
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, most_layers: int, most_devices: int) -> Asked:
-    """Equal and unlike devices, memory that binds or does not, all schedules, recompute, replicas."""
+def problems(draw: st.DrawFn, *, most_layers: int, most_devices: int, hosts: bool = False) -> Asked:
+    """Equal and unlike devices, memory that binds or does not, all schedules, recompute, replicas; on hosts or not."""
     kinds = ("a", "b")[: draw(st.integers(1, 2))]
     layers = draw(st.integers(2, most_layers))
     pick = random.Random(draw(st.integers(0, 2**32)))
@@ -100,9 +104,14 @@ def problems(draw: st.DrawFn, *, most_layers: int, most_devices: int) -> Asked:
         for _ in range(draw(st.integers(2, most_devices)))
     )
     per_stage = draw(st.sampled_from([1, 1, 2, 4]))
+    far = Link(latency_s=pick.randint(0, 16) / 16, bytes_per_s=pick.choice([4.0, 16.0, 64.0]))
+    cluster = Cluster(devices=devices)
+    if hosts:
+        per_host = draw(st.integers(1, max(1, len(devices) - 1)))
+        cluster = Cluster(devices=devices, link=profile.links[0], between=far, devices_per_host=per_host)
     return Asked(
         profile,
-        devices,
+        cluster,
         draw(st.integers(max(2, per_stage), 12)),
         {
             "schedule": draw(st.sampled_from([*ONE_CHUNK, "auto"])),
@@ -115,7 +124,8 @@ def problems(draw: st.DrawFn, *, most_layers: int, most_devices: int) -> Asked:
 
 def restrictions(problem: Asked) -> list[Asked]:
     """Each way to restrict it, one at a time."""
-    most = len(problem.devices)
+    devices = problem.devices.devices
+    most = len(devices)
     changes: list[dict[str, Any]] = [
         {"stages": number} for number in range(1, min(most, len(problem.profile.layers)) + 1)
     ]
@@ -126,12 +136,13 @@ def restrictions(problem: Asked) -> list[Asked]:
         for number in range(problem.settings["micro_batches_per_stage"], problem.batch_size + 1)
     ]
     changes += [{"replicas": 1}, {"recompute": "never"}]
+    changes += [{"cut_at": [f"blocks.{layer}"]} for layer in range(1, len(problem.profile.layers))]
     if problem.settings["schedule"] == "auto":
         changes += [{"schedule": name} for name in ONE_CHUNK]
-    found = [Asked(problem.profile, problem.devices, problem.batch_size, problem.settings | one) for one in changes]
-    # the first one stays: its kind says what crosses boundaries
-    fewer = [problem.devices[:place] + problem.devices[place + 1 :] for place in range(1, most)]
-    return found + [Asked(problem.profile, devices, problem.batch_size, problem.settings) for devices in fewer]
+    found = [replace(problem, settings=problem.settings | one) for one in changes]
+    # The first one stays: its kind says what crosses boundaries. On hosts those behind one that goes would move.
+    leaving = range(1 if problem.devices.between is None else most - 1, most)
+    return found + [problem.on(devices[:place] + devices[place + 1 :]) for place in leaving]
 
 
 def planned(problem: Asked) -> Plan | None:

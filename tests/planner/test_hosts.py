@@ -165,6 +165,39 @@ def test_the_cut_where_few_bytes_cross_lies_between_hosts() -> None:
     assert sent == [40 / 1024, 0.5 + 1 / 8, 40 / 1024, 0.0]
 
 
+def test_equal_devices_of_one_host_are_a_plan_beside_unlike_ones() -> None:
+    """Where devices are unlike only plans over all hosts were searched: one on the fourth device alone, 23 % slower."""
+    sixteenths = {
+        "a": [
+            [1, 14, 5, 16, 5, 22, 9],
+            [2, 12, 17, 3, 32, 22, 15],
+            [18, 9, 16, 21, 2, 33, 3],
+            [6, 6, 16, 31, 22, 0, 0],
+        ],
+        "b": [
+            [6, 14, 3, 2, 39, 35, 12],
+            [12, 20, 13, 1, 34, 14, 14],
+            [20, 10, 6, 7, 36, 12, 12],
+            [14, 17, 5, 7, 12, 0, 0],
+        ],
+    }
+    rows = {
+        (kind, size): [
+            [(4 + size * each) / 16 for each in row[:3]] + [size * each for each in row[3:]] for row in table
+        ]
+        for kind, table in sixteenths.items()
+        for size in (1, 5, 14)
+    }
+    profile = build_profile(rows, parameters=[(16, True)], readers=[[0]] * 4, optimizer=(1 / 64, 2.0), reserve_bytes=9)
+    a, b = (Device(name="cpu", kind=kind, memory_bytes=room) for kind, room in (("a", 322), ("b", 439)))
+    near, far = Link(latency_s=3 / 16, bytes_per_s=64.0), Link(latency_s=5 / 16, bytes_per_s=4.0)
+    mixed = Cluster(devices=(a, a, a, b), link=near, between=far, devices_per_host=2)
+    asked: Any = {"batch_size": 6, "recompute": "never", "micro_batches_per_stage": 1}
+    found = plan_from_profile(profile, mixed, **asked).prediction
+    fewer = plan_from_profile(profile, mixed.model_copy(update={"devices": (a, a)}), **asked).prediction
+    assert found.step_s <= fewer.step_s * (1 + CLOSE)
+
+
 def test_one_link_for_all_is_as_before() -> None:
     profile = even([4, 4, 4, 1, 4, 4, 4, 0])
     asked: Any = {"batch_size": 8, "recompute": "never", "micro_batches_per_stage": 1, "replicas": "auto"}

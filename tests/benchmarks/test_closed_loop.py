@@ -13,26 +13,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from statistics import median
 from typing import Any
 
 import pandas
 import pytest
-import torch
-import torch.distributed as dist
 
-from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
 from planner.refine import refined
 from profiler import Cluster, LayerSequence, Profile, profile, trace
 from profiler.machine.local import local_devices
-from profiler.tracing.sample import call_arguments
 from tests.benchmarks.kept_rows import kept
-from tests.benchmarks.others_load import OthersLoad
 from tests.benchmarks.stage_models import Model
-from tests.benchmarks.test_doubt import NEARLY_ALONE, TRIES
+from tests.benchmarks.steps_alone import steps_alone
 from tests.benchmarks.test_schedule_gains import subject
 
 MODELS = ("demo's GPT", "T5", "DenseNet")
@@ -44,36 +38,10 @@ SHEET = "2xA100-40GB"
 CLOSE = 0.15
 
 
-def trained(plan: Plan, name: str) -> tuple[list[float], float, pandas.DataFrame | None]:
-    """Seconds of steps before the optimizer's, how many cores others used, and what the pipeline measured."""
-    model, _ = subject(name)
-    args, kwargs = call_arguments(model.sample)
-    pipe = Pipeline(model.model, plan, loss_fn=model.loss_fn, compare_first_step=False, replan=None)
-    for _ in range(2):
-        pipe.step(*args, target=model.target, **kwargs)
-    found = []
-    own_s = time.process_time()
-    with OthersLoad() as others:
-        for _ in range(STEPS):
-            model.model.zero_grad()
-            dist.barrier()
-            begun_s = time.perf_counter()
-            pipe.step(*args, target=model.target, **kwargs)
-            found.append(time.perf_counter() - begun_s)
-    everyones_s = torch.tensor(time.process_time() - own_s)
-    dist.all_reduce(everyones_s)
-    return found, others.cores(everyones_s.item()), pipe.measured()
-
-
 def alone(plan: Plan, name: str) -> tuple[float, float, pandas.DataFrame]:
-    """The median step of the slowest process, while nobody else computed, or nearly so."""
-    tries = []
-    for _ in range(TRIES):
-        ranks = launch(trained, plan, (name,), timeout_s=60)
-        tries.append((median(max(pair) for pair in zip(*(steps for steps, *_ in ranks), strict=True)), *ranks[0][1:]))
-        if tries[-1][1] <= NEARLY_ALONE:
-            break
-    return min(tries, key=lambda one: one[1])
+    """The median step of the slowest process, how many cores others used, and what the pipeline measured."""
+    taken = steps_alone(plan, name, STEPS)
+    return median(taken.steps_s), taken.others, taken.measured
 
 
 def profiled(source: str, model: Model, sequence: LayerSequence, batch_size: int, cluster: Cluster) -> Profile:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from statistics import median
@@ -21,21 +20,16 @@ from typing import Any
 
 import pandas
 import pytest
-import torch
-import torch.distributed as dist
 
-from executor import Pipeline, launch
-from planner import Plan, plan_from_profile
+from planner import plan_from_profile
 from profiler import profile, trace
 from profiler.machine.local import local_devices
-from profiler.tracing.sample import call_arguments
 from tests.benchmarks.kept_rows import kept
-from tests.benchmarks.others_load import OthersLoad
+from tests.benchmarks.steps_alone import steps_alone
 from tests.benchmarks.test_schedule_gains import subject
 
 MODELS = ("demo's GPT", "T5", "DenseNet")
 K, M, STEPS = 2, 8, 30
-TRIES, NEARLY_ALONE = 3, 0.08
 REPEATS = int(os.environ.get("REPEATS", "3"))
 LOADS = {"nothing": 0, "one core": 1, "both cores": 2}
 WIDEST, INSIDE = 0.12, 0.9
@@ -63,39 +57,6 @@ def rivals(count: int) -> Iterator[None]:
             one.wait()
 
 
-def seconds_of_steps(plan: Plan, name: str) -> tuple[list[float], float]:
-    """Seconds of steps, before the optimizer's, and how many cores others used meanwhile."""
-    model, _ = subject(name)
-    args, kwargs = call_arguments(model.sample)
-    pipe = Pipeline(model.model, plan, loss_fn=model.loss_fn, compare_first_step=False, replan=None)
-    for _ in range(3):
-        pipe.step(*args, target=model.target, **kwargs)
-    found = []
-    dist.barrier()
-    own_s = time.process_time()
-    with OthersLoad() as others:
-        for _ in range(STEPS):
-            model.model.zero_grad()
-            dist.barrier()
-            begun_s = time.perf_counter()
-            pipe.step(*args, target=model.target, **kwargs)
-            found.append(time.perf_counter() - begun_s)
-    everyones_s = torch.tensor(time.process_time() - own_s)
-    dist.all_reduce(everyones_s)
-    return found, others.cores(everyones_s.item())
-
-
-def alone(plan: Plan, name: str) -> tuple[list[float], float]:
-    """Steps of the slowest process, taken while nobody else computed, or nearly so; and how many cores others used."""
-    tries = []
-    for _ in range(TRIES):
-        ranks = launch(seconds_of_steps, plan, (name,))
-        tries.append((sorted(max(pair) for pair in zip(*(found for found, _ in ranks), strict=True)), ranks[0][1]))
-        if tries[-1][1] <= NEARLY_ALONE:
-            break
-    return min(tries, key=lambda one: one[1])
-
-
 def row(name: str, load: str) -> dict[str, Any]:
     model, batch_size = subject(name)
     sequence, cluster = trace(model.model, model.sample), local_devices(["cpu"] * K)
@@ -105,7 +66,8 @@ def row(name: str, load: str) -> dict[str, Any]:
             cache=False, progress=False,
         )  # fmt: skip
     plan = plan_from_profile(found, cluster, batch_size=batch_size, stages=K, micro_batches=M, schedule="1f1b")
-    steps, others = alone(plan, name)
+    taken = steps_alone(plan, name, STEPS)
+    steps, others = sorted(taken.steps_s), taken.others
     predicted_s = plan.prediction.step_s - plan.prediction.optimizer_s
     doubt = plan.prediction.doubt
     assert doubt is not None

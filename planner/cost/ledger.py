@@ -34,8 +34,9 @@ import numpy as np
 from planner.cost.layer_costs import CostModel, Floats, Indices, LayerArrays, ParameterRanges
 from planner.cost.messages import Message
 from planner.plan.actions import AHEAD_BYTES
+from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Held, Ring, ScheduleName
+from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
 from profiler.record import OptimizerCost
 
 Range: TypeAlias = tuple[int, int] | EllipsisType

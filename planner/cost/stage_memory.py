@@ -11,8 +11,9 @@ import numpy as np
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
 from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, Row, range_rows, rows_of
 from planner.cost.messages import Message
+from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Held, Ring, ScheduleName
+from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
 from planner.plan.stage import Segment, StageMemory
 from profiler.device import Device
 from profiler.record import OptimizerCost

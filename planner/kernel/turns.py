@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Indices
 from planner.kernel.compiled import compiled
-from planner.plan.schedules import PassKind, ScheduleName, rank_orders
+from planner.plan.orders import PassKind
+from planner.plan.schedules import ScheduleName, rank_orders
 
 Turns: TypeAlias = NDArray[np.int32]
 """Shape (passes of all ranks, 4): kind of the pass, its stage and micro-batch, and whether it is a backward pass that

@@ -46,7 +46,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from planner.plan.schedules import SCHEDULES, Order, PassKind, ScheduleName, check_chunks, known, pass_of, rank_orders
+from planner.plan.orders import Order, PassKind, pass_of
+from planner.plan.schedules import SCHEDULES, ScheduleName, check_chunks, known, rank_orders
 from profiler.errors import ArgumentError
 from profiler.text import counted
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.plan.schedules import Order
+from planner.plan.orders import Order
 from profiler.errors import ArgumentError
 from profiler.text import counted
 

@@ -16,56 +16,18 @@ micro-batch 0:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from operator import ge
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
+from planner.plan.held import Held, Moment, held_by, moments_of, most_under_way
+from planner.plan.orders import Order, gpipe_order, interleaved_order, one_f_one_b_order, zb_h1_order
 from profiler.errors import ArgumentError
 
 ScheduleName: TypeAlias = str
 """A key of `SCHEDULES`."""
-
-
-class PassKind(IntEnum):
-    """What a rank computes with a micro-batch: three things, or two where the backward pass is one.
-
-    `BACKWARD` is the whole backward pass; in a schedule that splits it, the gradients of the inputs, and `WEIGHTS` the
-    gradients of the parameters, which nobody waits for.
-    """
-
-    FORWARD = 0
-    BACKWARD = 1
-    WEIGHTS = 2
-
-
-Order: TypeAlias = tuple[int, ...]
-"""The passes of a rank in order, by their numbers: pass p of micro-batch m in chunk c is `(p * chunks + c) * M + m`.
-
-They are numbered as the places of an array of shape (passes, chunks, M). With one chunk `m` is the forward pass of
-micro-batch m, `M + m` its backward pass, and `2 * M + m` that of its weights.
-"""
-
-
-def pass_of(number: int, micro_batches: int, chunks: int = 1) -> tuple[PassKind, int, int]:
-    """PassKind, chunk and micro-batch of a number.
-
-    >>> pass_of(7, micro_batches=4)
-    (<PassKind.BACKWARD: 1>, 0, 3)
-    """
-    place, micro_batch = divmod(number, micro_batches)
-    kind, chunk = divmod(place, chunks)
-    return PassKind(kind), chunk, micro_batch
-
-
-Held: TypeAlias = tuple[int, int]
-"""Micro-batches in flight, and those that wait for the gradients of their parameters, at one moment."""
-
-Moment: TypeAlias = tuple[int, tuple[Held, ...]]
-"""Which chunk of a rank computes, and what each chunk holds meanwhile."""
 
 
 class Ring(NamedTuple):
@@ -137,7 +99,7 @@ class ScheduleRecord:
         ranks, chunks = ring
         if chunks > 1:
             chunk, rank = divmod(chunks * ranks - number, ranks)
-            return _most_under_way(self.order, rank, ranks, micro_batches, chunks)[chunk]
+            return most_under_way(self.order, rank, ranks, micro_batches, chunks)[chunk]
         return micro_batches if self.in_flight is None else self.in_flight(number, micro_batches)
 
     def most_under_way(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> int:
@@ -160,7 +122,7 @@ class ScheduleRecord:
         if not self.splits_backward:
             return ((self.most_in_flight(number, micro_batches, ring), 0),)
         # of such an order the number from the end says as much as rank and ranks where there are enough ranks
-        return _held(self.order, ring.ranks - number, ring.ranks, micro_batches)
+        return held_by(self.order, ring.ranks - number, ring.ranks, micro_batches)
 
     def moments(self, rank: int, micro_batches: int, ring: Ring) -> tuple[Moment, ...]:
         """What the chunks of a rank hold at the moments at which they may need most memory together.
@@ -170,7 +132,7 @@ class ScheduleRecord:
         """
         if ring.chunks == 1:
             return tuple((0, (held,)) for held in self.held(ring.ranks - rank, micro_batches, ring))
-        return _moments(self.order, rank, ring.ranks, micro_batches, ring.chunks)
+        return moments_of(self.order, rank, ring.ranks, micro_batches, ring.chunks)
 
     @property
     def last_turns_around(self) -> bool:
@@ -178,167 +140,18 @@ class ScheduleRecord:
         return not self.keeps_all and self.order(0, 1, 2, 1) == (0, 2, 1, 3)
 
 
-@lru_cache(maxsize=4096)
-def _most_under_way(
-    order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
-) -> tuple[int, ...]:
-    """By chunk of a rank, how many micro-batches have gone forward and not yet back, at most."""
-    now, most = [0] * chunks, [0] * chunks
-    change = {PassKind.FORWARD: 1, PassKind.BACKWARD: -1, PassKind.WEIGHTS: 0}
-    for number in order(rank, ranks, micro_batches, chunks):
-        kind, chunk, _ = pass_of(number, micro_batches, chunks)
-        now[chunk] += change[kind]
-        most[chunk] = max(most[chunk], now[chunk])
-    return tuple(most)
-
-
-@lru_cache(maxsize=4096)
-def _moments(
-    order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
-) -> tuple[Moment, ...]:
-    """Those of which no other one of the same chunk has as many micro-batches in flight in every chunk."""
-    now = [0] * chunks
-    seen: list[set[tuple[int, ...]]] = [set() for _ in range(chunks)]
-    for number in order(rank, ranks, micro_batches, chunks):
-        kind, chunk, _ = pass_of(number, micro_batches, chunks)
-        now[chunk] += kind is PassKind.FORWARD
-        seen[chunk].add(tuple(now))
-        now[chunk] -= kind is PassKind.BACKWARD
-    return tuple(
-        (chunk, tuple((flying, 0) for flying in held)) for chunk, moments in enumerate(seen) for held in _most(moments)
-    )
-
-
-@lru_cache(maxsize=4096)
-def _held(order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int) -> tuple[Held, ...]:
-    return most_held(order(rank, ranks, micro_batches, 1), micro_batches)
-
-
-def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
-    """What a stage holds at once, where another moment has not as many of both.
-
-    While the gradients of inputs are made, a micro-batch is still in flight. Layer by layer it then keeps what it
-    waits with in place of what it kept; what it has more of on the way, the ledger counts for a moment. So the passes
-    of weights, which have nothing for a moment, need no more than the one before.
-
-    >>> most_held(SCHEDULES["zb-h1"].order(1, 3, 8, 1), 8)
-    ((2, 1),)
-    """
-    flying = waiting = 0
-    seen: set[Held] = set()
-    for number in order:
-        kind, _, _ = pass_of(number, micro_batches)
-        if kind is PassKind.FORWARD:
-            flying += 1
-            seen.add((flying, waiting))
-        elif kind is PassKind.BACKWARD:
-            seen.add((flying, waiting))
-            flying, waiting = flying - 1, waiting + 1
-        else:
-            waiting -= 1
-    return _most(seen)
-
-
-_Counts = TypeVar("_Counts", bound=tuple[int, ...])
-
-
-def _most(moments: Set[_Counts]) -> tuple[_Counts, ...]:
-    """Those of which no other one has as many of everything."""
-    return tuple(
-        one for one in sorted(moments) if not any(one != other and all(map(ge, other, one)) for other in moments)
-    )
-
-
-def _gpipe_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
-    """All forward passes, then all backward passes in reverse order; alike on all stages."""
-    return (*range(micro_batches), *reversed(range(micro_batches, 2 * micro_batches)))
-
-
-def _one_f_one_b_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
-    """As many forward passes as there are stages after it, then one forward and one backward pass in turns."""
-    ahead = ranks - 1 - rank
-    return _in_turns(range(micro_batches), range(micro_batches, 2 * micro_batches), ahead)
-
-
-def _interleaved_order(lead: int) -> Callable[[int, int, int, int], Order]:
-    """The passes of 1F1B over all chunks of a rank, for any M.
-
-    Micro-batches go in groups: as many as whole groups of one for each rank fit, at least one, their sizes as equal as
-    may be, the larger first. A group goes forward through chunk 0, then chunk 1, ..., and back through the last chunk,
-    ..., chunk 0. A rank goes forward until its last chunk has work that goes back, and `lead` passes more for each rank
-    after it; then one forward and one backward pass in turns. No group is larger than the first, which that lead is
-    for, so every backward pass comes after its forward pass.
-
-    Args:
-        lead: passes that a rank is ahead of the next one. With 1 nothing waits as long as messages take no time, and a
-            rank keeps what it keeps with 1F1B; with 2 a message may take as long as a pass of a chunk.
-    """
-
-    def order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
-        if chunks == 1:
-            return _one_f_one_b_order(rank, ranks, micro_batches, 1)
-        sizes = group_sizes(micro_batches, ranks)
-        starts = list(accumulate(sizes, initial=0))
-        groups = [range(start, stop) for start, stop in pairwise(starts)]
-        forward = [c * micro_batches + m for group in groups for c in range(chunks) for m in group]
-        backward = [
-            (chunks + c) * micro_batches + m for group in groups for c in reversed(range(chunks)) for m in group
-        ]
-        return _in_turns(forward, backward, (chunks - 1) * sizes[0] + lead * (ranks - 1 - rank))
-
-    return order
-
-
-def group_sizes(micro_batches: int, ranks: int) -> tuple[int, ...]:
-    """How many micro-batches go through a chunk before the next chunk's turn, group by group.
-
-    >>> group_sizes(8, 4), group_sizes(11, 4), group_sizes(3, 4)
-    ((4, 4), (6, 5), (3,))
-    """
-    groups = max(1, micro_batches // ranks)
-    size, larger = divmod(micro_batches, groups)
-    return (size + 1,) * larger + (size,) * (groups - larger)
-
-
-def _in_turns(forward: Sequence[int], backward: Sequence[int], ahead: int) -> Order:
-    """So many forward passes, then one forward and one backward pass in turns, at last the backward passes left."""
-    passes = len(forward)
-    ahead = min(ahead, passes)
-    turns = 2 * (passes - ahead)
-    order = [0] * (2 * passes)
-    order[:ahead] = forward[:ahead]
-    order[ahead : ahead + turns : 2] = forward[ahead:]
-    order[ahead + 1 : ahead + turns : 2] = backward[: passes - ahead]
-    order[ahead + turns :] = backward[passes - ahead :]
-    return tuple(order)
-
-
-def _zb_h1_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
-    """1F1B with later passes of weights: on rank r those of r micro-batches wait.
-
-    Gradients travel on before the weights of a later rank are done, and these are done while 1F1B would have nothing to
-    do at the end of the step.
-    """
-    order: list[int] = []
-    for number in _one_f_one_b_order(rank, ranks, micro_batches, 1):
-        order.append(number)
-        if number >= micro_batches + rank:
-            order.append(number - rank + micro_batches)
-    return (*order, *range(3 * micro_batches - min(rank, micro_batches), 3 * micro_batches))
-
-
 MOST_CHUNKS = 64
 """Chunks a rank at most [chosen]: far more than pay, as each sends its messages."""
 SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
     "gpipe": ScheduleRecord(
-        _gpipe_order,
+        gpipe_order,
         None,
         Objective.FLOW_SHOPS,
         "Huang et al., arXiv 1811.06965, figure 2c",
         elsewhere={"torchgpipe": "GPipe", "torchtitan": "GPipe"},
     ),
     "1f1b": ScheduleRecord(
-        _one_f_one_b_order,
+        one_f_one_b_order,
         min,
         Objective.ROUNDS,
         "Narayanan et al., arXiv 1806.03377, with the flush of arXiv 2104.04473, figure 3",
@@ -349,7 +162,7 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         },
     ),
     "interleaved": ScheduleRecord(
-        _interleaved_order(lead=2),
+        interleaved_order(lead=2),
         min,
         Objective.ROUNDS,
         "Narayanan et al., arXiv 2104.04473, section 2.2; with one chunk it is 1f1b",
@@ -357,21 +170,21 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         elsewhere={"megatron-lm": "forward_backward_pipelining_with_interleaving"},
     ),
     "interleaved-lean": ScheduleRecord(
-        _interleaved_order(lead=1),
+        interleaved_order(lead=1),
         min,
         Objective.ROUNDS,
         "the same with the lead of 1F1B, and so with its memory; ours",
         MOST_CHUNKS,
     ),
     "zb-h1": ScheduleRecord(
-        _zb_h1_order,
+        zb_h1_order,
         min,
         Objective.WORK,
         "Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1, figure 2",
         splits_backward=True,
     ),
     "zb": ScheduleRecord(
-        _zb_h1_order,
+        zb_h1_order,
         min,
         Objective.WORK,
         "after Qi et al., arXiv 2401.10241, sections 3 and 4: as far ahead as memory allows (ZB-H2 at its upper end)",
@@ -423,24 +236,6 @@ def rank_orders(name: ScheduleName, ranks: int, micro_batches: int, chunks: int 
     """The passes of every rank in order."""
     order = SCHEDULES[name].order
     return tuple(order(rank, ranks, micro_batches, chunks) for rank in range(ranks))
-
-
-def fixed_split_orders(ranks: int, micro_batches: int) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
-    """Of every rank, two orders with a split backward pass that suit any plan.
-
-    They are ZB-H1's, and 1F1B's with the gradients of the parameters at once, which holds least.
-    """
-    whole = [_one_f_one_b_order(rank, ranks, micro_batches, 1) for rank in range(ranks)]
-    return (
-        tuple(_zb_h1_order(rank, ranks, micro_batches, 1) for rank in range(ranks)),
-        tuple(_weights_at_once(order, micro_batches) for order in whole),
-    )
-
-
-def _weights_at_once(order: Order, micro_batches: int) -> Order:
-    """Each backward pass in two, one after the other."""
-    split = ((number,) if number < micro_batches else (number, number + micro_batches) for number in order)
-    return tuple(number for parts in split for number in parts)
 
 
 def check_chunks(name: ScheduleName, stages: int, chunks: int) -> None:

@@ -8,10 +8,11 @@ from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
 from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.kernel.makespan import SEND_B, SEND_F
+from planner.plan.held import Held, most_held
 from planner.plan.order_text import order_of_text
 from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction
-from planner.plan.schedules import SCHEDULES, Held, most_held
+from planner.plan.schedules import SCHEDULES
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, stage_seconds

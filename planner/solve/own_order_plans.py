@@ -20,8 +20,8 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.cost.stage_memory import stage_memory
 from planner.kernel.list_scheduler import Room
+from planner.plan.held import Held, most_held
 from planner.plan.order_text import order_of_text, order_text
-from planner.plan.schedules import Held, most_held
 from planner.plan.stage import StageMemory
 from planner.solve.any_order import any_order_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage

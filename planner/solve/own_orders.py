@@ -15,7 +15,8 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
 from planner.kernel.makespan import walked_s
-from planner.plan.schedules import Held, fixed_split_orders, most_held
+from planner.plan.held import Held, most_held
+from planner.plan.orders import fixed_split_orders
 from planner.solve.balance import TIE
 from planner.solve.deadline import NO_DEADLINE, Deadline
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from executor.run.rank_order import rank_lists
 from planner.kernel.makespan import makespan_s
 from planner.plan.actions import ActionKind, make_schedule, parse_schedule, schedule_text
-from planner.plan.schedules import SCHEDULES, Ring, group_sizes, rank_orders
+from planner.plan.orders import group_sizes
+from planner.plan.schedules import SCHEDULES, Ring, rank_orders
 from planner.plan.simulator import Durations, simulate
 from profiler.errors import ArgumentError
 

@@ -12,8 +12,9 @@ from planner import Plan, plan_from_profile
 from planner.from_profile import make_problem
 from planner.kernel.list_scheduler import NOTHING, Room, listed
 from planner.kernel.makespan import walked_s
+from planner.plan.held import most_held
 from planner.plan.order_text import order_of_text, order_text
-from planner.plan.schedules import SCHEDULES, Ring, most_held
+from planner.plan.schedules import SCHEDULES, Ring
 from planner.solve.any_order import any_order_s
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.own_orders import best_orders

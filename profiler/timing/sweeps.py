@@ -43,6 +43,7 @@ from profiler.tracing.sequence import LayerSequence
 FIRST_SIZES = 3  # swept before the others
 FEWEST_SWEEPS = 3
 MOST_SWEEPS = 9
+LONG_SWEEP_S = 1.0  # of a processor; one such is enough where no second is given to repeat it [chosen]
 MOST_OF_A_LAYER = 0.5  # of the shortest one may be the cost of calling it
 
 
@@ -119,7 +120,8 @@ def time_layers(
     Args:
         layers: what is timed, and on which device.
         refusals: takes the sizes that cannot be run.
-        budget_s: seconds after which no further sweep starts; at least `FEWEST_SWEEPS` of each size run.
+        budget_s: seconds after which no further sweep starts; at least `FEWEST_SWEEPS` of each size run, and one where
+            no second is given and a sweep takes more than `LONG_SWEEP_S`.
         sweep_done: called after each sweep, at most `1 + MOST_SWEEPS` times for each size.
 
     Returns:
@@ -132,8 +134,12 @@ def time_layers(
     try:
         with collecting_no_garbage():
             for group in (sizes[:FIRST_SIZES], sizes[FIRST_SIZES:]):
+                begin = time.process_time()  # whatever else the machine does
                 for number in range(1 + FEWEST_SWEEPS):
                     turns.take(group, counted=number > 0)  # the first one warms up, and its memory is watched
+                    taken_s = (time.process_time() - begin) / (number + 1)
+                    if number > 0 and not budget_s and taken_s > LONG_SWEEP_S * len(group):
+                        break
             left_s = budget_s - (time.perf_counter() - start)
             for _ in rounds(at_least=0, at_most=MOST_SWEEPS - FEWEST_SWEEPS, budget_s=left_s):
                 turns.take(sizes, counted=True)

@@ -192,6 +192,17 @@ def empty_buffers_as_attributes(model: nn.Module) -> Iterator[None]:
                 module._buffers.update(held)
 
 
+@contextlib.contextmanager
+def buffers_put_back(model: nn.Module) -> Iterator[None]:
+    """Within, a call may put others in the place of the model's buffers, among them tensors of a trace."""
+    held = [(part, dict(part._buffers)) for part in model.modules() if isinstance(part._buffers, dict)]
+    try:
+        yield
+    finally:
+        for part, buffers in held:
+            part._buffers.update(buffers)
+
+
 def replaced_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
     """Names of the buffers that other tensors have taken the place of."""
     now = dict(model.named_buffers())

@@ -40,7 +40,7 @@ from profiler.torch_private import (
 )
 from profiler.tracing import progress
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
-from profiler.tracing.calls_alike import Changes, NotedCall, PythonState, each_call_alike
+from profiler.tracing.calls_alike import Changes, NotedCall, PythonState, buffers_put_back, each_call_alike
 from profiler.tracing.harmless_changes import same_calls, same_graphs
 from profiler.tracing.held_elsewhere import name_held_elsewhere
 from profiler.tracing.left_out import LeftOut, left_out
@@ -123,7 +123,10 @@ def export_graph(
     """
     before = PythonState.of(model)
     with each_call_alike(model) as calls:
-        module, program, questions, decisions, foreign = _exported(model, spec, training, dynamic, called_as_is, ask)
+        with buffers_put_back(model):
+            module, program, questions, decisions, foreign = _exported(
+                model, spec, training, dynamic, called_as_is, ask
+            )
         changes = Changes.of(model, before, calls)
 
         def traced_again() -> fx.GraphModule:

@@ -30,6 +30,7 @@ from profiler.observe.python_state import Attribute, key_of_value, lasting_chang
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_of, preserved, seeded
 from profiler.observe.standing_in import standing_in
 from profiler.observe.untouched import untouched
+from profiler.torch_private import not_persistent_buffers
 from profiler.tracing.calls_alike import NotedCall, PythonState, replaced_buffers
 from profiler.tracing.sample import Arguments
 
@@ -137,7 +138,7 @@ def same_calls(model: nn.Module, calls: Sequence[Arguments], around: Callable[[]
         return False
     first, second = calls
     buffers = dict(model.named_buffers())
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    values = {name: buffer.clone() for name, buffer in buffers.items()}
     try:
         with untouched(model):
             expected = _computed(model, second, around)
@@ -146,15 +147,43 @@ def same_calls(model: nn.Module, calls: Sequence[Arguments], around: Callable[[]
         with untouched(model):
             others: dict[str, Tensor] = {}
             found = _computed_later(model, first, second, around, others)
+        unlike = [name for name, value in replaced.items() if name not in others or not _same(others[name], value)]
+        if unlike and not _read_by_nothing(model, unlike, values, second, around):
+            return False  # what the last call has left in a buffer is part of the model's state
     except Exception:  # the user's code, on made-up data: no proof
         return False
     finally:
         with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
-    if not all(name in others and _same(others[name], value) for name, value in replaced.items()):
-        return False  # what the last call has left in a buffer is part of the model's state
+            for name, value in values.items():
+                buffers[name].copy_(value)
     return bool(found) and all(_same(one, other) for each in found for one, other in zip(each, expected, strict=True))
+
+
+def _read_by_nothing(
+    model: nn.Module, names: Sequence[str], values: Mapping[str, Tensor], call: Arguments, around: Callable[[], Any]
+) -> bool:
+    """Whether these buffers, which each call puts something else in the place of, are neither saved nor evaluated with.
+
+    A call in training does not read what the one before has left there, which is shown elsewhere.
+    """
+    owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    if any(own not in not_persistent_buffers(owner) for owner, own in owners):
+        return False
+    evaluated = []
+    for calls_before in (0, 1):
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(values[name])
+        with untouched(model):
+            if calls_before:
+                _computed(model, call, around)
+                left = [owner._buffers[own] for owner, own in owners]
+        with untouched(model):
+            for (owner, own), tensor in zip(owners, left if calls_before else (), strict=False):
+                owner._buffers[own] = tensor
+            model.eval()
+            evaluated.append(_computed(model, call, around))
+    return all(_same(one, other) for one, other in zip(*evaluated, strict=True))
 
 
 def _computed_later(
@@ -172,7 +201,11 @@ def _computed_later(
         for name, buffer in model.named_buffers():
             if held[name] is not buffer:  # it has put another in its place
                 replaced[name] = held[name].detach().clone()
-                buffer.copy_(held[name])
+                if buffer.shape == held[name].shape:
+                    buffer.copy_(held[name])
+                else:  # it was empty until the first call
+                    path, _, own_name = name.rpartition(".")
+                    model.get_submodule(path)._buffers[own_name] = replaced[name].clone()
     between = PythonState.of(model)
     found = [_computed(model, second, around)]
     after = PythonState.of(model)

@@ -15,6 +15,7 @@ from profiler.run.inputs import micro_batch
 from profiler.run.layer_runner import Kept, LayerRunner, backward
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.sampled_layers import windows
+from profiler.timing import sweeps
 from profiler.timing.optimizers import check_optimizer, optimizer_cost, optimizer_names
 from profiler.workload import Workload
 from tests.models.tracked import allocations, run_stages
@@ -50,6 +51,25 @@ def test_every_layer_has_a_cost_at_every_size(traced_case: Callable[[str], Trace
     assert measured.costs[-1].output_bytes == 0
     assert measured.to_frame().shape[0] == len(measured.costs)
     assert Profile.parse_json(measured.to_json(), source="", error=ArgumentError) == measured
+
+
+@pytest.mark.parametrize(("long_s", "budget_s", "swept"), [(0.0, 0.0, 2), (0.0, 1e-9, 4), (1e9, 0.0, 4)])
+def test_a_long_sweep_is_not_repeated_unasked(
+    traced_case: Callable[[str], Traced], monkeypatch: pytest.MonkeyPatch, long_s: float, budget_s: float, swept: int
+) -> None:
+    """A model whose pass takes seconds took half a minute, with no second given to repeat it."""
+    _, ids, sequence = traced_case("gpt")
+    done: list[int] = []
+    run = sweeps._Sweep.run
+
+    def counted(*args: Any) -> Any:
+        done.append(1)
+        return run(*args)
+
+    monkeypatch.setattr(sweeps, "LONG_SWEEP_S", long_s)
+    monkeypatch.setattr(sweeps._Sweep, "run", counted)
+    _quick(sequence, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1], time_budget_s=budget_s)
+    assert len(done) == swept
 
 
 def test_equal_layers_share_their_times(traced_case: Callable[[str], Traced]) -> None:

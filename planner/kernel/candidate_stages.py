@@ -101,7 +101,8 @@ class _Facts(NamedTuple):
 def make_arcs(tables: Tables, below_s: float) -> Arcs:
     """The stages that rules, memory and a step time below `below_s` leave, with bounds of their recompute."""
     classes, in_flight_indices, positions = tables.memory.kept_layers.shape
-    offset, length = _reach(tables, below_s)
+    fewest = np.zeros(positions, dtype=np.int64)
+    offset, length = _reach(tables, below_s, fewest)
     count = int(length.sum())
     need, whole = np.zeros(count, dtype=np.uint8), np.zeros(count, dtype=np.bool_)
     least_recompute_s, terms = np.zeros(count), np.zeros((count, TERMS))
@@ -110,7 +111,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         for device in range(classes):
             for stop in range(1, positions):
                 places = offset[in_flight_index, device, stop], length[in_flight_index, device, stop]
-                _fill(tables, in_flight_index, device, stop, places, below_s, facts)
+                _fill(tables, in_flight_index, device, stop, places, below_s, fewest, facts)
     if classes == 1:
         _drop_small(tables.forward[0] + tables.backward[0], tables.most_stages, offset, length, need)
     largest_change, largest_stay = np.zeros(2), np.zeros(2)
@@ -156,37 +157,81 @@ def steady_recomputes(tables: Tables) -> int:
 
 
 @compiled
-def _reach(tables: Tables, below_s: float) -> tuple[Indices, Indices]:
-    """For each in-flight index, class and position the first arc to there, and how many there are."""
-    memory = tables.memory
-    classes, in_flight_indices, positions = memory.kept_layers.shape
-    offset = np.zeros((in_flight_indices, classes, positions), dtype=np.int64)
+def _reach(tables: Tables, below_s: float, fewest: Indices) -> tuple[Indices, Indices]:
+    """For each in-flight index, class and position the first arc to there, and how many there are.
+
+    Where in-flight indices are numbers from the end, a position counts that as many stages lead from it to the end, and
+    from which the stages that may be left lead to the start. `fewest` is filled with the fewest stages of layers
+    [0, i) as far as lengths say, zeros without such numbers.
+    """
+    classes, in_flight_indices, positions = tables.memory.kept_layers.shape
     length = np.zeros((in_flight_indices, classes, positions), dtype=np.int64)
     least_s = _least_pass_s(tables.passing)
+    ends, begins = np.zeros(positions, dtype=np.bool_), np.zeros(positions, dtype=np.bool_)
+    ends[positions - 1] = True
+    for in_flight_index in range(in_flight_indices):
+        begins[:] = False
+        for device in range(classes):
+            for stop in range(1, positions):
+                if not tables.allowed[stop] or (tables.by_number and not ends[stop]):
+                    continue
+                longest = _longest(tables, in_flight_index, device, stop, below_s, least_s)
+                length[in_flight_index, device, stop] = longest
+                begins[stop - longest : stop] = True
+        ends[:] = begins & tables.allowed
+    if tables.by_number:
+        _keep_what_begins(tables, length, fewest)
+    offset = np.zeros((in_flight_indices, classes, positions), dtype=np.int64)
     total = 0
     for in_flight_index in range(in_flight_indices):
         for device in range(classes):
-            forward, backward, passing = tables.forward[device], tables.backward[device], tables.passing[device]
             for stop in range(1, positions):
                 offset[in_flight_index, device, stop] = total
-                if not tables.allowed[stop]:
-                    continue
-                first = stop - 1
-                while first >= 0:
-                    if tables.pinned[first] not in (-1, device):
-                        break
-                    if first + 1 < stop and tables.demanded[stop - 1] > tables.demanded[first]:
-                        break
-                    work_s = forward[stop] - forward[first] + backward[stop] - backward[first]
-                    own_s = passing[stop] - passing[first]
-                    if tables.steady * work_s + (least_s if tables.objective == FLOW_SHOPS else own_s) >= below_s:
-                        break
-                    if memory.ranges[memory.range_of[device], first, stop] > tables.limit[device, in_flight_index]:
-                        break
-                    first -= 1
-                length[in_flight_index, device, stop] = stop - 1 - first
-                total += stop - 1 - first
+                total += length[in_flight_index, device, stop]
     return offset, length
+
+
+@compiled
+def _longest(tables: Tables, in_flight_index: int, device: int, stop: int, below_s: float, least_s: float) -> int:
+    """Layers of the longest stage that ends at `stop`, as far as rules, seconds and parameters say."""
+    memory = tables.memory
+    forward, backward, passing = tables.forward[device], tables.backward[device], tables.passing[device]
+    first = stop - 1
+    while first >= 0:
+        if tables.pinned[first] not in (-1, device):
+            break
+        if first + 1 < stop and tables.demanded[stop - 1] > tables.demanded[first]:
+            break
+        work_s = forward[stop] - forward[first] + backward[stop] - backward[first]
+        own_s = passing[stop] - passing[first]
+        if tables.steady * work_s + (least_s if tables.objective == FLOW_SHOPS else own_s) >= below_s:
+            break
+        if memory.ranges[memory.range_of[device], first, stop] > tables.limit[device, in_flight_index]:
+            break
+        first -= 1
+    return stop - 1 - first
+
+
+@compiled
+def _keep_what_begins(tables: Tables, length: Indices, fewest: Indices) -> None:
+    """Leave out the arcs to positions that the stages which may be left do not lead to, and fill `fewest`."""
+    in_flight_indices, classes, positions = length.shape
+    fewest[1:] = positions
+    for stop in range(1, positions):
+        if not tables.allowed[stop]:
+            continue
+        longest = 0
+        for in_flight_index in range(in_flight_indices):
+            for device in range(classes):
+                longest = max(longest, length[in_flight_index, device, stop])
+        for first in range(stop - longest, stop):
+            fewest[stop] = min(fewest[stop], fewest[first] + 1)
+    for in_flight_index in range(in_flight_indices):
+        for device in range(classes):
+            for stop in range(1, positions):
+                longest = length[in_flight_index, device, stop]
+                if longest and fewest[stop - longest : stop].min() > tables.most_stages - 1 - in_flight_index:
+                    length[in_flight_index, device, stop] = 0
 
 
 @compiled
@@ -204,9 +249,18 @@ def _least_pass_s(passing: Floats) -> float:
 
 @compiled
 def _fill(
-    tables: Tables, in_flight_index: int, device: int, stop: int, places: tuple[int, int], below_s: float, facts: _Facts
+    tables: Tables,
+    in_flight_index: int,
+    device: int,
+    stop: int,
+    places: tuple[int, int],
+    below_s: float,
+    fewest: Indices,
+    facts: _Facts,
 ) -> None:
     """What `Arcs` says of the stages that end at `stop`, each a layer longer than the one before.
+
+    One before which there are more stages than may be is left out.
 
     1. What it needs of memory: whether it fits as it is, as one segment, or perhaps with some layers recomputed.
     2. What it adds to the objective without recompute.
@@ -219,11 +273,13 @@ def _fill(
     priced = stop  # `kept` and `recomputed` are those of layers [priced, stop)
     costs = segment_costs(tables, device, in_flight_index)
     begin = stop - places[1]
+    if not places[1]:
+        return
     needs = stage_needs(tables, device, in_flight_index, begin, stop)
     turns_around = tables.last_turns_around and in_flight_index == 0
     for step in range(places[1]):
         first, place = stop - 1 - step, places[0] + step
-        if not tables.allowed[first]:
+        if not tables.allowed[first] or fewest[first] > tables.most_stages - 1 - in_flight_index:
             continue
         # 1
         keeps = tables.recompute != ALWAYS and needs.over_kept[first - begin] <= 0

@@ -201,9 +201,9 @@ def _fill_place(
         if used[place.devices_used, device] == 0:
             continue
         for stop in range(place.first + 1, len(arcs.allowed)):
-            step = stop - 1 - place.first
-            if step >= arcs.length[in_flight_index, device, stop]:
-                if arcs.allowed[stop]:
+            step, longest = stop - 1 - place.first, arcs.length[in_flight_index, device, stop]
+            if step >= longest:
+                if longest > 0:  # one further on is further away; where nothing ends, nothing follows
                     break
                 continue
             arc = arcs.offset[in_flight_index, device, stop] + step

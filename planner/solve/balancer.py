@@ -104,7 +104,8 @@ class _Balancer:
         if least_s == np.inf or least_s > step_s * (1 + TIE):
             return True
         if step_s == np.inf:
-            if self._problem.dispensable and (self._deadline.over or self._in_vain_s > MOST_S):
+            in_vain = self._in_vain_s > MOST_S * self._problem.patience
+            if self._problem.dispensable and (self._deadline.over or in_vain):
                 return True
             return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1
         gap = step_s / least_s - 1

@@ -66,13 +66,13 @@ def best_plan(problem: Problem) -> Plan | None:
     for one in (far, near):
         if one is None:
             continue
-        found = _balanced(replace(one, dispensable=bool(starts)))
+        found = _balanced(replace(one, dispensable=problem.dispensable or bool(starts)))
         if found is not None:
             starts.append(found)
         bounds_s = [work_bound_s(one, candidate) for candidate in one.candidates()] if found is None else []
         lower_bound_s = min(lower_bound_s, *bounds_s, np.inf if found is None else found.lower_bound_s)
     improver = skip_search.CutImprover(problem, skip_search.values_of(problem), lower_bound_s, deadline)
-    slowed = replace(far, link=slow, ring=hosts.between, dispensable=bool(starts))
+    slowed = replace(far, link=slow, ring=hosts.between, dispensable=problem.dispensable or bool(starts))
     starts += [found for found in (_balanced(slowed),) if found is not None]
     starts += [with_moved_cuts(problem, start, deadline) for start in starts]
     plans = [improver.nearest(start) for start in starts]

@@ -72,9 +72,8 @@ def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
     time_limit_s = None if limit is None else min(limit - spent_s, limit * SHARE_OF_TIME)
     if not hopeful or (time_limit_s is not None and time_limit_s <= 0):
         return None
-    found = best_plan(
-        replace(loose, settings=replace(loose.settings, time_limit_s=time_limit_s), patience=SHARE_OF_TIME)
-    )
+    settings = replace(loose.settings, time_limit_s=time_limit_s)
+    found = best_plan(replace(loose, settings=settings, patience=SHARE_OF_TIME, dispensable=True))
     if found is None or found.prediction.step_s > limit_s or per_stage * found.K <= found.M:
         return None
     return LooserPlan(

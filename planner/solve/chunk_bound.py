@@ -19,6 +19,7 @@ import numpy as np
 from scipy.optimize import OptimizeResult, linprog
 
 from planner.cost.layer_costs import Floats, LayerSeconds, prefix_sums
+from planner.cost.stage_sums import pooled_bytes
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.kernel.critical_path import longest_path
 from planner.kernel.turns import turns_of
@@ -60,6 +61,18 @@ def least_s(plans: ChunkPlans) -> float:
     split = plans.candidate.split
     total = split.number_largest * work_s[0] + (split.count - split.number_largest) * work_s[1]
     return CERTAINTY * float(total / plans.ranks) + _end_s(plans)
+
+
+def has_room(plans: ChunkPlans) -> bool:
+    """Whether the ranks together have room for what stages hold whatever the cuts: parameters and what follows them."""
+    problem, candidate = plans.problem, plans.candidate
+    kinds = {group.device.kind for group in problem.classes}
+    needed = min(pooled_bytes(problem.basis(kind, candidate)) for kind in kinds)
+    rooms = sorted(
+        (group.device.memory_bytes for group in problem.classes for _ in range(group.capacity(candidate.replicas))),
+        reverse=True,
+    )
+    return needed <= sum(rooms[: plans.ranks])
 
 
 def _layers_s(plans: ChunkPlans, size: int) -> list[LayerSeconds]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
@@ -22,7 +23,7 @@ import numpy as np
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.units import bytes_text
 from planner.solve.balance import TIE, Balance
-from planner.solve.chunk_bound import BoundSearch, chunk_bound, least_s
+from planner.solve.chunk_bound import BoundSearch, chunk_bound, has_room, least_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import NO_DEADLINE, Deadline
@@ -99,6 +100,7 @@ class _Search:
         self._best = reached
         self._lower_s = np.inf if reached is None else reached.lower_bound_s
         self._work, self._in_vain = 0, 0
+        self._began_s = time.monotonic()
         self._climbs: dict[int, _Climbed] = {}
         self._best_plans: ChunkPlans | None = None
         self._queue: list[_Waiting] = []
@@ -116,7 +118,7 @@ class _Search:
         self._in_vain = min(self._in_vain, 1)
         while self._queue:
             entry = heapq.heappop(self._queue)
-            self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s))
+            self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s), self._patience_s)
             searched = self._timed or self._in_vain < PATIENCE
             if entry.bound_s > self._reached_s * (1 + TIE) or (self._over and self._in_vain) or not searched:
                 self._lower_s = min(self._lower_s, entry.bound_s)
@@ -143,9 +145,19 @@ class _Search:
         """Whether bounds took what they may."""
         return self._over or (not self._timed and self._work >= MOST_WORK)
 
+    @property
+    def _patience_s(self) -> float:
+        """Seconds until the search ends in vain, about: others took as long as those that were searched so far."""
+        if not self._climbs:
+            return np.inf
+        each_s = (time.monotonic() - self._began_s) / len(self._climbs)
+        return max(0, PATIENCE - self._in_vain) * each_s
+
     def _push(self, problem: Problem, candidate: Candidate) -> None:
-        """Queue a candidate with its cheap bound."""
+        """Queue a candidate with its cheap bound, unless the model is too large for so many ranks."""
         plans = plans_of(problem, candidate, self._deadline)
+        if not has_room(plans):
+            return
         entry = _Waiting(least_s(plans), candidate.split.count, next(self._number), plans, None)
         heapq.heappush(self._queue, entry)
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from planner.cost.stage_sums import pooled_bytes
 from planner.explain import explain
 from planner.from_profile import plan_from_profile
 from planner.kernel.critical_path import longest_path
@@ -16,7 +17,7 @@ from planner.kernel.turns import turns_of
 from planner.plan.schedules import SCHEDULES
 from planner.solve import chunk_plans, cut_climb
 from planner.solve.build_plan import make_plan
-from planner.solve.chunk_bound import chunk_bound, least_s
+from planner.solve.chunk_bound import chunk_bound, has_room, least_s
 from planner.solve.chunk_plans import MOST_PASSES_OF_SETS, ChunkChoice, ChunkPlans
 from planner.solve.chunk_search import candidates
 from planner.solve.deadline import Deadline
@@ -117,6 +118,35 @@ def test_the_bound_is_below_every_cut(profiles, device, data):
         for cuts in itertools.combinations(range(1, layers), plans.stages - 1):
             for order in set(itertools.permutations(range(len(problem.classes)), plans.ranks)) | {(0,) * plans.ranks}:
                 assert bound_s <= plans.step_s((*cuts, layers), order)
+
+
+@given(data=st.data())
+@SLOW
+def test_where_the_model_is_too_large_for_so_many_ranks_no_cuts_fit(profiles, device, data):
+    """Ranks have room for half of the model, or for as much as they all need together; on unlike devices, too."""
+    profile = data.draw(profiles(most_layers=6))
+    layers = len(profile.layers)
+    assume(layers >= 4)
+    kinds = data.draw(st.sampled_from([("a", "a"), ("a", "b"), ("b", "a", "a")]))
+    free = problem_of(profile, [device(kind) for kind in kinds], 4, chunks=2)
+    whole = min(pooled_bytes(free.basis(kind, candidate)) for kind in kinds for candidate in candidates(free))
+    assume(whole > 0)
+    share = data.draw(st.sampled_from([0.3, 0.5, 0.9, 1.1]))
+    problem = problem_of(profile, [device(kind, max(1, int(share * whole / 2))) for kind in kinds], 4, chunks=2)
+    every = [ChunkPlans(problem, candidate) for candidate in candidates(problem)]
+    assert share > 1 or not all(map(has_room, every))
+    for plans in every:
+        ways = itertools.product(
+            itertools.combinations(range(1, layers), plans.stages - 1),
+            itertools.permutations(
+                [index for index, group in enumerate(problem.classes) for _ in group.members], plans.ranks
+            ),
+        )
+        fit = (
+            not any(plans.over_bytes(rank, (*cuts, layers), order) for rank in range(plans.ranks))
+            for cuts, order in ways
+        )
+        assert has_room(plans) or not any(fit)
 
 
 @given(

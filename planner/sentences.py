@@ -99,7 +99,7 @@ def _next_best(plan: Plan, frame: pandas.DataFrame) -> str:
 
 
 def _most_help(plan: Plan, problem: Problem) -> str:
-    """The best of twice the memory, bandwidth, batch, and one device more."""
+    """The best of twice the memory, bandwidth, batch, one device more, and a looser rule for M."""
     now = plan.prediction.samples_per_s
     asked = _asked(plan, problem)
     as_asked = _samples_per_s({**asked, "devices": Cluster(devices=problem.devices, link=problem.link)}) or now
@@ -110,6 +110,10 @@ def _most_help(plan: Plan, problem: Problem) -> str:
         found = _samples_per_s(changed)
         if found is not None:
             gains[words] = found / now - 1
+    looser = None if plan.unused is None else plan.unused.looser
+    if looser is not None:
+        rule = f"micro_batches_per_stage={looser.micro_batches // looser.stages}"
+        gains[f"fewer micro-batches a stage ({rule})"] = plan.batch_size / looser.step_s / now - 1
     helpful = {words: gain for words, gain in gains.items() if gain > WORTH_NAMING}
     tried = ", ".join(gains)
     ranked = sorted(helpful, key=lambda words: -helpful[words])

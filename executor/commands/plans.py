@@ -60,6 +60,7 @@ def explain(plan_file: Path, profile_file: Path | None, every_stage: bool, as_js
         return
     short, remark = (explanation, "") if every_stage else explanation.in_short()
     print_lines(explanation.sentences)
+    click.echo()
     print_frame(short.reset_index(), as_json=False)
     if remark:
         print_lines([f"{remark.partition(';')[0]}; --every-stage prints all"])

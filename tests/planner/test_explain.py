@@ -156,6 +156,19 @@ def test_it_says_why_a_stage_is_slow(profile_of, device):
     assert "(25% of it to recompute; 67% of it in layer 7, layer7)" in limit
 
 
+def test_the_rule_for_micro_batches_is_named_where_it_costs_most(profile, device):
+    """The report said that without M >= 4K a step takes half as long, and the sentences advised a larger batch."""
+    plan = plan_from_profile(profile, [device()] * 4, batch_size=8)
+    assert plan.unused is not None
+    assert plan.unused.looser is not None
+    rule = plan.unused.looser.micro_batches // plan.unused.looser.stages
+    free = plan_from_profile(profile, [device()] * 4, batch_size=8, micro_batches_per_stage=rule)
+    gain = free.prediction.samples_per_s / plan.prediction.samples_per_s - 1
+    help_ = plan.explain().sentences[2]
+    assert f"fewer micro-batches a stage (micro_batches_per_stage={rule})" in help_
+    assert f"{gain:.0%}" in help_
+
+
 def test_what_another_number_of_stages_brings_is_not_said_of_memory(profile, device):
     """Of a plan that was told its K, twice the memory and twice the batch were each said to bring eight times more."""
     slow = profile.model_copy(update={"links": (Link(latency_s=30.0, bytes_per_s=1e6),)})

@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from profiler.observe.storage_watch import Peaks, StorageWatch, storage_bytes
 from profiler.record import Workspace
 from profiler.run.layer_runner import Entered, LayerRunner
-from profiler.run.stage_function import hook_gradient, layout_hook
+from profiler.run.layouts import hook_gradient, layout_hook
 from profiler.torch_private import storage_of
 from profiler.tracing.sequence import Layer, LayerSequence
 

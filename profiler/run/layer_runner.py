@@ -23,11 +23,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from profiler.errors import ArgumentError, PlanError, UserFunctionError
 from profiler.left_out_sizes import NOT_FAKEABLE, in_one_line, is_out_of_memory
 from profiler.machine.backend import device_of_first
+from profiler.run.layouts import layout_hook
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.separable import deferrable, split_function
 from profiler.run.split_backward import DeferredWeights, deferring
-from profiler.run.stage_function import StageFunction, layout_hook
+from profiler.run.stage_function import StageFunction
 from profiler.torch_private import storage_of
 from profiler.tracing.export import autocasting
 from profiler.tracing.sequence import LayerSequence

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from profiler.machine.backend import device_of_first
 from profiler.observe.draws import Seeder, draws_seeded_by
+from profiler.run.layouts import Watched
 from profiler.run.separable import split_function
 from profiler.run.split_backward import DeferredWeights, deferring
 from profiler.run.straight import Part, Run, graph_of, written_out
@@ -216,7 +217,7 @@ class StageFunction:
         return Results({name: values[name] for name in self.leaving}, written, statistics)
 
 
-_Piece: TypeAlias = "tuple[_Step, _Watched, Run | None]"
+_Piece: TypeAlias = "tuple[_Step, Watched, Run | None]"
 
 
 class _Way:
@@ -228,7 +229,7 @@ class _Way:
     """
 
     def __init__(self, steps: Sequence[_Step], written: dict[tuple[int, int], Run]) -> None:
-        self._steps = [(step, _Watched(set(range(len(step.outputs))), self._forget)) for step in steps]
+        self._steps = [(step, Watched(set(range(len(step.outputs))), self._forget)) for step in steps]
         self._pieces: list[_Piece] | None = None
         self._written = written
 
@@ -263,92 +264,6 @@ class _Way:
             parts = [Part(step.layer, step.parameters, step.forget) for step, _ in self._steps[first:stop]]
             self._written[first, stop] = written_out(parts)
         return step, watched, self._written[first, stop]
-
-
-@dataclass(slots=True)
-class _Watched:
-    """The outputs of a layer whose gradients may come in another memory layout than their own.
-
-    Attributes:
-        positions: of these among the outputs.
-        changed: called when there are others.
-        astray: those of them whose gradients did.
-    """
-
-    positions: set[int]
-    changed: Callable[[], None]
-    astray: set[int] = field(default_factory=set)
-
-    def watch(self, outputs: Sequence[Any]) -> None:
-        """Bring the outputs' gradients into their own memory layouts, and note which of them had to be brought."""
-        for position in tuple(self.positions):
-            output = outputs[position]
-            if isinstance(output, Tensor) and output.requires_grad:
-                hook_gradient(output, self._hook(position, layout_hook(output)))
-            elif torch.is_grad_enabled():
-                self._known(position)
-
-    def _known(self, position: int) -> None:
-        if position in self.positions:
-            self.positions.discard(position)
-            self.changed()
-
-    def _hook(self, position: int, bring: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-        def hook(gradient: Tensor) -> Tensor | None:
-            brought = bring(gradient)
-            if brought is None and position not in self.astray:
-                self._known(position)
-            elif brought is not None and position not in self.astray:
-                self.astray.add(position)
-                self.positions.add(position)
-                self.changed()
-            return brought
-
-        return hook
-
-
-def hook_gradient(value: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Have a hook called with the value's gradient, as `Tensor.register_hook` does, which no code here may call itself.
-
-    That ends the process with a segmentation fault if the value is a view whose base was written since: it makes the
-    hooks' dictionary first and looks at `grad_fn` then, which makes the view's history anew and throws the dictionary
-    away (torch 2.9 to 2.14; github.com/pytorch/pytorch/issues/196459). And it calls hooks with None, for outputs of an
-    operation without a part in the loss.
-    """
-    _ = value.grad_fn
-
-    def only_if_there_is_one(gradient: Tensor | None) -> Tensor | None:
-        return None if gradient is None else hook(gradient)
-
-    value.register_hook(only_if_there_is_one)
-
-
-def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
-    """A hook that brings the value's gradient into the value's memory layout; into a dense one where elements overlap.
-
-    `reshape` may view a tensor of one sample that it copies of several, one that was expanded or unfolded, too.
-    """
-    shape, strides = value.shape, value.stride()
-    if _overlaps(shape, strides):
-        strides = torch.empty_like(value, device="meta").stride()
-
-    def bring(gradient: Tensor) -> Tensor | None:
-        if gradient.stride() == strides:
-            return None
-        return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-
-    return bring
-
-
-def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements may share their memory."""
-    reach = 0  # of all dimensions of smaller strides
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
 
 
 def _written(layers: Sequence[Layer]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from planner import Cluster, autoplan
-from profiler.run.stage_function import hook_gradient
+from profiler.run.layouts import hook_gradient
 
 VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "view": lambda t, d: t.view(-1, *((2, t.shape[-1] // 2) if t.dim() == 2 else (t[0].numel(),))),

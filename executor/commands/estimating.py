@@ -308,20 +308,41 @@ def _cluster(measured: Profile, count: int, link: Link | None, between: str | No
 
 
 def _draw(table: pandas.DataFrame, varied: list[str], file: Path) -> None:
-    """Samples/s along the first column that varies, a line for each combination of the others."""
-    from matplotlib import pyplot
+    """Samples/s along the first column that varies, a line for each combination of the others; crosses have no plan."""
+    from planner.pictures.canvas import new_axes
+    from planner.pictures.choices import COLOURS, MARKS
 
-    axes = pyplot.figure(figsize=(7, 4)).subplots()
-    along, others = (varied or ["devices"])[0], varied[1:]
     if "samples_per_s" not in table:
         raise ArgumentError("no case has a plan, so there is nothing to draw; the table says why")
-    groups = table.groupby(others) if others else [((), table)]
-    for values, rows in groups:
-        label = ", ".join(f"{name} {cell_text(f'{name}', value)}" for name, value in zip(others, values, strict=True))
-        axes.plot([str(value) for value in rows[along]], rows["samples_per_s"], marker="o", label=label)
-    axes.set_xlabel(along.replace("_", " "))
+    axes = new_axes(4.0)
+    along, others = (varied or ["devices"])[0], varied[1:]
+    places = {case: place for place, case in enumerate(dict.fromkeys(_case(along, value) for value in table[along]))}
+    groups = table.groupby(others, sort=False) if others else [((), table)]
+    for position, (values, rows) in enumerate(groups):
+        label = ", ".join(f"{_heading(name)} {_case(name, value)}" for name, value in zip(others, values, strict=True))
+        axes.plot(
+            [places[_case(along, value)] for value in rows[along]],
+            rows["samples_per_s"],
+            marker=MARKS[position % len(MARKS)],
+            color=COLOURS[position % len(COLOURS)],
+            label=label,
+        )
+    without = [places[_case(along, value)] for value in table[along][table["samples_per_s"].isna()]]
+    axes.plot(without, [0] * len(without), "kx", clip_on=False)
+    axes.set_xticks(range(len(places)), list(places))
+    axes.set_xlabel(_heading(along))
     axes.set_ylabel("samples/s, predicted")
     axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
     if others:
-        axes.legend()
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     write_picture(axes, file)
+
+
+def _heading(column: str) -> str:
+    return column.replace("_", " ")
+
+
+def _case(column: str, value: Any) -> str:
+    """What a case has, as people write it: a limit of memory is bytes."""
+    return cell_text("memory_bytes" if column == "memory_limit" else column, value)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from matplotlib import pyplot
 
 import planner
 from executor import command
@@ -133,6 +134,18 @@ def test_what_if(files: dict[str, Path], tmp_path: Path) -> None:
     assert all(row["K"] <= row["devices"] for row in rows)
     assert "<svg" in (tmp_path / "chart.svg").read_text()
     assert "samples" in autoplan("what-if", files["profile"], "--devices", "2", "--batch-size", "16").stdout
+
+
+def test_the_chart_names_cases_as_people_write_them(files: dict[str, Path], tmp_path: Path) -> None:
+    """Memory limits were bytes without a unit, and lines had names such as batch_size."""
+    chart = tmp_path / "chart.svg"
+    options = ("--devices", "2", "--batch-size", "16,24", "--memory-limit", "1GiB,2GiB", "--chart", chart)
+    with pyplot.rc_context({"svg.fonttype": "none"}):  # letters, and not their outlines
+        assert autoplan("what-if", files["profile"], *options).exit_code == 0
+    drawn = chart.read_text(encoding="utf-8")
+    for words in ("batch size", "memory limit 1.00 GiB", "memory limit 2.00 GiB", ">16<", ">24<"):
+        assert words in drawn
+    assert "_size" not in drawn
 
 
 def test_what_if_ends_with_the_lines_so_far(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from executor.commands.output import (
     write_picture,
     write_pictures,
 )
-from executor.commands.settings import PRECISION
+from executor.commands.settings import PRECISION, optimizer_named
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import MOST_DEVICES
@@ -150,7 +150,7 @@ def _estimated(
         loss_fn=built.loss_fn,
         target=built.target,
         batch_size=batch_size,
-        optimizer=optimizer,
+        optimizer=optimizer_named(optimizer),
     )
     return plan_from_profile(measured, cluster, batch_size=batch_size, progress=True, **settings), measured
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from executor.commands.functions import built_by, check_place, named_function
-from executor.commands.options import SAMPLES, Assignment
+from executor.commands.options import SAMPLES, Assignment, FloatType
 from profiler.errors import ArgumentError
 from profiler.quantities import shown
 
@@ -100,7 +100,7 @@ def model_options(command: Command) -> Command:
     for option in (
         click.option(
             "--dtype",
-            type=click.Choice(["bfloat16", "float16", "float32"]),
+            type=FloatType("bfloat16", "float16", "float32"),
             default="bfloat16",
             show_default=True,
             help="Of the parameters, with --hf.",

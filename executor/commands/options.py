@@ -179,14 +179,18 @@ class CountOrAuto(ParamType):
 
 
 class FloatType(click.Choice[str]):
-    """A floating-point type of 16 bits, by torch's name or the short one."""
+    """A floating-point type, by torch's name or the short one; by default one of 16 bits."""
 
-    def __init__(self) -> None:
-        super().__init__(["bfloat16", "float16"])
+    def __init__(self, *names: str) -> None:
+        super().__init__(names or ("bfloat16", "float16"))
 
     def convert(self, value: Any, param: Asking, ctx: Within) -> str:
         """Torch's name."""
-        return super().convert({"bf16": "bfloat16", "fp16": "float16"}.get(value, value), param, ctx)
+        plain = str(value).lower()
+        return super().convert(_FLOAT_TYPES.get(plain, plain), param, ctx)
+
+
+_FLOAT_TYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 
 class Precision(ParamType):

@@ -10,7 +10,7 @@ import click
 from executor.commands.models import model_options, source_of
 from executor.commands.options import STAGES, FloatType, Numbers, Output
 from executor.commands.output import json_option, plan_outputs, present, print_frame
-from executor.commands.settings import MEASURING, PLANNING, PRECISION, batch_dims_of, with_options
+from executor.commands.settings import MEASURING, PLANNING, PRECISION, batch_dims_of, optimizer_named, with_options
 from profiler.quantities import LEAST_STAGES
 
 
@@ -134,10 +134,11 @@ def _measuring(given: dict[str, Any]) -> dict[str, Any]:
 
     from profiler.machine.local import local_devices
 
-    names = ("batch_size", "optimizer", "precision", "time_budget_s", "threads", "cache")
+    names = ("batch_size", "precision", "time_budget_s", "threads", "cache")
     return {
         "devices": local_devices(devices, threads=threads),
         "autocast": None if autocast is None else getattr(torch, autocast),
         "batch_dims": dims,
         **{name: given.pop(name) for name in names},
+        "optimizer": optimizer_named(given.pop("optimizer")),
     }

@@ -147,6 +147,14 @@ def with_options(*options: Option[Any]) -> Callable[[Command], Command]:
     return add
 
 
+def optimizer_named(text: str) -> str:
+    """The name of a class of torch.optim, whatever the case of its letters; what is none stays as it is."""
+    from torch import optim
+
+    classes = (name for name, held in vars(optim).items() if isinstance(held, type))
+    return {name.lower(): name for name in classes}.get(text.lower(), text)
+
+
 def batch_dims_of(given: tuple[tuple[str, int | str], ...]) -> dict[int | str, int | None] | None:
     """Batch dimensions by position or keyword of the input, from what --batch-dim was given."""
     dims: dict[int | str, int | None] = {}

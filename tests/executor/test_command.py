@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 import planner
 from executor import command
-from executor.commands.options import Size
+from executor.commands.options import FloatType, Size
 from planner import automatic
 from planner.cost.layer_costs import fingerprint_of
 from planner.plan.plan import Plan
@@ -326,6 +326,23 @@ def test_an_option_that_means_nothing_is_a_usage_error(
     assert result.exit_code == 2
     assert options[0].strip("-") in result.stderr or options[1].rpartition(",")[2] in result.stderr
     assert planned == {}
+
+
+@pytest.mark.parametrize("text", ["adamw", "ADAMW", "AdamW"])
+def test_an_optimizer_as_people_write_it(folder: Path, planned: dict[str, Any], text: str) -> None:
+    autoplan("plan", "shop_model.py:build", "--optimizer", text)
+    assert planned["optimizer"] == "AdamW"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("bf16", "bfloat16"), ("BF16", "bfloat16"), ("half", "float16"), ("float32", "float32"), ("FP32", "float32")],
+)
+def test_a_type_as_people_write_it(text: str, name: str) -> None:
+    """--dtype took torch's names alone."""
+    assert FloatType("bfloat16", "float16", "float32").convert(text, None, None) == name
+    if name != "float32":
+        assert FloatType().convert(text, None, None) == name
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from profiler.observe.storage_watch import is_strided
 from profiler.torch_private import storage_of
 
 
@@ -22,12 +23,17 @@ def name_held_elsewhere(root: fx.GraphModule, model: nn.Module) -> None:
         model: that was exported.
     """
     named = [*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
-    by_memory = {_memory(held): name for name, held in reversed(named) if held.numel()}  # the first of its names
+    by_memory = {_memory(held): name for name, held in reversed(named) if _has_memory(held)}  # the first of its names
     known = {name for name, _ in named}
     for node in root.graph.find_nodes(op="get_attr"):
         held = attrgetter(str(node.target))(root)
-        if isinstance(held, Tensor) and str(node.target) not in known and held.numel():
+        if isinstance(held, Tensor) and str(node.target) not in known and _has_memory(held):
             node.target = by_memory.get(_memory(held), node.target)
+
+
+def _has_memory(held: Tensor) -> bool:
+    """Whether it lies in memory of its own: one without elements has none, and a sparse one is several tensors."""
+    return is_strided(held) and bool(held.numel())
 
 
 def _memory(held: Tensor) -> tuple[Any, ...]:

@@ -232,7 +232,9 @@ def _sentences(kind: Any) -> nn.Module:
 
 
 def _whisper(dimensions: Any, **settings: int) -> nn.Module:
-    return found("whisper.model:Whisper")(dimensions(**settings))
+    model = found("whisper.model:Whisper")(dimensions(**settings))
+    nn.init.normal_(model.decoder.positional_embedding, std=0.1)  # it is left as memory was
+    return model
 
 
 def _chronos(kind: Any) -> nn.Module:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler import trace
+from executor import Pipeline
+from profiler import NotTraceableError, trace
 from tests.coverage.fidelity import eager_difference, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
+from tests.executor.conftest import _plan as plan_by_hand
 
 X, TARGET = torch.linspace(-1, 1, 32).reshape(8, 4), torch.tensor([0, 1, 2, 3] * 2)
 
@@ -79,3 +81,37 @@ def test_they_are_the_models_own(read: Callable[[Holding, Tensor], Tensor]) -> N
     with torch.device("meta"):
         on_meta = trace(Holding(read), X.to("meta"))
     assert on_meta.fingerprint == sequence.fingerprint
+
+
+class Sparse(nn.Module):
+    """Like Whisper, which keeps the heads that it aligns by in a sparse buffer."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.used = used
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+        self.held = {"weight": self.second.weight}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = torch.sparse.mm(self.heads, x.T).T if self.used else x
+        return x @ self.held["weight"]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_sparse_buffers(used: bool) -> None:
+    """One that no graph reads ended the trace with a NotImplementedError; one that is read may be refused by name."""
+    model = Sparse(used)
+    try:
+        sequence = trace(model, X)
+    except NotTraceableError as problem:
+        assert used
+        assert "heads" in str(problem) or "test_held_elsewhere.py" in str(problem)
+        return
+    case = Case(model, X, functional.cross_entropy, TARGET)
+    assert eager_difference(sequence, case, 0) <= 1e-6
+    plan = plan_by_hand(sequence, (1,), batch_size=8, micro_batches=2)
+    pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
+    pipe.step(X, target=TARGET)
+    assert model.second.weight.grad is not None

@@ -41,7 +41,7 @@ class SearchWatch:
         self.interrupted = False
         self._shown_s = time.monotonic() + DELAY_S
         self._is_seen = False
-        most = "" if limit_s is None else f" of at most {tqdm.format_interval(limit_s)}"
+        most = "" if limit_s is None else f" of {tqdm.format_interval(limit_s)}"
         self._bar = tqdm(
             bar_format=f"{{desc}}: {{elapsed}}{most}{{postfix}}",
             desc="plan",
@@ -61,8 +61,8 @@ class SearchWatch:
             return
         self._shown_s = time.monotonic() + REFRESH_S
         if step_s < np.inf:
-            at_most = f", at most {step_s / bound_s - 1:.1%} above what is possible" if 0 < bound_s <= step_s else ""
-            ends = f", {max(1, round(patience_s))} s more if nothing is better" if patience_s < np.inf else ""
+            at_most = f", within {step_s / bound_s - 1:.1%} of the best" if 0 < bound_s <= step_s else ""
+            ends = f", {max(1, round(patience_s))} s left" if patience_s < np.inf else ""
             self._bar.set_postfix_str(f"step {seconds_text(step_s)}{at_most}{ends}; Ctrl-C takes it", refresh=False)
         self._bar.refresh()
         self._is_seen = True

@@ -148,8 +148,8 @@ def test_a_terminal_sees_the_best_step_so_far(
     plan = plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True, time_limit_s=90.0)
     told = capsys.readouterr()
     assert told.out == ""
-    assert re.search(r"plan: 00:0\d of at most 01:30", told.err)
-    assert f"step {plan.prediction.step_s:.1f} s, at most " in told.err
+    assert re.search(r"plan: 00:0\d of 01:30", told.err)
+    assert f"step {plan.prediction.step_s:.1f} s, within " in told.err
 
 
 def test_without_a_limit_it_says_how_long_it_goes_on_in_vain(
@@ -159,6 +159,23 @@ def test_without_a_limit_it_says_how_long_it_goes_on_in_vain(
     for name in ("DELAY_S", "REFRESH_S"):
         monkeypatch.setattr(search_watch, name, 0.0)
     plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True)
-    assert re.search(r"[1-9]\d* s more if nothing is better; Ctrl-C takes it", capsys.readouterr().err)
+    assert re.search(r"[1-9]\d* s left; Ctrl-C takes it", capsys.readouterr().err)
     plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True, time_limit_s=90.0)
-    assert "s more if" not in capsys.readouterr().err
+    assert "s left" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit_s", "patience_s"), [(None, 12.0), (3599.0, float("inf"))])
+def test_what_is_shown_fits_80_columns(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, patience_s: float
+) -> None:
+    """At 80 columns the line ended before it said that Ctrl-C takes the plan."""
+    watch = SearchWatch(progress=False, limit_s=limit_s)
+    watch._bar.disable, watch._shown_s = False, 0.0
+    shown: list[str] = []
+    monkeypatch.setattr(watch._bar, "refresh", lambda: None)
+    monkeypatch.setattr(watch._bar, "set_postfix_str", lambda text, refresh: shown.append(text))
+    watch.tell(0.9994, 0.5, patience_s)
+    watch._bar.disable = True
+    line = f"plan: 59:59{'' if limit_s is None else ' of 59:59'}, {shown[0]}"
+    assert line.endswith("Ctrl-C takes it")
+    assert len(line) < 80

@@ -191,12 +191,23 @@ class Unwritten:
         self._kept = [(name, tensor, tensor._version, tensor.clone()) for name, tensor in tensors.items()]
 
     def put_back(self) -> list[str]:
-        """Names of those that were written."""
-        written = [(name, tensor, kept) for name, tensor, version, kept in self._kept if tensor._version != version]
+        """Names of those that were written, also where torch does not note it (`tensor.data`)."""
+        written = [
+            (name, tensor, kept)
+            for name, tensor, version, kept in self._kept
+            if tensor._version != version or _unlike(tensor, kept)
+        ]
         with torch.no_grad():
             for _, tensor, kept in written:
                 tensor.copy_(kept)
         return [name for name, *_ in written]
+
+
+def _unlike(tensor: Tensor, kept: Tensor) -> bool:
+    """Whether values of a tensor with data in one piece have changed; two that are no numbers are alike."""
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.shape != kept.shape:
+        return False
+    return bool((tensor.ne(kept) & (tensor.eq(tensor) | kept.eq(kept))).any())
 
 
 class Walk:

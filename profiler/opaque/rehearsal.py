@@ -114,9 +114,9 @@ def _some_runs(
 ) -> list[_Run]:
     """One run at each size, of the dearest of some draws if it draws random numbers."""
     made: dict[str, Any] = {}
-    constants = Unwritten(call.held.constants)
     with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as afterwards:
-        afterwards.callback(constants.put_back)
+        unwritten = thread.submit(Unwritten, {**call.held.constants, **call.held.parameters}).result()
+        afterwards.callback(lambda: thread.submit(unwritten.put_back).result())
         ends = [thread.submit(spots_of, call.held.module).result()]  # there, since threads have values of their own
 
         def run(size: int, seed: int) -> _Run:

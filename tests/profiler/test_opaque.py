@@ -281,6 +281,31 @@ def test_what_no_layer_may_do_is_refused(kind: type[nn.Module], message: str) ->
         trace(model, by_one("export", torch.randn(4, 8), keep_together=["inner"]))
 
 
+class WritesItsParameter(Inner):
+    def __init__(self, through_data: bool) -> None:
+        super().__init__()
+        self.through_data, self.scale = through_data, nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shown = [float(value) for value in x[:, 0].detach()]
+        with torch.no_grad():
+            (self.scale.data if self.through_data else self.scale).mul_(2)
+        return self.linear(x) * self.scale + len(shown)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize(
+    ("keep_together", "message"), [((), "branches on the values"), (("inner",), "writes its parameter 'scale'")]
+)
+def test_what_is_refused_is_left_as_it_was(through_data: bool, keep_together: tuple[str, ...], message: str) -> None:
+    """The rehearsal ran on the memory of the user's own parameters, which a refusal left as it had written them."""
+    model = Around(WritesItsParameter(through_data))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(NotTraceableError, match=message):
+        trace(model, torch.randn(4, 8), keep_together=keep_together)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_the_meta_device_has_nothing_to_run() -> None:
     with torch.device("meta"):
         model = Around(DataDependentShape())

@@ -80,8 +80,8 @@ class SettingKeywords(TypedDict, total=False):
         keep_together: paths of modules that no cut may part.
         cut_at: paths of modules before which there must be a cut.
         pinned: for paths of modules the device that must run them, by name or position in `devices`.
-        time_limit_s: seconds that the search may take; the best plan so far is returned, and its gap says how good it
-            is.
+        time_limit_s: seconds that the search may take, those not counted in which it is compiled at its first use; the
+            best plan so far is returned, and its gap says how good it is.
     """
 
     schedule: ScheduleName

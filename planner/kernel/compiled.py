@@ -80,7 +80,7 @@ def _dispatcher(function: Callable[..., object], **options: str) -> Any:
     folder = Path(dispatcher.stats.cache_path)
 
     def compile_alone(signature: Any) -> Any:
-        with _one_process(folder):
+        with _IN_PROCESS, _SPENT, _one_process(folder):
             return compile_for(signature)
 
     def template_of_types(types: Any, keywords: Any) -> Any:
@@ -96,6 +96,33 @@ def _dispatcher(function: Callable[..., object], **options: str) -> Any:
 def digest_of(files: tuple[Path, ...]) -> str:
     """Of what the files contain."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+class _Spent:
+    """Seconds in its outermost `with`, which one thread at a time is in."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._depth = 0
+        self._begun_s = 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._begun_s = time.monotonic()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.total_s += time.monotonic() - self._begun_s
+
+
+_SPENT = _Spent()
+
+
+def seconds_compiling() -> float:
+    """What this process has spent so far on compiling the search, or on taking what others have compiled."""
+    return _SPENT.total_s
 
 
 _IN_PROCESS = threading.RLock()

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from planner.kernel.compiled import seconds_compiling
 from planner.search_watch import current_watch
 
 LABELS_PER_S = 5_000_000
@@ -14,7 +15,10 @@ UNLIMITED = 2**62
 
 
 class Deadline:
-    """When a search must end; it runs from when it is made.
+    """When a search must end; it runs from when it is made, and stands still while the search is compiled.
+
+    The first search after an installation is compiled on the way, for some 20 s: with a limit of 5 s it would have
+    ended with another plan than the second one.
 
     Args:
         limit_s: seconds until it is over; None for no limit.
@@ -22,7 +26,7 @@ class Deadline:
     """
 
     def __init__(self, limit_s: float | None, *, heeds_interrupt: bool = True) -> None:
-        self._stop_at = None if limit_s is None else time.monotonic() + limit_s
+        self._stop_at = None if limit_s is None else _now_s() + limit_s
         self._watch = current_watch() if heeds_interrupt else None
 
     @property
@@ -33,7 +37,7 @@ class Deadline:
     @property
     def over(self) -> bool:
         """Whether no time is left."""
-        return self.interrupted or (self._stop_at is not None and time.monotonic() >= self._stop_at)
+        return self.interrupted or (self._stop_at is not None and _now_s() >= self._stop_at)
 
     def tell(self, step_s: float, bound_s: float, patience_s: float = np.inf) -> None:
         """Let who watches know the best step so far, what none is below, and how long a better one is looked for."""
@@ -45,7 +49,7 @@ class Deadline:
         """Seconds that are left; infinite without a limit."""
         if self.interrupted:
             return 0.0
-        return np.inf if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
+        return np.inf if self._stop_at is None else max(0.0, self._stop_at - _now_s())
 
     @property
     def labels(self) -> int:
@@ -53,6 +57,10 @@ class Deadline:
         if self._stop_at is None and not self.interrupted:
             return UNLIMITED
         return int(LABELS_PER_S * self.left_s)
+
+
+def _now_s() -> float:
+    return time.monotonic() - seconds_compiling()
 
 
 NO_DEADLINE = Deadline(None, heeds_interrupt=False)

@@ -4,11 +4,13 @@ import ast
 import fcntl
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from planner.kernel import compiled
+from planner.solve.deadline import Deadline
 
 TYPES = {"Floats", "Indices", "Mask"}
 TWICE = """
@@ -55,6 +57,19 @@ def test_what_is_kept_is_stale_when_a_file_of_the_search_changes(own_cache, tmp_
     compiled.digest_of.cache_clear()
     assert times_compiled(more) == 1
     compiled.digest_of.cache_clear()
+
+
+def test_limits_of_time_stand_still_while_the_search_is_compiled(own_cache):
+    """With 5 s the first search after an installation, which is compiled for 20 s, had another plan than the second."""
+
+    def more(number):
+        return number + 3
+
+    before_s, began_s, deadline = compiled.seconds_compiling(), time.monotonic(), Deadline(1000.0)
+    assert times_compiled(more) == 1
+    took_s, compiling_s = time.monotonic() - began_s, compiled.seconds_compiling() - before_s
+    assert 0 < compiling_s <= took_s
+    assert deadline.left_s >= 1000.0 - (time.monotonic() - began_s) + compiling_s
 
 
 def test_sources_hold_all_that_compiled_functions_read():

@@ -204,8 +204,9 @@ class Unwritten:
 
 
 def _unlike(tensor: Tensor, kept: Tensor) -> bool:
-    """Whether values of a tensor with data in one piece have changed; two that are no numbers are alike."""
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.shape != kept.shape:
+    """Whether values have changed of a tensor that has some in one piece; two that are no numbers are alike."""
+    plain = type(tensor) in (Tensor, nn.Parameter)  # and no value of a trace, which a module may have kept
+    if not plain or tensor.is_meta or tensor.layout != torch.strided or tensor.shape != kept.shape:
         return False
     return bool((tensor.ne(kept) & (tensor.eq(tensor) | kept.eq(kept))).any())
 

@@ -42,7 +42,9 @@ def test_a_plan_is_exported(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_found_before_the_model_is_built(tmp_path: Path) -> None:
-    assert exported(tmp_path / "none.json", MODEL, "--to", "torchgpipe").exit_code == 5
+    missing = exported(tmp_path / "none.json", MODEL, "--to", "torchgpipe")
+    assert missing.exit_code == 2
+    assert "none.json" in missing.stderr
     wrong = exported(tmp_path / "none.json", MODEL, "--to", "torch-gpipe")
     assert wrong.exit_code == 2
     assert "torchgpipe" in wrong.stderr

@@ -44,7 +44,7 @@ class Averaging(Base):
 
 
 class InARegion(Base):
-    """A graph's regions without gradient write nothing from outside; so it is called as it is."""
+    """Its region without gradient writes a buffer, through `data`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,13 +98,12 @@ def test_it_trains_as_the_model_does(kind: type[Base]) -> None:
     sequence, of = traced(kind())
     found, expected = run(sequence, of), eager(sequence, of)
     assert difference(found, expected) <= 1e-6
-    called = {"InARegion": ("averaging",)}.get(kind.__name__, ())
-    assert sequence.sample.called_as_is == called
+    assert not sequence.sample.called_as_is
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Averaging, "mean"), (InARegion, "averaging.mean")])
 def test_the_buffer_that_it_writes_is_what_the_layer_returns(kind: type[Base], name: str) -> None:
-    """A module that is called as it is wrote the model's own buffer, unnoticed, in every call of the layer."""
+    """In a region it was the model's own that was written, unnoticed, in every call of the layer."""
     model = kind()
     sequence, of = traced(model)
     found = run(sequence, of).buffers

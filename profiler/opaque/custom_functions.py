@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.errors import ExecutionError
 from profiler.observe.drawn_from import of_function
 from profiler.observe.draws import keyed_backward
+from profiler.observe.operation_writes import written_by
 from profiler.observe.storage_watch import is_strided
 from profiler.opaque.call import Slot, on_own_memory, with_slots
 from profiler.opaque.held import Refused
-from profiler.torch_private import applied, schema_of, storage_of
+from profiler.torch_private import applied, storage_of
 
 _COMPUTED = (Tensor, torch.SymInt, torch.device)  # kinds of arguments that the graph hands over, in this order
 _CONSTANTS = (bool, int, float, complex, str, bytes, slice, torch.dtype, torch.layout, torch.memory_format)
@@ -195,10 +196,7 @@ class _OwnValues(TorchDispatchMode):
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_strided(leaf)]
         if func.overloadpacket not in _LIFTS:
             self.is_foreign |= any(storage_of(tensor) not in self._known for tensor in read)
-        for position, argument in enumerate(schema_of(func).arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                self.written.update(storage_of(leaf) for leaf in pytree.tree_leaves(value) if is_strided(leaf))
+        self.written.update(map(storage_of, written_by(func, args, kwargs or {})))
         out = func(*args, **(kwargs or {}))
         made = [leaf for leaf in pytree.tree_leaves(out) if is_strided(leaf)]
         self._alive.extend(made)

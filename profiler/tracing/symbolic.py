@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -16,6 +16,7 @@ from torch import fx, nn
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import BACKENDS
 from profiler.observe.elsewhere import Unwritten, changed_spots, constants_reached, put_spots_back, spots_of
+from profiler.observe.operation_writes import WritesRefused
 from profiler.observe.python_state import attributes_of, changed_names, put_back, tensors_held
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import place_now, place_of
@@ -106,15 +107,21 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
     changed: list[str] = []
     elsewhere, buffers = spots_of(model), dict(model.named_buffers())
     constants = Unwritten(constants_reached(model))
+
+    def refuse(name: str) -> NoReturn:
+        raise NotTraceableError(f"in {place_now(model)}: symbolic_trace would write {name!r} once, in the model itself")
+
+    own = {**dict(model.named_parameters()), **buffers}
+    writes = WritesRefused(own, refuse)
     try:
-        with torch.random.fork_rng(devices=[]), refused(model), functions_noticed(tracer.call_of):
+        with torch.random.fork_rng(devices=[]), refused(model), functions_noticed(tracer.call_of), writes:
             held = tensors_held(model)
             graph = tracer.trace(model, concrete_args=_concrete_arguments(model, spec))
             refuse_replaced(held, tensors_held(model))
             drawn = not torch.equal(states[1], torch.get_rng_state())
         module = fx.GraphModule(model, graph)
         changed = [n for n in changed_names(before, attributes_of(model)) if not n.startswith(CONSTANT)]
-        changed += [*constants.put_back(), *replaced_buffers(model, buffers)]
+        changed += replaced_buffers(model, buffers)
         changed += [spot.name for spot in changed_spots(elsewhere, spots_of(model))]
     except NotTraceableError:
         raise
@@ -122,6 +129,7 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
         reason = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise NotTraceableError(f"in {place_of(model, problem)}: {reason}") from problem
     finally:
+        changed += constants.put_back()
         after = changed_names(before, attributes_of(model))
         put_back(before, after)
         put_spots_back(elsewhere, spots_of(model))

@@ -292,4 +292,4 @@ def test_no_cut_is_measurably_better() -> None:
     if len(names) > 1:
         draw(results)
     assert (frame["regret"] - frame["noise"] <= REGRET_WITHIN).all()
-    assert min(speedups.values()) >= 1 - REGRET_WITHIN  # where others choose the same cuts, noise decides
+    assert min(speedups.values()) >= 1.0

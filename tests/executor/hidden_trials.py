@@ -8,44 +8,29 @@ and in the end the parameters and buffers.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from executor import Pipeline
 from profiler import trace
 from profiler.errors import ExecutionError, PlanError, UnfaithfulTraceError
 from profiler.run.loss import LossFunction
 from tests.executor.conftest import _plan as plan_for
-from tests.models import (
-    hidden_backward,
-    hidden_between,
-    hidden_gradients,
-    hidden_means,
-    hidden_more,
-    hidden_regions,
-    hidden_tensors,
-    hidden_world,
-)
 from tests.models.hidden_state import DRAWING, FEATURES, fresh, hiding
 
-_SORTED_IN = (
-    hidden_backward,
-    hidden_between,
-    hidden_gradients,
-    hidden_means,
-    hidden_more,
-    hidden_regions,
-    hidden_tensors,
-    hidden_world,
-)  # by being imported
+for _kind in ("backward", "between", "gradients", "means", "more", "regions", "tensors", "world"):
+    importlib.import_module(f"tests.models.hidden_{_kind}")  # which adds its bodies
 
 T = TypeVar("T")
 SIZE, M, STEPS = 8, 4, 5
@@ -131,7 +116,8 @@ def by_plan(
         PlanError: it is refused.
     """
     model = hiding(names)
-    sequence = trace(model, data[0][0][: SIZE // M].clone(), progress=False)
+    with left_as_it_was(model):
+        sequence = trace(model, data[0][0][: SIZE // M].clone(), progress=False)
     fresh()
     layers = len(sequence)
     stages = min(stages, layers)
@@ -147,6 +133,20 @@ def by_plan(
         optimizer.step()
         optimizer.zero_grad()
     return Training(tuple(losses), tuple(gradients), dict(pipe.state_dict()))
+
+
+@contextlib.contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Whatever comes of the block, the model's parameters and buffers are what they were, and have no gradients."""
+    held_now = model.state_dict().items()
+    before = {name: held.clone() for name, held in held_now if isinstance(held, Tensor) and not is_lazy(held)}
+    try:
+        yield
+    finally:
+        now = model.state_dict()
+        moved = [name for name, held in before.items() if name not in now or not torch.equal(now[name], held)]
+        moved += [name for name, held in model.named_parameters() if held.grad is not None]
+        assert not moved, f"the trace has changed {moved}"
 
 
 def tried(names: Sequence[str]) -> Found:

@@ -40,7 +40,7 @@ def test_a_quiet_profile_leaves_the_models_doubt() -> None:
     assert quiet.step_less == pytest.approx(MODEL)
     assert MODEL < quiet.step_more < MODEL + 0.01
     assert (quiet.memory_less, quiet.memory_more) == (LESS_MEMORY, 0.0)
-    usual = doubt_of(profile_with(spread=0.02))
+    usual = doubt_of(profile_with(spread=0.015))
     assert usual.step_less + usual.step_more <= 0.12
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -35,10 +35,13 @@ class SearchWatch:
 
     Attributes:
         interrupted: whether Ctrl-C asked for the best plan so far.
+        shows: whether anybody sees it.
     """
 
     def __init__(self, *, progress: bool, limit_s: float | None = None) -> None:
         self.interrupted = False
+        self.shows = not hides_progress(progress)
+        self._besides_s, self._proven_s = np.inf, 0.0
         self._shown_s = time.monotonic() + DELAY_S
         self._is_seen = False
         most = "" if limit_s is None else f" of {tqdm.format_interval(limit_s)}"
@@ -46,18 +49,23 @@ class SearchWatch:
             bar_format=f"{{desc}}: {{elapsed}}{most}{{postfix}}",
             desc="plan",
             delay=DELAY_S,
-            disable=hides_progress(progress),
+            disable=not self.shows,
         )
 
     def tell(self, step_s: float, bound_s: float, patience_s: float = np.inf) -> None:
         """Of the best plan so far, and of what no plan is below: both in seconds, infinite where there is none.
 
+        What was proven once stays so: a later search for plans of another kind begins with a poor bound of its own.
+
         Args:
             step_s: of the best plan.
-            bound_s: no plan is below.
+            bound_s: no plan of this search is below.
             patience_s: seconds, about, until the search ends if it finds nothing better; infinite where a limit says.
         """
-        if self._bar.disable or time.monotonic() < self._shown_s:
+        if not self.shows:
+            return
+        self._proven_s = bound_s = max(self._proven_s, min(bound_s, self._besides_s))
+        if time.monotonic() < self._shown_s:
             return
         self._shown_s = time.monotonic() + REFRESH_S
         if step_s < np.inf:
@@ -66,6 +74,16 @@ class SearchWatch:
             self._bar.set_postfix_str(f"step {seconds_text(step_s)}{at_most}{ends}; Ctrl-C takes it", refresh=False)
         self._bar.refresh()
         self._is_seen = True
+
+    @contextmanager
+    def besides(self, bound_s: float) -> Iterator[None]:
+        """See `besides`."""
+        before = self._besides_s
+        self._besides_s = min(before, bound_s)
+        try:
+            yield
+        finally:
+            self._besides_s = before
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """The first Ctrl-C ends the search at its first plan, or its best; the second ends the program."""
@@ -88,6 +106,21 @@ _CURRENT: ContextVar[SearchWatch | None] = ContextVar("the search that is watche
 def current_watch() -> SearchWatch | None:
     """Of the search that runs, if somebody watches it."""
     return _CURRENT.get()
+
+
+@contextmanager
+def besides(bound_s: Callable[[], float]) -> Iterator[None]:
+    """Within, one of several searches runs, and what it proves holds for its own plans alone.
+
+    Args:
+        bound_s: tells what no other plan is below, in seconds; called if somebody sees it.
+    """
+    watch = current_watch()
+    if watch is None or not watch.shows:
+        yield
+        return
+    with watch.besides(bound_s()):
+        yield
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class ArgumentError(PlanError, ValueError):
 
 
 class UserFunctionError(ArgumentError):
-    """A function that was passed, such as the loss function, raised an error of its own, which is the cause."""
+    """What was passed, such as the model or the loss function, raised an error of its own, which is the cause."""
 
     exit_code = 1
 

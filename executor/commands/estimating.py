@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from executor.commands.models import Built, model_options, source_of
+from executor.commands.option_words import in_settings
 from executor.commands.options import (
     FILE,
     PICTURE,
@@ -36,7 +37,7 @@ from executor.commands.output import (
     write_picture,
     write_pictures,
 )
-from executor.commands.settings import PRECISION, optimizer_named
+from executor.commands.settings import PRECISION, optimizer_named, planning, with_options
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import MOST_DEVICES
@@ -71,15 +72,7 @@ _TIME_LIMIT = click.option(
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
 @click.option("--autocast", type=FloatType(), help="Run the model in an autocast region.")
 @PRECISION
-@click.option(
-    "--schedule",
-    type=click.Choice([*SCHEDULES, "auto"], case_sensitive=False),
-    default="auto",
-    show_default=True,
-    help="Order of forward and backward passes.",
-)
-@_REPLICAS
-@_TIME_LIMIT
+@with_options(*planning(replicas="auto", time_limit_s=SEARCH_S))
 @click.option("-o", "--output", type=Output(), help="Write the plan to this file.")
 @click.option("--save-profile", type=Output(), help="Write the estimated profile to this file, for what-if.")
 @plan_outputs
@@ -120,7 +113,7 @@ def estimate(
         return
     from planner.plan.report import plan_summary
 
-    click.echo(plan_summary(made, terminal_width()))
+    click.echo(plan_summary(made, terminal_width(), spoken=in_settings))
     print_lines(_in_short(made, measured))
 
 
@@ -132,6 +125,7 @@ def _estimated(
     optimizer: str,
     autocast: str | None,
     precision: str | None,
+    pinned: Iterable[tuple[str, str | int]],
     **settings: Any,
 ) -> tuple[Plan, Profile]:
     import torch
@@ -140,9 +134,17 @@ def _estimated(
     from planner import plan_from_profile
     from planner.settings import Settings
 
+    settings["pinned"] = dict(pinned)
     asked = Settings.of(cluster.devices, batch_size, settings)  # type: ignore[arg-type]  # as click checks them
     dtype = None if autocast is None else getattr(torch, autocast)
-    sequence = profiler.trace(built.model, built.sample, autocast=dtype, precision=precision, stages=asked.most_stages)
+    sequence = profiler.trace(
+        built.model,
+        built.sample,
+        autocast=dtype,
+        precision=precision,
+        keep_together=asked.keep_together,
+        stages=asked.most_stages,
+    )
     measured = profiler.profile(
         sequence,
         cluster,

@@ -6,7 +6,10 @@ import re
 
 import click
 
-_QUOTED = re.compile(r'("[^"]*")')  # a line of the user's source, which stays as it is
+from executor.commands.settings import planning, with_options
+
+_QUOTED = re.compile(r'((?<!=)"[^"]*")')  # a line of the user's source, which stays as it is
+_VALUE = r"""=(?:\['([^']*)'\]|'([^']*)'|"([^"]*)"|(?=[\w-]))"""
 
 
 def in_options(text: str, command: click.Command) -> str:
@@ -18,6 +21,8 @@ def in_options(text: str, command: click.Command) -> str:
     >>> plan = click.Command("plan", params=[click.Option(["--max-stages"]), click.Option(["--stages"])])
     >>> in_options("stages is 3 and max_stages is 2; set stages=1, or stages stay idle", plan)
     '--stages is 3 and --max-stages is 2; set --stages 1, or stages stay idle'
+    >>> in_options('set stages="auto"', plan)
+    'set --stages auto'
     """
     parts = _QUOTED.split(text)
     for parameter in command.params:
@@ -25,9 +30,24 @@ def in_options(text: str, command: click.Command) -> str:
         if long is None or parameter.name is None:
             continue
         named = r"\b(?<![-.'/])" + re.escape(parameter.name)
-        with_value = re.compile(named + r"=(?:\['([^']*)'\]|'([^']*)'|(?=[\w-]))")
+        with_value = re.compile(named + _VALUE)
         alone = re.compile(named + r"\b(?![.'/])" if "_" in parameter.name else rf"\A{named}(?= is )")
         for place in range(0, len(parts), 2):
-            changed = with_value.sub(lambda found, long=long: f"{long} {found[1] or found[2] or ''}", parts[place])
+            changed = with_value.sub(
+                lambda found, long=long: f"{long} {found[1] or found[2] or found[3] or ''}", parts[place]
+            )
             parts[place] = alone.sub(long, changed)
     return "".join(parts)
+
+
+def in_settings(text: str) -> str:
+    """The text with the options of `autoplan plan` where it names keywords, for what is said of a plan.
+
+    >>> in_settings("without the rule M >= 4K: K = 4, step 2 s; set micro_batches_per_stage=2 for it")
+    'without the rule M >= 4K: K = 4, step 2 s; set --micro-batches-per-stage 2 for it'
+    """
+    return in_options(text, _SETTINGS)
+
+
+_SETTINGS = click.command("settings")(with_options(*planning())(lambda: None))
+"""Names options, and does nothing."""

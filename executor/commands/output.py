@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from executor.commands.option_words import in_settings
 from executor.commands.options import PICTURE, Output
 from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, seconds_text
 from profiler.errors import ArgumentError
@@ -52,7 +53,7 @@ def present(plan: Plan, *, as_json: bool, timeline: Path | None, trace: Path | N
         return
     from planner.plan.report import plan_report
 
-    click.echo(plan_report(plan, terminal_width(), every_stage=every_stage))
+    click.echo(plan_report(plan, terminal_width(), every_stage=every_stage, spoken=in_settings))
 
 
 def terminal_width() -> int:
@@ -75,7 +76,7 @@ def write_pictures(plan: Plan, *, timeline: Path | None, trace: Path | None) -> 
 def print_lines(lines: Iterable[str]) -> None:
     """Print sentences, each from a new line on, as wide as the terminal."""
     for line in lines:
-        click.echo("\n".join(textwrap.wrap(line, terminal_width(), subsequent_indent="  ")))
+        click.echo("\n".join(textwrap.wrap(line, terminal_width(), subsequent_indent="  ", break_on_hyphens=False)))
 
 
 def write_picture(axes: Axes, file: Path) -> None:

@@ -10,7 +10,15 @@ import click
 from executor.commands.models import model_options, source_of
 from executor.commands.options import STAGES, FloatType, Numbers, Output
 from executor.commands.output import json_option, plan_outputs, present, print_frame
-from executor.commands.settings import MEASURING, PLANNING, PRECISION, batch_dims_of, optimizer_named, with_options
+from executor.commands.settings import (
+    KEEP_TOGETHER,
+    MEASURING,
+    PRECISION,
+    batch_dims_of,
+    optimizer_named,
+    planning,
+    with_options,
+)
 from profiler.quantities import LEAST_STAGES
 
 
@@ -18,7 +26,7 @@ from profiler.quantities import LEAST_STAGES
 @model_options
 @click.option("-o", "--output", type=Output(), help="Write the plan to this file.")
 @click.option("--save-profile", type=Output(), help="Write what was measured to this file, for what-if and explain.")
-@with_options(*MEASURING, *PLANNING)
+@with_options(*MEASURING, *planning())
 @plan_outputs
 def plan(
     *,
@@ -59,7 +67,7 @@ def plan(
 @model_options
 @click.option("-o", "--output", type=Output(), required=True, help="Write the profile to this file.")
 @click.option("--micro-batch-sizes", type=Numbers(), metavar="N,...", help="The sizes to measure.")
-@with_options(*MEASURING)
+@with_options(*MEASURING, KEEP_TOGETHER)
 @json_option
 def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None, **given: Any) -> None:
     """Measure what the layers of a model cost, for `what-if` and `plan_from_profile`.
@@ -75,6 +83,7 @@ def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None,
     built = source.build()
     traced = {"batch_dims": measuring.pop("batch_dims")}
     traced |= {name: measuring.pop(name) for name in ("autocast", "precision")}
+    traced["keep_together"] = given["keep_together"]
     found = profiler.profile(
         profiler.trace(built.model, built.sample, **traced),
         sample=built.sample,
@@ -100,6 +109,7 @@ def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None,
 )
 @click.option("--autocast", type=FloatType(), help="Trace in an autocast region.")
 @PRECISION
+@KEEP_TOGETHER
 @json_option
 def trace(*, stages: int, autocast: str | None, precision: str | None, as_json: bool, **given: Any) -> None:
     """Print the layers that a model is cut into: modules, parameters, work, and what crosses after each.
@@ -120,6 +130,7 @@ def trace(*, stages: int, autocast: str | None, precision: str | None, as_json: 
         built.sample,
         autocast=None if autocast is None else getattr(torch, autocast),
         precision=precision,
+        keep_together=given["keep_together"],
         stages=stages,
     )
     frame = sequence.to_frame()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from executor.commands.option_words import in_settings
 from executor.commands.options import FILE, PICTURE
 from executor.commands.output import json_option, plan_outputs, present, print_frame, print_lines, write_picture
 from profiler.errors import PlanFileError, ProfileError
@@ -59,7 +60,7 @@ def explain(plan_file: Path, profile_file: Path | None, every_stage: bool, as_js
         print_frame(explanation.reset_index(), as_json=True)
         return
     short, remark = (explanation, "") if every_stage else explanation.in_short()
-    print_lines(explanation.sentences)
+    print_lines(map(in_settings, explanation.sentences))
     click.echo()
     print_frame(short.reset_index(), as_json=False)
     if remark:

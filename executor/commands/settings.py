@@ -43,6 +43,9 @@ PRECISION = click.option(
     "but gradients; fp16-mixed; bf16, fp32.  "
     "[default: the model's own types]",
 )
+KEEP_TOGETHER = click.option(
+    "--keep-together", multiple=True, metavar="MODULE", help="Module that no cut may part; repeatable."
+)
 MEASURING: tuple[Option[Any], ...] = (
     DEVICES,
     BATCH_SIZE,
@@ -72,7 +75,34 @@ MEASURING: tuple[Option[Any], ...] = (
     click.option("--threads", type=THREADS, default=1, show_default=True, help="Threads of a CPU worker."),
     click.option("--cache", help="Folder of earlier measurements, or off.  [default: in the user's cache folder]"),
 )
-PLANNING: tuple[Option[Any], ...] = (
+
+
+def planning(*, replicas: int | str = 1, time_limit_s: float | None = None) -> tuple[Option[Any], ...]:
+    """Options for what is asked of a plan: the keywords of `planner.settings.SettingKeywords`.
+
+    Args:
+        replicas: by default.
+        time_limit_s: by default; None for no limit.
+    """
+    return (
+        *_SHAPE,
+        click.option(
+            "--replicas", type=REPLICAS, default=replicas, show_default=True, help="Pipelines side by side, or auto."
+        ),
+        *_WITHIN,
+        click.option(
+            "--time-limit",
+            "time_limit_s",
+            type=SecondsOption(positive=True),
+            metavar="SECONDS",
+            default=time_limit_s,
+            show_default=time_limit_s is not None,
+            help="Seconds that the search may take.",
+        ),
+    )
+
+
+_SHAPE: tuple[Option[Any], ...] = (
     click.option(
         "--schedule",
         type=click.Choice([*SCHEDULES, "auto"], case_sensitive=False),
@@ -93,7 +123,8 @@ PLANNING: tuple[Option[Any], ...] = (
     ),
     click.option("--micro-batches-per-stage", type=MICRO_BATCHES, help="M is at least this times K.  [default: 4]"),
     click.option("--micro-batch-sizes", type=Numbers(), metavar="N,...", help="The only sizes of micro-batches."),
-    click.option("--replicas", type=REPLICAS, default=1, show_default=True, help="Pipelines side by side, or auto."),
+)
+_WITHIN: tuple[Option[Any], ...] = (
     click.option("--shard-optimizer", is_flag=True, help="Replicas share the optimizer's state (ZeRO, stage 1)."),
     click.option(
         "--memory-limit",
@@ -114,7 +145,7 @@ PLANNING: tuple[Option[Any], ...] = (
         show_default=True,
         help="Whether stages pass on values that they do not read, or these go past them where that fits.",
     ),
-    click.option("--keep-together", multiple=True, metavar="MODULE", help="Module that no cut may part; repeatable."),
+    KEEP_TOGETHER,
     click.option(
         "--cut-at", multiple=True, metavar="MODULE", help="Module before which there must be a cut; repeatable."
     ),
@@ -125,13 +156,6 @@ PLANNING: tuple[Option[Any], ...] = (
         multiple=True,
         metavar="MODULE=DEVICE",
         help="Device that must run a module, by name or position; repeatable.",
-    ),
-    click.option(
-        "--time-limit",
-        "time_limit_s",
-        type=SecondsOption(positive=True),
-        metavar="SECONDS",
-        help="Seconds that the search may take.",
     ),
 )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import click
 
@@ -35,17 +35,25 @@ def user_code() -> Iterator[None]:
 
 
 def show_users_frames(problem: BaseException) -> None:
-    """Write the traceback of an error of the user's own code, without what is ours, on standard error."""
-    told = traceback.TracebackException(type(problem), problem, _from_the_user(problem.__traceback__))
+    """Write the traceback of an error of the user's own code, without what is ours, on standard error.
+
+    Frames of Python's way of importing and of torch's insides are left out with ours: each line of the user's stands
+    below the line of theirs that led to it.
+    """
+    told = traceback.TracebackException.from_exception(problem)
+    _keep_the_users(told)
     click.echo(printable("".join(told.format())), err=True, nl=False)
 
 
-def _from_the_user(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame on that is neither ours nor Python's way of importing."""
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return trace
+def _keep_the_users(told: traceback.TracebackException) -> None:
+    """Leave out other frames, also of what came before it."""
+    told.stack[:] = [frame for frame in told.stack if not _is_ours(frame.filename)]
+    for before in (told.__cause__, told.__context__):
+        if before is not None:
+            _keep_the_users(before)
 
 
 def _is_ours(file: str) -> bool:
-    return file.startswith(_PACKAGES) or any(part in file for part in _MACHINERY)
+    torch = sys.modules.get("torch")  # what has not been imported has not failed
+    inside = (*_PACKAGES, f"{Path(torch.__file__ or '').parent}{os.sep}") if torch is not None else _PACKAGES
+    return file.startswith(inside) or any(part in file for part in _MACHINERY)

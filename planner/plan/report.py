@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -27,26 +27,30 @@ AT_EACH_END = 4
 _CLASSES = tuple(StageMemory.model_fields)
 
 
-def plan_report(plan: Plan, width: int = WIDTH, *, every_stage: bool = False) -> str:
+def plan_report(
+    plan: Plan, width: int = WIDTH, *, every_stage: bool = False, spoken: Callable[[str], str] = str
+) -> str:
     """The plan in words and two tables: what each stage holds and takes, and what its memory is filled with.
 
     Args:
         plan: what to report.
         width: columns of the screen; a table that is wider goes on below, with its first column again.
         every_stage: list all stages, however many they are.
+        spoken: says what names keywords in the words of who reads it.
     """
     width = max(width, NARROWEST)
     listed = [*range(plan.K)] if every_stage else _listed(plan)
     tables = [*_stage_table(plan, width, listed), "", *_memory_table(plan, width, listed)]
-    return "\n".join([*headline(plan, width), "", *tables])
+    return "\n".join([*headline(plan, width, spoken), "", *tables])
 
 
-def plan_summary(plan: Plan, width: int = WIDTH) -> str:
+def plan_summary(plan: Plan, width: int = WIDTH, *, spoken: Callable[[str], str] = str) -> str:
     """The plan without its stages: what it is, how fast, what is recomputed, and what fills the fullest device.
 
     Args:
         plan: what to report.
         width: columns of the screen.
+        spoken: says what names keywords in the words of who reads it.
     """
     width = max(width, NARROWEST)
     rank, slowest = fullest_rank(plan), slowest_stage(plan)
@@ -65,11 +69,11 @@ def plan_summary(plan: Plan, width: int = WIDTH) -> str:
         else "recompute: nothing, all activations are kept",
         f"slowest stage: {slowest}, {' .. '.join(map(one_line, plan.stages[slowest].module_paths))}",
     ]
-    return "\n".join([*headline(plan, width), *(part for line in lines for part in _wrapped(line, width))])
+    return "\n".join([*headline(plan, width, spoken), *(part for line in lines for part in _wrapped(line, width))])
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    return textwrap.wrap(line, width, subsequent_indent="  ")
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _listed(plan: Plan) -> list[int]:
@@ -131,7 +135,7 @@ def plan_frame(plan: Plan) -> pandas.DataFrame:
     return pandas.DataFrame(rows).rename_axis("stage")
 
 
-def headline(plan: Plan, width: int) -> list[str]:
+def headline(plan: Plan, width: int, spoken: Callable[[str], str] = str) -> list[str]:
     """What a plan is and what its step takes, in lines of that width."""
     prediction = plan.prediction
     gap = prediction.gap
@@ -158,7 +162,7 @@ def headline(plan: Plan, width: int) -> list[str]:
         f"{speedup:.2f} x one device ({seconds_text(prediction.one_device_s)}{_too_large_text(plan)}), {optimal}",
     ]
     if plan.unused is not None:
-        lines.extend(plan.unused.lines(prediction.step_s))
+        lines.extend(map(spoken, plan.unused.lines(prediction.step_s)))
     if plan.sample.decisions or plan.sample.called_as_is:
         lines.append(one_line(f"traced {plan.sample.means}"))
     if plan.skips:

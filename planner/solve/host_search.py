@@ -27,12 +27,13 @@ from planner.cost.hosts import Hosts
 from planner.plan.plan import Plan
 from planner.plan.stage import Segment
 from planner.rules import FREE
+from planner.search_watch import besides
 from planner.solve import skip_search
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balance import Balance, evaluate_s
 from planner.solve.deadline import Deadline
 from planner.solve.problem import Problem
-from planner.solve.work_bound import work_bound_s
+from planner.solve.work_bound import least_s
 from profiler.device import Link
 
 MOST_SHAPES = 10
@@ -58,19 +59,28 @@ def best_plan(problem: Problem) -> Plan | None:
     hosts, deadline = problem.hosts, Deadline(problem.settings.time_limit_s)
     limit_s = problem.settings.time_limit_s
     given = problem if limit_s is None else _with_time(problem, limit_s / PARTS)
-    fast, slow = _fastest(hosts), _slowest(hosts)
     near = _near(given, hosts)
-    far = replace(given, link=fast, ring=_ring(given, hosts), hosts=None)
+    far = replace(given, link=_fastest(hosts), ring=_ring(given, hosts), hosts=None)
     lower_bound_s: float = np.inf
     starts: list[Balance] = []
-    for one in (far, near):
-        if one is None:
-            continue
-        found = _balanced(replace(one, dispensable=problem.dispensable or bool(starts)))
+    both = [one for one in (far, near) if one is not None]
+    for place, one in enumerate(both):
+        with besides(lambda later=both[place + 1 :], done_s=lower_bound_s: min([done_s, *map(least_s, later)])):
+            found = _balanced(replace(one, dispensable=problem.dispensable or bool(starts)))
         if found is not None:
             starts.append(found)
-        bounds_s = [work_bound_s(one, candidate) for candidate in one.candidates()] if found is None else []
-        lower_bound_s = min(lower_bound_s, *bounds_s, np.inf if found is None else found.lower_bound_s)
+        lower_bound_s = min(lower_bound_s, least_s(one) if found is None else found.lower_bound_s)
+    with besides(lambda: lower_bound_s):
+        return _with_own_links(problem, far, starts, lower_bound_s, deadline)
+
+
+def _with_own_links(
+    problem: Problem, far: Problem, starts: list[Balance], lower_bound_s: float, deadline: Deadline
+) -> Plan | None:
+    """The fastest plan near those of near and far, and of those where all boundaries are slow."""
+    hosts = problem.hosts
+    assert hosts is not None
+    fast, slow = _fastest(hosts), _slowest(hosts)
     improver = skip_search.CutImprover(problem, skip_search.values_of(problem), lower_bound_s, deadline)
     slowed = replace(far, link=slow, ring=hosts.between, dispensable=problem.dispensable or bool(starts))
     starts += [found for found in (_balanced(slowed),) if found is not None]

@@ -17,10 +17,11 @@ from itertools import combinations
 
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import layer_seconds
+from planner.search_watch import besides
 from planner.solve.balance import Balance, StageChoice, best_of, evaluate_s
 from planner.solve.balancer import balance
 from planner.solve.problem import DeviceClass, Problem
-from planner.solve.work_bound import work_bound_s
+from planner.solve.work_bound import least_s
 
 FEW_COMBINATIONS, MOST_COMBINATIONS = 256, 4096
 """Combinations of devices in use, so many of each class, that the search always tells apart (8 unlike devices), and at
@@ -41,7 +42,8 @@ def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | N
     settings = problem.settings
     if settings.time_limit_s is not None:
         problem = replace(problem, settings=replace(settings, time_limit_s=settings.time_limit_s / 2))
-    small = balance(_merged(problem, groups, min))
+    with besides(lambda: least_s(problem)):
+        small = balance(_merged(problem, groups, min))
     plans = [] if small is None else [*_on_members(problem, small, groups)]
     if all(len({one.device.kind for one in group}) == 1 for group in groups):
         large = balance(_merged(problem, groups, max))
@@ -50,7 +52,7 @@ def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | N
         lower_bound_s = large.lower_bound_s
         plans += _on_members(problem, large, groups)
     else:
-        lower_bound_s = min(work_bound_s(problem, candidate) for candidate in problem.candidates())
+        lower_bound_s = least_s(problem)
     best: Balance | None = None
     for plan in plans:
         if plan.better_than(best):

@@ -28,6 +28,7 @@ from planner.cost.skips import Route, routes_of
 from planner.plan.plan import Plan
 from planner.plan.stage import Segment, Stage
 from planner.rules import FREE
+from planner.search_watch import besides
 from planner.solve import chunk_search
 from planner.solve.all_schedules import balance_of_all, families, is_plain
 from planner.solve.balance import Balance, StageChoice
@@ -36,7 +37,7 @@ from planner.solve.deadline import Deadline
 from planner.solve.infeasible import nothing_fits_text
 from planner.solve.many_devices import balance_any, with_fewer_classes
 from planner.solve.problem import Candidate, Problem
-from planner.solve.work_bound import work_bound_s
+from planner.solve.work_bound import least_s
 from profiler.errors import ProfileError
 from profiler.record import LayerCost, Profile
 from profiler.skip_value import SkipValue
@@ -68,9 +69,10 @@ def best_plan(problem: Problem) -> Plan | None:
     problem = _with_share_of_time(problem)
     least = replace(_charged_without(problem, _apart(values, NEXT)), short_messages=False)
     bound = balance_any(least)
-    lower_bound_s = _bound_s(least) if bound is None else bound.lower_bound_s
+    lower_bound_s = least_s(least) if bound is None else bound.lower_bound_s
     even = max(NEXT, -(-problem.layers // problem.settings.max_stages))
-    found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
+    with besides(lambda: lower_bound_s):
+        found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
     starts = list({(one.candidate, one.stages): one for one in found if one is not None}.values())
     improver = CutImprover(problem, values, lower_bound_s, deadline)
     plans = [improver.nearest(start) for start in starts]
@@ -93,11 +95,6 @@ def no_plan_text(problem: Problem) -> str:
     if problem.costs.profile.skips and values_of(direct) and best_plan(direct) is not None:
         return f'{text}. Or set skips="direct": values then go past stages that do not read them, and it fits'
     return text
-
-
-def _bound_s(problem: Problem) -> float:
-    """What no plan is below, from the work alone; infinite where there is no schedule, R and M."""
-    return min((work_bound_s(problem, candidate) for candidate in problem.candidates()), default=np.inf)
 
 
 def values_of(problem: Problem) -> tuple[SkipValue, ...]:
@@ -171,7 +168,8 @@ class CutImprover:
             settings = replace(at_stops.settings, time_limit_s=given)
             one_link = families(replace(at_stops, hosts=None, settings=settings, dispensable=dispensable))
             plain = next((family[0] for family in one_link if is_plain(family[0].settings)), None)
-            exact = None if plain is None else balance_any(plain)
+            with besides(lambda: self._lower_bound_s):
+                exact = None if plain is None else balance_any(plain)
             plans.append(None if exact is None else self._direct(exact))
         return min(plans, key=_step_s)
 

@@ -49,6 +49,11 @@ def work_bound_s(problem: Problem, candidate: Candidate) -> float:
     return work_bound(problem, candidate).step_s(pooled_recompute_s(problem, candidate))
 
 
+def least_s(problem: Problem) -> float:
+    """What no plan is below, of any schedule, R and M that there are; infinite where there is none."""
+    return min((work_bound_s(problem, candidate) for candidate in problem.candidates()), default=np.inf)
+
+
 def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:
     """Of the layers' work, without recompute.
 

@@ -41,7 +41,7 @@ from profiler.tracing.calls_alike import empty_buffers_as_attributes
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
 from profiler.tracing.progress import Part
-from profiler.tracing.sample_run import has_no_values, sample_runs
+from profiler.tracing.sample_run import has_no_values, refuse_failing_call, sample_runs
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
 
 Traced: TypeAlias = tuple[TracedGraph, Mapping[fx.Node, NodeFacts], tuple[str, ...]]
@@ -88,6 +88,7 @@ def graph_of(
 
     Raises:
         NotTraceableError: none serves; the message is that of the first that is not about the batch size alone.
+        UserFunctionError: none serves, and the model itself fails on the sample.
     """
     refusals: dict[str, str] = {}
     first: NotTraceableError | None = None
@@ -112,6 +113,8 @@ def graph_of(
             }
             return Served(graph, facts, spec.model_copy(update=found), refusals)
     assert first is not None, "there are front ends"
+    if sample is not None and training:
+        refuse_failing_call(model, spec, sample, training)
     if askings.without_values and "on the values of a tensor" in str(first):
         more = "; of a real model and sample, the branch that these take is traced and checked in each micro-batch"
         raise NotTraceableError(str(first) + more, modules=first.modules) from first

@@ -127,7 +127,7 @@ def _newly_trained(
     """Nodes whose values have come to carry a gradient, now that these storages were written."""
     return [
         node
-        for node, fact in facts.items()
+        for node, fact in (facts.items() if written else ())
         if fact.storage in written and not fact.requires_grad and node not in known and values[node].requires_grad
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.utils import _pytree as pytree
 from profiler.conditions.answers import SampleRun
 from profiler.conditions.reading import READS, Spot, spot_of
 from profiler.conditions.spelled_out import spelled_out
+from profiler.errors import UserFunctionError
 from profiler.machine.backend import device_of_first
-from profiler.observe.source_place import place_now
+from profiler.observe.source_place import place_now, place_of
 from profiler.observe.standing_in import standing_in
 from profiler.observe.untouched import untouched
 from profiler.sample_spec import SampleSpec, TensorLeaf
@@ -81,9 +83,67 @@ def sample_runs(model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor], tr
     return tuple(runs)
 
 
+def refuse_failing_call(model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor], training: bool) -> None:
+    """Refuse a model whose forward pass fails on the sample without us too: that is no matter of tracing.
+
+    Args:
+        model: that could not be traced; it is left as it was.
+        spec: of the sample.
+        sample: its tensor leaves, in order.
+        training: run it as it trains.
+
+    Raises:
+        UserFunctionError: from the model's own error.
+    """
+    try:
+        _call(model, spec, sample, 0, spec.batch_size, training)
+    except Exception as problem:
+        if _asks_for_missing_values(problem):
+            return
+        place = place_of(model, problem)
+        told = next(iter(str(problem).strip().splitlines()), "")
+        raise UserFunctionError(
+            f"the model itself fails on the sample: in {place}: {type(problem).__name__}: {told}; mend the forward "
+            "pass, or give it another sample"
+        ) from problem
+
+
+def _asks_for_missing_values(problem: Exception) -> bool:
+    """Whether a tensor that has a shape only was asked for what it holds: torch says that in words alone."""
+    return "meta tensor" in str(problem).lower() or "data-dependent" in str(problem)
+
+
 def _run(
     model: nn.Module, spec: SampleSpec, sample: Sequence[Tensor], start: int, stop: int, training: bool
 ) -> SampleRun | None:
+    recording = _Recording(model)
+    try:
+        _call(
+            model,
+            spec,
+            sample,
+            start,
+            stop,
+            training,
+            EXPORTING_FLAG.replaced_by(True),
+            COMPILING_FLAG.replaced_by(True),
+            recording,
+        )
+    except Exception:  # it is only asked for answers; what is wrong with it is told by who asks
+        return None
+    return SampleRun(stop - start, dict(recording.read))
+
+
+def _call(
+    model: nn.Module,
+    spec: SampleSpec,
+    sample: Sequence[Tensor],
+    start: int,
+    stop: int,
+    training: bool,
+    *within: AbstractContextManager[object],
+) -> None:
+    """Run the model on a part of the sample, with copies of its tensors."""
     device = device_of_first((*model.parameters(), *sample))
     tensors = iter(sample)
     leaves: list[Any] = []
@@ -95,23 +155,18 @@ def _run(
         part = whole if leaf.batch_dim is None else whole.narrow(leaf.batch_dim, start, stop - start)
         leaves.append(part.to(device).clone())
     call = arguments_of(spec, leaves)
-    recording = _Recording(model)
     copies = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in _members(model)}
-    try:
-        with (
-            untouched(model),
-            mode_of(model, training),
-            standing_in(model, copies),
-            torch.enable_grad(),
-            autocasting(spec, device),
-            EXPORTING_FLAG.replaced_by(True),
-            COMPILING_FLAG.replaced_by(True),
-            recording,
-        ):
-            model(*call.args, **call.kwargs)
-    except Exception:  # it is only asked for answers; what is wrong with it is told by who asks
-        return None
-    return SampleRun(stop - start, dict(recording.read))
+    with (
+        untouched(model),
+        mode_of(model, training),
+        standing_in(model, copies),
+        torch.enable_grad(),
+        autocasting(spec, device),
+        ExitStack() as stack,
+    ):
+        for context in within:
+            stack.enter_context(context)
+        model(*call.args, **call.kwargs)
 
 
 def _members(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -272,6 +272,26 @@ def test_an_error_of_the_loss_function_shows_its_own_frames(folder: Path) -> Non
     assert (result.exit_code, result.stdout) == (1, "")
 
 
+def test_an_error_of_the_model_shows_its_own_frames(folder: Path) -> None:
+    """It was told as a model that cannot be traced, with what to do about tracing, and ended with 4."""
+    (folder / "broken_model.py").write_text(
+        "from shop_model import *\n"
+        "class Part(torch.nn.Module):\n    def forward(self, x):\n        return x @ torch.zeros(9, 8)\n"
+        "class Whole(Net):\n    def __init__(self):\n        super().__init__()\n        self.part = Part()\n"
+        "    def forward(self, x):\n        return self.part(super().forward(x))\n"
+        "def build():\n    return Whole(), torch.zeros(8, 8), None, None\n"
+        "def build_meta():\n    return Whole().to('meta'), torch.zeros(8, 8, device='meta'), None, None\n"
+    )
+    for build in ("build", "build_meta"):
+        result = autoplan("trace", f"broken_model.py:{build}")
+        said, _, *frames, error = result.stderr.splitlines()
+        assert said.startswith("autoplan: error: the model itself fails on the sample: in module 'part', ")
+        assert error.startswith("RuntimeError: ")
+        places = [line.rpartition(", line ")[2] for line in frames if "File" in line]
+        assert places == ["10, in forward", "4, in forward"]
+        assert (result.exit_code, result.stdout) == (1, "")
+
+
 def test_what_is_no_model_is_told_before_anything_else(folder: Path) -> None:
     """It ended with an AttributeError and our traceback."""
     (folder / "broken.py").write_text("import torch\ndef build():\n    return torch.zeros(3), torch.zeros(8, 8)\n")

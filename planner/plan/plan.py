@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
+from planner.plan.first_format import in_later_form
 from planner.plan.order_text import check_order_texts, order_of_text
 from planner.plan.prediction import ROUNDING, Prediction
 from planner.plan.schedules import MOST_CHUNKS, SCHEDULE_OF_OLD_PLANS, SCHEDULES, ScheduleName, check_chunks, known
@@ -50,7 +51,7 @@ class Plan(Value):
     """A pipeline-parallel training plan. K is `len(plan.stages)`, M is `len(plan.micro_batch_sizes)`.
 
     Attributes:
-        schema_version: of this format; another one is refused.
+        schema_version: of this format; `load` reads earlier ones as well, and a later one is refused.
         model_fingerprint: of the traced model; the executor refuses any other model.
         profile_fingerprint: of the profile that the predictions come from.
         sample: what the model is called with.
@@ -293,10 +294,10 @@ class Plan(Value):
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanFileError: the file is missing, cut off, or does not hold a plan of this schema version; the message
+            PlanFileError: the file is missing, cut off, or holds no plan of this or an earlier version; the message
                 gives the JSON path of the first thing that is wrong.
         """
-        text = read_file(path, "plan", PlanFileError)
+        text = in_later_form(read_file(path, "plan", PlanFileError))
         return cls.parse_json(text, source=str(path), error=PlanFileError)
 
     # What follows asks a higher floor, when it is called and not before.

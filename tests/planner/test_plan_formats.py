@@ -1,5 +1,6 @@
 """Committed plan files, one for each feature of the format, mean today what they meant when they were written."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan
 from planner.plan.plan_schema import PARTS
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Segment
+from profiler.errors import PlanFileError
 from profiler.sample_spec import ConstantLeaf, TensorLeaf
 
 FORMATS = Path(__file__).resolve().parents[1] / "data" / "formats"
@@ -109,6 +111,16 @@ def _sample(plan: Plan) -> None:
     assert "2 conditions checked in each micro-batch" in sample.means
 
 
+def _version_1(plan: Plan) -> None:
+    """Two stages, each recomputed as a whole by GPipe's schedule; micro-batches of 2 and 1 samples."""
+    assert (plan.K, plan.schedule, plan.replicas, plan.micro_batch_sizes) == (2, "gpipe", 1, (2,) + (1,) * 7)
+    assert [(stage.device.name, stage.rank) for stage in plan.stages] == [("cuda:0", 0), ("cuda:1", 1)]
+    assert [stage.recompute for stage in plan.stages] == [(Segment(first=0, stop=2),), (Segment(first=2, stop=4),)]
+    assert plan.stages[0].times_at(1).send_forward_s == 0.001008
+    assert plan.stages[1].memory.activations == 64
+    assert plan.prediction.step_s == 17.002016
+
+
 def _first(plan: Plan) -> None:
     """Four stages, 1F1B, nothing else."""
     assert (plan.K, plan.M, plan.schedule) == (4, 16, "1f1b")
@@ -117,6 +129,7 @@ def _first(plan: Plan) -> None:
 
 
 MEANINGS: dict[str, Callable[[Plan], None]] = {
+    "plan-1": _version_1,
     "plan-2": _first,
     "plan-2-skips": _skips,
     "plan-2-chunks": _chunks,
@@ -130,11 +143,15 @@ MEANINGS: dict[str, Callable[[Plan], None]] = {
 
 
 @pytest.mark.parametrize("name", MEANINGS)
-def test_a_committed_plan_means_what_it_meant(name: str) -> None:
+def test_a_committed_plan_means_what_it_meant(name: str, tmp_path: Path) -> None:
     file = FORMATS / f"{name}.json"
     plan = Plan.load(file)
     MEANINGS[name](plan)
-    assert plan.to_json() == file.read_text()
+    if name.startswith(f"plan-{PLAN_SCHEMA_VERSION}"):
+        assert plan.to_json() == file.read_text()
+    else:  # it is written in today's form, and means the same
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
     assert simulate_plan(plan).makespan_s + plan.prediction.optimizer_s == pytest.approx(
         plan.prediction.step_s, rel=0.3
     )
@@ -142,7 +159,29 @@ def test_a_committed_plan_means_what_it_meant(name: str) -> None:
 
 def test_every_committed_plan_is_read() -> None:
     assert {file.stem for file in FORMATS.glob("plan-*.json")} == set(MEANINGS)
-    assert any(name.startswith(f"plan-{PLAN_SCHEMA_VERSION}") for name in MEANINGS)
+    versions = {int(name.split("-")[1]) for name in MEANINGS}
+    assert versions == {*range(1, PLAN_SCHEMA_VERSION + 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("plan-2", {"schema_version": 1}),
+        ("plan-2-chunks", {"schema_version": 1}),
+        ("plan-1", {"schema_version": 2}),
+        ("plan-1", {"schedule": "1f1b"}),
+        ("plan-1", {"replicas": 2}),
+        ("plan-1", {"schema_version": True}),
+        ("plan-1", {"schema_version": 0}),
+        ("plan-1", {"stages": []}),
+    ],
+)
+def test_what_no_file_of_its_version_says_is_refused(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    """A file of today that says that it is of the first version must not be read as one."""
+    record = json.loads((FORMATS / f"{name}.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(record | changed))
+    with pytest.raises(PlanFileError, match=r"\$\."):
+        Plan.load(tmp_path / "plan.json")
 
 
 def test_every_field_of_the_format_is_in_a_committed_plan() -> None:

@@ -13,8 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
 
@@ -78,8 +78,7 @@ class SearchWatch:
     @contextmanager
     def besides(self, bound_s: float) -> Iterator[None]:
         """See `besides`."""
-        before = self._besides_s
-        self._besides_s = min(before, bound_s)
+        before, self._besides_s = self._besides_s, min(self._besides_s, bound_s)
         try:
             yield
         finally:
@@ -108,19 +107,14 @@ def current_watch() -> SearchWatch | None:
     return _CURRENT.get()
 
 
-@contextmanager
-def besides(bound_s: Callable[[], float]) -> Iterator[None]:
+def besides(bound_s: float) -> AbstractContextManager[None]:
     """Within, one of several searches runs, and what it proves holds for its own plans alone.
 
     Args:
-        bound_s: tells what no other plan is below, in seconds; called if somebody sees it.
+        bound_s: what no other plan is below; 0 while others are to come, and then no gap is shown yet.
     """
     watch = current_watch()
-    if watch is None or not watch.shows:
-        yield
-        return
-    with watch.besides(bound_s()):
-        yield
+    return nullcontext() if watch is None else watch.besides(bound_s)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from planner.plan.schedules import SCHEDULE_OF_OLD_PLANS
 from profiler.value import first_twice
 
 FIRST, NEXT = 1, 2
@@ -34,7 +35,7 @@ def _is_of_first_version(fields: Any) -> bool:
     """Whether it says so, and has no more than a file of that version could say."""
     if not isinstance(fields, dict) or type(fields.get("schema_version")) is not int:
         return False
-    alone = fields.get("schedule") == "gpipe" and fields.get("replicas") == 1
+    alone = fields.get("schedule") == SCHEDULE_OF_OLD_PLANS and fields.get("replicas") == 1
     stages = fields.get("stages")
     return (
         fields["schema_version"] == FIRST

@@ -11,9 +11,8 @@ that are left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from planner.solve.chunk_search import FEW_RANKS, chunk_balance
 from planner.solve.deadline import Deadline
 from planner.solve.many_devices import balance_any
 from planner.solve.problem import Problem
-from planner.solve.work_bound import least_s
 
 CHUNKS_TRIED = (2, 3, 4)
 """Chunks a rank that are tried where they are to be chosen [chosen: more send more, and gain ever less]."""
@@ -46,15 +44,10 @@ def balance_of_all(problem: Problem) -> Balance | None:
             share_s = max(deadline.left_s, 0.0) / (len(every) - number)
             shared = [replace(one, settings=replace(one.settings, time_limit_s=share_s)) for one in family]
         plain = is_plain(shared[0].settings)
-        with besides(partial(_others_s, every[number + 1 :], best)):
+        done_s = np.inf if best is None else best.lower_bound_s
+        with besides(done_s if number == len(every) - 1 else 0.0):
             best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best)
     return best
-
-
-def _others_s(later: Iterable[list[Problem]], done: Balance | None) -> float:
-    """What no plan is below of the searches to come, from their work, and of those that are done."""
-    done_s = np.inf if done is None else done.lower_bound_s
-    return min([done_s, *(least_s(one) for family in later for one in family)])
 
 
 def families(problem: Problem) -> Iterator[list[Problem]]:

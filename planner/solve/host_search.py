@@ -19,7 +19,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations, pairwise, product, takewhile
 
 import numpy as np
@@ -66,18 +65,13 @@ def best_plan(problem: Problem) -> Plan | None:
     starts: list[Balance] = []
     both = [one for one in (far, near) if one is not None]
     for place, one in enumerate(both):
-        with besides(partial(_others_s, both[place + 1 :], lower_bound_s)):
+        with besides(lower_bound_s if place == len(both) - 1 else 0.0):
             found = _balanced(replace(one, dispensable=problem.dispensable or bool(starts)))
         if found is not None:
             starts.append(found)
         lower_bound_s = min(lower_bound_s, least_s(one) if found is None else found.lower_bound_s)
-    with besides(lambda: lower_bound_s):
+    with besides(lower_bound_s):
         return _with_own_links(problem, far, starts, lower_bound_s, deadline)
-
-
-def _others_s(later: Sequence[Problem], done_s: float) -> float:
-    """What no plan is below of the problems to come, from their work, and of those that are done."""
-    return min([done_s, *map(least_s, later)])
 
 
 def _with_own_links(

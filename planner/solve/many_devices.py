@@ -42,7 +42,7 @@ def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | N
     settings = problem.settings
     if settings.time_limit_s is not None:
         problem = replace(problem, settings=replace(settings, time_limit_s=settings.time_limit_s / 2))
-    with besides(lambda: least_s(problem)):
+    with besides(0.0):
         small = balance(_merged(problem, groups, min))
     plans = [] if small is None else [*_on_members(problem, small, groups)]
     if all(len({one.device.kind for one in group}) == 1 for group in groups):

@@ -204,5 +204,6 @@ def test_what_is_proven_is_not_lost_when_the_next_search_begins(
         devices = Cluster(devices=tuple(DEVICES), link=near, between=far, devices_per_host=1)
     plan = plan_from_profile(profile, devices, batch_size=8, progress=True, **asked)
     assert shown == sorted(shown)
+    assert interrupted_at is not None or shown[-1] > 0
     assert shown[-1] <= plan.prediction.step_s * (1 + 1e-9)
     assert plan.prediction.lower_bound_s >= shown[-1] * (1 - 1e-9)

@@ -40,8 +40,7 @@ class SearchWatch:
 
     def __init__(self, *, progress: bool, limit_s: float | None = None) -> None:
         self.interrupted = False
-        self.shows = not hides_progress(progress)
-        self._besides_s, self._proven_s = np.inf, 0.0
+        self._besides_s, self._proven_s, self._best_s = np.inf, 0.0, np.inf
         self._shown_s = time.monotonic() + DELAY_S
         self._is_seen = False
         most = "" if limit_s is None else f" of {tqdm.format_interval(limit_s)}"
@@ -49,13 +48,15 @@ class SearchWatch:
             bar_format=f"{{desc}}: {{elapsed}}{most}{{postfix}}",
             desc="plan",
             delay=DELAY_S,
-            disable=not self.shows,
+            disable=hides_progress(progress),
         )
+        self.shows = not self._bar.disable
 
     def tell(self, step_s: float, bound_s: float, patience_s: float = np.inf) -> None:
         """Of the best plan so far, and of what no plan is below: both in seconds, infinite where there is none.
 
-        What was proven once stays so: a later search for plans of another kind begins with a poor bound of its own.
+        What was found and proven once stays so: a later search for plans of another kind begins anew, with a poor plan
+        and a poor bound of its own.
 
         Args:
             step_s: of the best plan.
@@ -64,6 +65,7 @@ class SearchWatch:
         """
         if not self.shows:
             return
+        self._best_s = step_s = min(self._best_s, step_s)
         self._proven_s = bound_s = max(self._proven_s, min(bound_s, self._besides_s))
         if time.monotonic() < self._shown_s:
             return

@@ -152,6 +152,15 @@ def test_a_terminal_sees_the_best_step_so_far(
     assert f"step {plan.prediction.step_s:.1f} s, within " in told.err
 
 
+def test_what_is_no_terminal_sees_nothing(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("DELAY_S", "REFRESH_S"):
+        monkeypatch.setattr(search_watch, name, 0.0)
+    plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_without_a_limit_it_says_how_long_it_goes_on_in_vain(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +205,7 @@ def test_what_is_proven_is_not_lost_when_the_next_search_begins(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(SearchWatch, "tell", tell)
-    monkeypatch.setattr(search_watch, "hides_progress", lambda _: False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     devices: Cluster | list[Device] = DEVICES
     asked = {name: value for name, value in settings.items() if name != "hosts"}
     if "hosts" in settings:

@@ -1,6 +1,6 @@
 """Interleaved and split schedules against every plan that there is, on small problems.
 
-python -m pytest -q -s -m benchmark tests/benchmarks/test_exhaustive_schedules.py
+ROWS=rows.jsonl python -m pytest -q -s -m benchmark tests/benchmarks/test_exhaustive_schedules.py
 
 The table is in exhaustive_schedules.md. Where the order is the schedule's, `exhaustive_plans` prices all plans. Where
 each plan has its own, `exhaustive_orders` searches the orders of all plans for a faster one; problems whose orders are
@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from profiler.device import Link
 from profiler.errors import InfeasibleError
 from tests.benchmarks.exhaustive_orders import any_below
 from tests.benchmarks.exhaustive_plans import Asked, least_s, step_s
+from tests.benchmarks.kept_rows import kept
 from tests.planner.made_up import build_profile
 
 pytestmark = pytest.mark.benchmark
@@ -131,67 +133,70 @@ def check_priced(oracle: Asked, plan: Plan) -> None:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-lean", "zb-h1"])
 def test_of_all_plans_none_is_faster(schedule: str) -> None:
-    counts: Counter[str] = Counter()
-    overs, gaps, plan_s = [], [], 0.0
-    for seed, (profile, devices, asked) in problems(schedule):
-        oracle = oracle_of(profile, devices, asked)
-        best_s = least_s(oracle)
-        began_s = time.process_time()
-        plan = planned(profile, devices, asked)
-        plan_s += time.process_time() - began_s
-        assert (plan is None) == (best_s == np.inf), f"problem {seed}: {plan}, and the best takes {best_s} s"
-        if plan is None:
-            counts["none fits"] += 1
-            continue
-        check_priced(oracle, plan)
-        said = plan.prediction
-        assert said.lower_bound_s <= best_s * (1 + EQUAL), f"problem {seed}: the bound is above the best"
-        assert best_s <= said.step_s * (1 + EQUAL), f"problem {seed}: not all plans were tried"
-        over = said.step_s / best_s
-        assert over <= MOST_OVER, f"problem {seed}: {over - 1:.2%} over the best"
-        counts["the best" if over <= 1 + EQUAL else "within 1 %"] += 1
-        overs.append(over - 1)
-        gaps.append(said.gap)
-        if len(overs) == PROBLEMS:
+    rows = []
+    for seed, drawn_problem in problems(schedule):
+        rows.append(kept(f"{schedule} {seed}", partial(against_all_plans, seed, drawn_problem)))
+        if sum(row["decided"] for row in rows) == PROBLEMS:
             break
-    report(schedule, counts, overs, gaps, plan_s)
+    report(schedule, rows)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_order_of_any_plan_is_faster(part: int) -> None:
-    counts: Counter[str] = Counter()
-    gaps, plan_s, decided = [], 0.0, 0
-    for seed, (profile, devices, asked) in problems("zb", part, PARTS):
-        oracle = oracle_of(profile, devices, asked)
-        began_s = time.process_time()
-        plan = planned(profile, devices, asked)
-        plan_s += time.process_time() - began_s
-        limit_s = np.inf
-        if plan is not None:
-            check_priced(oracle, plan)
-            said = plan.prediction
-            limit_s = max(said.step_s / MOST_OVER, said.lower_bound_s)
-        below = any_below(oracle.problem, limit_s, most_nodes=NODES)
-        assert not below.faster, f"problem {seed}: more than 1 % over the best, or the bound is above it"
-        if below.undecided:
-            counts["undecided"] += 1
-            continue
-        if plan is None:
-            counts["none fits"] += 1
-            continue
-        counts["at the bound" if said.gap < EQUAL else "within 1 %"] += 1
-        gaps.append(said.gap)
-        decided += 1
-        if decided == PROBLEMS // PARTS:
+    rows = []
+    for seed, drawn_problem in problems("zb", part, PARTS):
+        rows.append(kept(f"zb {seed}", partial(against_all_orders, seed, drawn_problem)))
+        if sum(row["decided"] for row in rows) == PROBLEMS // PARTS:
             break
-    report("zb", counts, [], gaps, plan_s)
-    assert counts["undecided"] <= MOST_UNDECIDED * sum(counts.values())
+    report("zb", rows)
+    assert sum(row["ended"] == "undecided" for row in rows) <= MOST_UNDECIDED * len(rows)
 
 
-def report(schedule: str, counts: Counter[str], overs: list[float], gaps: list[float], plan_s: float) -> None:
+def against_all_plans(seed: int, drawn_problem: Any) -> dict[str, Any]:
+    """How one problem ended, where the order is the schedule's."""
+    profile, devices, asked = drawn_problem
+    oracle = oracle_of(profile, devices, asked)
+    best_s = least_s(oracle)
+    began_s = time.process_time()
+    plan = planned(profile, devices, asked)
+    plan_s = time.process_time() - began_s
+    assert (plan is None) == (best_s == np.inf), f"problem {seed}: {plan}, and the best takes {best_s} s"
+    if plan is None:
+        return {"ended": "none fits", "decided": False, "plan_s": plan_s}
+    check_priced(oracle, plan)
+    said = plan.prediction
+    assert said.lower_bound_s <= best_s * (1 + EQUAL), f"problem {seed}: the bound is above the best"
+    assert best_s <= said.step_s * (1 + EQUAL), f"problem {seed}: not all plans were tried"
+    over = said.step_s / best_s
+    assert over <= MOST_OVER, f"problem {seed}: {over - 1:.2%} over the best"
+    ended = "the best" if over <= 1 + EQUAL else "within 1 %"
+    return {"ended": ended, "decided": True, "plan_s": plan_s, "over": over - 1, "gap": said.gap}
+
+
+def against_all_orders(seed: int, drawn_problem: Any) -> dict[str, Any]:
+    """How one problem ended, where each plan has its own order."""
+    profile, devices, asked = drawn_problem
+    oracle = oracle_of(profile, devices, asked)
+    began_s = time.process_time()
+    plan = planned(profile, devices, asked)
+    plan_s = time.process_time() - began_s
+    limit_s = np.inf
+    if plan is not None:
+        check_priced(oracle, plan)
+        limit_s = max(plan.prediction.step_s / MOST_OVER, plan.prediction.lower_bound_s)
+    below = any_below(oracle.problem, limit_s, most_nodes=NODES)
+    assert not below.faster, f"problem {seed}: more than 1 % over the best, or the bound is above it"
+    if below.undecided or plan is None:
+        return {"ended": "undecided" if below.undecided else "none fits", "decided": False, "plan_s": plan_s}
+    gap = plan.prediction.gap
+    return {"ended": "at the bound" if gap < EQUAL else "within 1 %", "decided": True, "plan_s": plan_s, "gap": gap}
+
+
+def report(schedule: str, rows: list[dict[str, Any]]) -> None:
     """One row of the table."""
-    said = ", ".join(f"{number} {name}" for name, number in counts.most_common())
+    said = ", ".join(f"{number} {name}" for name, number in Counter(row["ended"] for row in rows).most_common())
+    overs = [row["over"] for row in rows if "over" in row]
     over = f"{max(overs):.2%}" if overs else "under 1 %"
-    gaps.sort()
-    middle, most = gaps[len(gaps) // 2], gaps[-1]
+    gaps = sorted(row["gap"] for row in rows if row["decided"])
+    middle, most, plan_s = gaps[len(gaps) // 2], gaps[-1], sum(row["plan_s"] for row in rows)
     print(f"\n| {schedule} | {len(gaps)} | {said} | {over} | {middle:.2%} | {most:.1%} | {plan_s:.0f} s |")

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.next_kernels import with_next_kernels
+from planner.cost.next_kernels import Rows, with_next_kernels
 from planner.cost.recurrent_workspace import with_room
 from planner.cost.stage_bytes import StageBytes, pair_sums
 from planner.cost.stepped_bytes import largest_shares
@@ -80,29 +80,43 @@ class LayerSeconds:
     split_s: Floats
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class StageStack:
-    """Bytes of every stage of layers [i, j) at every measured size; arrays of shape (kinds and sizes, L + 1, L + 1).
+    """Bytes of every stage of layers [i, j) at measured sizes; arrays of shape (kinds and sizes, L + 1, L + 1).
+
+    Of many sizes few are asked for, so each is filled when it is.
+
+    Args:
+        costs: whose stages these are.
+        rows: of each device kind and measured size the costs of all layers.
+        rows_below: the same, where it stands for larger sizes that were not measured, see `with_next_kernels`.
 
     Attributes:
-        costs: whose stages these are.
-        position: of each device kind and measured size.
-        position_below: the same, where it stands for larger sizes that were not measured, see `with_next_kernels`.
         kept: bytes that one micro-batch keeps until its backward pass.
         most: the most bytes that it has at any moment.
     """
 
-    costs: CostModel
-    position: dict[tuple[str, int], int]
-    position_below: dict[tuple[str, int], int]
-    kept: Floats
-    most: Floats
+    def __init__(self, costs: CostModel, rows: Rows, rows_below: Rows) -> None:
+        self._costs = costs
+        self._stacked = [*rows.values()]
+        self._position = {key: number for number, key in enumerate(rows)}
+        self._position_below = dict(self._position)
+        for key, below in rows_below.items():
+            if below is not rows[key]:
+                self._position_below[key] = len(self._stacked)
+                self._stacked.append(below)
+        positions = len(costs.profile.layers) + 1
+        self.kept, self.most = np.zeros((2, len(self._stacked), positions, positions))
+        self._filled: set[int] = set()
 
     def around(self, device_kind: str, micro_batch_size: int) -> tuple[int, int, float]:
-        """Positions of the measured sizes around one, and where between them it lies."""
-        below, above, share = self.costs.around(device_kind, micro_batch_size)
-        positions = self.position_below if share else self.position
-        return positions[device_kind, below], self.position[device_kind, above], share
+        """Positions of the measured sizes around one, which are filled, and where between them it lies."""
+        below, above, share = self._costs.around(device_kind, micro_batch_size)
+        positions = self._position_below if share else self._position
+        places = positions[device_kind, below], self._position[device_kind, above]
+        for place in {*places} - self._filled:
+            self.kept[place], self.most[place] = _stage_bytes(self._stacked[place])
+            self._filled.add(place)
+        return *places, share
 
 
 class CostModel:
@@ -187,15 +201,8 @@ class CostModel:
 
     @cached_property
     def stage_stack(self) -> StageStack:
-        """What `stage` says, for all stages and measured sizes."""
-        position = {key: number for number, key in enumerate(self._rows)}
-        stacked = [*self._rows.values()]
-        position_below = dict(position)
-        for key, rows in self._rows_below.items():
-            if rows is not self._rows[key]:
-                position_below[key] = len(stacked)
-                stacked.append(rows)
-        return StageStack(self, position, position_below, *map(np.stack, zip(*map(_stage_bytes, stacked), strict=True)))
+        """What `stage` says, for all stages and the measured sizes that were asked for."""
+        return StageStack(self, self._rows, self._rows_below)
 
     def spread(self, device_kind: str, micro_batch_size: int) -> Floats:
         """The relative spread of each layer's timings at a measured size, shape (L,)."""
@@ -263,9 +270,9 @@ def fingerprint_of(profile: Profile) -> str:
     return hashlib.sha256(profile.to_json(without=unsaid).encode()).hexdigest()
 
 
-def _rows(profile: Profile) -> dict[tuple[str, int], list[LayerCost]]:
+def _rows(profile: Profile) -> Rows:
     """The profile's rows by device kind and micro-batch size, in order of layers."""
-    rows: dict[tuple[str, int], list[LayerCost]] = {}
+    rows: Rows = {}
     for cost in sorted(profile.costs, key=lambda cost: cost.layer):
         rows.setdefault((cost.device_kind, cost.micro_batch_size), []).append(cost)
     return rows
@@ -284,7 +291,7 @@ def _stage_bytes(costs: list[LayerCost]) -> tuple[Floats, Floats]:
     return kept, most
 
 
-def _measured_arrays(rows: dict[tuple[str, int], list[LayerCost]]) -> dict[str, dict[int, LayerArrays]]:
+def _measured_arrays(rows: Rows) -> dict[str, dict[int, LayerArrays]]:
     """The rows as arrays."""
     arrays: dict[str, dict[int, LayerArrays]] = {}
     for (kind, size), costs in rows.items():

@@ -107,9 +107,9 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
     need, whole = np.zeros(count, dtype=np.uint8), np.zeros(count, dtype=np.bool_)
     least_recompute_s, terms = np.zeros(count), np.zeros((count, TERMS))
     facts = _Facts(need, whole, least_recompute_s, terms)
-    for in_flight_index in range(in_flight_indices):
-        for device in range(classes):
-            for stop in range(1, positions):
+    for device in range(classes):
+        for stop in range(1, positions):  # whose columns of large matrices are read once for all in-flight indices
+            for in_flight_index in range(in_flight_indices):
                 places = offset[in_flight_index, device, stop], length[in_flight_index, device, stop]
                 _fill(tables, in_flight_index, device, stop, places, below_s, fewest, facts)
     if classes == 1:

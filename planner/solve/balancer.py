@@ -4,7 +4,8 @@ The problem is looked at in parts (`planner.solve.parts`). They wait in the orde
 (`planner.solve.work_bound`), then of a bound from their stages; most end there. For each that does not:
 
 1. A proof is tried: a search (`planner.solve.candidate_search`) for anything faster than the best plan. Mostly it finds
-   the best plan of the part, or that there is none.
+   the best plan of the part, or that there is none. Then one bound is tried for all that differ from it in M alone
+   (`planner.solve.many_counts`).
 2. Where it is cut off, nothing that it found counts, and the part falls into smaller ones.
 3. One of the smallest is searched for itself, whatever is known of others: quickly, and again with larger and larger
    limits, until its plan is proven the best of the part or time is up.
@@ -20,11 +21,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES
 from planner.solve.balance import TIE, Balance, best_of, evaluate_s, fits
-from planner.solve.candidate_search import CandidateSearch
+from planner.solve.candidate_search import ARC_S, CandidateSearch
 from planner.solve.deadline import Deadline
 from planner.solve.limits import LAST_LEVEL, Limits
+from planner.solve.many_counts import FEWEST, alike, bounds_s
 from planner.solve.other_counts import promising
 from planner.solve.parts import Part
 from planner.solve.problem import Candidate, Problem
@@ -75,6 +78,7 @@ class _Balancer:
         self._plans: dict[Part, Balance | None] = {}  # of those that were searched for themselves
         self._left_s = np.inf  # what no plan is below of parts that were searched with the largest limits
         self._in_vain_s = 0.0
+        self._alike_s: dict[object, float] = {}  # best steps below which the M of a kind were proven not to come
         self._cut_off = [0, 0, 0]  # proofs in a row, by depth of the part
         self._large = False  # whether any proof was cut off, or a plan took long
         self._ahead: Part | None = None
@@ -170,11 +174,36 @@ class _Balancer:
             if result.proven:
                 self._cut_off[part.depth] = 0
                 self._take(part, result.best if result.best is not self._best else None)
+                self._prove_alike(part)
             else:
                 self._large = True
                 self._cut_off[part.depth] += 1
                 self._in_vain_s += search.spent_s
                 self._divide(entry._replace(bound_s=max(entry.bound_s, result.lower_bound_s)))
+
+    def _prove_alike(self, proven: Part) -> None:
+        """One bound for all that wait and differ in M alone from a part that was proven: mostly it ends them."""
+        waiting = [
+            entry
+            for entry in self._queue
+            if entry.level == 0
+            and replace(entry.part, candidate=proven.candidate) == proven
+            and alike(entry.part.candidate, proven.candidate)
+        ]
+        kind = (
+            replace(proven, candidate=replace(proven.candidate, split=MicroBatches(1, 1))),
+            proven.candidate.split.smallest,
+        )
+        known_s = self._alike_s.get(kind, np.inf)
+        if len(waiting) < FEWEST or self._best is None or self._best.step_s >= known_s * (1 - WORTH_WAITING):
+            return
+        self._alike_s[kind] = self._best.step_s
+        enough_s = self._best.step_s * (1 + 2 * TIE)
+        candidates = [entry.part.candidate for entry in sorted(waiting, key=lambda entry: entry.micro_batches)]
+        for some, bound_s, looked_at in bounds_s(proven.problem(self._problem), candidates, enough_s):
+            self._in_vain_s += looked_at * ARC_S * (bound_s < enough_s)
+            bounded = {replace(proven, candidate=candidate) for candidate in some}
+            self._queue.raise_bounds(bounded, bound_s, drop=bound_s >= enough_s)
 
     def _look_for_any(self, entry: Waiting) -> None:
         """Some plan, in the smallest part with the least bounds; where there is none, its parts are looked at alone."""

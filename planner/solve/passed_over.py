@@ -63,16 +63,18 @@ def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
         return None
     loose, per_stage = _without_rule(problem), problem.settings.micro_batches_per_stage
     limit_s = plan.prediction.step_s * (1 - WORTH_NAMING)
-    hopeful = any(
-        loose.most_stages(one.replicas, one.split.count) > problem.most_stages(one.replicas, one.split.count)
-        and work_bound(loose, one).step_s() <= limit_s
+    hopeful = [
+        one
         for one in loose.candidates()
-    )
+        if loose.most_stages(one.replicas, one.split.count) > problem.most_stages(one.replicas, one.split.count)
+        and work_bound(loose, one).step_s() <= limit_s
+    ]
     limit = problem.settings.time_limit_s
     time_limit_s = None if limit is None else min(limit - spent_s, limit * SHARE_OF_TIME)
     if not hopeful or (time_limit_s is not None and time_limit_s <= 0):
         return None
-    settings = replace(loose.settings, time_limit_s=time_limit_s)
+    sizes = frozenset(size for one in hopeful for size in (one.split.largest, one.split.smallest))
+    settings = replace(loose.settings, time_limit_s=time_limit_s, micro_batch_sizes=sizes)
     found = best_plan(replace(loose, settings=settings, patience=SHARE_OF_TIME, dispensable=True))
     if found is None or found.prediction.step_s > limit_s or per_stage * found.K <= found.M:
         return None

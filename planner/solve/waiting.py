@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -79,3 +79,14 @@ class Queue:
             if not level:
                 del self._levels[entry.level]
         return entry
+
+    def raise_bounds(self, parts: Collection[Part], bound_s: float, *, drop: bool) -> None:
+        """What no plan of any of these is below, as far as they were not searched for themselves; or they go."""
+        level = [
+            entry._replace(bound_s=max(entry.bound_s, bound_s)) if entry.part in parts else entry
+            for entry in self._levels.pop(0, [])
+            if not drop or entry.part not in parts
+        ]
+        if level:
+            heapq.heapify(level)
+            self._levels[0] = level

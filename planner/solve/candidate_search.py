@@ -46,7 +46,8 @@ FAST_WIDTH = 2048
 """Labels at one place up to which one more takes no longer: each is compared with those that are there."""
 ARC_S, LABEL_S, PLAN_S, PASS_S, COMPARISON_S, STAGE_S = 1e-6, 4e-7, 1e-3, 1e-8, 4e-9, 1e-4
 """Seconds of listing a stage, trying a label, evaluating a plan, a pass of a listed one, comparing choices of segments
-and looking at a stage, about [fitted: 802 layers, 64 stages]: what a search took is counted so, for equal inputs give equal plans."""
+and looking at a stage, about [fitted: 802 layers, 64 stages]: what a search took is counted so, for equal inputs give
+equal plans."""
 
 
 class Result(NamedTuple):

@@ -18,8 +18,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.next_kernels import Rows, with_next_kernels
-from planner.cost.recurrent_workspace import with_room
+from planner.cost.next_kernels import with_next_kernels
+from planner.cost.recurrent_workspace import Rows, with_room
 from planner.cost.stage_bytes import StageBytes, pair_sums
 from planner.cost.stepped_bytes import largest_shares
 from profiler.between_sizes import on_line, whole_bytes

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, assume, given, settings
@@ -25,9 +26,8 @@ def asked_of(data: st.DataObject) -> Asked:
 
 
 def problem_of(asked: Asked) -> Problem:
-    return make_problem(
-        asked.profile, asked.devices, batch_size=asked.batch_size, optimizer=None, settings=asked.settings
-    )
+    given_: Any = asked.settings
+    return make_problem(asked.profile, asked.devices, batch_size=asked.batch_size, optimizer=None, settings=given_)
 
 
 def groups_of(problem: Problem) -> list[list[Candidate]]:

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from profiler.device import Cluster, Link
     from profiler.record import Profile
 
-SEARCH_S = 15.0
-"""Seconds that the search of `estimate` may take by default: 70B on 64 devices gets the plan of 30 s [measured]."""
+SEARCH_S = 8.0
+"""Seconds that the search of `estimate` may take by default: 70B on 64 devices gets the plan of 15 s [measured]."""
 _REPLICAS = click.option("--replicas", type=REPLICAS, default="auto", show_default=True, help="Pipelines side by side.")
 _TIME_LIMIT = click.option(
     "--time-limit",

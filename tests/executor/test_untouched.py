@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 from executor import Pipeline
 from planner import NotTraceableError, Plan, autoplan
 from profiler import trace
+from profiler.errors import UserFunctionError
 from tests.coverage.fidelity import difference, eager, run
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME, Case
 from tests.snapshot import differences, snapshot
@@ -154,7 +155,7 @@ def failing(_: Tensor) -> None:
     ("end", "error"),
     [
         (lambda x: bool(x.sum() > 0), NotTraceableError),
-        (failing, NotTraceableError),
+        (failing, UserFunctionError),
         (interrupted, KeyboardInterrupt),
         (lambda _: None, NotTraceableError),  # of the changed attributes
     ],

@@ -23,6 +23,9 @@ class Base(nn.Module):
         self.mean: Tensor
         self.register_buffer("mean", torch.zeros(16))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
 
 class Reentrant(Base):
     def forward(self, x):

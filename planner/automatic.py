@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings, tells_settings
 from profiler.cache import CacheSetting
 from profiler.machine.local import Devices, local_devices
-from profiler.measure import profile
 from profiler.observe.untouched import untouched
 from profiler.precision import precision_named, refuse_with_autocast
 from profiler.quantities import check_seconds
@@ -88,6 +86,10 @@ def autoplan(
         NotTraceableError: the model cannot be traced.
         InfeasibleError: no plan satisfies batch size and memory; the message says what would help.
     """
+    # Only here: a process that trains by a plan runs the same script, and these take it 100 MiB [measured].
+    from planner.from_profile import plan_from_profile
+    from profiler.measure import profile
+
     check_model(model)
     check_seconds("time_budget_s", time_budget_s, positive=False)
     refuse_with_autocast(precision_named(precision), autocast)

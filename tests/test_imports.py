@@ -45,6 +45,14 @@ def test_importing_the_packages_loads_nothing_slow(python: Python) -> None:
     assert python("-c", code).stdout.strip() == "[]"
 
 
+def test_what_a_training_script_imports_leaves_the_search_where_it_is(python: Python) -> None:
+    """Each worker of `launch` imports the script anew, and holds whatever that loads."""
+    slow = ("numba", *SLOW[1:-1])
+    code = "from planner import Plan, autoplan\nfrom executor import Pipeline, launch\nimport sys\n"
+    code += f"print([name for name in {slow} if name in sys.modules])"
+    assert python("-c", code).stdout.strip() == "[]"
+
+
 def test_a_folder_that_hides_one_of_ours_is_named(python: Python, tmp_path: Path) -> None:
     intruder = tmp_path / "profiler" / "__init__.py"
     intruder.parent.mkdir()

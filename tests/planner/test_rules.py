@@ -190,7 +190,7 @@ def test_rules_are_checked_before_anything_is_measured(settings, expected, monke
     def measure(*_, **__):
         raise AssertionError("a mistake in a name is found first")
 
-    monkeypatch.setattr("planner.automatic.profile", measure)
+    monkeypatch.setattr("profiler.measure.profile", measure)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(PlanError, match=expected):
         autoplan(model, torch.randn(32, 4), 4, progress=False, **settings)

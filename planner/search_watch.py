@@ -21,6 +21,7 @@ from types import FrameType
 import numpy as np
 from tqdm.auto import tqdm
 
+from planner.kernel.compiled import compiling_since_s, seconds_compiling
 from planner.plan.units import seconds_text
 from profiler.machine.descriptors import hides_progress
 
@@ -28,6 +29,10 @@ DELAY_S = 1.0
 """Seconds until anything is shown: most searches are over by then [chosen]."""
 REFRESH_S = 0.2
 """Seconds between two looks at the clock that are shown [chosen]."""
+TICK_S = 1.0
+"""Seconds after which the time is shown again, whatever the search does [chosen]."""
+COMPILED_BY_THEN_S = 0.5
+"""Seconds by which a function that is kept has been read; what takes longer is compiled anew [chosen]."""
 
 
 class SearchWatch:
@@ -43,6 +48,7 @@ class SearchWatch:
         self._besides_s, self._proven_s, self._best_s = np.inf, 0.0, np.inf
         self._shown_s = time.monotonic() + DELAY_S
         self._is_seen = False
+        self._found = ""
         most = "" if limit_s is None else f" of {tqdm.format_interval(limit_s)}"
         self._bar = tqdm(
             bar_format=f"{{desc}}: {{elapsed}}{most}{{postfix}}",
@@ -51,6 +57,12 @@ class SearchWatch:
             disable=hides_progress(progress),
         )
         self.shows = not self._bar.disable
+        self._start_s, self._compiled_s = time.time(), seconds_compiling()
+        self._over = threading.Event()
+        self._ticks: threading.Thread | None = None
+        if self.shows:
+            self._ticks = threading.Thread(target=self._tick, name="autoplan-progress", daemon=True)
+            self._ticks.start()
 
     def tell(self, step_s: float, bound_s: float, patience_s: float = np.inf) -> None:
         """Of the best plan so far, and of what no plan is below: both in seconds, infinite where there is none.
@@ -73,9 +85,25 @@ class SearchWatch:
         if step_s < np.inf:
             at_most = f", within {step_s / bound_s - 1:.1%} of the best" if 0 < bound_s <= step_s else ""
             ends = f", {max(1, round(patience_s))} s left" if patience_s < np.inf else ""
-            self._bar.set_postfix_str(f"step {seconds_text(step_s)}{at_most}{ends}; Ctrl-C takes it", refresh=False)
+            self._found = f"step {seconds_text(step_s)}{at_most}{ends}; Ctrl-C takes it"
+        self._draw()
+
+    def _draw(self) -> None:
+        """The time, which stands still while the search is compiled as its limit does, and what is found or done."""
+        self._bar.start_t = self._start_s + seconds_compiling() - self._compiled_s
+        compiles = compiling_since_s() > COMPILED_BY_THEN_S
+        words = "the search is compiled, once an installation" if compiles else self._found
+        self._bar.set_postfix_str(words, refresh=False)
         self._bar.refresh()
         self._is_seen = True
+
+    def _tick(self) -> None:
+        """Show that time goes on: between two findings there may be half a minute, and as much before the first."""
+        if self._over.wait(DELAY_S):
+            return
+        self._draw()
+        while not self._over.wait(TICK_S):
+            self._draw()
 
     @contextmanager
     def besides(self, bound_s: float) -> Iterator[None]:
@@ -96,6 +124,9 @@ class SearchWatch:
 
     def close(self) -> None:
         """Nothing is shown any more: the line is free for what follows."""
+        self._over.set()
+        if self._ticks is not None:
+            self._ticks.join()
         if self._is_seen:
             self._bar.clear()
         self._bar.close()

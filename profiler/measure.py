@@ -104,7 +104,8 @@ def profile(
     kinds, listed = _least_of_each_kind(cluster), is_listed(cluster)
     if listed:
         sequence, place = sequence.on(PLACE), PLACE
-        bar = tqdm(total=2, desc="profile", unit="estimate", disable=hides_progress(progress))
+        most = 2 + 2 * len({min(sizes), max(sizes)}) + len(kinds)  # loss, memory, operations, optimizers, rows
+        bar = tqdm(total=most, desc="profile: loss", unit="part", disable=hides_progress(progress))
     else:
         remembered, place = Cache.of(cache), torch_device(cluster.devices[0])
         sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
@@ -138,9 +139,14 @@ def _measured(
 def _estimated(workload: Workload, cluster: Cluster) -> Profile:
     """The profile for devices that are not here, from their data sheets."""
     memory, timings, optimizers, estimates = estimated(workload, cluster)
+    workload.bar.set_description_str("profile: rows", refresh=False)
+    workload.bar.update()
     costs = [cost for kind in timings for cost in layer_costs(workload.sequence, kind, memory, timings[kind])]
     links = () if cluster.link is None else (cluster.link,)
-    return _profile_of(workload, costs, optimizers, links, CONTEXT_BYTES, estimates)
+    found = _profile_of(workload, costs, optimizers, links, CONTEXT_BYTES, estimates)
+    workload.bar.total = workload.bar.n = max(workload.bar.n, workload.bar.total or 0)
+    workload.bar.refresh()
+    return found
 
 
 def _profile_of(

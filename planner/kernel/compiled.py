@@ -102,7 +102,7 @@ class _Spent:
     """Seconds in its outermost `with`, which one thread at a time is in."""
 
     def __init__(self) -> None:
-        self.total_s = 0.0
+        self._total_s = 0.0
         self._depth = 0
         self._begun_s = 0.0
 
@@ -114,7 +114,17 @@ class _Spent:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
-            self.total_s += time.monotonic() - self._begun_s
+            self._total_s += time.monotonic() - self._begun_s
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the outermost `with` was entered; 0 outside."""
+        return time.monotonic() - self._begun_s if self._depth else 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds so far."""
+        return self._total_s + self.running_s
 
 
 _SPENT = _Spent()
@@ -123,6 +133,11 @@ _SPENT = _Spent()
 def seconds_compiling() -> float:
     """What this process has spent so far on compiling the search, or on taking what others have compiled."""
     return _SPENT.total_s
+
+
+def compiling_since_s() -> float:
+    """Seconds that the compiling has taken that goes on now, in whatever thread; 0 if none does."""
+    return _SPENT.running_s
 
 
 _IN_PROCESS = threading.RLock()

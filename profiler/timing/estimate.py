@@ -15,6 +15,7 @@ from profiler.memory.by_size import memory_between
 from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.record import Estimate, OptimizerCost
 from profiler.run.inputs import fake_runner
+from profiler.text import counted
 from profiler.timing.accelerator_kernels import AcceleratorKernels
 from profiler.timing.analytic import (
     ERROR,
@@ -81,6 +82,7 @@ def estimated(
 
 
 def _optimizer(workload: Workload, kind: str, rates: Rates) -> OptimizerCost:
+    _says(workload, "optimizer")
     precision, computing = workload.sequence.sample.precision, workload.sequence.parameters.values()
     stepped = [main_like(precision, parameter) for parameter in computing]
     pairs = zip(computing, stepped, strict=True)
@@ -132,16 +134,23 @@ def _at_sizes(
 
 
 def _work(workload: Workload, size: int) -> list[LayerWork]:
+    _says(workload, f"operations of {counted(size, 'sample')}")
     inputs, about = workload.micro_batch(size, PLACE)
     with fake_runner(workload.sequence, inputs, **about) as runner, AcceleratorKernels():
         return work_of_layers(workload.sequence, runner, size)
 
 
 def _memory(workload: Workload, size: int) -> list[LayerMemory]:
+    _says(workload, f"memory of {counted(size, 'sample')}")
     inputs, about = workload.micro_batch(size, PLACE)
-    workload.bar.update()
     with fake_runner(workload.sequence, inputs, **about) as runner, AcceleratorKernels():
         return layer_memory(workload.sequence, runner, share=True)
+
+
+def _says(workload: Workload, part: str) -> None:
+    """The part before is done, and this is begun."""
+    workload.bar.set_description_str(f"profile: {part}", refresh=False)
+    workload.bar.update()
 
 
 def _timings(work: Sequence[LayerWork], rates: Rates) -> list[LayerTiming]:

@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,27 @@ def test_what_is_no_terminal_sees_nothing(
         monkeypatch.setattr(search_watch, name, 0.0)
     plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True)
     assert capsys.readouterr().err == ""
+
+
+def test_time_goes_on_while_a_search_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first search after an installation was compiled for 40 s before anything was shown."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(search_watch, "DELAY_S", 0.0)
+    monkeypatch.setattr(search_watch, "compiling_since_s", lambda: 1.0)
+    drawn, draw = threading.Event(), SearchWatch._draw
+
+    def seen(self: SearchWatch) -> None:
+        draw(self)
+        drawn.set()
+
+    monkeypatch.setattr(SearchWatch, "_draw", seen)
+    watch = SearchWatch(progress=True, limit_s=8.0)
+    assert drawn.wait(60)
+    watch.close()
+    last = [part.strip() for part in capsys.readouterr().err.split("\r") if part.strip()][-1]
+    assert re.fullmatch(r"plan: 00:\d\d of 00:08, the search is compiled, once an installation", last)
 
 
 def test_without_a_limit_it_says_how_long_it_goes_on_in_vain(

@@ -3,11 +3,13 @@
 import io
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from profiler import Cluster, measure, profile
 from profiler.tracing import progress
 from profiler.tracing.tracing import trace
 
@@ -54,3 +56,16 @@ def test_a_further_attempt_begins_anew_and_says_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(progress, "DELAY_S", 0.0)
     trace(nn.Sequential(Fixed(3, 3)), torch.ones(4, 3))
     assert "trace (attempt 2): " in error.getvalue()
+
+
+def test_an_estimate_names_its_parts_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was at 100 % for the last third of its time."""
+    sequence = trace(nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]), torch.ones(64, 3), progress=False)
+    error = Terminal()
+    monkeypatch.setattr(sys, "stderr", error)
+    monkeypatch.setattr(measure, "tqdm", partial(measure.tqdm, mininterval=0.0, miniters=0))
+    profile(sequence, Cluster.of("2xA100-40GB"), batch_size=64)
+    parts = re.findall(r"profile: (\w+)[^:]*:\s+(\d+)%\|[^|]*\| (\d)/7", error.getvalue())
+    assert list(dict.fromkeys(words for words, _, _ in parts)) == ["loss", "memory", "operations", "optimizer", "rows"]
+    done = [int(number) for _, _, number in parts]
+    assert (done, done[-1]) == (sorted(done), 7)

@@ -214,6 +214,8 @@ def without_torch_function() -> contextlib.AbstractContextManager[Any]:
 
 NormBase: type[nn.Module] = nn.modules.batchnorm._NormBase
 """The base of all normalizations that may track running statistics."""
+BatchNormBase: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+"""The base of the batch normalizations among them."""
 
 
 def has_backward_hooks(owner: nn.Module | Tensor) -> bool:

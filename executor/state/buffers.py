@@ -17,7 +17,7 @@ from torch import Tensor
 from executor.layout import Layout
 from executor.run.stage_runner import MicroBatch, StageRunner
 from profiler.run.stage_function import Moved
-from profiler.tracing.batch_norm import combined
+from profiler.tracing.moments import combined
 
 
 class BufferMover:

@@ -27,6 +27,7 @@ from profiler.observe.random_states import next_seed
 from profiler.observe.storage_watch import is_strided
 from profiler.opaque.held import Changed, Held, Refused
 from profiler.opaque.run_again import RunAgain
+from profiler.opaque.statistics import BUFFERS, MovedBy, buffer_of
 from profiler.text import counted
 from profiler.torch_private import storage_of
 
@@ -144,6 +145,7 @@ class Signature:
         result_leaves: a `Slot` for each tensor; anything else as it is.
         result_tree: structure of the result.
         outputs: the tensors.
+        normalizations: paths of batch normalizations that move statistics, in the order of their calls.
         written: names of the buffers that it writes.
         draws: whether it draws random numbers of other generators than torch's own.
         runs_again: whether its backward pass may run modules again.
@@ -157,6 +159,7 @@ class Signature:
     result_leaves: tuple[Any, ...]
     result_tree: pytree.TreeSpec
     outputs: tuple[TensorKind, ...]
+    normalizations: tuple[str, ...]
     written: frozenset[str]
     draws: bool
     runs_again: bool
@@ -223,6 +226,26 @@ class OpaqueCall:
         """Positions of the arguments that it writes."""
         return tuple(i for i, name in enumerate(self._held.names) if name in self.signature.written)
 
+    def statistics(self) -> list[MovedBy]:
+        """What moves the running statistics of its batch normalizations, in the order in which it does."""
+        positions = {name: position for position, name in enumerate(self._held.names)}
+        found = []
+        for number, path in enumerate(self.signature.normalizations):
+            buffers = [positions[buffer_of(path, name)] for name in BUFFERS]
+            first = len(self.signature.outputs) + number * len(BUFFERS)
+            found.append(MovedBy((buffers[0], buffers[1], buffers[2]), self._held.momentum(path), first))
+        return found
+
+    def statistics_like(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Tensors as those that follow its outputs: mean, variance and count of each batch normalization."""
+        found: list[Tensor] = []
+        for path in self.signature.normalizations:
+            found += (
+                torch.empty_like(self._held.buffers[buffer_of(path, name)], device=device) for name in BUFFERS[:2]
+            )
+            found.append(torch.empty((), dtype=torch.float64, device=device))
+        return tuple(found)
+
     def _run(
         self, tensors: Mapping[str, Tensor], inputs: Sequence[Any], size: int
     ) -> tuple[tuple[Tensor, ...], Mapping[str, Attribute]]:
@@ -239,6 +262,12 @@ class OpaqueCall:
         result, written = done.result, done.written
         if written - self.signature.written:
             self._refuse(f"it writes its buffer {min(written - self.signature.written)!r}, and did not when traced")
+        called = tuple(measured.path for measured in done.measured)
+        if called != self.signature.normalizations:
+            self._refuse(
+                f"it calls its batch normalizations {list(called)}, and called {list(self.signature.normalizations)} "
+                "when traced; let it always call the same"
+            )
         found, tree = pytree.tree_flatten(result)
         constants = [leaf for leaf in found if not isinstance(leaf, Tensor)]
         if tree != self.signature.result_tree or constants != [
@@ -253,7 +282,8 @@ class OpaqueCall:
             self._checked(output, kind, size, carries=carries)
             for output, kind in zip(outputs, self.signature.outputs, strict=True)
         ]
-        return on_own_memory(checked, (*tensors.values(), *inputs)), done.left
+        moments = (moment for found in done.measured for moment in (found.mean, found.variance, found.count))
+        return (*on_own_memory(checked, (*tensors.values(), *inputs)), *moments), done.left
 
     def _checked(self, output: Tensor, kind: TensorKind, size: int, *, carries: bool) -> Tensor:
         """The output as it was when traced: its shape, its dtype, dense in memory, and with a gradient."""
@@ -288,16 +318,17 @@ class _Imitation(torch.autograd.Function):
         outputs = tuple(
             torch.empty(kind.shape_at(size), dtype=kind.dtype, device=device) for kind in call.signature.outputs
         )
+        moments = call.statistics_like(device)
         kept = torch.empty(max(0, cost.kept_bytes.at(size)), dtype=torch.uint8, device=device)
         held = kept.nbytes + sum(output.nbytes for output in outputs)
         torch.empty(max(0, cost.forward_bytes.at(size) - held), dtype=torch.uint8, device=device)
         inputs = [value for value in values if isinstance(value, Tensor)][call.own_arguments :]
         saved = [inputs[position] for position in cost.kept_inputs]
         ctx.save_for_backward(*saved, *(outputs[position] for position in cost.kept_outputs), kept)
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()), *moments)
         ctx.call, ctx.size, ctx.device = call, size, device
         ctx.kinds = [(v.shape, v.dtype) if isinstance(v, Tensor) and v.is_floating_point() else None for v in values]
-        return outputs
+        return (*outputs, *moments)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_in, p
 from profiler.observe.standing_in import standing_in
 from profiler.observe.type_checkers import checkers_of, first_items_checked
 from profiler.opaque.called_functions import CalledFunction, content_of
+from profiler.opaque.statistics import Measured, is_measurable, measuring, moving
 from profiler.torch_private import gradient_hooks
 
 
@@ -40,12 +41,14 @@ class Done:
         written: names of the buffers that it wrote.
         draws: whether it drew random numbers of other generators than torch's own.
         left: attributes that it changed, as it has left them.
+        measured: statistics of its batch normalizations, in the order of their calls.
     """
 
     result: Any
     written: set[str]
     draws: bool
     left: Mapping[str, Attribute] = field(default_factory=dict)
+    measured: Sequence[Measured] = ()
 
 
 class Refused(Exception):  # noqa: N818 - caught and turned into an error of our tree
@@ -74,6 +77,8 @@ class Held:
         self.buffers: Mapping[str, Tensor] = dict(module.named_buffers())
         self._flags = [(part, part.training) for part in module.modules()]
         self.generators = drawn_from(module).generators
+        self.moving = moving(module)
+        self._measurable = {path: part for path, part in self.moving.items() if is_measurable(part)}
         self._checkers = checkers_of(module)
         self.constants = constants_reached(module)
 
@@ -85,6 +90,11 @@ class Held:
     def names(self) -> tuple[str, ...]:
         """Of parameters, then buffers: the first arguments of a call."""
         return (*self.parameters, *self.buffers)
+
+    def momentum(self, path: str) -> float:
+        """Of one of its batch normalizations."""
+        found: float = getattr(self._measurable[path], "momentum")  # noqa: B009 - of its class only torch knows
+        return found
 
     def call(
         self,
@@ -126,8 +136,16 @@ class Held:
         known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
         writes = DataWrites(known)
         checks = first_items_checked(self._checkers)
-        with self.seeded(seed) as drawn, self._modes(), standing_in(self.module, given), checks, writes:
-            result = self.forward(*args, **kwargs)
+        with (
+            self.seeded(seed) as drawn,
+            self._modes(),
+            standing_in(self.module, given),
+            measuring(self._measurable) as measured,
+            checks,
+            writes,
+        ):
+            forward = self.module.forward if "" in self._measurable else self.forward
+            result = forward(*args, **kwargs)
             drew = drawn()
         left = self._left(attributes, made, changed)
         for name, constant in self.constants.items():
@@ -152,7 +170,7 @@ class Held:
         written |= {name for name, tensor in tensors.items() if tensor._version != versions[name]} | through_data
         if written & self.parameters.keys():
             raise Refused(f"it writes its parameter {min(written & self.parameters.keys())!r}; use a buffer for that")
-        return Done(result, written, drew, left)
+        return Done(result, written, drew, left, measured)
 
     def _left(self, before: dict[str, Attribute], made: dict[str, Any], changed: Changed) -> Mapping[str, Attribute]:
         """The attributes that a call has changed, now that it is done with."""

@@ -33,13 +33,22 @@ from profiler.opaque.rehearsal import rehearse
 class NotCallableError(NotTraceableError):
     """What was to be called as it is cannot be.
 
-    Attributes:
+    Args:
+        reason: why it cannot be called.
         path: of the module, or the function's name.
+        not_traced: why it cannot be traced, where that is known.
     """
 
-    def __init__(self, message: str, *, path: str) -> None:
-        super().__init__(message)
+    def __init__(self, reason: str, *, path: str, not_traced: str = "") -> None:
+        super().__init__(reason + not_traced)
+        self.reason = reason
         self.path = path
+
+    def not_traced_for(self, reason: str) -> NotCallableError:
+        """The same, with why it cannot be traced."""
+        known = reason.removeprefix("cannot trace the model: ")
+        told = "" if reason == self.reason else f"; why it cannot be traced: {known}"
+        return NotCallableError(self.reason, path=self.path, not_traced=told)
 
 
 _CALLS: ContextVar[OpaqueCalls | None] = ContextVar("opaque calls of the trace that is under way", default=None)

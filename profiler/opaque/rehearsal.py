@@ -43,8 +43,9 @@ from profiler.opaque.made_up import (
     own_parameters,
 )
 from profiler.opaque.run_again import takes_objects
+from profiler.opaque.statistics import buffer_of, is_measurable
 from profiler.text import counted
-from profiler.torch_private import NormBase, applied, storage_of
+from profiler.torch_private import applied, storage_of
 
 DRAWS_TRIED = (
     4  # [chosen] a layer that is dropped with a chance of 1/10 is not in one of them, but for 1 case in 10,000
@@ -182,14 +183,13 @@ def _refuse_held(held: Held) -> None:
         raise NotTraceableError(
             _text(held, "it is on the meta device, where nothing runs; materialize the model first: to_empty('cpu')")
         )
-    for name, part in held.module.named_modules():
-        tracks = isinstance(part, NormBase) and part.training and part.track_running_stats
-        if tracks:
+    for path, part in held.moving.items():
+        if not is_measurable(part):
             raise NotTraceableError(
                 _text(
                     held,
-                    f"its {name or 'own'} normalization moves running statistics in every micro-batch; take it out of "
-                    "that module, freeze it (eval()), or set track_running_stats=False",
+                    f"its {path or 'own'} normalization moves running statistics in a way of its own; freeze it "
+                    "(eval()), set track_running_stats=False, or use torch's BatchNorm with a fixed momentum",
                 )
             )
 
@@ -245,12 +245,19 @@ def _run(
         kept_bytes = sum(watch.bytes_of(tensor) or 0 for tensor in inside)
         before = watch.live_bytes
         watch.restart()
+        counters = [own[buffer_of(path, "num_batches_tracked")] for path in held.moving]
+        counted_before = [counter._version for counter in counters]
         if any(map(_has_hooked, entering)):
             raise Refused(
                 "it hooks the node that makes its argument; let it hook a value of its own (x = x.view_as(x))"
             )
         with standing_in(held.module, own), held.seeded(seed), held.as_left(done.left), outside_told(_refuse_outside):
             backward_from(outputs)
+        if done.measured and (given or counted_before != [counter._version for counter in counters]):
+            raise Refused(
+                f"its {done.measured[0].path or 'own'} normalization would move running statistics once more in the "
+                "backward pass, which runs it again; freeze it (eval()), or set track_running_stats=False"
+            )
         return _Run(
             size,
             done,
@@ -335,11 +342,20 @@ def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
         tuple(with_slots(result_leaves)),
         result_tree,
         tuple(outputs),
+        _normalizations(held, runs),
         frozenset().union(*(run.done.written for run in runs)),
         any(run.done.draws for run in runs),
         any(run.runs_again for run in runs),
         any(run.begins_alike for run in runs),
     )
+
+
+def _normalizations(held: Held, runs: Sequence[_Run]) -> tuple[str, ...]:
+    """Paths of those that yield statistics, in the order of their calls: the same at every size."""
+    found = [tuple(measured.path for measured in run.done.measured) for run in runs]
+    if found.count(found[0]) != len(found):
+        raise NotTraceableError(_text(held, "which of its batch normalizations run depends on the micro-batch's size"))
+    return found[0]
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:

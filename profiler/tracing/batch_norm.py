@@ -3,21 +3,18 @@
 A traced batch normalization moves its running statistics whenever it runs: once per micro-batch, and again when it is
 recomputed. GPipe (section 2.2 of the paper) normalizes by micro-batch and tracks the statistics over the mini-batch.
 So a layer works on scratch buffers and *returns* the micro-batch's mean and variance; who runs the layers moves the
-buffers once per mini-batch, see `BatchStatistics.moved`.
+buffers once per mini-batch, see `executor.state.buffers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from profiler.machine.backend import HOST
+from profiler.tracing.moments import WHOLE_MOMENTUM, elements_per_channel
 from profiler.tracing.writes import moves_statistics
-
-WHOLE_MOMENTUM = 1.0  # running = (1 - momentum) * running + momentum * batch: the scratch buffer becomes the batch's
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +73,3 @@ def use_scratch_buffers(graph: fx.Graph, node: fx.Node) -> tuple[fx.Node, fx.Nod
     arguments[6] = WHOLE_MOMENTUM
     node.args = tuple(arguments)
     return mean, variance, count
-
-
-def elements_per_channel(values: Tensor) -> Tensor:
-    """Elements that one channel (dimension 1) has, as a float64 scalar tensor on the CPU.
-
-    Raises:
-        ValueError: it is one; torch's modules refuse that too, while its operation makes the running variance NaN.
-    """
-    count = values.numel() // values.shape[1]
-    if count == 1:
-        raise ValueError(f"batch normalization of values of shape {list(values.shape)}: one per channel, 2 are needed")
-    return torch.tensor(count, dtype=torch.float64, device=HOST)
-
-
-def combined(means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance per channel of a mini-batch from those of its micro-batches.
-
-    Args:
-        means: per micro-batch, shape (channels,).
-        variances: unbiased, per micro-batch, shape (channels,).
-        counts: elements per channel, per micro-batch.
-
-    Returns:
-        The two over all elements, by the law of total variance; each of shape (channels,).
-    """
-    weights = torch.stack(list(counts)).to(device=means[0].device, dtype=means[0].dtype).unsqueeze(1)
-    total = weights.sum()
-    stacked = torch.stack(list(means))
-    mean = (stacked * weights).sum(0) / total
-    within = (torch.stack(list(variances)) * (weights - 1)).sum(0)
-    between = ((stacked - mean) ** 2 * weights).sum(0)
-    return mean, (within + between) / (total - 1)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor, fx
 from profiler.conditions.sources import followed_from
 from profiler.errors import NotTraceableError
 from profiler.observe.draws import before_draw, has_foreign_backward, keyed_operation
+from profiler.opaque.call import OpaqueCall
 from profiler.torch_private import OpOverload, is_view, storage_of
 from profiler.tracing.batch_norm import BatchStatistics, use_scratch_buffers
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
 from profiler.tracing.sequence import Layer
-from profiler.tracing.writes import moves_statistics
+from profiler.tracing.writes import moves_statistics, statistics_arguments
 
 MICRO_BATCH_SIZE = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
 
@@ -126,7 +128,10 @@ def build_layer(
     statistics = []
     for node in nodes:
         if moves_statistics(node):
-            entry, outputs = _return_statistics(draft, node, counters)
+            found = [_return_statistics(draft, node, counters)]
+        else:
+            found = _called_statistics(draft, node) if isinstance(node.target, OpaqueCall) else []
+        for entry, outputs in found:
             statistics.append(entry)
             results.update(outputs)
     draft.graph.output(tuple(results.values()))
@@ -216,7 +221,8 @@ def _write_copies(
     draft: _Draft, nodes: Sequence[fx.Node], facts: Mapping[fx.Node, NodeFacts]
 ) -> list[tuple[str, fx.Node]]:
     """Let the layer write a copy of each buffer that it writes; returns buffer names and the copies."""
-    touched = frozenset().union(*(facts[node].writes for node in nodes if not moves_statistics(node)))
+    moved = frozenset(facts[source].storage for node in nodes for source in statistics_arguments(node))
+    touched = frozenset().union(*(facts[node].writes for node in nodes)) - moved
     written = []
     for source in draft.buffers:
         if facts[source].storage in touched:
@@ -270,6 +276,19 @@ def _return_statistics(draft: _Draft, node: fx.Node, counters: set[str]) -> tupl
         count=f"{node.name}.count",
     )
     return entry, {entry.mean: mean, entry.variance: variance, entry.count: count}
+
+
+def _called_statistics(draft: _Draft, node: fx.Node) -> list[tuple[BatchStatistics, dict[str, fx.Node]]]:
+    """Those of a module that is called as it is: they follow its outputs."""
+    found = []
+    for number, moved in enumerate(node.target.statistics()):  # type: ignore[union-attr]
+        mean, variance, counter = (str(getattr(node.args[i], "target", "")) for i in moved.buffers)
+        names = [f"{node.name}.{number}.{moment}" for moment in ("mean", "variance", "count")]
+        with draft.graph.inserting_after(draft.copies[node]):
+            moments = [draft.graph.call_function(getitem, (draft.copies[node], moved.first + i)) for i in range(3)]
+        entry = BatchStatistics(mean, variance, counter, moved.momentum, *names)
+        found.append((entry, dict(zip(names, moments, strict=True))))
+    return found
 
 
 def _new_value(buffer: str) -> str:

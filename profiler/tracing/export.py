@@ -55,7 +55,7 @@ from profiler.tracing.sample import (
     made_up_arguments,
     torch_dtype,
 )
-from profiler.tracing.writes import may_write
+from profiler.tracing.writes import may_write, moves_statistics
 
 _ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
 REHEARSED_SIZES = (2, 3, 5)  # two make a line, the third must lie on it
@@ -140,6 +140,7 @@ def export_graph(
     write_out_regions(module, under_autocast=spec.autocast is not None)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)
+    _refuse_open_momentum(model, module.graph)
     return _tidy(module, program, spec, decisions, foreign)
 
 
@@ -408,6 +409,18 @@ def _refuse_moving_instance_norms(graph: fx.Graph) -> None:
             raise NotTraceableError(
                 f"cannot trace the model: in {place_of_node(node)}: instance normalization moves running statistics; "
                 "set track_running_stats=False (the default)"
+            )
+
+
+def _refuse_open_momentum(model: nn.Module, graph: fx.Graph) -> None:
+    """A batch normalization without a momentum averages over all batches, of which the trace has seen one."""
+    modules = dict(model.named_modules())
+    for node in graph.nodes:
+        path = (module_stack(node) or ("",))[-1] if moves_statistics(node) else ""
+        if path in modules and getattr(modules[path], "momentum", 0.0) is None:
+            raise NotTraceableError(
+                f"cannot trace the model: in {place_of_node(node)}: batch normalization without a momentum; set it to "
+                "a number (the default is 0.1)"
             )
 
 

@@ -92,6 +92,7 @@ def graph_of(
     """
     refusals: dict[str, str] = {}
     first: NotTraceableError | None = None
+    not_called: NotCallableError | None = None
     checkers = checkers_of(model)
     askings = _Askings(model, spec, sample, training)
     ways: list[tuple[str, Way]] = [(front_end, _answered) for front_end in FRONT_ENDS]
@@ -103,6 +104,8 @@ def graph_of(
         except NotTraceableError as problem:
             refusals.setdefault(front_end, str(problem).removeprefix("cannot trace the model: "))
             first = problem if first is None or isinstance(first, OneBatchSizeError) else first
+            if not_called is None and isinstance(problem, NotCallableError):
+                not_called = problem
         else:
             found = {
                 "front_end": front_end,
@@ -117,6 +120,9 @@ def graph_of(
         refuse_failing_call(model, spec, sample, training)
     if askings.without_values and "on the values of a tensor" in str(first):
         more = "; of a real model and sample, the branch that these take is traced and checked in each micro-batch"
+        raise NotTraceableError(str(first) + more, modules=first.modules) from first
+    if not_called is not None and not_called.reason not in str(first):
+        more = f"; and {not_called.reason.removeprefix('cannot trace the model: ')}"
         raise NotTraceableError(str(first) + more, modules=first.modules) from first
     raise first
 
@@ -275,6 +281,7 @@ def exported(
     """
     called = list(spec.called_as_is)
     in_vain: set[str] = set()
+    why: dict[str, str] = {}  # path -> why it cannot be traced
     for left in reversed(range(MOST_MODULES_IN_THE_WAY)):
         try:
             graph = _exported(model, spec, training, dynamic, called, ask)
@@ -289,8 +296,11 @@ def exported(
             names = [name for name in reversed(problem.functions) if functions and name not in (*called, *in_vain)]
             more = names[:1] or _in_the_way(model, problem.modules, optional, called)
             if not more or not left:
+                if isinstance(problem, NotCallableError) and problem.path in why:
+                    raise problem.not_traced_for(why[problem.path]) from problem
                 raise
             called += more
+            why.update(dict.fromkeys(more, str(problem)))
     raise AssertionError("the last export is told")
 
 

@@ -28,7 +28,7 @@ from profiler.sample_spec import SampleSpec
 from profiler.torch_private import is_inside_function_transform, storage_of
 from profiler.tracing.export import TracedGraph, autocasting, module_stack
 from profiler.tracing.sample import example_arguments, tensor_leaves
-from profiler.tracing.writes import moves_statistics, written_arguments
+from profiler.tracing.writes import statistics_arguments, written_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +247,7 @@ def _facts(node: fx.Node, values: dict[fx.Node, Any], counter: FlopCounter) -> N
     arguments = pytree.tree_leaves([values[argument] for argument in node.all_input_nodes])
     before = {storage_of(item) for item in arguments if isinstance(item, Tensor)}
     produced = [item for item in pytree.tree_leaves(value) if isinstance(item, Tensor)]
-    writes = {storage_of(values[argument]) for argument in written_arguments(node)}
-    if moves_statistics(node):
-        writes |= {storage_of(values[argument]) for argument in node.args[3:5] if isinstance(argument, fx.Node)}
+    writes = {storage_of(values[argument]) for argument in (*written_arguments(node), *statistics_arguments(node))}
     return NodeFacts(
         flops=counter.flops,
         written_bytes=sum(item.nbytes for item in produced if storage_of(item) not in before),

@@ -42,7 +42,7 @@ from profiler.torch_private import (
     has_backward_hooks_of_all_modules,
     schema_of,
 )
-from profiler.tracing.writes import moves_statistics, written_arguments
+from profiler.tracing.writes import statistics_arguments, written_arguments
 
 _TRACING: ContextVar[bool] = ContextVar("a model is being traced, in this thread", default=False)
 
@@ -256,7 +256,7 @@ def written_bases(region: fx.GraphModule) -> list[fx.Node]:
 def _writes_of(region: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Operations that write, in regions of the region too, each with what it is a view of that it writes."""
     for node in region.graph.nodes:
-        written = [node.args[3]] if moves_statistics(node) else written_arguments(node)
+        written = statistics_arguments(node) or written_arguments(node)
         yield from ((node, _base(argument)) for argument in written)
         for source in node.all_input_nodes if isinstance(node.target, HigherOrderOperator) else ():
             inner = getattr(region, str(source.target), None) if source.op == "get_attr" else None

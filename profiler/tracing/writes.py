@@ -29,6 +29,15 @@ def moves_statistics(node: fx.Node) -> bool:
     return bool(training) and running_mean is not None
 
 
+def statistics_arguments(node: fx.Node) -> list[fx.Node]:
+    """The running means and variances that are to be moved by what the node finds."""
+    if isinstance(node.target, OpaqueCall):
+        moved = [node.args[i] for entry in node.target.statistics() for i in entry.buffers[:2]]
+    else:
+        moved = list(node.args[3:5]) if moves_statistics(node) else []
+    return [argument for argument in moved if isinstance(argument, fx.Node)]
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The argument nodes that the node writes in place, by its schema."""
     if isinstance(node.target, OpaqueCall):

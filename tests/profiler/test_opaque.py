@@ -246,7 +246,7 @@ class Reentrant(Inner):
 class Normalized(Inner):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(8)
+        self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x) if x.sum() else x
@@ -270,7 +270,7 @@ class NeedsWords(Inner):
         (PythonCounter, "changes its attribute 'count'"),
         (WritesItsInput, "writes one of its arguments in place"),
         (Reentrant, "use_reentrant=False"),
-        (Normalized, "its norm normalization moves running statistics"),
+        (Normalized, "its norm normalization moves running statistics in a way of its own"),
         (ShapeOfData, "the shape of what it returns depends on data"),
         (NeedsWords, "fails on made-up tensors .ValueError: no words."),
     ],
@@ -280,6 +280,25 @@ def test_what_no_layer_may_do_is_refused(kind: type[nn.Module], message: str) ->
     model = Around(kind())
     with pytest.raises(NotTraceableError, match=message):
         trace(model, by_one("export", torch.randn(4, 8), keep_together=["inner"]))
+
+
+class Counting(Inner):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count if [float(value) for value in x[:, 0].detach()] else x
+
+
+@pytest.mark.parametrize("keep_together", [(), ("inner",)])
+def test_both_reasons_are_told(keep_together: tuple[str, ...]) -> None:
+    """Why a module cannot be traced was not told where it could not be called either; one of them is to be mended."""
+    with pytest.raises(NotTraceableError) as caught:
+        trace(Around(Counting()), torch.randn(4, 8), keep_together=keep_together)
+    message = str(caught.value)
+    assert "module 'inner' is to be called as it is, for it cannot be traced, and it changes its attribute" in message
+    assert re.search(r"in module 'inner', .*test_opaque\.py:\d+ .*branches on the values of a tensor", message)
+    assert message.count("cannot trace the model: ") == 1
 
 
 class WritesItsParameter(Inner):

@@ -255,7 +255,8 @@ def _timings(
     timings = time_layers(layers, refusals, budget_s=budget_s, sweep_done=workload.bar.update)
     watch = backend_of(place).stopwatch(place)
     for size, of_layers in timings.items():
-        parts = measured_weights(workload.sequence, runners[size], size, watch)
+        in_haste = not workload.time_budget_s
+        parts = measured_weights(workload.sequence, runners[size], size, watch, in_haste=in_haste)
         timings[size] = [
             replace(
                 timing,

@@ -3,7 +3,8 @@
 A layer that is called many times with the same tensors finds them in the cache and seems faster than it is in
 training. So a sweep runs all layers forward and then all backward, as training does, with a lap of the stopwatch for
 each; equal layers share their laps. A second run of the same layers as one stage says what they take together, without
-a call, an autograd graph and a Python frame for each: single layers are corrected so that they add up to that.
+a call, an autograd graph and a Python frame for each: single layers are corrected so that they add up to that. Where
+no second is given to repeat sweeps, layers that take long go without it.
 
     forward    | 0 | 1 | 2 | 3 | loss |                       | uncut |
     backward                          | 3 | 2 | 1 | 0 |               | uncut |
@@ -44,6 +45,7 @@ FIRST_SIZES = 3  # swept before the others
 FEWEST_SWEEPS = 3
 MOST_SWEEPS = 9
 LONG_SWEEP_S = 1.0  # of a processor; one such is enough where no second is given to repeat it [chosen]
+LONG_LAYER_S = 0.01  # of a processor; to call one that takes longer costs next to nothing [chosen]
 MOST_OF_A_LAYER = 0.5  # of the shortest one may be the cost of calling it
 
 
@@ -135,14 +137,17 @@ def time_layers(
         with collecting_no_garbage():
             for group in (sizes[:FIRST_SIZES], sizes[FIRST_SIZES:]):
                 begin = time.process_time()  # whatever else the machine does
+                brief = not budget_s
                 for number in range(1 + FEWEST_SWEEPS):
-                    turns.take(group, counted=number > 0)  # the first one warms up, and its memory is watched
+                    taken = turns.take(group, counted=number > 0, brief=brief)  # first it warms up, memory is watched
+                    if not number:
+                        brief = not budget_s and time.process_time() - begin > LONG_LAYER_S * taken
                     taken_s = (time.process_time() - begin) / (number + 1)
                     if number > 0 and not budget_s and taken_s > LONG_SWEEP_S * len(group):
                         break
             left_s = budget_s - (time.perf_counter() - start)
             for _ in rounds(at_least=0, at_most=MOST_SWEEPS - FEWEST_SWEEPS, budget_s=left_s):
-                turns.take(sizes, counted=True)
+                turns.take(sizes, counted=True, brief=False)
     except KeyboardInterrupt:
         if not turns.summaries():
             raise
@@ -178,32 +183,39 @@ class _Turns:
             self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
             self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
 
-    def take(self, sizes: Sequence[int], *, counted: bool) -> None:
+    def take(self, sizes: Sequence[int], *, counted: bool, brief: bool) -> int:
         """One sweep at each of these sizes; one that cannot be run is left out from then on.
 
         Args:
             sizes: of micro-batches.
             counted: timed; otherwise what kernels allocate is watched.
+            brief: without the layers' run as one stage.
+
+        Returns:
+            How many layers were run.
         """
+        taken = 0
         for size in sizes:
             if size not in self._sweeps:
                 continue
             self._pool.tidy()
             with self._refusals.noting(size):
                 if counted:
-                    self._note(self._laps[size], *self._sweeps[size].run(self._watch))
+                    self._note(self._laps[size], *self._sweeps[size].run(self._watch, brief))
                 else:
-                    self._warm_up(size)
+                    self._warm_up(size, brief)
                 self._sweep_done()
+                taken += sum(map(len, self._sweeps[size].windows))
                 continue
             self._sweeps.pop(size)
             self._watch.take()
+        return taken
 
-    def _warm_up(self, size: int) -> None:
+    def _warm_up(self, size: int, brief: bool) -> None:
         if not self._backend.can_watch():
-            self._sweeps[size].run(self._watch)
+            self._sweeps[size].run(self._watch, brief)
             return
-        layers, _ = self._sweeps[size].run(KernelMemory(self._device))
+        layers, _ = self._sweeps[size].run(KernelMemory(self._device), brief)
         found = self._laps[size].workspace_bytes
         for index, pair in layers.items():
             found[self._keys[index]] = max(found.get(self._keys[index], 0), *map(int, pair))
@@ -297,8 +309,11 @@ class _Sweep:
         self._readers = _readers(sequence)
         self._boundary_values = BoundaryValues(sequence, keys, [index for window in runs for index in window])
 
-    def run(self, watch: Watch) -> tuple[dict[int, Pair], list[Pair]]:
-        """Seconds of each layer, where the readers of the prelude are charged with it alike, and of each window."""
+    def run(self, watch: Watch, brief: bool) -> tuple[dict[int, Pair], list[Pair]]:
+        """Seconds of each layer, where the readers of the prelude are charged with it alike, and of each window.
+
+        A brief one takes for the window what its layers take one by one.
+        """
         watch.lap(self._runner.run_prelude)
         (prelude_s,) = watch.take()
         layers: dict[int, Pair] = {}
@@ -308,8 +323,12 @@ class _Sweep:
         for window in self.windows:
             values = self._boundary_values.pass_over(reached, window.start, values)
             self._runner.hold(window)
-            uncut.append(self._uncut(self._runner.uncut(window.start, window.stop), values, watch))
+            if not brief:
+                uncut.append(self._uncut(self._runner.uncut(window.start, window.stop), values, watch))
             pairs, values = self._one_by_one(window, values, watch)
+            if brief:
+                forward, backward = zip(*pairs, strict=True)
+                uncut.append((sum(forward), sum(backward)))
             layers.update(zip(window, pairs, strict=True))
             reached = window.stop
         self._boundary_values.clear()

@@ -26,6 +26,8 @@ ROUNDS = 3
 """Passes of each distinct layer that count, at most; one more warms up."""
 ENOUGH_S = 0.3
 """After so much of them no further one is made: of layers that take long one says enough, even the first [chosen]."""
+ENOUGH_IN_HASTE_S = 0.03
+"""The same where no second is given to repeat anything [chosen]."""
 
 
 class WeightPass(NamedTuple):
@@ -45,7 +47,9 @@ class WeightPass(NamedTuple):
 NOTHING = WeightPass(0.0, 0.0, 0)
 
 
-def measured_weights(sequence: LayerSequence, runner: LayerRunner, size: int, watch: Stopwatch) -> list[WeightPass]:
+def measured_weights(
+    sequence: LayerSequence, runner: LayerRunner, size: int, watch: Stopwatch, *, in_haste: bool = False
+) -> list[WeightPass]:
     """By layer; equal layers are measured once, on values that are made up.
 
     Args:
@@ -53,7 +57,9 @@ def measured_weights(sequence: LayerSequence, runner: LayerRunner, size: int, wa
         runner: with a micro-batch, on real tensors.
         size: of the micro-batch.
         watch: of their device.
+        in_haste: with as few repeats as can be.
     """
+    enough_s = ENOUGH_IN_HASTE_S if in_haste else ENOUGH_S
     known: dict[tuple[str, bool, tuple[bool, ...]], WeightPass] = {}
     found = []
     runner.run_prelude()
@@ -63,7 +69,7 @@ def measured_weights(sequence: LayerSequence, runner: LayerRunner, size: int, wa
         if any(deferred) and key not in known:
             runner.hold(range(layer.index, layer.index + 1))
             values = {value.name: _made_up(value, size, runner.device) for value in sequence.boundaries[layer.index]}
-            known[key] = _measured(runner, layer.index, values, watch)
+            known[key] = _measured(runner, layer.index, values, watch, enough_s)
         found.append(known.get(key, NOTHING))
     return found
 
@@ -76,7 +82,9 @@ def _made_up(value: BoundaryValue, size: int, device: torch.device) -> Tensor:
     return memory.permute([value.dim_order.index(dim) for dim in range(len(shape))])
 
 
-def _measured(runner: LayerRunner, index: int, values: Mapping[str, Tensor], watch: Stopwatch) -> WeightPass:
+def _measured(
+    runner: LayerRunner, index: int, values: Mapping[str, Tensor], watch: Stopwatch, enough_s: float
+) -> WeightPass:
     shares, more = [], []
     kept_bytes = 0
     spent_s = 0.0
@@ -92,7 +100,7 @@ def _measured(runner: LayerRunner, index: int, values: Mapping[str, Tensor], wat
             inputs_s += max(0.0, split_forward_s - forward_s)
             shares.append(max(0.0, 1 - inputs_s / whole_s))
             more.append(max(0.0, (inputs_s + weights_s) / whole_s - 1))
-        if spent_s > ENOUGH_S:
+        if spent_s > enough_s:
             break
     return WeightPass(median(shares[1:] or shares or [0.0]), median(more[1:] or more or [0.0]), kept_bytes)
 

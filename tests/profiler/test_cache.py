@@ -306,10 +306,10 @@ def test_a_size_without_memory_is_left_out(
 ) -> None:
     run = sweeps._Sweep.run
 
-    def short_of_memory(self: Any, watch: Any) -> Any:
+    def short_of_memory(self: Any, watch: Any, brief: bool) -> Any:
         if next(iter(self._runner._inputs.values())).shape[0] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return run(self, watch)
+        return run(self, watch, brief)
 
     monkeypatch.setattr(sweeps._Sweep, "run", short_of_memory)
     model, x = make_case("dropout")

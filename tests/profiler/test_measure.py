@@ -72,6 +72,28 @@ def test_a_long_sweep_is_not_repeated_unasked(
     assert len(done) == swept
 
 
+@pytest.mark.parametrize(
+    ("long_s", "budget_s", "uncut"), [(0.0, 0.0, 0), (1e9, 0.0, sweeps.FEWEST_SWEEPS), (0.0, 1e-9, 4)]
+)
+def test_long_layers_are_not_run_as_one_stage_unasked(
+    traced_case: Callable[[str], Traced], monkeypatch: pytest.MonkeyPatch, long_s: float, budget_s: float, uncut: int
+) -> None:
+    """What their calls cost was taken out of times to which it adds nothing, by a third of what a profile took."""
+    _, ids, sequence = traced_case("gpt")
+    done: list[int] = []
+    run = sweeps._Sweep._uncut
+
+    def counted(*args: Any) -> Any:
+        done.append(1)
+        return run(*args)
+
+    monkeypatch.setattr(sweeps, "LONG_LAYER_S", long_s)
+    monkeypatch.setattr(sweeps._Sweep, "_uncut", counted)
+    measured = _quick(sequence, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1], time_budget_s=budget_s)
+    assert len(done) == uncut
+    assert all(cost.forward_s > 0 for cost in measured.costs)
+
+
 def test_equal_layers_share_their_times(traced_case: Callable[[str], Traced]) -> None:
     _, ids, sequence = traced_case("gpt")
     measured = _quick(sequence, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1])

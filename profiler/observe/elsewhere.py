@@ -13,11 +13,15 @@ it keeps follows from its arguments, and it is used by so many models that a pro
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
 import contextvars
+import ctypes
 import functools
+import multiprocessing.sharedctypes
 import os
+import queue
 import sys
 import threading
 import types
@@ -48,7 +52,15 @@ from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, Generator, is_ge
 
 _OURS = __name__.partition(".")[0]
 _NOT_LOOKED_INTO = frozenset({_OURS, "torch", "numpy", "sympy", "mpmath", "einops", *sys.stdlib_module_names})
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local)  # of the standard library
+_HOLDERS = (  # of the standard library
+    types.SimpleNamespace,
+    argparse.Namespace,
+    threading.local,
+    threading.Semaphore,
+    queue.Queue,
+    multiprocessing.sharedctypes.SynchronizedBase,
+)
+_NUMBERS_OF_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 _CACHED_FUNCTION = type(functools.lru_cache(len))
 _ORDERED = (list, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, defaultdict, collections.Counter)
@@ -163,6 +175,14 @@ def walk_from(code: Any, methods: Sequence[str] = ()) -> Walk:
     return walk
 
 
+def arrays_reached(model: nn.Module) -> list[tuple[str, np.ndarray]]:
+    """Arrays of numpy among what the model's code reaches, each with its name."""
+    walk = Walk()
+    for path, module in model.named_modules():
+        walk.enter(path, module)
+    return walk.arrays
+
+
 def constants_reached(module: nn.Module) -> dict[str, Tensor]:
     """Tensors that are neither parameters nor buffers, among the attributes and among what else the code reaches."""
     held = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -219,6 +239,7 @@ class Walk:
         ends: Python's and numpy's random generators, where a function of theirs is reached.
         names: that the code uses.
         functions: that were reached.
+        arrays: of numpy that were reached, by name.
     """
 
     def __init__(self) -> None:
@@ -227,6 +248,7 @@ class Walk:
         self._seen: dict[int, Any] = {id(end): end for end in _ENDS}
         self.names: set[str] = set()
         self.functions: list[types.FunctionType] = []
+        self.arrays: list[tuple[str, np.ndarray]] = []
         self._unused: dict[str, list[tuple[str, str, Any, Any]]] = defaultdict(list)  # until the code uses the name
         self._seen_classes: dict[int, type] = {}
         self._module = ""
@@ -290,7 +312,9 @@ class Walk:
             yield name, value.__wrapped__  # what it keeps follows from its arguments
         elif issubclass(kind, type):
             yield from self.of_class(value)
-        elif issubclass(kind, Tensor | types.ModuleType):
+        elif issubclass(kind, types.ModuleType):
+            yield from self._file(value)
+        elif issubclass(kind, Tensor):
             return
         elif issubclass(kind, tuple | frozenset):
             yield from ((f"{name}[{position}]", item) for position, item in enumerate(value))
@@ -327,6 +351,8 @@ class Walk:
     def _by_content(self, name: str, value: Any) -> bool:
         """Note what holds nothing that could hold something else, if it is such."""
         kind = type(value)
+        if kind is np.ndarray:
+            self.arrays.append((name, value))
         if kind is set:
             self._note(name, value, dict.fromkeys(value), functools.partial(refill, value.update, value))
         elif kind is np.ndarray and value.nbytes <= _LARGEST_ARRAY_BYTES and value.dtype.kind in "biufc":
@@ -334,6 +360,13 @@ class Walk:
             self._note(name, value, {"": content.tobytes()}, lambda _: np.copyto(value, content))
         elif kind is bytearray:
             self._note(name, value, {"": bytes(value)}, lambda items: value.__init__(items[""]))
+        elif kind is array.array:
+            elements = value[:]
+            self._note(name, value, {"": value.tobytes()}, lambda _: value.__setitem__(slice(None), elements))
+        elif kind is memoryview and value.contiguous:
+            self._note(name, value, {"": value.tobytes()}, functools.partial(_write_bytes, value))
+        elif issubclass(kind, _NUMBERS_OF_C):
+            self._note(name, value, {"": bytes(value)}, functools.partial(_write_bytes, memoryview(value)))
         elif issubclass(kind, types.GeneratorType):
             frame = value.gi_frame
             self._note(name, value, {"": "" if frame is None else f"{frame.f_lasti} {numbers(frame.f_locals)}"})
@@ -406,11 +439,9 @@ class Walk:
         """A variable of a file, or of a file that is imported there: of that only what has a name that is used."""
         value = variables[name]
         if isinstance(value, types.ModuleType):
-            package = value.__name__.partition(".")[0]
-            if package not in _NOT_LOOKED_INTO and id(value) not in self._seen:
+            if id(value) not in self._seen:
                 self._seen[id(value)] = value
-                for inner in list(vars(value)):
-                    yield from self._later(inner, value.__name__, vars(value), vars(value)[inner])
+                yield from self._file(value)
             return
         if is_plain(value):
             self._note(
@@ -420,6 +451,16 @@ class Walk:
                 lambda items: variables.__setitem__(name, items[name]),
             )
         yield f"{file}.{name}", value
+
+    def _file(self, file: types.ModuleType) -> Iterator[tuple[str, Any]]:
+        """What has a name there that the code uses; all of one that was made by hand, and is no file's."""
+        if sys.modules.get(file.__name__) is not file:
+            held = vars(file)
+            self._note(file.__name__, file, dict(held), functools.partial(refill, held.update, held))
+            yield from ((f"{file.__name__}.{name}", value) for name, value in held.items() if name != "__builtins__")
+        elif file.__name__.partition(".")[0] not in _NOT_LOOKED_INTO:
+            for inner in list(vars(file)):
+                yield from self._later(inner, file.__name__, vars(file), vars(file)[inner])
 
     def of_class(self, kind: type, *implicit: str) -> Iterator[tuple[str, Any]]:
         """What a class holds under names that the code uses; methods and plain values."""
@@ -467,6 +508,11 @@ class Walk:
             else id(holder)
         )
         self.spots[key] = Spot(name, self._module, holder, items, write, is_random)
+
+
+def _write_bytes(memory: memoryview, items: Mapping[Any, Any]) -> None:
+    if not memory.readonly:
+        memory.cast("B")[:] = items[""]
 
 
 _OF_MODULES = frozenset(nn.Module().__dict__)

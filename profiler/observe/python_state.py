@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from profiler.observe.random_states import Generator, is_generator, key_of
 
@@ -112,6 +113,30 @@ def tensors_held(module: nn.Module) -> dict[str, int]:
         for name, tensor in held.items()
         if tensor is not None
     }
+
+
+def attributes_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Name -> numbers and texts that code has put on a tensor itself (`weight.calls = 0`)."""
+    return {
+        name: {own: key_of_value(value) for own, value in held.items() if _is_put_there(own, value)}
+        for name, tensor in tensors.items()
+        if (held := getattr(tensor, "__dict__", None))
+    }
+
+
+def _is_put_there(name: str, value: Any) -> bool:
+    plain = value is None or isinstance(value, bool | int | float | str | bytes)
+    return plain and not hasattr(FakeTensor, name) and "_memo" not in name and not name.startswith("_dynamo")
+
+
+def put_on_tensors(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Dotted names of what has been put on tensors since, or taken away."""
+    return [
+        f"{name}.{own}"
+        for name in dict.fromkeys((*before, *after))
+        for own in dict.fromkeys((*before.get(name, {}), *after.get(name, {})))
+        if before.get(name, {}).get(own) != after.get(name, {}).get(own)
+    ]
 
 
 def replaced(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.observe.elsewhere import put_spots_back, spots_of
+from profiler.observe.elsewhere import Unwritten, constants_reached, put_spots_back, spots_of
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, state_of
 
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)  # plain ones: what others do when they are filled is unknown
@@ -31,8 +31,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     That is each module's attributes, submodules, parameters, buffers, hooks and mode, and what lists, sets, dicts and
     objects among them (a configuration) hold, by identity; what else its code reaches (`profiler.observe.elsewhere`);
-    and the states of random generators, its own and those of torch, numpy and Python. Values of tensors are not looked
-    at: nothing of ours writes them.
+    and the states of random generators, its own and those of torch, numpy and Python. Of tensors that are neither
+    parameters nor buffers values are put back: nothing stands in for those, and they may lie in a buffer's memory.
     """
     undo: dict[int, Callable[[], object]] = {}  # by identity of what it is about, which it keeps alive
     pending: list[tuple[Any, int]] = [(generator, 0) for generator in (torch.default_generator, *OF_PYTHON_AND_NUMPY)]
@@ -51,9 +51,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
         elif depth and _is_looked_into(found):
             pending.append((found.__dict__, depth - 1))
     elsewhere = spots_of(model)
+    constants = Unwritten(constants_reached(model))
     try:
         yield
     finally:
+        constants.put_back()
         put_spots_back(elsewhere, spots_of(model))
         for restore in undo.values():
             restore()

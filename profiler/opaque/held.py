@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,16 @@ from torch.utils import _pytree as pytree
 from profiler.observe.data_writes import DataWrites
 from profiler.observe.drawn_from import drawn_from
 from profiler.observe.elsewhere import constants_reached
-from profiler.observe.python_state import Attribute, attributes_of, changed_names, put_all_back, put_back
+from profiler.observe.gradients_so_far import READS_GRADIENT, GradientsLeftAlone
+from profiler.observe.python_state import (
+    Attribute,
+    attributes_of,
+    attributes_of_tensors,
+    changed_names,
+    put_all_back,
+    put_back,
+    put_on_tensors,
+)
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_in, python_and_numpy_states, seeded
 from profiler.observe.standing_in import standing_in
 from profiler.observe.type_checkers import checkers_of, first_items_checked
@@ -132,10 +141,16 @@ class Held:
         settings = self._settings(args, kwargs)
         hooks = [*map(gradient_hooks, (*tensors.values(), *entering))]
         attributes, states = attributes_of(self.module), python_and_numpy_states()
+        on_tensors = attributes_of_tensors(tensors)
         before = {name: constant._version for name, constant in self.constants.items()}
         known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
         writes = DataWrites(known)
         checks = first_items_checked(self._checkers)
+        ids = {id(tensor) for tensor in tensors.values()}
+
+        def refuse_gradients() -> NoReturn:
+            raise Refused(f"it {READS_GRADIENT}; do that between steps")
+
         with (
             self.seeded(seed) as drawn,
             self._modes(),
@@ -143,10 +158,14 @@ class Held:
             measuring(self._measurable) as measured,
             checks,
             writes,
+            GradientsLeftAlone(lambda tensor: id(tensor) in ids, refuse_gradients),
         ):
             forward = self.module.forward if "" in self._measurable else self.forward
             result = forward(*args, **kwargs)
             drew = drawn()
+        put = put_on_tensors(on_tensors, attributes_of_tensors(tensors))
+        if put:
+            raise Refused(f"it sets {put[0]!r}, an attribute of a tensor; keep it in a buffer (register_buffer)")
         left = self._left(attributes, made, changed)
         for name, constant in self.constants.items():
             if constant._version != before[name]:

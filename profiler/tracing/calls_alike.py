@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from unittest import mock
 
 from torch import Tensor, nn
@@ -19,8 +19,10 @@ from profiler.observe.elsewhere import Spot, Spots, changed_spots, lasting_spots
 from profiler.observe.python_state import (
     Attribute,
     attributes_of,
+    attributes_of_tensors,
     changed_names,
     put_all_back,
+    put_on_tensors,
     replaced,
     tensors_held,
 )
@@ -124,15 +126,17 @@ class Changes:
 def each_call_alike(model: nn.Module) -> Iterator[list[NotedCall]]:
     """Within, each call of the model begins with the same state; yields the calls, as they are made."""
     noted: list[NotedCall] = []
-    begins: list[tuple[PythonState, dict[str, int], dict[str, Tensor]]] = []
+    begins: list[tuple[PythonState, dict[str, int], dict[str, Tensor], _OnTensors]] = []
     register = nn.Module.register_buffer
 
     def note_begin(*_: Any) -> None:
-        begins.append((PythonState.of(model), tensors_held(model), dict(model.named_buffers())))
+        on_tensors = attributes_of_tensors(_tensors_of(model))
+        begins.append((PythonState.of(model), tensors_held(model), dict(model.named_buffers()), on_tensors))
 
     def note_end(*_: Any) -> None:
-        begin, held, buffers = begins[-1]
+        begin, held, buffers, on_tensors = begins[-1]
         refuse_replaced(held, tensors_held(model))
+        _refuse_put_on_tensors(model, put_on_tensors(on_tensors, attributes_of_tensors(_tensors_of(model))))
         noted.append(NotedCall(begin, PythonState.of(model), replaced_buffers(model, buffers)))
         begin.put_back(model)
         begins.pop()
@@ -153,6 +157,25 @@ def each_call_alike(model: nn.Module) -> Iterator[list[NotedCall]]:
             handle.remove()
         for begin, *_ in begins[:1]:  # of a call that raised an error
             put_spots_back(begin.spots, spots_of(model))
+
+
+_OnTensors: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _refuse_put_on_tensors(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a forward pass that keeps something on a parameter or buffer: a trace has other tensors in their place."""
+    if names:
+        tensor, _, own_name = names[0].rpartition(".")
+        path = tensor.rpartition(".")[0]
+        raise NotTraceableError(
+            f"cannot trace the model: in {place_of_call(model, path)}: the forward pass sets the attribute "
+            f"{own_name!r} of {tensor!r}, which a graph would lose; keep it in a buffer (self.register_buffer)",
+            modules=(path,),
+        )
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ from profiler.tracing.calls_alike import empty_buffers_as_attributes
 from profiler.tracing.export import Asking, OneBatchSizeError, TracedGraph, export_graph, mode_of, no_answers
 from profiler.tracing.node_facts import NodeFacts, analyse
 from profiler.tracing.progress import Part
+from profiler.tracing.refusals import refuse_parameters_as_arrays
 from profiler.tracing.sample_run import has_no_values, refuse_failing_call, sample_runs
 from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
 
@@ -93,6 +94,7 @@ def graph_of(
     refusals: dict[str, str] = {}
     first: NotTraceableError | None = None
     not_called: NotCallableError | None = None
+    refuse_parameters_as_arrays(model)
     checkers = checkers_of(model)
     askings = _Askings(model, spec, sample, training)
     ways: list[tuple[str, Way]] = [(front_end, _answered) for front_end in FRONT_ENDS]

@@ -19,9 +19,13 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from profiler.errors import NotTraceableError
+from profiler.observe.elsewhere import arrays_reached
+from profiler.observe.gradients_so_far import READS_GRADIENT, GradientsLeftAlone
 from profiler.observe.outside_world import outside_told
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import (
@@ -135,8 +139,15 @@ def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
         if _TRACING.get():
             refuse(what)
 
+    parameters = {id(parameter) for parameter in model.parameters()}
+
+    def is_trained(tensor: torch.Tensor) -> bool:
+        stands_in = isinstance(tensor, FakeTensor) and tensor.is_leaf and tensor.requires_grad
+        return _TRACING.get() and (stands_in or id(tensor) in parameters)
+
     with (
         outside_told(outside),
+        GradientsLeftAlone(is_trained, partial(refuse, READS_GRADIENT)),
         mock.patch.object(RemovableHandle, "__init__", made_handle),
         SAVED_TENSORS_HOOKS.replaced_by(pushed_hooks),
         BACKWARD_PASS.replaced_by(ran_backward),
@@ -194,6 +205,30 @@ def _has_backward_hook(name: str) -> NotTraceableError:
     return NotTraceableError(
         f"cannot trace the model: {name!r} has a backward hook, which a graph would lose; remove it before planning"
     )
+
+
+def refuse_parameters_as_arrays(model: nn.Module) -> None:
+    """Refuse an array of numpy in a parameter's memory: what is read there, a graph would hold as it was.
+
+    Raises:
+        NotTraceableError: naming it.
+    """
+    where = {
+        parameter.untyped_storage().data_ptr(): name
+        for name, parameter in model.named_parameters()
+        if parameter.device.type == "cpu" and not isinstance(parameter, FakeTensor) and not is_lazy(parameter)
+    }
+    for name, array in arrays_reached(model) if where else ():
+        owner: Any = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        parameter = where.get(owner.__array_interface__["data"][0])
+        if parameter is not None:
+            place = place_of_call(model, name.rpartition(".")[0])
+            raise NotTraceableError(
+                f"cannot trace the model: in {place}: {name!r} is an array of numpy in the memory of the parameter "
+                f"{parameter!r}, whose values a graph would hold as they are now; read the parameter itself"
+            )
 
 
 def refuse_hidden_writes(graph: fx.Graph, root: fx.GraphModule) -> None:

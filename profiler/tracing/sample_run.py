@@ -163,6 +163,8 @@ def _call(
         leaves.append(part.to(device).clone())
     call = arguments_of(spec, leaves)
     copies = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in _members(model)}
+    for name, tensor in _members(model):
+        copies[name].__dict__.update(tensor.__dict__)
     with (
         untouched(model),
         mode_of(model, training),

@@ -17,7 +17,14 @@ from profiler.errors import NotTraceableError
 from profiler.machine.backend import BACKENDS
 from profiler.observe.elsewhere import Unwritten, changed_spots, constants_reached, put_spots_back, spots_of
 from profiler.observe.operation_writes import WritesRefused
-from profiler.observe.python_state import attributes_of, changed_names, put_back, tensors_held
+from profiler.observe.python_state import (
+    attributes_of,
+    attributes_of_tensors,
+    changed_names,
+    put_back,
+    put_on_tensors,
+    tensors_held,
+)
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import place_now, place_of
 from profiler.opaque.custom_function_tracing import functions_noticed
@@ -57,8 +64,13 @@ class _Applied:
 class _Value(fx.Proxy):
     """A value in the graph. An attribute that is set on it, as `weight.data = ...` does, the graph would lose."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "grad":
+            raise NotTraceableError("symbolic_trace would lose that the forward pass reads the gradient of a tensor")
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(torch.Tensor, name):
+        if name not in ("tracer", "node"):
             raise NotTraceableError(f"symbolic_trace would lose that the forward pass sets the {name!r} of a tensor")
         super().__setattr__(name, value)
 
@@ -112,6 +124,8 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
         raise NotTraceableError(f"in {place_now(model)}: symbolic_trace would write {name!r} once, in the model itself")
 
     own = {**dict(model.named_parameters()), **buffers}
+    on_tensors = [(tensor, dict(tensor.__dict__)) for tensor in own.values()]
+    put_before = attributes_of_tensors(own)
     writes = WritesRefused(own, refuse)
     try:
         with torch.random.fork_rng(devices=[]), refused(model), functions_noticed(tracer.call_of), writes:
@@ -130,6 +144,10 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
         raise NotTraceableError(f"in {place_of(model, problem)}: {reason}") from problem
     finally:
         changed += constants.put_back()
+        changed += put_on_tensors(put_before, attributes_of_tensors(own))
+        for tensor, held_on_it in on_tensors:
+            tensor.__dict__.clear()
+            tensor.__dict__.update(held_on_it)
         after = changed_names(before, attributes_of(model))
         put_back(before, after)
         put_spots_back(elsewhere, spots_of(model))

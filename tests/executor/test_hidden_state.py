@@ -54,6 +54,18 @@ NAMES = sorted(BODIES.keys() - KNOWN)
         ("a buffer of the last call, read in the next", Outcome.REFUSED),
         ("kept by the first call alone", Outcome.REFUSED),
         ("kept for the backward pass, and counted", Outcome.REFUSED),
+        ("a number of C's", Outcome.REFUSED),
+        ("an array of Python's", Outcome.REFUSED),
+        ("a semaphore that counts", Outcome.REFUSED),
+        ("a module of Python's that counts", Outcome.REFUSED),
+        ("an attribute of a parameter", Outcome.REFUSED),
+        ("an attribute of a buffer", Outcome.REFUSED),
+        ("a parameter's memory, read by numpy", Outcome.REFUSED),
+        ("a view of a buffer, written without gradient", Outcome.REFUSED),
+        ("gradients set to zero in the call", Outcome.REFUSED),
+        ("two parameters in one memory", Outcome.RIGHT),
+        ("a layer in another thread", Outcome.RIGHT),
+        ("a complex parameter", Outcome.RIGHT),
     ],
 )
 def test_what_comes_of_it(name: str, outcome: Outcome) -> None:

@@ -7,6 +7,7 @@ not traceable, 5 bad or foreign plan. Only commands that need torch import it, s
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,11 @@ class _Group(click.Group):
             if isinstance(problem, UserFunctionError) and problem.__cause__ is not None:
                 show_users_frames(problem.__cause__)
             ctx.exit(problem.exit_code)
+        except OSError as problem:
+            if problem.errno != errno.ENOSPC or problem.filename is not None:
+                raise
+            click.echo(f"autoplan: error: cannot write the output: {problem.strerror}; make room there", err=True)
+            ctx.exit(1)
 
 
 @contextlib.contextmanager

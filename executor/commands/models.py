@@ -145,13 +145,13 @@ def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | 
         raise ArgumentError("--hf needs transformers, which is not installed; pip install transformers") from problem
     import torch
 
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = _configuration(named, changes)
     build = _kind_of_model(config)
     given = sequence or min(LONGEST_BY_DEFAULT, getattr(config, "max_position_embeddings", LONGEST_BY_DEFAULT))
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and given > most:
         raise ArgumentError(f"--sequence is {given}, and max_position_embeddings of {named} is {most}; --set it, too")
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with torch.device("meta"):
         model = build(config).to(getattr(torch, dtype)).train()
         tokens = torch.zeros(SAMPLE_ROWS, given, dtype=torch.int64)

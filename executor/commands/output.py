@@ -14,7 +14,7 @@ import click
 
 from executor.commands.option_words import in_settings
 from executor.commands.options import PICTURE, Output
-from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, seconds_text
+from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, rate_text, seconds_text
 from profiler.errors import ArgumentError
 from profiler.files import replace_file
 from profiler.text import one_line
@@ -190,7 +190,7 @@ def _percent(share: float) -> str:
 _UNITS: dict[str, Callable[[float], str]] = {
     "tokens_per_s": lambda rate: f"{count_text(rate)}/s",
     "_flops_per_s": flops_text,
-    "_per_s": lambda rate: f"{rate:.4g}/s",
+    "_per_s": lambda rate: f"{rate_text(rate)}/s",
     "_s": seconds_text,
     "_bytes": bytes_text,
     **dict.fromkeys(("parameters", "flops"), count_text),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planner.pictures.canvas import new_axes, row_kind, some, time_unit
+from planner.pictures.canvas import new_axes, row_kind, some, time_unit, width_pt
 from planner.plan.actions import ActionKind
 from planner.plan.colours import ACTION_COLOURS
 from planner.plan.plan import Plan
@@ -14,10 +14,14 @@ from profiler.record import LayerCost, Profile
 from profiler.text import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.axes import Axes
 
 MOST_WRITTEN = 24
 """Cuts whose bytes are written large; of more they are small, or said once if they are equal [chosen]."""
+LINE_HEIGHT = 1.15
+"""Of a text, in sizes of its letters [chosen]."""
 MOST_BUSY_TEXTS = 16
 """Stages whose shares are written above them [chosen]."""
 
@@ -53,30 +57,40 @@ def plot_layers(plan: Plan, profile: Profile | None = None, ax: Axes | None = No
             axes.bar(range(len(costs)), shown, 0.9, bottom=bottom, color=ACTION_COLOURS[kind], label=name)
             bottom = [low + height for low, height in zip(bottom, shown, strict=True)]
     title = f"cost of each layer and the cuts of K = {counted(plan.K, 'stage')}"
-    crossing = [bytes_text(costs[stage.stop_layer - 1].output_bytes) for stage in plan.stages[:-1]]
-    is_one = len({*crossing}) == 1 and len(crossing) > MOST_WRITTEN
-    _draw_cuts(axes, [stage.stop_layer - 0.5 for stage in plan.stages], [] if is_one else crossing)
+    crossing = [costs[stage.stop_layer - 1].output_bytes for stage in plan.stages[:-1]]
+    is_one = len({*map(bytes_text, crossing)}) == 1 and len(crossing) > MOST_WRITTEN
     axes.set_xlim(-0.5, len(costs) - 0.5)
-    on_top = ", what crosses on top" if crossing and not is_one else ""
+    written = _draw_cuts(axes, [stage.stop_layer - 0.5 for stage in plan.stages], [] if is_one else crossing)
+    of_close = ", the most of close ones" if written < len(crossing) else ""
+    on_top = f", what crosses on top{of_close}" if written else ""
     axes.set_xlabel(f"layer; micro-batches of {counted(costs[0].micro_batch_size, 'sample')}; dashed: cuts{on_top}")
     axes.set_ylabel(unit)
-    axes.set_title(f"{title}; {crossing[0]} cross at each" if is_one else title, pad=48 if on_top else 6)
+    axes.set_title(f"{title}; {bytes_text(crossing[0])} cross at each" if is_one else title, pad=48 if on_top else 6)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 
 
-def _draw_cuts(axes: Axes, ends: list[float], texts: list[str]) -> None:
-    """Dashed lines with what crosses on top; every second stage is grey, so that many cuts are seen as well."""
+def _draw_cuts(axes: Axes, ends: list[float], crossing: Sequence[float]) -> int:
+    """Dashed lines with what crosses on top; every second stage is grey, so that many cuts are seen as well.
+
+    Returns:
+        At how many it is written: at those with the most, and not so close that one text covers another.
+    """
     for first, stop in zip(ends[::2], ends[1::2], strict=False):
         axes.axvspan(first, stop, color="black", alpha=0.08, linewidth=0, zorder=0)
     places = ends[:-1]
     for place in places:
         axes.axvline(place, color="black", linewidth=1.0 if len(places) <= MOST_WRITTEN else 0.5, linestyle="--")
-    for place, text in zip(places, texts, strict=False):
-        size = 8 if len(places) <= MOST_WRITTEN else 5.5
-        on_top = axes.get_xaxis_transform()
-        axes.text(place, 1.01, text, transform=on_top, rotation=90, ha="center", va="bottom", fontsize=size)
+    size = 8 if len(places) <= MOST_WRITTEN else 5.5
+    apart = LINE_HEIGHT * size / width_pt(axes) * ends[-1]
+    written: list[float] = []
+    for size_bytes, place in sorted(zip(crossing, places, strict=False), key=lambda pair: -pair[0]):
+        if all(abs(place - other) >= apart for other in written):
+            written.append(place)
+            text, on_top = bytes_text(size_bytes), axes.get_xaxis_transform()
+            axes.text(place, 1.01, text, transform=on_top, rotation=90, ha="center", va="bottom", fontsize=size)
+    return len(written)
 
 
 def layer_costs_of(plan: Plan, profile: Profile) -> list[LayerCost]:

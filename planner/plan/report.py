@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from planner.plan.bubble import bubble_parts
 from planner.plan.plan import Plan
 from planner.plan.stage import Stage, StageMemory
-from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, seconds_text
+from planner.plan.units import WIDTH, bytes_text, count_text, flops_text, rate_text, seconds_text
 from profiler.precision import recipe_of
 from profiler.text import counted, one_line
 
@@ -153,7 +153,7 @@ def headline(plan: Plan, width: int, spoken: Callable[[str], str] = str) -> list
         *([f"{plan.chunks} chunks on each of {plan.ranks} ranks"] if plan.chunks > 1 else []),
         *([f"{plan.replicas} replicas share the optimizer's state"] if plan.shard_optimizer else []),
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
-        f"{prediction.samples_per_s:.4g} samples/s"
+        f"{rate_text(prediction.samples_per_s)} samples/s"
         + (f", {count_text(prediction.tokens_per_s)} tokens/s" if prediction.tokens_per_s else ""),
         *(prediction.doubt.lines(prediction.step_s) if prediction.doubt is not None else []),
         *_work_lines(plan),

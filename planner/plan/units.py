@@ -44,6 +44,15 @@ def count_text(count: float) -> str:
     return f"{count:.0f}"
 
 
+def rate_text(per_s: float) -> str:
+    """How many a second, such as `"414.4"`, and from 10,000 on `"12.7 K"`.
+
+    >>> rate_text(414.44), rate_text(0.0123), rate_text(12730)
+    ('414.4', '0.0123', '12.7 K')
+    """
+    return f"{per_s:.4g}" if per_s < 1e4 else count_text(per_s)
+
+
 def flops_text(flops_per_s: float) -> str:
     """A rate such as `"12.3 TFLOP/s"`.
 

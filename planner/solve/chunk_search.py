@@ -120,7 +120,8 @@ class _Search:
             entry = heapq.heappop(self._queue)
             self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s), self._patience_s)
             searched = self._timed or self._in_vain < PATIENCE
-            if entry.bound_s > self._reached_s * (1 + TIE) or (self._over and self._in_vain) or not searched:
+            ends = self._over and (self._in_vain > 0 or self._best is not None)
+            if entry.bound_s > self._reached_s * (1 + TIE) or ends or not searched:
                 self._lower_s = min(self._lower_s, entry.bound_s)
                 break
             if entry.search is None:

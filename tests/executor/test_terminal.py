@@ -90,3 +90,14 @@ _autoplan_completion autoplan; echo "${{COMPREPLY[@]}}"; complete -p autoplan"""
     )
     assert done.stdout.splitlines()[0] == "never", done.stderr
     assert "_autoplan_completion" in done.stdout.splitlines()[1]
+
+
+def test_a_full_disk_is_one_line() -> None:
+    """It was our traceback."""
+    code = f"from executor.command import main; main(['show', {PLAN!r}])"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr.decode().splitlines()) == (
+        1,
+        ["autoplan: error: cannot write the output: No space left on device; make room there"],
+    )

@@ -10,8 +10,11 @@ from planner.from_profile import make_problem
 from planner.kernel.candidate_stages import make_arcs
 from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.search import search
+from planner.plan.schedules import ScheduleName
 from planner.settings import SettingKeywords
 from planner.solve.balancer import balance
+from planner.solve.chunk_search import PROBE_ROUNDS, PROBES, chunk_balance
+from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import UNLIMITED, Deadline
 from planner.solve.host_search import with_moved_cuts
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
@@ -72,3 +75,26 @@ def test_cuts_over_hosts_are_not_moved_when_time_is_up(profile_of, device):
     moved = with_moved_cuts(problem, uneven, Deadline(None))
     assert moved.step_s < with_moved_cuts(problem, uneven, Deadline(1e-9)).step_s
     assert [stage.stop for stage in with_moved_cuts(problem, uneven, Deadline(1e-9)).stages] == [1, 2, 3, 12]
+
+
+def test_a_search_out_of_time_leaves_other_numbers_of_micro_batches(profile_of, device, monkeypatch):
+    """Beside the plan of another schedule it went on through all M of a batch of 63,000, where all cuts were tried."""
+    rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 4 for size in (1, 256)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),), weights=[(0.5, 4)] * 4)
+    climbs, found = [], CutClimb.found
+
+    def noted(self, *given):
+        climbs.append(self)
+        return found(self, *given)
+
+    monkeypatch.setattr(CutClimb, "found", noted)
+
+    def searched(schedule: ScheduleName) -> int:
+        climbs.clear()
+        asked: SettingKeywords = {"schedule": schedule, "time_limit_s": 1e-9, "stages": 2}
+        problem = make_problem(profile, [device()] * 2, batch_size=2048, optimizer=None, settings=asked)
+        reached = balance(replace(problem, settings=replace(problem.settings, schedules=("1f1b",))))
+        assert chunk_balance(problem, reached=reached) is not None
+        return len(climbs)
+
+    assert searched("zb-h1") <= PROBES * PROBE_ROUNDS

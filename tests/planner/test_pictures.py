@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from planner.pictures.timeline import LEAST_WIDTH, plot_timeline
 from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
 from planner.plan.units import bytes_text
+from planner.settings import SettingKeywords
 from profiler.device import Device, Link
 from profiler.errors import ArgumentError
 from profiler.record import Profile
@@ -149,6 +150,29 @@ def test_what_crosses_many_cuts_alike_is_said_once(profile_of, axes: Axes) -> No
     plot_layers(plan, profile, axes)
     assert axes.get_title().endswith("; 8 B cross at each")
     assert not axes.texts
+
+
+def test_what_crosses_close_cuts_is_said_of_the_most(profile_of, axes: Axes) -> None:
+    """Among 200 layers the texts of neighbouring cuts covered each other."""
+    rows = [(0.1, 0.1, 0.2, 10, 4, 8 + layer, 8 + layer) for layer in range(200)]
+    profile = profile_of({("a", 1): rows})
+    device = Device(name="a:0", kind="a", memory_bytes=10**9)
+    asked: SettingKeywords = {"stages": 40, "micro_batches": 40, "micro_batches_per_stage": 1, "time_limit_s": 0.1}
+    plan = plan_from_profile(profile, [device] * 40, batch_size=40, **asked)
+    edges = [*range(1, 40), 200]  # cuts after each of the first layers
+    stages = tuple(
+        stage.model_copy(update={"first_layer": first, "stop_layer": stop, "recompute": ()})
+        for stage, first, stop in zip(plan.stages, [0, *edges], edges, strict=False)
+    )
+    plot_layers(plan.model_copy(update={"stages": stages}), profile, axes)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.x0)
+    assert 5 < len(boxes) < 39
+    assert all(one.x1 <= other.x0 + 1 for one, other in pairwise(boxes))
+    assert max(axes.texts, key=lambda text: text.get_position()[0]).get_text() == "46 B"
+    assert axes.get_xlabel().endswith("what crosses on top, the most of close ones")
 
 
 def test_memory_of_many_stages_is_a_map_up_to_the_limit(plan: Plan, axes: Axes) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
 from profiler import Cluster, measure, profile
 from profiler.tracing import progress
@@ -63,7 +64,7 @@ def test_an_estimate_names_its_parts_to_the_last(monkeypatch: pytest.MonkeyPatch
     sequence = trace(nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]), torch.ones(64, 3), progress=False)
     error = Terminal()
     monkeypatch.setattr(sys, "stderr", error)
-    monkeypatch.setattr(measure, "tqdm", partial(measure.tqdm, mininterval=0.0, miniters=0))
+    monkeypatch.setattr(measure, "tqdm", partial(tqdm, mininterval=0.0, miniters=0))
     profile(sequence, Cluster.of("2xA100-40GB"), batch_size=64)
     parts = re.findall(r"profile: (\w+)[^:]*:\s+(\d+)%\|[^|]*\| (\d)/7", error.getvalue())
     assert list(dict.fromkeys(words for words, _, _ in parts)) == ["loss", "memory", "operations", "optimizer", "rows"]

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
+LEAST_SHARE = 0.1
+"""Of a time limit, that the search has at least [chosen]."""
+
+
 @tells_settings
 def plan_from_profile(
     profile: Profile,
@@ -85,13 +89,23 @@ def plan_of(problem: Problem) -> Plan:
         InfeasibleError: there is none.
     """
     began_s = time.monotonic()
-    plan = best_plan(time_for_plan(problem))
+    _ = problem.costs.fingerprint  # the plan names it, and of a large profile it takes seconds: they count, too
+    plan = best_plan(time_for_plan(_with_less_time(problem, time.monotonic() - began_s)))
     if plan is None:
         if Deadline(None).interrupted:
             raise KeyboardInterrupt
         raise InfeasibleError(no_plan_text(problem))
     profile = problem.costs.profile
     return with_doubt(with_rates(with_unused(problem, plan, time.monotonic() - began_s), profile), problem.costs)
+
+
+def _with_less_time(problem: Problem, spent_s: float) -> Problem:
+    """The problem with the time that is left of its limit, a share of it at least."""
+    limit_s = problem.settings.time_limit_s
+    if limit_s is None:
+        return problem
+    left_s = max(limit_s - spent_s, limit_s * LEAST_SHARE)
+    return replace(problem, settings=replace(problem.settings, time_limit_s=left_s))
 
 
 def make_problem(

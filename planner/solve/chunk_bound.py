@@ -54,13 +54,21 @@ class ChunkBound:
 
 
 def least_s(plans: ChunkPlans) -> float:
-    """A cheap bound: an even share of the work, on the device that is fastest with each layer."""
-    work_s = [
-        np.min([one.forward_s + one.backward_s for one in _layers_s(plans, size)], axis=0).sum() for size in plans.sizes
-    ]
+    """A cheap bound: an even share of the work, and what the rank with each layer has to do.
+
+    Of unlike devices the fastest with each layer counts. Whatever the order of its passes, the first micro-batch comes to
+    a layer through all layers before it, and the last gradient goes back through them, while gradients of parameters
+    may wait (see `planner.solve.any_order`).
+    """
     split = plans.candidate.split
-    total = split.number_largest * work_s[0] + (split.count - split.number_largest) * work_s[1]
-    return CERTAINTY * float(total / plans.ranks) + _end_s(plans)
+    passes = [[np.diff(sums, axis=-1).min(axis=0) for sums in sized] for sized in zip(*plans.passes_s, strict=True)]
+    many = split.number_largest, split.count - split.number_largest
+    total = [sum(number * one for number, one in zip(many, kind, strict=True)) for kind in zip(*passes, strict=True)]
+    forward, backward = (prefix_sums(np.minimum(*kind))[:-1] for kind in list(zip(*passes, strict=True))[:2])
+    weights = total[2] if len(total) > 2 else 0.0
+    own = forward + total[0] + total[1] + np.maximum(weights, backward)
+    share_s = float(np.sum(total)) / plans.ranks
+    return CERTAINTY * max(share_s, float(own.max())) + _end_s(plans)
 
 
 def has_room(plans: ChunkPlans) -> bool:

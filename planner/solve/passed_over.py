@@ -61,6 +61,10 @@ def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
     """The best plan without the rule if it is worth naming; with several chunks none is looked for."""
     if problem.settings.chunks > 1 or Deadline(None).interrupted:
         return None
+    limit = problem.settings.time_limit_s
+    time_limit_s = None if limit is None else min(limit - spent_s, limit * SHARE_OF_TIME)
+    if time_limit_s is not None and time_limit_s <= 0:
+        return None
     loose, per_stage = _without_rule(problem), problem.settings.micro_batches_per_stage
     limit_s = plan.prediction.step_s * (1 - WORTH_NAMING)
     hopeful = [
@@ -69,9 +73,7 @@ def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
         if loose.most_stages(one.replicas, one.split.count) > problem.most_stages(one.replicas, one.split.count)
         and work_bound(loose, one).step_s() <= limit_s
     ]
-    limit = problem.settings.time_limit_s
-    time_limit_s = None if limit is None else min(limit - spent_s, limit * SHARE_OF_TIME)
-    if not hopeful or (time_limit_s is not None and time_limit_s <= 0):
+    if not hopeful:
         return None
     sizes = frozenset(size for one in hopeful for size in (one.split.largest, one.split.smallest))
     settings = replace(loose.settings, time_limit_s=time_limit_s, micro_batch_sizes=sizes)

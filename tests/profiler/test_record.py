@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from profiler import ArgumentError, Profile, ProfileError, profile, trace
+from profiler.value import Value
 
 Case = tuple[nn.Module, Any]
 
@@ -18,6 +19,18 @@ def _profile(case: Case, sizes: list[int], **settings: Any) -> Profile:
     model, x = case
     given: dict[str, Any] = {"micro_batch_sizes": sizes, "time_budget_s": 0.0, "progress": False, **settings}
     return profile(trace(model, x), 1, sample=x, **given)
+
+
+def test_files_of_profiles_are_those_of_any_value(make_case: Callable[[str], Case]) -> None:
+    """The costs are written one by one, which is faster; no byte may differ: plans name the fingerprint."""
+    found = _profile(make_case("dropout"), [1, 2])
+    without = found.model_copy(
+        update={"costs": tuple(cost.model_copy(update={"in_stage": None}) for cost in found.costs)}
+    )
+    assert any(cost.in_stage is not None for cost in found.costs)
+    for profiled in (found, without):
+        for left_out in (frozenset[str](), frozenset({"skips"}), frozenset({"costs"})):
+            assert profiled.to_json(without=left_out) == Value.to_json(profiled, without=left_out)
 
 
 def test_frames_and_merged_profiles(make_case: Callable[[str], Case]) -> None:

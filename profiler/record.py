@@ -7,7 +7,6 @@ kind of device; `Profile.layers` says once per layer what does not depend on eit
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -20,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from profiler.cost_text import costs_text
 from profiler.device import Link
 from profiler.errors import ArgumentError, ProfileError
 from profiler.field_types import (
@@ -221,30 +221,6 @@ class LayerCost(Value):
     output_gradient_bytes: Bytes
 
 
-_ONE_COST = json.JSONEncoder(sort_keys=True, separators=(",\n   ", ": "), allow_nan=False)
-_IN_STAGE = "in_stage"
-
-
-def costs_text(costs: Sequence[LayerCost]) -> str:
-    """The costs as they stand in a profile's file, byte for byte what `Value.to_json` writes."""
-    names = [name for name in LayerCost.model_fields if name != _IN_STAGE]
-    known: dict[InStage, str] = {}  # layers of one kind have the same
-
-    def within(entry: InStage) -> str:
-        if entry not in known:
-            known[entry] = entry.to_json().rstrip().replace("\n", "\n   ")
-        return known[entry]
-
-    rows = []
-    for cost in costs:
-        plain = {name: getattr(cost, name) for name in names}
-        text = _ONE_COST.encode({**plain, _IN_STAGE: None})
-        if cost.in_stage is not None:
-            text = text.replace(f'"{_IN_STAGE}": null', f'"{_IN_STAGE}": {within(cost.in_stage)}')
-        rows.append(f"  {{\n   {text[1:-1]}\n  }}")
-    return ",\n".join(rows)
-
-
 class WithoutFormula(Value):
     """An operation that is priced by the bytes that it touches alone.
 
@@ -328,7 +304,7 @@ class Profile(Value):
     work: Work | None = None
 
     def to_json(self, *, without: frozenset[str] = frozenset()) -> str:
-        """See `Value.to_json`; the costs, which are nearly all of it, are written one by one, in a third of the time."""
+        """See `Value.to_json`; the costs, nearly all of it, are written one by one, in a third of the time."""
         if "costs" in without:
             return super().to_json(without=without)
         others = super().to_json(without=without | {"costs"})

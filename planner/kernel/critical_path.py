@@ -21,8 +21,8 @@ NONE = -1
 
 @compiled
 def longest_path(
-    turns: Turns, ranks: int, seconds: Floats, shares: Floats, sends: Floats
-) -> tuple[float, float, Floats]:
+    turns: Turns, ranks: int, seconds: Floats, shares: Floats, sends: Floats, send_shares: Floats
+) -> tuple[float, Floats, Floats]:
     """The longest path of a schedule.
 
     Args:
@@ -31,17 +31,18 @@ def longest_path(
         seconds: of each kind of pass, stage by stage, for a large micro-batch, shape (2, K), or (3, K) where the
             backward pass is split.
         shares: of that for each micro-batch, shape (2, M) or (3, M).
-        sends: seconds of outputs and of gradients of each micro-batch, shape (2, M).
+        sends: seconds of outputs and gradients of a large micro-batch at the boundary after each stage, shape (2, K).
+        send_shares: of that for each micro-batch, shape (2, M).
 
     Returns:
-        Its length, the messages' part of it, and how many large micro-batches' passes of each kind and stage are on it,
-        of the shape of `seconds`: these, weighted, and the messages add up to the length. Infinite if passes wait for
-        each other.
+        Its length, and how many large micro-batches' passes of each kind and stage, and messages at each boundary, are
+        on it, of the shapes of `seconds` and `sends`: these, weighted, add up to the length. Infinite if passes wait
+        for each other.
     """
     kinds, stages = seconds.shape
-    on_path, on_links = np.zeros((kinds, stages)), 0.0
+    on_path, on_links = np.zeros((kinds, stages)), np.zeros((2, stages))
     if not len(turns):
-        return np.inf, on_links, on_path
+        return np.inf, on_path, on_links
     clock_s, last = np.zeros(ranks), np.full(ranks, NONE)
     done_s = np.empty(len(turns))
     before, by_message = np.empty(len(turns), dtype=np.int32), np.zeros(len(turns), dtype=np.bool_)
@@ -55,7 +56,8 @@ def longest_path(
             number_of[kind, stage, batch] = turn
             if 0 <= source < stages:
                 sender = number_of[kind, source, batch]
-                there_s = done_s[sender] + sends[kind, batch]
+                boundary = min(source, stage)
+                there_s = done_s[sender] + sends[kind, boundary] * send_shares[kind, batch]
                 if there_s > start_s:
                     start_s, before[turn], by_message[turn] = there_s, sender, True
         done_s[turn] = clock_s[rank] = start_s + seconds[kind, stage] * shares[kind, batch]
@@ -66,6 +68,6 @@ def longest_path(
         kind, stage, batch = turns[at, 0], turns[at, 1], turns[at, 2]
         on_path[kind, stage] += shares[kind, batch]
         if by_message[at]:
-            on_links += sends[kind, batch]
+            on_links[kind, stage - 1 if kind == FORWARD else stage] += send_shares[kind, batch]
         at = before[at]
-    return length_s, on_links, on_path
+    return length_s, on_path, on_links

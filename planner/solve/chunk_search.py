@@ -1,10 +1,10 @@
 """The search for plans with several chunks a rank: cuts, number of ranks, M and R together.
 
-A candidate is a schedule, R, M, and numbers of ranks and of chunks. They wait in the order of a bound: first an even
-share of the work, then `planner.solve.chunk_bound`, a few linear programs at a time, which also says how large the
-stages would best be. The cuts of those whose turn comes are searched (`planner.solve.cut_climb`). Because a bound
-leaves out memory, some plans with equal shares of the work come before all that, and the candidates of the fastest of
-them are searched first.
+A candidate is a schedule, R, M, and numbers of ranks and of chunks. They wait in the order of a bound: first a cheap
+one (`planner.solve.chunk_bound`), then `planner.solve.cut_bound`, a few linear programs at a time, which also says
+which cuts would be best. The cuts of those whose turn comes are searched (`planner.solve.cut_climb`), and what is left
+between plan and bound is closed by halves. Because a bound leaves out memory, some plans with equal shares of the work
+come before all that, and the candidates of the fastest of them are searched first.
 
 What was not proven stays in the lower bound, and that is where a gap comes from.
 """
@@ -23,8 +23,9 @@ import numpy as np
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.units import bytes_text
 from planner.solve.balance import TIE, Balance
-from planner.solve.chunk_bound import BoundSearch, chunk_bound, has_room, least_s
+from planner.solve.chunk_bound import has_room, least_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
+from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.own_order_plans import OwnOrderPlans
@@ -36,10 +37,11 @@ PROBES, PROBE_ROUNDS, PROBES_CLIMBED = 12, 3, 2
 candidates whose cuts are searched then [chosen]."""
 PROBE_MARGIN = 1.05
 """By how much slower than the fastest one a first plan may be [chosen]."""
-FIRST_PROGRAMS, PROGRAMS_AT_ONCE = 1, 4
-"""Linear programs of a candidate until it is another one's turn, when it comes first and later."""
-MOST_WORK = 400_000
-"""Linear programs of all candidates, times the square of their stages, without a time limit [fitted: 5 s]."""
+FIRST_PROGRAMS, PROGRAMS_AT_ONCE, PROGRAMS_OF_HALVES = 1, 4, 100
+"""Linear programs of a candidate until it is another one's turn, when it comes first, later, and when its cuts are
+halved."""
+MOST_WORK = 1_000
+"""Linear programs of all candidates without a time limit [fitted: 2 to 5 s]."""
 PATIENCE = 4
 """Candidates that are searched in vain before the search ends, those left out of which all cuts are tried, if there is
 no time limit."""
@@ -60,7 +62,7 @@ class _Waiting(NamedTuple):
     micro_batches: int
     position: int
     plans: ChunkPlans
-    search: BoundSearch | None
+    search: CutBound | None
 
 
 class _Climbed(NamedTuple):
@@ -126,10 +128,16 @@ class _Search:
                 break
             if entry.search is None:
                 self._push_with_a_rank_less(entry.plans)
-            if not (self._spent or (entry.search is not None and entry.search.done)):
+            if not (
+                self._spent or (entry.search is not None and (entry.search.done or entry.bound_s > self._reached_s))
+            ):
                 self._tightened(entry)
+            elif entry.position not in self._climbs:
+                heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, self._climbed(entry))))
+            elif not (self._spent or entry.search is None or entry.search.closed) and entry.bound_s < self._reached_s:
+                self._halved(entry)
             else:
-                self._lower_s = min(self._lower_s, max(entry.bound_s, self._climbed(entry)))
+                self._lower_s = min(self._lower_s, entry.bound_s)
         self._use_what_is_left()
         return None if self._best is None else replace(self._best, lower_bound_s=self._lower_s)
 
@@ -170,18 +178,28 @@ class _Search:
 
     def _tightened(self, entry: _Waiting) -> None:
         """Make the bound of a candidate better, and queue it again."""
-        search = entry.search or BoundSearch(entry.plans)
+        search = entry.search or CutBound(entry.plans)
         had = search.rounds
-        bound_s = search.tightened(PROGRAMS_AT_ONCE if had else FIRST_PROGRAMS, self._deadline, self._reached_s).step_s
-        self._work += (search.rounds - had) * entry.plans.stages**2
+        bound_s = search.tightened(PROGRAMS_AT_ONCE if had else FIRST_PROGRAMS, self._deadline, self._reached_s)
+        self._work += search.rounds - had
         heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, bound_s), search=search))
+
+    def _halved(self, entry: _Waiting) -> None:
+        """Close what is left between a candidate's bound and the best plan by halves of its cuts; queue it again."""
+        search = entry.search
+        assert search is not None
+        had, stops = search.rounds, search.stops
+        bound_s = search.halved(PROGRAMS_OF_HALVES, self._deadline, self._reached_s)
+        self._work += search.rounds - had
+        if search.stops is not None and search.stops != stops:
+            self._note(entry.plans, self._climbs[entry.position].climb.at(search.stops, self._reached_s))
+        heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, bound_s)))
 
     def _climbed(self, entry: _Waiting) -> float:
         """Search the cuts of a candidate, once; what no plan of it is below, as far as that shows it."""
         if entry.position in self._climbs:
             return self._climbs[entry.position].least_s
-        search = entry.search or BoundSearch(entry.plans)
-        bound = search.bound or search.tightened(1, self._deadline)
+        bound = entry.search or CutBound(entry.plans)
         climb = CutClimb(entry.plans, bound, self._deadline)
         choices, least_of_all_s = climb.found(self._reached_s)
         self._climbs[entry.position] = _Climbed(climb, entry.plans, max(bound.step_s, least_of_all_s))
@@ -278,8 +296,7 @@ def nothing_fits_text(problem: Problem) -> str:
     picks = np.linspace(0, len(every) - 1, min(len(every), MOST_LOOKED_AT)).round().astype(int)
     for pick in picks:
         plans = plans_of(problem, every[pick])
-        bound = chunk_bound(plans, NO_DEADLINE, enough_s=0.0)
-        found = CutClimb(plans, bound, NO_DEADLINE).nearest()
+        found = CutClimb(plans, CutBound(plans), NO_DEADLINE).nearest()
         if found is not None and (nearest is None or found[0] < nearest[0]):
             nearest = found[0], plans, found[1], found[2]
     if nearest is None:

@@ -1,7 +1,7 @@
 """The search for the cuts of one candidate, and for the order of unlike devices.
 
 1. Where there are few ways to cut, all are tried;
-2. otherwise cuts are laid where the bound's stages would end, and moved as long as the step becomes shorter: one cut, a
+2. otherwise the bound's best cuts, and some more, are moved as long as the step becomes shorter: one cut, a
    run of neighbouring cuts, or two cuts against each other; then again from cuts near the best ones;
 3. of cuts that do not fit, the ones with fewer bytes too many are better.
 """
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.solve.chunk_bound import ChunkBound
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
+from planner.solve.cut_bound import CutBound
 from planner.solve.deadline import Deadline
 
 FEW_CUTS = 2_000
@@ -53,7 +53,7 @@ class CutClimb:
         deadline: when to stop.
     """
 
-    def __init__(self, plans: ChunkPlans, bound: ChunkBound | None, deadline: Deadline) -> None:
+    def __init__(self, plans: ChunkPlans, bound: CutBound | None, deadline: Deadline) -> None:
         self._plans, self._bound, self._deadline = plans, bound, deadline
         self._bound_s = 0.0 if bound is None else bound.step_s
         rules = plans.problem.rules
@@ -98,6 +98,12 @@ class CutClimb:
         return (
             self._plans.fitted(start[0], next(device_orders(self._plans)), below_s, thorough=False) if start else None
         )
+
+    def at(self, stops: Stops, below_s: float) -> ChunkChoice | None:
+        """The plan with these cuts; None if the rules forbid them, it does not fit or takes no less than `below_s`."""
+        if not self._demanded <= {*stops}:
+            return None
+        return self._plans.fitted(stops, next(device_orders(self._plans)), below_s)
 
     def kicked_until_over(self) -> ChunkChoice | None:
         """The fastest plan after cuts near the best ones were tried for as long as there is time."""
@@ -168,14 +174,13 @@ class CutClimb:
         return best, min(at_best)[0] if at_best else np.inf
 
     def _starts(self) -> list[Stops]:
-        """Cuts where the bound's stages would end, with the fastest slowest stage, and for equal shares of the work."""
-        forward = self._plans.forward_s[0].min(axis=0)
-        work = forward + self._plans.backward_s[0].min(axis=0)
+        """The bound's best cuts, those with the fastest slowest stage, and for equal shares of the work."""
+        work = self._plans.forward_s[0].min(axis=0) + self._plans.backward_s[0].min(axis=0)
         even = np.arange(1, self._plans.stages + 1) / self._plans.stages
         starts = [self._laid(work, even)]
         if self._bound is not None:
-            best = np.cumsum(self._bound.forward_s) / max(self._bound.forward_s.sum(), np.finfo(float).tiny)
-            starts = [self._laid(forward, best), self._laid(work, best), self._balanced(work), *starts]
+            best = self._bound.stops if self._bound.stops and self._demanded <= {*self._bound.stops} else None
+            starts = [best, self._balanced(work), *starts]
         return list(dict.fromkeys(start for start in starts if start is not None))
 
     def _laid(self, sums: Floats, shares: Floats) -> Stops | None:

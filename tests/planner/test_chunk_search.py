@@ -17,9 +17,10 @@ from planner.kernel.turns import turns_of
 from planner.plan.schedules import SCHEDULES
 from planner.solve import chunk_plans, cut_climb
 from planner.solve.build_plan import make_plan
-from planner.solve.chunk_bound import chunk_bound, has_room, least_s
+from planner.solve.chunk_bound import has_room, least_s
 from planner.solve.chunk_plans import MOST_PASSES_OF_SETS, ChunkChoice, ChunkPlans
 from planner.solve.chunk_search import candidates
+from planner.solve.cut_bound import CutBound
 from planner.solve.deadline import Deadline
 from profiler.device import Link
 from profiler.errors import ArgumentError, InfeasibleError
@@ -114,10 +115,17 @@ def test_the_bound_is_below_every_cut(profiles, device, data):
     problem = problem_of(profile, devices, batch, chunks=2)
     for candidate in itertools.islice(candidates(problem), 4):
         plans = ChunkPlans(problem, candidate)
-        bound_s = max(least_s(plans), chunk_bound(plans, Deadline(None)).step_s)
+        bound = CutBound(plans)
+        cheap_s, root_s = least_s(plans), bound.tightened(60, Deadline(None))
+        halved_s = bound.halved(10_000, Deadline(None), np.inf)
+        assert bound.closed
+        best_s = np.inf
         for cuts in itertools.combinations(range(1, layers), plans.stages - 1):
             for order in set(itertools.permutations(range(len(problem.classes)), plans.ranks)) | {(0,) * plans.ranks}:
-                assert bound_s <= plans.step_s((*cuts, layers), order)
+                step_s = plans.step_s((*cuts, layers), order)
+                assert max(cheap_s, root_s, halved_s) <= step_s
+                best_s = min(best_s, step_s)
+        assert CutBound(plans).halved(10_000, Deadline(None), best_s) <= best_s
 
 
 @given(data=st.data())
@@ -171,11 +179,16 @@ def test_the_longest_path_is_the_makespan_and_a_line_below_it(name, ranks, chunk
         return makespan_s(name, rows, chunks)
 
     here, there = random.random((2, kinds, stages))
-    length_s, links_s, on_path = longest_path(turns, ranks, here, np.ones((kinds, count)), np.zeros((2, count)))
-    assert links_s == 0.0
+    length_s, on_path, _ = longest_path(
+        turns, ranks, here, np.ones((kinds, count)), np.zeros((2, stages)), np.ones((2, count))
+    )
     assert length_s == pytest.approx(steps_s(here))
     assert (on_path * here).sum() == pytest.approx(length_s)
     assert (on_path * there).sum() <= steps_s(there) * (1 + ROUGH)
+
+    sends, shares, send_shares = random.random((2, stages)), random.random((kinds, count)), random.random((2, count))
+    length_s, on_path, on_links = longest_path(turns, ranks, here, shares, sends, send_shares)
+    assert (on_path * here).sum() + (on_links * sends).sum() == pytest.approx(length_s)
 
 
 def uniform(layers, *, sizes=(1, 2)):

@@ -1,0 +1,331 @@
+"""What no plan of a candidate takes less than, whatever its cuts; and the cuts that it would have.
+
+The makespan is no less than any path from pass to pass, and a path's length is a weighted sum of the stages' seconds
+and messages. Of prefix sums F over the layers a stage takes F(its end) - F(its start), so a weighted sum of paths is a
+sum over the cuts of what depends on the place of that cut alone. Its least over all cuts in order is found by going
+through them once, and with weights that add up to 1 it is a lower bound:
+
+    min over cuts of max over paths  >=  max over weights of min over cuts of the weighted paths.
+
+1. Weights are found by a linear program over the paths and the cuts that are known so far; the cuts that are least for
+   them are one more, and the longest path there is one path more (Dantzig and Wolfe, Operations Research 8, 1960).
+2. A place of a cut is left out if the weighted paths are above the best plan for all cuts that have it.
+3. What is left between both sides is closed by halves: one cut has its place before or after some place, and each
+   half has a bound of its own.
+
+Of unlike devices the cheapest counts; memory, recompute and waiting for links only add to a step. Where orders are made
+for each plan there are paths of any order, see `planner.solve.any_order`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from planner.cost.layer_costs import Floats, prefix_sums
+from planner.kernel.critical_path import longest_path
+from planner.kernel.turns import turns_of
+from planner.plan.schedules import SCHEDULES
+from planner.solve.chunk_bound import CERTAINTY, least_end_s, least_s
+from planner.solve.chunk_plans import ChunkPlans, Stops
+from planner.solve.deadline import Deadline
+from planner.solve.work_bound import work_bound_s
+
+MOST_ROUNDS = 60
+"""Programs of all cuts together, before they are halved [chosen]."""
+ROUNDS_OF_HALF = 12
+"""Programs of a half of the cuts until it is halved again [chosen]."""
+CLOSE = 1e-3
+"""Relative distance between both sides at which a bound is good enough [chosen]."""
+HALF_CLOSE = 1e-6
+"""The same of halves, where it is a proof that is looked for."""
+MOST_KNOWN = 150
+"""Paths, and cuts, of one program: the last ones [chosen: 10 ms]."""
+
+
+@dataclass(order=True)
+class _Half:
+    """Some of the cuts.
+
+    Attributes:
+        bound_s: none of them takes less.
+        number: of it.
+        free: whether cut k may be at a place, shape (K - 1, places).
+        weights: of the paths, with which the bound was found: of stages and of messages.
+    """
+
+    bound_s: float
+    number: int
+    free: NDArray[np.bool_] = field(compare=False)
+    weights: Floats | None = field(compare=False)
+
+
+class CutBound:
+    """The bound of one candidate, which is made better as often as it is worth it.
+
+    Args:
+        plans: of the candidate.
+
+    Attributes:
+        step_s: no plan takes less.
+        rounds: programs so far.
+        done: whether it is as good as it gets without halves.
+        closed: whether it is as good as it gets.
+        stops: the best cuts known, as far as the bound sees.
+    """
+
+    def __init__(self, plans: ChunkPlans) -> None:
+        candidate, count = plans.candidate, plans.candidate.split.count
+        record = SCHEDULES[candidate.schedule]
+        self._plans, self._stages, self._ranks = plans, plans.stages, plans.ranks
+        self._any_order = record.made_for_plan
+        self._turns = (
+            None if self._any_order else turns_of(candidate.schedule, plans.ranks, count, candidate.ring.chunks)
+        )
+        self._end_s = least_end_s(plans)
+        self.step_s = least_s(plans)
+        if candidate.ring.chunks == 1 and record.splits_backward:
+            self.step_s = max(self.step_s, work_bound_s(plans.problem, candidate))
+        places = np.flatnonzero(plans.problem.rules.allowed)
+        self._places = places
+        sized = [np.diff(sums, axis=-1).min(axis=1) for sums in plans.passes_s]  # (2 sizes, L) each
+        self._sums = np.array([prefix_sums(large)[places] for large, _ in sized])
+        messages = np.zeros((2, 2, len(places)))  # outputs and gradients, of both sizes
+        if plans.ranks > 1:
+            messages = np.array(plans.messages_s)[:, :, places]
+        messages[..., [0, -1]] = 0.0
+        self._messages = messages[:, 0]
+        larger = np.arange(count) < candidate.split.number_largest
+        self._shares, self._send_shares = (
+            np.array([np.where(larger, 1.0, _least_ratio(small, large)) for large, small in both])
+            for both in (sized, messages)
+        )
+        self._kinds = len(sized)
+        self._paths: list[Floats] = []  # of stages and of messages, shape (kinds + 2, K)
+        self._cuts: dict[tuple[int, ...], Floats] = {}  # by places, seconds of the same shape
+        self._numbers = itertools.count()
+        cuts = self._stages - 1
+        free = np.zeros((cuts, len(places)), dtype=np.bool_)
+        for cut in range(cuts):
+            free[cut, cut + 1 : len(places) - (cuts - cut)] = True
+        self._halves = [_Half(0.0, next(self._numbers), free, None)]
+        self._best_s, self._settled_s = np.inf, np.inf
+        self.stops: Stops | None = None
+        self.rounds, self.done, self.closed = 0, False, False
+        self._note_first()
+
+    def tightened(self, rounds: int, deadline: Deadline, enough_s: float = np.inf) -> float:
+        """The bound after so many programs more, halves left aside; once it is above `enough_s` nobody asks how far."""
+        root = self._halves[0]
+        for _ in range(rounds):
+            if self.done or deadline.over or self.step_s > enough_s:
+                break
+            self.done = self._improved(root, enough_s, CLOSE) or self.rounds >= MOST_ROUNDS
+            self._raise(enough_s)
+        return self.step_s
+
+    def halved(self, rounds: int, deadline: Deadline, enough_s: float) -> float:
+        """The bound after so many programs more, of halves; there need be no better plan than one of `enough_s`."""
+        stop = self.rounds + rounds
+        while not self.closed and self.rounds < stop and not deadline.over and self.step_s < enough_s:
+            half = heapq.heappop(self._halves)
+            for _ in range(ROUNDS_OF_HALF):
+                if self._improved(half, enough_s, HALF_CLOSE) or deadline.over:
+                    break
+            if half.bound_s + self._end_s < min(enough_s, (self._best_s + self._end_s) * (1 - HALF_CLOSE)):
+                for part in self._parts(half):
+                    heapq.heappush(self._halves, part)
+            elif half.bound_s < np.inf:
+                self._settled_s = min(self._settled_s, half.bound_s)
+            self._raise(enough_s)
+        return self.step_s
+
+    def _raise(self, enough_s: float) -> None:
+        """The bound of all halves together; places that were left out are above `enough_s` and no more is known."""
+        least_s = min([self._settled_s, *(half.bound_s for half in self._halves[:1])])
+        self.step_s = max(self.step_s, min(enough_s, least_s * CERTAINTY + self._end_s))
+        self.closed = not self._halves
+
+    def _improved(self, half: _Half, enough_s: float, close: float) -> bool:
+        """One program more for some of the cuts; whether nothing more comes of it."""
+        self.rounds += 1
+        known = [
+            (cuts, seconds)
+            for cuts, seconds in itertools.islice(reversed(self._cuts.items()), MOST_KNOWN)
+            if all(half.free[place] for place in enumerate(cuts))
+        ]
+        program_s, weights, mixed = np.inf, half.weights, None
+        if known:
+            found = self._program([seconds for _, seconds in known])
+            if found is not None:
+                program_s, weights, mixed = found
+        if weights is None:
+            weights = self._paths[0]
+        least_s, cuts = self._least(half, weights, enough_s)
+        if least_s > half.bound_s:
+            half.bound_s, half.weights = least_s, weights
+        if cuts is None or half.bound_s + self._end_s >= enough_s:
+            return True
+        new = self._note_cuts(cuts)
+        if mixed is not None and not self._any_order:
+            new |= self._note_path(mixed)[1]
+        settled = half.bound_s >= program_s * (1 - close) and self._best_s <= half.bound_s * (1 + close)
+        return not new or (settled and not self._any_order)
+
+    def _program(self, known: list[Floats]) -> tuple[float, Floats, Floats] | None:
+        """The least makespan of mixtures of these cuts by the paths that are known, these weighted, and the mixture."""
+        some = self._paths if self._any_order else self._paths[-MOST_KNOWN:]
+        paths = np.array(some).reshape(-1, self._paths[0].size)
+        seconds = np.array(known).reshape(len(known), -1)
+        lengths = paths @ seconds.T
+        scale = lengths.max()
+        if not 0 < scale < np.inf:
+            return None
+        answer = linprog(
+            np.r_[np.zeros(len(known)), 1.0],
+            A_ub=np.hstack((lengths / scale, -np.ones((len(paths), 1)))),
+            b_ub=np.zeros(len(paths)),
+            A_eq=np.r_[np.ones(len(known)), 0.0][None],
+            b_eq=[1.0],
+            bounds=(0.0, None),
+            method="highs",
+        )
+        if answer.status != 0 or answer.x is None or answer.fun is None:
+            return None
+        shares = np.clip(-answer.ineqlin.marginals, 0.0, None)
+        if not shares.sum() > 0:
+            return None
+        shape = self._paths[0].shape
+        weights = (shares / shares.sum()) @ paths
+        return float(answer.fun) * scale, weights.reshape(shape), (answer.x[:-1] @ seconds).reshape(shape)
+
+    def _least(self, half: _Half, weights: Floats, enough_s: float) -> tuple[float, tuple[int, ...] | None]:
+        """The least of the weighted paths over some of the cuts, and where; places that are above all plans go."""
+        of_stages, of_messages = weights[: self._kinds], weights[self._kinds :]
+        always_s = float(of_stages[:, -1] @ self._sums[:, -1])
+        if self._stages == 1:
+            return always_s, ()
+        costs = (of_stages[:, :-1] - of_stages[:, 1:]).T @ self._sums + of_messages[:, :-1].T @ self._messages
+        costs[~half.free] = np.inf
+        before = np.empty_like(costs)  # of this cut and those before it
+        after = np.empty_like(costs)  # of this cut and those after it
+        cuts = len(costs)
+        before[0], after[-1] = costs[0], costs[-1]
+        for cut in range(1, cuts):
+            before[cut] = costs[cut]
+            before[cut, 1:] += np.minimum.accumulate(before[cut - 1])[:-1]
+            after[-1 - cut] = costs[-1 - cut]
+            after[-1 - cut, :-1] += np.minimum.accumulate(after[-cut][::-1])[::-1][1:]
+        least_s = float(before[-1].min()) + always_s
+        if least_s == np.inf:
+            return np.inf, None
+        with np.errstate(invalid="ignore"):
+            through = before + after - costs + always_s + self._end_s
+        half.free &= through * CERTAINTY < enough_s * (1 + 1e-9)
+        places, last = [], len(self._places)
+        for cut in reversed(range(cuts)):
+            last = int(np.argmin(before[cut, :last]))
+            places.append(last)
+        return least_s, tuple(reversed(places))
+
+    def _parts(self, half: _Half) -> list[_Half]:
+        """Its halves: of the cut that may be at most places."""
+        many = half.free.sum(axis=1)
+        if many.max(initial=0) < 2:  # paths of earlier programs may say more than those of its own
+            only = tuple(int(np.argmax(row)) for row in half.free)
+            self._note_cuts(only)
+            self._settled_s = min(self._settled_s, self._note_path(self._cuts[only])[0])
+            return []
+        cut = int(np.argmax(many))
+        at = np.flatnonzero(half.free[cut])
+        middle = at[len(at) // 2]
+        parts = []
+        for side in (slice(None, middle), slice(middle, None)):
+            free = half.free.copy()
+            free[cut] = False
+            free[cut, side] = half.free[cut, side]
+            if _in_order(free):
+                parts.append(_Half(half.bound_s, next(self._numbers), free, half.weights))
+        return parts
+
+    def _note_cuts(self, cuts: tuple[int, ...]) -> bool:
+        """Keep cuts, and the longest path there; whether they are new."""
+        if cuts in self._cuts:
+            return False
+        self._cuts[cuts] = seconds = self._seconds(cuts)
+        length_s, _ = self._note_path(seconds)
+        if length_s < self._best_s:
+            self._best_s = length_s
+            self.stops = tuple(int(self._places[cut]) for cut in (*cuts, len(self._places) - 1))
+        return True
+
+    def _seconds(self, cuts: tuple[int, ...]) -> Floats:
+        """Of the stages between these places, and of the messages there."""
+        ends = np.array((0, *cuts, len(self._places) - 1))
+        seconds = np.zeros((self._kinds + 2, self._stages))
+        seconds[: self._kinds] = np.diff(self._sums[:, ends], axis=1)
+        seconds[self._kinds :, :-1] = self._messages[:, ends[1:-1]]
+        return seconds
+
+    def _note_path(self, seconds: Floats) -> tuple[float, bool]:
+        """Keep the longest path for these seconds; its length, and whether it is new."""
+        if self._turns is None:
+            return max(float((path * seconds).sum()) for path in self._paths), False
+        each, sends = np.ascontiguousarray(seconds[: self._kinds]), np.ascontiguousarray(seconds[self._kinds :])
+        length_s, on_path, on_links = longest_path(
+            self._turns, self._ranks, each, self._shares, sends, self._send_shares
+        )
+        path = np.concatenate((on_path, on_links))
+        if any(np.array_equal(path, known) for known in self._paths[-MOST_KNOWN:]):
+            return length_s, False
+        self._paths.append(path)
+        return length_s, True
+
+    def _note_first(self) -> None:
+        """Paths that are known before any cuts are: of any order, or of equal stages."""
+        if self._any_order:
+            self._paths = _paths_of_any_order(self._stages, self._shares, self._send_shares)
+            return
+        even = np.zeros((self._kinds + 2, self._stages))
+        even[: self._kinds] = self._sums[:, -1:] / self._stages
+        self._note_path(even)
+
+
+def _paths_of_any_order(stages: int, shares: Floats, send_shares: Floats) -> list[Floats]:
+    """Paths that there are in any order of passes, see `planner.solve.any_order`."""
+    forward, backward, weights, outputs, gradients = range(5)
+    totals, last, paths = shares.sum(axis=1), shares[:, -1], []
+    for stage in range(stages):
+        path = np.zeros((5, stages))
+        path[forward, :stage], path[outputs, :stage] = 1.0, 1.0
+        path[forward, stage], path[backward, stage] = totals[forward], totals[backward]
+        own = path.copy()
+        own[weights, stage] = totals[weights]
+        path[backward, :stage], path[gradients, :stage] = last[backward], send_shares[1, -1]
+        path[weights, 0] += last[weights]
+        paths += [own, path]
+    return paths
+
+
+def _in_order(free: NDArray[np.bool_]) -> bool:
+    """Whether there are cuts, each after the one before it."""
+    last = -1
+    for row in free:
+        places = np.flatnonzero(row[last + 1 :])
+        if not len(places):
+            return False
+        last += 1 + int(places[0])
+    return True
+
+
+def _least_ratio(upper: Floats, lower: Floats) -> float:
+    """The least that `upper` is of `lower`, where `lower` is not 0."""
+    counted = lower > 0
+    with np.errstate(over="ignore"):
+        ratio = float(np.min(upper[counted] / lower[counted], initial=np.inf)) if counted.any() else 0.0
+    return ratio if ratio < np.inf else 0.0

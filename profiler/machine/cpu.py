@@ -19,6 +19,12 @@ from profiler.torch_private import allocations_in, reports_to_a_profiler
 
 T = TypeVar("T")
 
+FOR_TENSORS = 0.85
+"""Of a worker's memory: a tenth of what tensors take stays in holes between them, and libraries need the rest.
+
+Measured on GPTs of 2, 12 and 20 blocks: 8 to 12 % and 0.35 GiB, of which workers of one `launch` share 0.25.
+"""
+
 
 class Cpu(Backend):
     """The cores of this machine. Its allocator keeps no books, but reports each allocation to a profiler that asks."""
@@ -37,8 +43,8 @@ class Cpu(Backend):
     def described(self, device: torch.device, threads: int, sharing: int) -> Device:
         """A worker, with its share of the memory of the machine or of the container."""
         kind = f"{self.type}/{counted(threads, 'thread')}"
-        memory = min(machine_bytes() // sharing, process_bytes() or machine_bytes())
-        return Device(name=self.type, kind=kind, memory_bytes=memory, threads=threads)
+        share = min(machine_bytes() // sharing, process_bytes() or machine_bytes())
+        return Device(name=self.type, kind=kind, memory_bytes=int(FOR_TENSORS * share), threads=threads)
 
     def context_bytes(self, device: torch.device) -> int:
         """Nothing."""

@@ -5,8 +5,8 @@
 Each process is in a control group of its own that may hold 1 GiB, the interpreter and torch included; one that takes
 more is killed (for that the groups of Linux must be writable: run it as root, or it is skipped). A model trains if 3
 steps with AdamW pass: as plain PyTorch, with K = 1, where only recompute and micro-batches help, and with K = 2 and 4,
-each planned by `autoplan` from the model on meta tensors. The planner is told what is left of 1 GiB in a worker that
-has trained a tiny model. Sizes grow until there is no plan. The table is in memory_reach.md.
+each planned by `autoplan` from the model on meta tensors. The planner is told what two smaller models leave of 1 GiB:
+libraries take a part, and holes between tensors. Sizes grow until there is no plan. The table is in memory_reach.md.
 """
 
 from __future__ import annotations
@@ -116,15 +116,26 @@ def plan_of(name: str, size: int, stages: int, limit_bytes: int | None) -> Plan:
         model = model_of(name, size)
     return autoplan(
         model, x, ["cpu"] * stages, batch_size=len(x), loss_fn=loss_fn, target=y, stages=stages,
-        memory_limit=limit_bytes, time_budget_s=5.0, progress=False,
+        memory_limit=limit_bytes, time_budget_s=2.0, progress=False,
     )  # fmt: skip
 
 
 def left_bytes() -> int:
-    """Of the limit, for what the planner counts, in a worker that has trained a small model."""
-    plan = plan_of("GPT", 2, 2, None)
-    taken = [bytes_ for _, bytes_ in launch(train, plan, ("GPT", 2))]
-    return LIMIT_BYTES - max(held - stage.total for held, stage in zip(taken, plan.device_memories, strict=True))
+    """Of the limit, for what the planner counts, by what workers held that trained two models.
+
+    A worker holds its libraries, and for each byte of tensors some in holes between them: a line through two points.
+    """
+    (few, little), (many, much) = (held_by(size) for size in (2, 12))
+    each = (much - little) / (many - few)
+    print(f"a worker holds {(little - each * few) / 2**20:.0f} MiB, and {each:.3f} times what is predicted")
+    return int((LIMIT_BYTES - (little - each * few)) / each)
+
+
+def held_by(blocks: int) -> tuple[int, int]:
+    """Bytes that are predicted for a worker that trains such a GPT alone, and those that it held."""
+    plan = plan_of("GPT", blocks, 1, None)
+    [(_, held)] = launch(train, plan, ("GPT", blocks))
+    return plan.device_memories[0].total, held
 
 
 def trains_plain(name: str, size: int) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from profiler.machine.cpu import FOR_TENSORS
 from profiler.machine.host_memory import machine_bytes, process_bytes
 from profiler.machine.local import local_devices
 
@@ -48,7 +49,7 @@ def test_without_groups_there_is_the_machine(tmp_path: Path) -> None:
 
 def test_workers_share_what_there_is() -> None:
     sizes = [device.memory_bytes for device in local_devices(["cpu"] * 4).devices]
-    assert sizes == [min(machine_bytes() // 4, process_bytes() or machine_bytes())] * 4
+    assert sizes == [int(FOR_TENSORS * min(machine_bytes() // 4, process_bytes() or machine_bytes()))] * 4
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_DATA"), reason="the system has no such limit")

@@ -40,8 +40,9 @@ PROBE_MARGIN = 1.05
 FIRST_PROGRAMS, PROGRAMS_AT_ONCE, PROGRAMS_OF_HALVES = 1, 4, 100
 """Linear programs of a candidate until it is another one's turn, when it comes first, later, and when its cuts are
 halved."""
-MOST_WORK = 1_000
-"""Linear programs of all candidates without a time limit [fitted: 2 to 5 s]."""
+MOST_WORK, STAGES_OF_WORK = 1_000, 32
+"""Linear programs of all candidates without a time limit, where of more stages than these for as many [fitted: 2 to
+5 s]."""
 PATIENCE = 4
 """Candidates that are searched in vain before the search ends, those left out of which all cuts are tried, if there is
 no time limit."""
@@ -181,7 +182,7 @@ class _Search:
         search = entry.search or CutBound(entry.plans)
         had = search.rounds
         bound_s = search.tightened(PROGRAMS_AT_ONCE if had else FIRST_PROGRAMS, self._deadline, self._reached_s)
-        self._work += search.rounds - had
+        self._work += (search.rounds - had) * max(1, entry.plans.stages // STAGES_OF_WORK)
         heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, bound_s), search=search))
 
     def _halved(self, entry: _Waiting) -> None:
@@ -190,7 +191,7 @@ class _Search:
         assert search is not None
         had, stops = search.rounds, search.stops
         bound_s = search.halved(PROGRAMS_OF_HALVES, self._deadline, self._reached_s)
-        self._work += search.rounds - had
+        self._work += (search.rounds - had) * max(1, entry.plans.stages // STAGES_OF_WORK)
         if search.stops is not None and search.stops != stops:
             self._note(entry.plans, self._climbs[entry.position].climb.at(search.stops, self._reached_s))
         heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, bound_s)))

@@ -123,6 +123,8 @@ SAVED_TENSORS_HOOKS = PatchPoint(lambda: torch._C._autograd, "_push_saved_tensor
 """Entered by every `saved_tensors_hooks`, which a graph would lose."""
 BACKWARD_PASS = PatchPoint(lambda: torch.autograd, "_engine_run_backward")
 """Entered by `torch.autograd.grad` and `backward`, which a graph would lose (#125984)."""
+CHECKPOINT = PatchPoint(lambda: torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
+"""What `torch.utils.checkpoint` does before and after a function that it will run again."""
 INFERENCE_MODE = PatchPoint(lambda: torch._C, "_InferenceMode")
 """Made by `torch.inference_mode`, which a graph cannot hold."""
 CAUSAL_MASK_TEST = PatchPoint(lambda: nn.modules.transformer, "_detect_is_causal_mask")

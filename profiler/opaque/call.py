@@ -132,6 +132,17 @@ def on_own_memory(outputs: Iterable[Tensor], taken: Iterable[Any]) -> tuple[Tens
     return tuple(returned)
 
 
+def same_structure(one: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
+    """Whether two results are built alike; of named tuples torch's interpreter makes a class of its own."""
+    kinds = [(tree.type, tree.context) for tree in (one, other)]
+    if kinds[0] != kinds[1]:
+        named = [getattr(context, "_fields", None) for _, context in kinds]
+        if named[0] is None or named[0] != named[1]:
+            return False
+    inside = (one.children(), other.children())
+    return len(inside[0]) == len(inside[1]) and all(map(same_structure, *inside))
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """How a module is called, and what it returns.
@@ -270,7 +281,7 @@ class OpaqueCall:
             )
         found, tree = pytree.tree_flatten(result)
         constants = [leaf for leaf in found if not isinstance(leaf, Tensor)]
-        if tree != self.signature.result_tree or constants != [
+        if not same_structure(tree, self.signature.result_tree) or constants != [
             leaf for leaf in self.signature.result_leaves if not isinstance(leaf, Slot)
         ]:
             self._refuse(f"it returns {tree} with {constants}, when traced it was {self.signature.result_tree}")

@@ -29,7 +29,7 @@ from profiler.observe.random_states import preserved
 from profiler.observe.reads import Reads
 from profiler.observe.standing_in import standing_in
 from profiler.observe.storage_watch import StorageWatch
-from profiler.opaque.call import Affine, Cost, Signature, TensorKind, with_slots
+from profiler.opaque.call import Affine, Cost, Signature, TensorKind, same_structure, with_slots
 from profiler.opaque.custom_function_tracing import functions_noticed
 from profiler.opaque.held import Changed, ChangesAttribute, Done, Held, Refused
 from profiler.opaque.independent import independent
@@ -300,7 +300,8 @@ def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
         kinds = [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in found]
         expected = [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
         dims = [leaf.dim() for leaf in found if isinstance(leaf, Tensor)]
-        if structure != result_tree or kinds != expected or dims != [t.dim() for t in _tensors(result_leaves)]:
+        alike = same_structure(structure, result_tree) and kinds == expected
+        if not alike or dims != [t.dim() for t in _tensors(result_leaves)]:
             raise NotTraceableError(
                 _text(
                     held,

@@ -41,6 +41,11 @@ def takes_objects(args: Any, kwargs: Any) -> bool:
     return any(leaf is not None and not isinstance(leaf, plain) for leaf in pytree.tree_leaves((args, kwargs)))
 
 
+def _no_leaf(value: Any) -> Any:
+    """The value as in the midst of a graph: what a backward pass puts into a leaf's `.grad` would be added to."""
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
 class RunAgain(torch.autograd.Function):
     """A call of a module, whose gradients come of a graph of its own."""
 
@@ -58,8 +63,9 @@ class RunAgain(torch.autograd.Function):
             value.detach().requires_grad_() if isinstance(value, Tensor) and value.requires_grad else value
             for value in values
         ]
+        own = len(held.names)
         with torch.enable_grad():
-            outputs, left = run(leaves)
+            outputs, left = run([*leaves[:own], *(_no_leaf(leaf) for leaf in leaves[own:])])
         ctx.held, ctx.left, ctx.leaves, ctx.outputs = held, left, leaves, outputs
         ctx.mark_non_differentiable(*(output for output in outputs if not output.requires_grad))
         return tuple(output.detach() for output in outputs)

@@ -43,6 +43,7 @@ from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sampl
 from profiler.tracing.calls_alike import Changes, NotedCall, PythonState, buffers_put_back, each_call_alike
 from profiler.tracing.harmless_changes import same_calls, same_graphs
 from profiler.tracing.held_elsewhere import name_held_elsewhere
+from profiler.tracing.inverse_stft import put_inverse_stft_into
 from profiler.tracing.left_out import LeftOut, left_out
 from profiler.tracing.plain_data import DataAsOperations
 from profiler.tracing.progress import Part
@@ -137,6 +138,9 @@ def export_graph(
         changes.refuse(model)
     if dynamic:
         _refuse_limited_batches(program, questions)
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            put_inverse_stft_into(part.graph)
     write_out_regions(module, under_autocast=spec.autocast is not None)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import noop_context_fn
 from torch.utils.hooks import RemovableHandle
 
 from profiler.errors import NotTraceableError
@@ -38,6 +39,7 @@ from profiler.observe.source_place import (
 )
 from profiler.torch_private import (
     BACKWARD_PASS,
+    CHECKPOINT,
     INFERENCE_MODE,
     SAVED_TENSORS_HOOKS,
     HigherOrderOperator,
@@ -122,6 +124,15 @@ def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
             refuse("has hooks on tensors saved for the backward pass (saved_tensors_hooks)")
         push_hooks(pack, unpack)
 
+    checkpointed = CHECKPOINT.original
+
+    def uncheckpointed(function: Any, preserve: bool, context: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """The plan decides what is recomputed; of checkpoints in checkpoints export makes regions without gradient."""
+        if _TRACING.get() and context is noop_context_fn:
+            yield
+        else:
+            yield from checkpointed(function, preserve, context, *args, **kwargs)
+
     run_backward = BACKWARD_PASS.original
 
     def ran_backward(*args: Any, **kwargs: Any) -> Any:
@@ -150,6 +161,7 @@ def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
         GradientsLeftAlone(is_trained, partial(refuse, READS_GRADIENT)),
         mock.patch.object(RemovableHandle, "__init__", made_handle),
         SAVED_TENSORS_HOOKS.replaced_by(pushed_hooks),
+        CHECKPOINT.replaced_by(uncheckpointed),
         BACKWARD_PASS.replaced_by(ran_backward),
         INFERENCE_MODE.replaced_by(region),
     ):
@@ -188,22 +200,24 @@ def _refuse_hooks(model: nn.Module) -> list[RemovableHandle]:
         )
     for name, parameter in model.named_parameters():
         if has_backward_hooks(parameter):
-            raise _has_backward_hook(name)
+            raise _has_backward_hook(model, name, name.rpartition(".")[0])
 
     def refuse(name: str, *_: Any) -> None:
         if _TRACING.get():
-            raise _has_backward_hook(name)
+            raise _has_backward_hook(model, name or "the model", name)
 
     return [
-        module.register_forward_pre_hook(partial(refuse, name or "the model"))
+        module.register_forward_pre_hook(partial(refuse, name))
         for name, module in model.named_modules()
         if has_backward_hooks(module)
     ]
 
 
-def _has_backward_hook(name: str) -> NotTraceableError:
+def _has_backward_hook(model: nn.Module, name: str, path: str) -> NotTraceableError:
     return NotTraceableError(
-        f"cannot trace the model: {name!r} has a backward hook, which a graph would lose; remove it before planning"
+        f"cannot trace the model: in {place_of_call(model, path)}: {name!r} has a backward hook, which a graph would "
+        "lose; remove it before planning, and change gradients between step() and the optimizer's step, if that is "
+        "what it is for"
     )
 
 

@@ -71,11 +71,11 @@ $(SURVEYED): $(INSTALLED)
 	@touch $@
 
 # Wheels that bring a package named tests would hide our folder of that name. The compiled part of torchaudio needs
-# CUDA's libraries; its models do without. The setup of basicsr asks for the torch that is here.
+# CUDA's libraries; its models do without. The setups of basicsr and norse ask for the torch that is here.
 $(LIBRARIES): $(INSTALLED) tests/coverage/libraries.txt
 	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps -r tests/coverage/libraries.txt \
 		--target .survey/libraries
-	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation basicsr==1.4.2 \
+	@.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation basicsr==1.4.2 norse==1.0.0 \
 		--target .survey/libraries
 	@rm -rf .survey/libraries/tests .survey/libraries/test .survey/libraries/torchaudio/lib
 	@touch $@

@@ -27,6 +27,7 @@ from profiler.observe.python_state import (
 )
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_in, python_and_numpy_states, seeded
 from profiler.observe.standing_in import standing_in
+from profiler.observe.storage_watch import is_strided, storage_bytes
 from profiler.observe.type_checkers import checkers_of, first_items_checked
 from profiler.opaque.called_functions import CalledFunction, content_of
 from profiler.opaque.statistics import Measured, is_measurable, measuring, moving
@@ -138,6 +139,7 @@ class Held:
         versions = {name: tensor._version for name, tensor in tensors.items()}
         entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entered = [tensor._version for tensor in entering]
+        sizes = [storage_bytes(tensor) for tensor in entering if is_strided(tensor)]
         settings = self._settings(args, kwargs)
         hooks = [*map(gradient_hooks, (*tensors.values(), *entering))]
         attributes, states = attributes_of(self.module), python_and_numpy_states()
@@ -175,6 +177,8 @@ class Held:
         through_data = writes.written()
         if entered != [tensor._version for tensor in entering] or through_data - tensors.keys():
             raise Refused("it writes one of its arguments in place; let it work on a copy")
+        if sizes != [storage_bytes(tensor) for tensor in entering if is_strided(tensor)]:
+            raise Refused("it frees the memory of an argument, which others may read; let it keep its input")
         if hooks != [*map(gradient_hooks, (*tensors.values(), *entering))]:
             raise Refused(
                 "it hooks the gradient of an argument or parameter, of which a layer may have a part; let it hook a "

@@ -28,6 +28,7 @@ from torch import nn
 from tqdm import tqdm
 
 from profiler.errors import NotTraceableError, PlanError
+from tests.coverage.library_fields import fields
 from tests.coverage.library_more import more
 from tests.coverage.library_others import others
 from tests.coverage.library_parts import MINI_BATCH
@@ -71,6 +72,7 @@ def candidates() -> Iterator[Candidate]:
     yield from series()
     yield from others()
     yield from more()
+    yield from fields()
 
 
 def tried(candidate: Candidate) -> Row:

@@ -238,6 +238,13 @@ class WritesItsInput(Inner):
         return x.mul_(2) if x.sum() else x
 
 
+class FreesItsInput(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh() * len([float(value) for value in x[:, 0].detach()])
+        x.untyped_storage().resize_(0)
+        return y
+
+
 class Reentrant(Inner):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.linear, x, use_reentrant=True) if x.sum() else x
@@ -270,6 +277,7 @@ class NeedsWords(Inner):
         (PythonCounter, "changes its attribute 'count'"),
         (WritesItsInput, "writes one of its arguments in place"),
         (Reentrant, "use_reentrant=False"),
+        (FreesItsInput, "frees the memory of an argument"),
         (Normalized, "its norm normalization moves running statistics in a way of its own"),
         (ShapeOfData, "the shape of what it returns depends on data"),
         (NeedsWords, "fails on made-up tensors .ValueError: no words."),

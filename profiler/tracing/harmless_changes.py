@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from profiler.machine.backend import HOST, device_of_first
-from profiler.observe.elsewhere import Spot, Spots, lasting_spots, put_spots_back, spots_of
+from profiler.observe.elsewhere import Spot, Spots, Unwritten, lasting_spots, put_spots_back, spots_of
 from profiler.observe.python_state import Attribute, key_of_value, lasting_changes, put_back
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_of, preserved, seeded
 from profiler.observe.standing_in import standing_in
@@ -139,6 +139,7 @@ def same_calls(model: nn.Module, calls: Sequence[Arguments], around: Callable[[]
     first, second = calls
     buffers = dict(model.named_buffers())
     values = {name: buffer.clone() for name, buffer in buffers.items()}
+    parameters = Unwritten(dict(model.named_parameters()))
     try:
         with untouched(model):
             expected = _computed(model, second, around)
@@ -153,6 +154,7 @@ def same_calls(model: nn.Module, calls: Sequence[Arguments], around: Callable[[]
     except Exception:  # the user's code, on made-up data: no proof
         return False
     finally:
+        parameters.put_back()
         with torch.no_grad():
             for name, value in values.items():
                 buffers[name].copy_(value)

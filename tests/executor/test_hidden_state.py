@@ -115,6 +115,11 @@ def test_some_in_two_processes(plan_for: PlanFor) -> None:
             assert all(torch.equal(found[key], gradient) for key, gradient in gradients.items()), name
 
 
+def test_a_proof_by_calls_leaves_parameters_as_they_were() -> None:
+    """It ran the user's own model, whose parameter was then clamped."""
+    assert tried(["a parameter clamped in the call", "a counter in a weak dictionary"]).outcome == Outcome.REFUSED
+
+
 def test_whatever_is_drawn_is_drawn_alike() -> None:
     """The trial itself leaves nothing behind that the next one would see."""
     names = random.Random(0).sample(NAMES, 2)

@@ -38,6 +38,11 @@ T = TypeVar("T")
 # Tensors and their memory.
 
 
+def can_carry(tensor: Tensor) -> bool:
+    """Whether a tensor of this type can have a gradient: complex numbers can."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def storage_of(tensor: Tensor) -> int:
     """What tensors on the same memory have in common, for as long as one of them lives.
 

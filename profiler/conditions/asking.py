@@ -33,7 +33,7 @@ from profiler.observe.counts import counts_now
 from profiler.observe.source_place import Place, keep_together_advice, place_now, place_of_node, setting_advice
 from profiler.opaque.operators import LIBRARY
 from profiler.sample_spec import Decision
-from profiler.torch_private import asserted, has_side_effect, unknown_value_errors
+from profiler.torch_private import asserted, can_carry, has_side_effect, unknown_value_errors
 
 LIBRARY.define("condition(Tensor value, int site) -> ()")
 LIBRARY.define("condition_on_number(SymInt value, int site) -> ()")
@@ -138,7 +138,7 @@ class Questions:
         assert self._answers is not None, "somebody asks"
         if isinstance(self._answers, FromDecisions):
             return self._answers.has_number(spot_of(place))
-        changes = tensor.is_floating_point() and tensor.requires_grad  # with the parameters, in every step
+        changes = can_carry(tensor) and tensor.requires_grad  # with the parameters, in every step
         return self._fix_numbers and not changes and bool(values) and all(value == values[0] for value in values)
 
     def _read(self, spot: Spot) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from profiler.conditions.check import are_made_up
 from profiler.observe.source_place import Place
 from profiler.opaque.call import on_own_memory
 from profiler.sample_spec import Decision, code_of
+from profiler.torch_private import can_carry
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class EitherWay:
         carries = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in taken)
         return tuple(
             output.detach().requires_grad_()  # this way without gradient: what comes back for it ends here
-            if carries and output.is_floating_point() and not output.requires_grad
+            if carries and can_carry(output) and not output.requires_grad
             else output
             for output in on_own_memory(found, taken)
         )

@@ -29,7 +29,7 @@ from profiler.opaque.held import Changed, Held, Refused
 from profiler.opaque.run_again import RunAgain
 from profiler.opaque.statistics import BUFFERS, MovedBy, buffer_of
 from profiler.text import counted
-from profiler.torch_private import storage_of
+from profiler.torch_private import can_carry, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class OpaqueCall:
                 f"{list(expected)} of {kind.dtype}; give it results of one shape"
             )
         output = output.contiguous()
-        if carries and not output.requires_grad and output.is_floating_point():
+        if carries and not output.requires_grad and can_carry(output):
             output = output.detach().requires_grad_()  # a path without gradient: what comes back for it ends here
         return output
 
@@ -336,9 +336,9 @@ class _Imitation(torch.autograd.Function):
         inputs = [value for value in values if isinstance(value, Tensor)][call.own_arguments :]
         saved = [inputs[position] for position in cost.kept_inputs]
         ctx.save_for_backward(*saved, *(outputs[position] for position in cost.kept_outputs), kept)
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()), *moments)
+        ctx.mark_non_differentiable(*(output for output in outputs if not can_carry(output)), *moments)
         ctx.call, ctx.size, ctx.device = call, size, device
-        ctx.kinds = [(v.shape, v.dtype) if isinstance(v, Tensor) and v.is_floating_point() else None for v in values]
+        ctx.kinds = [(v.shape, v.dtype) if isinstance(v, Tensor) and can_carry(v) else None for v in values]
         return (*outputs, *moments)
 
     @staticmethod

@@ -45,7 +45,7 @@ from profiler.opaque.made_up import (
 from profiler.opaque.run_again import takes_objects
 from profiler.opaque.statistics import buffer_of, is_measurable
 from profiler.text import counted
-from profiler.torch_private import applied, storage_of
+from profiler.torch_private import applied, can_carry, storage_of
 
 DRAWS_TRIED = (
     4  # [chosen] a layer that is dropped with a chance of 1/10 is not in one of them, but for 1 case in 10,000
@@ -152,8 +152,7 @@ def _alike(one: Any, other: Any) -> bool:
     pairs = list(zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False))
     tensors = [(a.detach(), b.detach()) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
     return all(
-        a.shape == b.shape
-        and (torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) if a.is_floating_point() else True)
+        a.shape == b.shape and (torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) if can_carry(a) else True)
         for a, b in tensors
     )
 

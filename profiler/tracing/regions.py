@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from profiler.torch_private import HigherOrderOperator, OpOverload, schema_of
+from profiler.torch_private import HigherOrderOperator, OpOverload, can_carry, schema_of
 from profiler.tracing.refusals import written_bases, written_from_outside
 from profiler.tracing.writes import moves_statistics
 
@@ -139,7 +139,7 @@ def _written_itself(result: fx.Node) -> fx.Node | None:
 def _is_statistic(taken: fx.Node) -> bool:
     """Whether what a region takes is nothing but statistics of a batch normalization, which never carry a gradient."""
     return all(moves_statistics(user) and taken in user.args[3:5] for user in taken.users) or (
-        not taken.meta["val"].is_floating_point()
+        not can_carry(taken.meta["val"])
     )
 
 

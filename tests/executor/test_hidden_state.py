@@ -101,7 +101,7 @@ def test_some_in_two_processes(plan_for: PlanFor) -> None:
     But for the hash of a text and the number of a thread, of which each process has another.
     """
     alone = {}
-    for name in random.Random(5).sample([name for name in NAMES if not re.search("hash|number", name)], 24):
+    for name in random.Random(5).sample([name for name in NAMES if not re.search("hash|number", name)], 36):
         with contextlib.suppress(PlanError):
             alone[name] = quietly(by_plan, [name], batches(2), 2)
     assert len(alone) > 8

@@ -290,6 +290,32 @@ def test_what_no_layer_may_do_is_refused(kind: type[nn.Module], message: str) ->
         trace(model, by_one("export", torch.randn(4, 8), keep_together=["inner"]))
 
 
+class ComplexOut(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        assert [float(value) for value in x[:, 0].detach()]
+        return torch.complex(self.linear(x), x)
+
+
+class OfComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), ComplexOut(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)).abs())
+
+
+def test_complex_numbers_carry_gradients() -> None:
+    """Where a stage ended after a module that returns such, those before it had no gradient, without a word."""
+    torch.manual_seed(0)
+    case = Case(OfComplex(), torch.randn(4, 8), nn.functional.mse_loss, torch.zeros(4, 2))
+    sequence = trace(case.model, case.sample)
+    assert list(sequence.sample.called_as_is) == ["inner"]
+    expected = eager(sequence, case)
+    for cuts in some_cuts(sequence):
+        assert difference(run(sequence, case, cuts), expected) <= 1e-6, cuts
+
+
 class Counting(Inner):
     count = 0
 

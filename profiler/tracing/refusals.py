@@ -227,21 +227,27 @@ def refuse_parameters_as_arrays(model: nn.Module) -> None:
     Raises:
         NotTraceableError: naming it.
     """
-    where = {
-        parameter.untyped_storage().data_ptr(): name
-        for name, parameter in model.named_parameters()
-        if parameter.device.type == "cpu" and not isinstance(parameter, FakeTensor) and not is_lazy(parameter)
-    }
+    where = {}
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "cpu" and not isinstance(parameter, FakeTensor) and not is_lazy(parameter):
+            try:
+                where[parameter.untyped_storage().data_ptr()] = name
+            except TypeError as problem:  # its class takes no functions of torch's
+                place = place_of_call(model, name.rpartition(".")[0])
+                raise NotTraceableError(
+                    f"cannot trace the model: in {place}: the parameter {name!r} is a {type(parameter).__name__}, "
+                    "which refuses functions of torch's; let plain parameters hold the numbers"
+                ) from problem
     for name, array in arrays_reached(model) if where else ():
         owner: Any = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        parameter = where.get(owner.__array_interface__["data"][0])
-        if parameter is not None:
+        held = where.get(owner.__array_interface__["data"][0])
+        if held is not None:
             place = place_of_call(model, name.rpartition(".")[0])
             raise NotTraceableError(
                 f"cannot trace the model: in {place}: {name!r} is an array of numpy in the memory of the parameter "
-                f"{parameter!r}, whose values a graph would hold as they are now; read the parameter itself"
+                f"{held!r}, whose values a graph would hold as they are now; read the parameter itself"
             )
 
 

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from planner.plan.plan import Plan
 from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings, tells_settings
 from profiler.cache import CacheSetting
+from profiler.errors import ArgumentError
 from profiler.machine.local import Devices, local_devices
 from profiler.observe.untouched import untouched
 from profiler.precision import precision_named, refuse_with_autocast
 from profiler.quantities import check_seconds
 from profiler.run.loss import LossFunction
+from profiler.text import counted
 from profiler.timing.optimizers import OptimizerChoice
 from profiler.tracing.sample import BatchDims, describe_sample
 from profiler.tracing.tracing import check_model, trace
@@ -88,14 +91,17 @@ def autoplan(
     """
     # Only here: a process that trains by a plan runs the same script, and these take it 100 MiB [measured].
     from planner.from_profile import plan_from_profile
-    from profiler.measure import profile
+    from profiler.measure import check_loss, profile
 
     check_model(model)
     check_seconds("time_budget_s", time_budget_s, positive=False)
     refuse_with_autocast(precision_named(precision), autocast)
     cluster = local_devices(devices, threads=threads)
-    samples = describe_sample(sample, batch_dims).batch_size if batch_size is None else batch_size
+    given = describe_sample(sample, batch_dims).batch_size
+    samples = given if batch_size is None else batch_size
     asked = Settings.of(cluster.devices, samples, settings)
+    check_loss(loss_fn, target)
+    _check_rows(target, given)
     with untouched(model):
         sequence = trace(
             model,
@@ -122,3 +128,17 @@ def autoplan(
             cache=cache,
         )
     return plan_from_profile(measured, cluster, batch_size=samples, progress=progress, **settings)
+
+
+def _check_rows(target: Any, samples: int) -> None:
+    """A target of other samples than those of `sample` is noticed before the model is traced.
+
+    Raises:
+        ArgumentError: with both numbers.
+    """
+    for leaf in pytree.tree_leaves(target):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] != samples:
+            raise ArgumentError(
+                f"the target holds {counted(leaf.shape[0], 'sample')}, the sample {samples}; give the target of the "
+                "same samples"
+            )

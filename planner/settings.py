@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -105,6 +106,10 @@ class SettingKeywords(TypedDict, total=False):
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+BESIDES = ("batch_dims", "batch_size", "devices", "loss_fn", "optimizer", "precision", "target", "time_budget_s")
+"""Keywords of `autoplan` that are no settings, and may be meant by what is none."""
+
+
 def tells_settings(function: Function) -> Function:
     """The function with every keyword of `SettingKeywords` in its docstring, where that says `settings: ...`."""
     attributes = inspect.cleandoc(SettingKeywords.__doc__ or "").partition("Attributes:\n")[2]
@@ -161,9 +166,10 @@ class Settings:
         """
         unknown = sorted(set(keywords) - set(SettingKeywords.__annotations__))
         if unknown:
-            raise ArgumentError(
-                f"there is no setting {unknown[0]!r}; there are {', '.join(sorted(SettingKeywords.__annotations__))}"
-            )
+            known = sorted(SettingKeywords.__annotations__)
+            close = difflib.get_close_matches(unknown[0], [*known, *BESIDES], n=1)
+            meant = f"; did you mean {close[0]}" if close else ""
+            raise ArgumentError(f"there is no setting {unknown[0]!r}{meant}; there are {', '.join(known)}")
         given: dict[str, Any] = {name: value for name, value in keywords.items() if value is not None}
         if not devices:
             raise ArgumentError("got 0 devices; give at least 1")
@@ -172,7 +178,9 @@ class Settings:
         for name, most in _MOST.items():
             if name in given:
                 check_count(name, given[name], most=most)
-        schedule = _choice("schedule", given.pop("schedule", "auto"), (*SCHEDULES, "auto"))
+        schedule = given.pop("schedule", "auto")
+        schedule = schedule.lower() if isinstance(schedule, str) else schedule  # 1F1B, as people write it
+        schedule = _choice("schedule", schedule, (*SCHEDULES, "auto"))
         _choice("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
         _choice("skips", given.get("skips", "relayed"), get_args(SkipMode))
         replicas = given.pop("replicas", 1)
@@ -365,6 +373,8 @@ def _memory_limits(devices: Sequence[Device], limit: Any) -> tuple[int, ...]:
     else:
         limits = [limit] * len(devices)
     for entry in limits:
+        if isinstance(entry, str):
+            raise ArgumentError(f"memory_limit is {shown(entry)}; give bytes, such as 24 * 2**30 for 24 GiB")
         if entry is not None:
             check_count("memory_limit", entry, most=MOST_BYTES)
     return tuple(

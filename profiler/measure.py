@@ -100,7 +100,9 @@ def profile(
     only = sequence.sample.only_micro_batch_size
     batch = sequence.sample.batch_size if batch_size is None else batch_size
     sizes = measured_sizes(batch, micro_batch_sizes, cluster, only)
-    _check(loss_fn, target, time_budget_s)
+    if not (isinstance(time_budget_s, int | float) and 0 <= time_budget_s <= MOST_SECONDS):
+        raise ArgumentError(f"time_budget_s={shown(time_budget_s)}; pass seconds, 0 for as few repeats as can be")
+    check_loss(loss_fn, target)
     kinds, listed = _least_of_each_kind(cluster), is_listed(cluster)
     if listed:
         sequence, place = sequence.on(PLACE), PLACE
@@ -193,9 +195,12 @@ def _least_of_each_kind(cluster: Cluster) -> dict[str, Device]:
     return kinds
 
 
-def _check(loss_fn: LossFunction | None, target: Any, time_budget_s: float) -> None:
-    if not (isinstance(time_budget_s, int | float) and 0 <= time_budget_s <= MOST_SECONDS):
-        raise ArgumentError(f"time_budget_s={shown(time_budget_s)}; pass seconds, 0 for as few repeats as can be")
+def check_loss(loss_fn: LossFunction | None, target: Any) -> None:
+    """Refuse a function that cannot be called, and a target without one or the other way round.
+
+    Raises:
+        ArgumentError: naming what is missing.
+    """
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentError(f"loss_fn={loss_fn!r} cannot be called; pass a function of the output and the target")
     if (loss_fn is None) != (target is None):

@@ -32,6 +32,7 @@ from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.sample_spec import SampleSpec, TensorLeaf
+from profiler.text import counted
 from profiler.tracing.sample import (
     TRACED_BATCH_SIZE_AT_LEAST,
     batch_extent,
@@ -204,7 +205,11 @@ class Calls:
             ArgumentError: they differ from what the model was traced with, or make up no micro-batches.
         """
         if args and kwargs:
-            raise ArgumentError("pass the model's arguments all by position or all by keyword, as in the sample")
+            raise ArgumentError(
+                f"{next(iter(kwargs))!r} is given by keyword and {counted(len(args), 'argument')} by position; pass "
+                "the model's arguments all by position or all by keyword, as in the sample, and what loss_fn compares "
+                "with as target="
+            )
         spec, tensors = self._shaped(kwargs if kwargs else args, training=training, may_lack=may_lack)
         form = BatchForm(spec, batch_extent(tensors, spec), training)
         inputs = self._outline(form).version.sequence.inputs

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.plan.plan import Plan
-from profiler.errors import ForeignPlanError, PlanError, PlanFileError
+from profiler.errors import ForeignPlanError, NotTraceableError, PlanError, PlanFileError
 from profiler.text import counted
 from profiler.tracing.dataflow import skip_users
 from profiler.tracing.sequence import LayerSequence
@@ -24,6 +24,9 @@ def traced_as_planned(model: nn.Module, plan: Plan) -> LayerSequence:
     """
     try:
         return trace(model, plan.sample, progress=False)
+    except NotTraceableError as problem:
+        said = f"{problem}; if the plan was made for another model, plan again for this one"
+        raise NotTraceableError(said) from problem
     except PlanError:
         raise
     except Exception as problem:

@@ -35,7 +35,7 @@ def loss_of(output: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
     """
     loss: Any
     if loss_fn is not None:
-        loss = loss_fn(output, target)
+        loss = _computed(output, target, loss_fn)
     elif isinstance(output, Mapping):
         loss = output.get("loss")
     else:
@@ -45,3 +45,15 @@ def loss_of(output: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
     what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     cure = "let loss_fn return the mean over the samples" if loss_fn is not None else "pass loss_fn=..."
     raise ArgumentError(f"the loss is {what}, not a scalar; {cure}")
+
+
+def _computed(output: Any, target: Any, loss_fn: LossFunction) -> Any:
+    """What the function returns; a target that was forgotten is named, and not only what came of that."""
+    try:
+        return loss_fn(output, target)
+    except Exception as problem:
+        if target is not None:
+            raise
+        raise ArgumentError(
+            f"loss_fn(output, None) raised {type(problem).__name__}: {problem}; no target was given: pass target=..."
+        ) from problem

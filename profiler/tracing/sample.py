@@ -288,7 +288,10 @@ def _check_tensor(leaf: Any, expected: TensorLeaf, position: int) -> None:
     if not isinstance(leaf, Tensor):
         raise ArgumentError(f"argument {position} is a {type(leaf).__name__}; the model was traced with a tensor")
     if leaf.dtype != torch_dtype(expected.dtype):
-        raise ArgumentError(f"argument {position} has dtype {leaf.dtype}; the model was traced with {expected.dtype}")
+        raise ArgumentError(
+            f"argument {position} has dtype {leaf.dtype}; the model was traced with {expected.dtype}: "
+            "convert it, or plan with a sample of this dtype"
+        )
     fits = leaf.dim() == len(expected.shape) and all(
         dim == expected.batch_dim or have == want
         for dim, (have, want) in enumerate(zip(leaf.shape, expected.shape, strict=False))
@@ -296,7 +299,7 @@ def _check_tensor(leaf: Any, expected: TensorLeaf, position: int) -> None:
     if not fits:
         raise ArgumentError(
             f"argument {position} has shape {list(leaf.shape)}; the model was traced with {list(expected.shape)} "
-            f"(dimension {expected.batch_dim} may vary)"
+            f"(dimension {expected.batch_dim} may vary): give it such a shape, or plan with a sample of the other"
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor import Pipeline, launch
-from planner import ArgumentError, Plan, PlanError
+from planner import ArgumentError, NotTraceableError, Plan, PlanError, automatic, autoplan
 from profiler import trace
 
 X, Y = torch.linspace(-1, 1, 8 * 6).reshape(8, 6), torch.arange(8) % 5
@@ -109,3 +109,46 @@ def test_a_model_that_cannot_do_without_says_so(plan_for: Callable[..., Plan]) -
     pipe = Pipeline(Demanding(), by_keyword(plan_for, Demanding()))
     with pytest.raises(PlanError, match="labels"):
         pipe.predict(x=X)
+
+
+def test_a_forgotten_target_is_named(plan_for: Callable[..., Plan]) -> None:
+    """The first cause that was told was that 'NoneType' object has no attribute 'flatten'."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target.flatten())
+
+    pipe = Pipeline(model, plan_for(trace(model, X), [2], batch_size=8, micro_batches=4), loss_fn=loss_fn)
+    with pytest.raises(PlanError, match=r"no target was given: pass target="):
+        pipe.step(X)
+    with pytest.raises(ArgumentError, match=r"'targets' is given by keyword and 1 argument by position; .* as target="):
+        pipe.step(X, targets=Y)
+    with pytest.raises(ArgumentError, match="traced with float32: convert it, or plan with a sample of this dtype"):
+        pipe.step(X.double(), target=Y)
+    assert pipe.step(X, target=Y) > 0
+
+
+def test_a_plan_of_a_model_that_is_called_otherwise_is_told(plan_for: Callable[..., Plan]) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    plan = plan_for(trace(model, X), [2], batch_size=8, micro_batches=4)
+    assert Pipeline(model, plan).plan == plan
+    with pytest.raises(NotTraceableError, match="if the plan was made for another model, plan again for this one"):
+        Pipeline(nn.Linear(3, 3), plan)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss_fn": functional.cross_entropy, "target": Y[:5]}, "the target holds 5 samples, the sample 8; give"),
+        ({"loss_fn": functional.cross_entropy}, "loss_fn without target"),
+        ({"target": Y}, "target without loss_fn"),
+        ({"target": Y, "los_fn": functional.cross_entropy}, "no setting 'los_fn'; did you mean loss_fn"),
+    ],
+)
+def test_what_does_not_belong_together_is_noticed_before_the_model_is_traced(
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target of fewer samples made a plan, whose first step was refused; that one was missing, the trace hid."""
+    monkeypatch.setattr(automatic, "trace", None)
+    with pytest.raises(ArgumentError, match=message):
+        autoplan(nn.Linear(6, 5), X, 1, progress=False, **given)

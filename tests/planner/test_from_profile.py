@@ -50,7 +50,9 @@ def profile(profile_of):
         ({"batch_size": 16, "keep_together": "blocks.1"}, "keep_together is 'blocks.1'; give a list"),
         ({"batch_size": 16, "micro_batch_sizes": []}, "micro_batch_sizes is empty"),
         ({"batch_size": 16, "time_limit_s": 0}, "time_limit_s is 0; give more than 0"),
-        ({"batch_size": 16, "stagse": 2}, "there is no setting 'stagse'"),
+        ({"batch_size": 16, "stagse": 2}, "there is no setting 'stagse'; did you mean stages; there are"),
+        ({"batch_size": 16, "los_fn": 2}, "there is no setting 'los_fn'; did you mean loss_fn; there are"),
+        ({"batch_size": 16, "memory_limit": "24GiB"}, r"memory_limit is '24GiB'; give bytes, such as 24 \* 2\*\*30"),
     ],
 )
 def test_impossible_arguments_are_refused(profile, device, settings, message):
@@ -230,3 +232,8 @@ def test_as_many_micro_batches_are_tried_as_a_plan_may_have(profile_of, device):
     assert (min(counts), max(counts)) == (2**14, 2**14)
     with pytest.raises(ProfileError, match="needs micro-batches of 1024 to 4194304 samples"):
         plan_from_profile(profile, [device("a", 2**50)], batch_size=2**24)
+
+
+def test_a_schedule_as_people_write_it(profile, device):
+    plan = plan_from_profile(profile, [device(), device()], batch_size=16, schedule="1F1B")
+    assert plan.schedule == "1f1b"

@@ -66,6 +66,8 @@ def export(
         return
     for line in (made.changed, *made.notes, *(f"wrote {path}" for path in written)):
         click.echo(line, err=True)
+    if folder is not None and not written:
+        click.echo(f"{made.target} reads no file: nothing was written to {folder}; paste what is printed", err=True)
     click.echo(made.text, nl=False)
 
 

@@ -31,6 +31,8 @@ def test_a_plan_is_exported(tmp_path: Path) -> None:
     assert shown.stdout.startswith("GPipe(model, balance=[")
     assert "a step takes" in shown.stderr or "nothing moved" in shown.stderr
     folder = tmp_path / "made"
+    assert f"nothing was written to {folder}; paste" in exported(*given, "--to", "torchgpipe", "-o", folder).stderr
+    assert not folder.exists()
     printed = exported(*given, "--to", "torch.distributed.pipelining", "-o", folder, "--json")
     told = json.loads(printed.stdout)
     assert told["files"] == [str(folder / "schedule.csv")]

@@ -62,10 +62,10 @@ class Result(NamedTuple):
         return self.lower_bound_s >= self.best.step_s * (1 - PROVEN)
 
 
-def first_balance(problem: Problem, candidate: Candidate) -> Balance | None:
-    """Some plan with that schedule, R and M that fits, and not the best; None when none was found."""
+def first_balance(problem: Problem, candidate: Candidate, deadline: Deadline) -> Balance | None:
+    """Some plan with that schedule, R and M that fits, and not the best; None when none was found in time."""
     limits = Limits.at(1)
-    search = CandidateSearch(problem, candidate, limits, limits.segments(), Deadline(None, heeds_interrupt=False))
+    search = CandidateSearch(problem, candidate, limits, limits.segments(), deadline)
     return search.first(work_bound_s(problem, candidate))
 
 

@@ -15,6 +15,7 @@ from planner.plan.stage import Segment, StageMemory
 from planner.plan.units import bytes_text
 from planner.settings import Settings
 from planner.solve.candidate_search import first_balance
+from planner.solve.deadline import Deadline
 from planner.solve.problem import Candidate, Problem, device_classes
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
@@ -23,6 +24,8 @@ from profiler.text import counted
 
 MOST_CANDIDATES = 12
 """How many schedules, R and M are looked at for each question; they are spread over all, both ends included."""
+MOST_CURES_S = 10.0
+"""Seconds in which cures are tried [chosen]: each asks whether a plan fits, which of large problems takes that long."""
 CLASSES_NAMED = 3
 """How many classes of memory a message names."""
 
@@ -48,7 +51,8 @@ def nothing_fits_text(problem: Problem) -> str:
     largest = ", ".join(f"{name} {bytes_text(size)}" for size, name in classes[:CLASSES_NAMED] if size)
     names = problem.costs.profile.layers
     first, stop = (int(cut) for cut in nearest.cuts[stage : stage + 2])
-    cures = list(_cures(problem))
+    deadline = Deadline(MOST_CURES_S)
+    cures = list(_cures(problem, deadline))
     return (
         f"no plan fits the memory. The nearest one has K = {counted(len(nearest.classes), 'stage')} and M = "
         f"{counted(candidate.split.count, 'micro-batch')}; its stage {stage} (layers {first} to {stop - 1}, "
@@ -56,14 +60,18 @@ def nothing_fits_text(problem: Problem) -> str:
         f"{names[stop - 1].name}, {_recompute_text(segments)}) needs {bytes_text(memory.total)} and "
         f"device {device.name} ({device.kind}) has {bytes_text(device.memory_bytes)}: "
         f"{over[stage]} bytes ({bytes_text(over[stage])}) too many. "
-        f"Largest: {largest}. "
-        + (
-            f"What would help: {'; '.join(cures)}"
-            if cures
-            else f"Neither recompute, {', '.join(_lean_schedules())}, more micro-batches, a smaller batch nor more "
-            "devices would help alone"
-        )
+        f"Largest: {largest}. " + _cures_text(cures, out_of_time=deadline.over)
     )
+
+
+def _cures_text(cures: Sequence[str], *, out_of_time: bool) -> str:
+    untried = f"; there was no time to try all cures ({MOST_CURES_S:.0f} s)" if out_of_time else ""
+    if cures:
+        return f"What would help: {'; '.join(cures)}{untried}"
+    if out_of_time:
+        return f"No cure was found in {MOST_CURES_S:.0f} s, which was not enough to try all"
+    lean = ", ".join(_lean_schedules())
+    return f"Neither recompute, {lean}, more micro-batches, a smaller batch nor more devices would help alone"
 
 
 def _recompute_text(segments: Sequence[Segment]) -> str:
@@ -99,28 +107,30 @@ def _memory(
     ), segments
 
 
-def _cures(problem: Problem) -> Iterator[str]:
-    """What makes the problem feasible, one change at a time."""
+def _cures(problem: Problem, deadline: Deadline) -> Iterator[str]:
+    """What makes the problem feasible, one change at a time, as far as there is time to try."""
     settings = problem.settings
-    if settings.recompute != "auto" and _fits(_with(problem, replace(settings, recompute="auto"))):
+    if settings.recompute != "auto" and _fits(_with(problem, replace(settings, recompute="auto")), deadline):
         yield 'recompute="auto"'
     for name in _lean_schedules():
-        if name not in settings.schedules and _fits(_with(problem, replace(settings, schedules=(name,)))):
+        if name not in settings.schedules and _fits(_with(problem, replace(settings, schedules=(name,))), deadline):
             yield f'schedule="{name}"'
     if settings.micro_batches is not None:
         share = settings.batch_size // (settings.replicas or 1)
         for count in _powers(settings.micro_batches, share):
-            if _fits(_with(problem, replace(settings, micro_batches=count))):
+            if _fits(_with(problem, replace(settings, micro_batches=count)), deadline):
                 yield f"more micro-batches (M = {count} fits)"
                 break
     for halvings in range(1, settings.batch_size.bit_length()):
         batch = settings.batch_size >> halvings
-        if batch % (settings.replicas or 1) == 0 and _fits(_with(problem, replace(settings, batch_size=batch))):
+        if batch % (settings.replicas or 1) == 0 and _fits(
+            _with(problem, replace(settings, batch_size=batch)), deadline
+        ):
             yield f"a smaller batch ({counted(batch, 'sample')} {'fits' if batch == 1 else 'fit'})"
             break
     if settings.stages is None or settings.stages == len(problem.devices):
         for count in _powers(len(problem.devices), max(problem.layers, len(problem.devices))):
-            if _fits(_with_devices(problem, count)):
+            if _fits(_with_devices(problem, count), deadline):
                 yield f"more devices ({count} fit, with the added ones like the last)"
                 break
 
@@ -156,9 +166,11 @@ def _with_devices(problem: Problem, count: int) -> Problem:
     return replace(problem, devices=devices, classes=device_classes(devices, problem.rules), settings=settings)
 
 
-def _fits(problem: Problem) -> bool:
-    """Whether a plan was found that fits."""
-    return any(first_balance(problem, candidate) is not None for candidate in _some(problem))
+def _fits(problem: Problem, deadline: Deadline) -> bool:
+    """Whether a plan was found in time that fits."""
+    return not deadline.over and any(
+        first_balance(problem, candidate, deadline) is not None for candidate in _some(problem) if not deadline.over
+    )
 
 
 def _some(problem: Problem) -> list[Candidate]:

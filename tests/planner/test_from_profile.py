@@ -2,6 +2,7 @@ import pytest
 
 from planner.from_profile import make_problem, plan_from_profile
 from planner.plan.simulator import simulate_plan
+from planner.solve import infeasible
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
 
@@ -179,6 +180,13 @@ def test_when_nothing_fits_the_error_says_where_by_how_much_and_what_would_help(
         'Largest: activations 320 B, receive_buffers 256 B, optimizer 256 B. What would help: recompute="auto"; '
         'schedule="1f1b"; a smaller batch (8 samples fit)'
     )
+
+
+def test_cures_are_tried_for_some_time_only_and_the_error_says_so(profile, device, monkeypatch):
+    """Llama 70B under GPipe on 64 devices took minutes to say that nothing fits."""
+    monkeypatch.setattr(infeasible, "MOST_CURES_S", 0.0)
+    with pytest.raises(InfeasibleError, match=r"No cure was found in 0 s, which was not enough to try all$"):
+        plan_from_profile(profile, [device("a", 900)] * 2, batch_size=16, recompute="never", schedule="gpipe")
 
 
 def test_unlike_devices_share_the_work_by_speed(profile_of, device):

@@ -153,7 +153,7 @@ def build_layer(
         draws=draws,
         earlier_draws=earlier_draws,
         flops=sum(facts[node].flops for node in nodes),
-        signature=_signature(draft, nodes, facts, root),
+        signature=_signature(draft, nodes, leaving, facts, root),
         function=compiler.function(draft.graph, draft.modules),
     )
 
@@ -343,9 +343,13 @@ def symbolic(extent: int | torch.SymInt) -> Any:
 
 
 def _signature(
-    draft: _Draft, nodes: Sequence[fx.Node], facts: Mapping[fx.Node, NodeFacts], root: fx.GraphModule
+    draft: _Draft,
+    nodes: Sequence[fx.Node],
+    leaving: Sequence[fx.Node],
+    facts: Mapping[fx.Node, NodeFacts],
+    root: fx.GraphModule,
 ) -> str:
-    """Hash of operations, constants, and the shapes, dtypes and gradients of what the layer reads."""
+    """Hash of operations, constants, of which values leave the layer, and of shapes, dtypes and gradients it reads."""
     numbers: dict[fx.Node, str] = {}
     lines = []
     for source in (*draft.parameters, *draft.buffers, *draft.values):
@@ -355,6 +359,7 @@ def _signature(
     for node in nodes:
         numbers[node] = f"%{len(numbers)}"
         lines.append(node_text(node, lambda argument: numbers.get(argument, str(argument.target))))
+    lines.append(f"leaving {[numbers[node] for node in leaving]}")
     return digest(lines)
 
 

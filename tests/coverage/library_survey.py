@@ -91,7 +91,6 @@ def _outcome(candidate: Candidate) -> tuple[Outcome, str]:
         apart = differences(candidate)
         if max(apart.values()) <= CLOSE:
             return Outcome.RIGHT, _text(apart)
-        apart = differences(candidate, double=True)
     except _TooSlowError:
         return Outcome.SLOW, SLOW
     except NotTraceableError as problem:
@@ -101,6 +100,18 @@ def _outcome(candidate: Candidate) -> tuple[Outcome, str]:
         return Outcome.REFUSED, f"{type(problem).__name__}: {without_folders(first_line(problem))}"
     except Exception as problem:
         return Outcome.CRASHED, f"{type(problem).__name__}: {without_folders(first_line(problem))}"
+    return _decided(candidate, apart)
+
+
+def _decided(candidate: Candidate, single: Mapping[str, float]) -> tuple[Outcome, str]:
+    """Of a model that is apart in float32: rounding only where float64 says so; where that cannot run, it is wrong."""
+    try:
+        apart = differences(candidate, double=True)
+    except _TooSlowError:
+        return Outcome.SLOW, SLOW
+    except Exception as problem:
+        why = f"{type(problem).__name__}: {without_folders(first_line(problem))}"
+        return Outcome.WRONG, f"{_text(single)} in float32, and none in float64: {why}"
     close = max(apart.values()) <= CLOSE_IN_FLOAT64
     return Outcome.RIGHT if close else Outcome.WRONG, f"{_text(apart)} in float64"
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from profiler.errors import PlanError
 from tests.coverage import library_survey
 from tests.coverage.library_parts import MINI_BATCH
 from tests.coverage.library_survey import Outcome, candidates, in_process, tried
@@ -55,6 +56,18 @@ def test_a_model_that_trains_alike_is_right() -> None:
     row = tried(chain(nn.Linear, nn.Linear, nn.Linear))
     assert row.outcome == Outcome.RIGHT, row
     assert "3 stages and eager" in row.detail
+
+
+def test_what_is_apart_and_cannot_run_in_float64_is_wrong_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differences(_: Candidate, *, double: bool = False) -> dict[str, float]:
+        if double:
+            raise PlanError("no float64 here")
+        return {"layers and eager": 0.1}
+
+    monkeypatch.setattr(library_survey, "differences", differences)
+    row = tried(chain(nn.Linear, nn.Linear, nn.Linear))
+    assert row.outcome == Outcome.WRONG
+    assert "layers and eager: 1e-01 in float32, and none in float64: PlanError: no float64 here" in row.detail
 
 
 def test_what_cannot_be_traced_is_refused() -> None:

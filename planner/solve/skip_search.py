@@ -34,7 +34,7 @@ from planner.solve.all_schedules import balance_of_all, families, is_plain
 from planner.solve.balance import Balance, StageChoice
 from planner.solve.build_plan import make_plan, stages_of
 from planner.solve.deadline import Deadline
-from planner.solve.infeasible import nothing_fits_text
+from planner.solve.infeasible import MOST_CURES_S, nothing_fits_text
 from planner.solve.many_devices import balance_any, with_fewer_classes
 from planner.solve.problem import Candidate, Problem
 from planner.solve.work_bound import least_s
@@ -91,7 +91,9 @@ def no_plan_text(problem: Problem) -> str:
     text = nothing_fits_text(with_fewer_classes(problem))
     if values_of(problem):
         return "no plan was found that fits with values that skip stages; with all of them relayed, " + text
-    direct = replace(problem, settings=replace(problem.settings, skips="direct"))
+    given_s = problem.settings.time_limit_s
+    limit_s = MOST_CURES_S if given_s is None else min(MOST_CURES_S, given_s)
+    direct = replace(problem, settings=replace(problem.settings, skips="direct", time_limit_s=limit_s))
     if problem.costs.profile.skips and values_of(direct) and best_plan(direct) is not None:
         return f'{text}. Or set skips="direct": values then go past stages that do not read them, and it fits'
     return text

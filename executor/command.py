@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -35,7 +38,10 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with _printable_complaints():
-                return super().invoke(ctx)
+                result = super().invoke(ctx)
+                if sys.stdout is not None:  # it was closed
+                    sys.stdout.flush()  # here, and not when the interpreter ends
+                return result
         except PlanError as problem:
             command = self.get_command(ctx, ctx.invoked_subcommand or "") or self
             click.echo(f"autoplan: error: {in_options(str(problem), command)}", err=True)
@@ -45,6 +51,8 @@ class _Group(click.Group):
         except OSError as problem:
             if problem.errno != errno.ENOSPC or problem.filename is not None:
                 raise
+            with Path(os.devnull).open("w") as nowhere:  # for what is still to be written when the interpreter ends
+                os.dup2(nowhere.fileno(), 1)
             click.echo(f"autoplan: error: cannot write the output: {problem.strerror}; make room there", err=True)
             ctx.exit(1)
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from profiler.record import InStage, LayerCost
+from profiler.value import Value
 
 _ONE_COST = json.JSONEncoder(sort_keys=True, separators=(",\n   ", ": "), allow_nan=False)
 _IN_STAGE = "in_stage"
 
 
-def costs_text(costs: Sequence[LayerCost]) -> str:
+def costs_text(costs: Sequence[Value]) -> str:
     """The costs as they stand in a profile's file, byte for byte what `Value.to_json` writes."""
     names = [name for name in type(costs[0]).model_fields if name != _IN_STAGE]
-    known: dict[InStage, str] = {}  # layers of one kind have the same
+    known: dict[Value, str] = {}  # layers of one kind have the same
 
-    def within(entry: InStage) -> str:
+    def within(entry: Value) -> str:
         if entry not in known:
             known[entry] = entry.to_json().rstrip().replace("\n", "\n   ")
         return known[entry]
@@ -27,7 +25,8 @@ def costs_text(costs: Sequence[LayerCost]) -> str:
     for cost in costs:
         plain = {name: getattr(cost, name) for name in names}
         text = _ONE_COST.encode({**plain, _IN_STAGE: None})
-        if cost.in_stage is not None:
-            text = text.replace(f'"{_IN_STAGE}": null', f'"{_IN_STAGE}": {within(cost.in_stage)}')
+        in_stage = getattr(cost, _IN_STAGE)
+        if in_stage is not None:
+            text = text.replace(f'"{_IN_STAGE}": null', f'"{_IN_STAGE}": {within(in_stage)}')
         rows.append(f"  {{\n   {text[1:-1]}\n  }}")
     return ",\n".join(rows)

@@ -48,7 +48,7 @@ KIND_FILES = {*(f"profiler/machine/{kind}.py" for kind in BACKENDS), "profiler/d
 PRIVATE_PARTS = "profiler/torch_private.py"
 ALLOWED_MODULES = ("torch.utils._pytree", "torch.utils._python_dispatch.", "torch._subclasses.fake_tensor.")
 ALLOWED_ATTRIBUTES = {"_version", "_parameters", "_buffers", "_modules"}
-NOT_TORCHS = {"_exit", "_getframe", "_replace", "_inst", "_rand"}  # of Python and numpy
+NOT_TORCHS = {"_exit", "_getframe", "_replace", "_inst", "_rand", "_SimpleCData"}  # of Python and numpy
 IN_ONE_FILE = {
     ("executor/run/accumulators.py", "_cdata"),  # a call more for each gradient takes 0.5 % of a step
     *(("planner/kernel/compiled.py", part) for part in ("_cache", "_cache_file", "_source_stamp")),  # numba's

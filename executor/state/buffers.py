@@ -16,8 +16,8 @@ from torch import Tensor
 
 from executor.layout import Layout
 from executor.run.stage_runner import MicroBatch, StageRunner
+from profiler.moments import combined
 from profiler.run.stage_function import Moved
-from profiler.tracing.moments import combined
 
 
 class BufferMover:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiler.moments import WHOLE_MOMENTUM, elements_per_channel
 from profiler.torch_private import BatchNormBase, NormBase
-from profiler.tracing.moments import WHOLE_MOMENTUM, elements_per_channel
 
 
 @dataclass(frozen=True, slots=True)

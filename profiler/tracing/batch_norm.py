@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from profiler.tracing.moments import WHOLE_MOMENTUM, elements_per_channel
+from profiler.moments import WHOLE_MOMENTUM, elements_per_channel
 from profiler.tracing.writes import moves_statistics
 
 

@@ -229,7 +229,7 @@ def refuse_parameters_as_arrays(model: nn.Module) -> None:
     """
     where = {}
     for name, parameter in model.named_parameters():
-        if parameter.device.type == "cpu" and not isinstance(parameter, FakeTensor) and not is_lazy(parameter):
+        if not parameter.is_meta and not isinstance(parameter, FakeTensor) and not is_lazy(parameter):
             try:
                 where[parameter.untyped_storage().data_ptr()] = name
             except TypeError as problem:  # its class takes no functions of torch's

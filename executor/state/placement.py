@@ -110,14 +110,10 @@ def place(
     }
     ordered = [(name, device) for name in sequence.parameters for device in devices.values() if (name, device) in used]
     needed = {stage: buffer_names(sequence, layers_of[stage]) for stage in stages}
-    bare: dict[str, set[torch.device]] = {}
-    for name, device in ordered:
-        if held[name].is_meta:
-            bare.setdefault(name, set()).add(device)
-    for stage in stages:
-        for name in needed[stage]:
-            if sequence.buffers[name].is_meta:
-                bare.setdefault(name, set()).add(devices[stage])
+    bare = _without_memory(
+        [(name, device, held[name]) for name, device in ordered]
+        + [(name, devices[stage], sequence.buffers[name]) for stage in stages for name in needed[stage]]
+    )
     made = materialize(bare) if bare else {}
     parameters = {
         (name, device): _parameter(held[name], device, made.get((name, device)))
@@ -132,13 +128,14 @@ def place(
         (name, device): _collector(sequence, name, parameter, computing.get((name, device)))
         for (name, device), parameter in parameters.items()
     }
-    collecting: dict[int, dict[tuple[int, str], Tensor]] = {}
-    for stage in stages:
-        collecting[stage] = {}
-        for layer in layers_of[stage]:
-            for name in sequence.layers[layer].parameters:
-                own = collectors[name, devices[stage]]
-                collecting[stage][layer, name] = accumulator_of(own) if name in sequence.tied else own
+    collecting = {
+        stage: {
+            (layer, name): _collecting(sequence, name, collectors[name, devices[stage]])
+            for layer in layers_of[stage]
+            for name in sequence.layers[layer].parameters
+        }
+        for stage in stages
+    }
     return Placement(
         parameters=parameters,
         buffers={
@@ -162,6 +159,20 @@ def place(
         rounded=tuple((tensor, parameters[key]) for key, tensor in computing.items()),
         cast=tuple((own, parameters[key]) for key, own in collectors.items() if own is not parameters[key]),
     )
+
+
+def _without_memory(tensors: Sequence[tuple[str, torch.device, Tensor]]) -> dict[str, set[torch.device]]:
+    """Names of tensors that lie on the meta device, with the devices that need them."""
+    found: dict[str, set[torch.device]] = {}
+    for name, device, tensor in tensors:
+        if tensor.is_meta:
+            found.setdefault(name, set()).add(device)
+    return found
+
+
+def _collecting(sequence: LayerSequence, name: str, collector: Tensor) -> Tensor:
+    """What collects a parameter's gradient in one layer: of a tied one each layer has its own."""
+    return accumulator_of(collector) if name in sequence.tied else collector
 
 
 def _trained(sequence: LayerSequence, name: str, original: nn.Parameter) -> nn.Parameter:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from profiler.observe.elsewhere import walk_from
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, Generator
+from profiler.observe.walk import walk_from
 from profiler.torch_private import backward_of_operation
 
 _PACKAGES = "random"  # in the names of all functions of Python's and numpy's generators that are not held by a name

@@ -11,7 +11,7 @@ from types import FunctionType
 
 from torch import nn
 
-from profiler.observe.elsewhere import walk_from
+from profiler.observe.walk import walk_from
 
 _FILE = "<@beartype("  # which the code that it generates for a function says that it comes from
 _DRAW = "__beartype_getrandbits"  # by which name that code draws

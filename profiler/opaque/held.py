@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -138,54 +139,61 @@ class Held:
         given = {**tensors}
         versions = {name: tensor._version for name, tensor in tensors.items()}
         entering = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        entered = [tensor._version for tensor in entering]
-        sizes = [storage_bytes(tensor) for tensor in entering if is_strided(tensor)]
-        settings = self._settings(args, kwargs)
-        hooks = [*map(gradient_hooks, (*tensors.values(), *entering))]
-        attributes, states = attributes_of(self.module), python_and_numpy_states()
-        on_tensors = attributes_of_tensors(tensors)
-        before = {name: constant._version for name, constant in self.constants.items()}
-        known = {**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}}
-        writes = DataWrites(known)
+        attributes, on_tensors = attributes_of(self.module), attributes_of_tensors(tensors)
+        writes = DataWrites({**tensors, **{f"argument {position}": leaf for position, leaf in enumerate(entering)}})
         checks = first_items_checked(self._checkers)
         ids = {id(tensor) for tensor in tensors.values()}
 
         def refuse_gradients() -> NoReturn:
             raise Refused(f"it {READS_GRADIENT}; do that between steps")
 
-        with (
-            self.seeded(seed) as drawn,
-            self._modes(),
-            standing_in(self.module, given),
-            measuring(self._measurable) as measured,
-            checks,
-            writes,
-            GradientsLeftAlone(lambda tensor: id(tensor) in ids, refuse_gradients),
-        ):
-            forward = self.module.forward if "" in self._measurable else self.forward
-            result = forward(*args, **kwargs)
-            drew = drawn()
-        put = put_on_tensors(on_tensors, attributes_of_tensors(tensors))
-        if put:
-            raise Refused(f"it sets {put[0]!r}, an attribute of a tensor; keep it in a buffer (register_buffer)")
-        left = self._left(attributes, made, changed)
+        looks = [*self._looks(tensors, entering, args, kwargs)]
+        if not may_draw:
+            looks.append((_DRAWS, python_and_numpy_states))
+        with _unchanged(looks):
+            with (
+                self.seeded(seed) as drawn,
+                self._modes(),
+                standing_in(self.module, given),
+                measuring(self._measurable) as measured,
+                checks,
+                writes,
+                GradientsLeftAlone(lambda tensor: id(tensor) in ids, refuse_gradients),
+            ):
+                forward = self.module.forward if "" in self._measurable else self.forward
+                result = forward(*args, **kwargs)
+                drew = drawn()
+            put = put_on_tensors(on_tensors, attributes_of_tensors(tensors))
+            if put:
+                raise Refused(f"it sets {put[0]!r}, an attribute of a tensor; keep it in a buffer (register_buffer)")
+            left = self._left(attributes, made, changed)
+            through_data = writes.written()
+            if through_data - tensors.keys():
+                raise Refused(_WRITES_ARGUMENT)
+        return Done(result, self._written(tensors, given, versions, through_data), drew, left, measured)
+
+    def _looks(
+        self, tensors: Mapping[str, Tensor], entering: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """What a call leaves as it was: the reason to refuse one that does not, and what to look at."""
         for name, constant in self.constants.items():
-            if constant._version != before[name]:
-                raise Refused(f"it writes {name!r}, a tensor that is no buffer; make it one (register_buffer)")
-        if not may_draw and states != python_and_numpy_states():
-            raise Refused("it draws from Python's or numpy's random generator, and did not when traced")
-        through_data = writes.written()
-        if entered != [tensor._version for tensor in entering] or through_data - tensors.keys():
-            raise Refused("it writes one of its arguments in place; let it work on a copy")
-        if sizes != [storage_bytes(tensor) for tensor in entering if is_strided(tensor)]:
-            raise Refused("it frees the memory of an argument, which others may read; let it keep its input")
-        if hooks != [*map(gradient_hooks, (*tensors.values(), *entering))]:
-            raise Refused(
-                "it hooks the gradient of an argument or parameter, of which a layer may have a part; let it hook a "
-                "value of its own (x = x.view_as(x))"
+            yield (
+                f"it writes {name!r}, a tensor that is no buffer; make it one (register_buffer)",
+                partial(getattr, constant, "_version"),
             )
-        if settings != self._settings(args, kwargs):
-            raise Refused("it changes one of its arguments; let it work on a copy")
+        yield _WRITES_ARGUMENT, lambda: [tensor._version for tensor in entering]
+        yield _FREES_ARGUMENT, lambda: [storage_bytes(tensor) for tensor in entering if is_strided(tensor)]
+        yield _HOOKS_ARGUMENT, lambda: [*map(gradient_hooks, (*tensors.values(), *entering))]
+        yield "it changes one of its arguments; let it work on a copy", lambda: self._settings(args, kwargs)
+
+    def _written(
+        self,
+        tensors: Mapping[str, Tensor],
+        given: Mapping[str, Tensor],
+        versions: Mapping[str, int],
+        through_data: Set[str],
+    ) -> set[str]:
+        """Names of the buffers that a call has written; the values of a replaced one go into the given one."""
         written = {name for name in self.buffers if given[name] is not tensors[name]}
         with torch.no_grad():
             for name in written:
@@ -193,7 +201,7 @@ class Held:
         written |= {name for name, tensor in tensors.items() if tensor._version != versions[name]} | through_data
         if written & self.parameters.keys():
             raise Refused(f"it writes its parameter {min(written & self.parameters.keys())!r}; use a buffer for that")
-        return Done(result, written, drew, left, measured)
+        return written
 
     def _left(self, before: dict[str, Attribute], made: dict[str, Any], changed: Changed) -> Mapping[str, Attribute]:
         """The attributes that a call has changed, now that it is done with."""
@@ -246,3 +254,26 @@ class Held:
         finally:
             for part, flag in now:
                 part.training = flag
+
+
+_DRAWS = "it draws from Python's or numpy's random generator, and did not when traced"
+_WRITES_ARGUMENT = "it writes one of its arguments in place; let it work on a copy"
+_FREES_ARGUMENT = "it frees the memory of an argument, which others may read; let it keep its input"
+_HOOKS_ARGUMENT = (
+    "it hooks the gradient of an argument or parameter, of which a layer may have a part; let it hook a value of its "
+    "own (x = x.view_as(x))"
+)
+
+
+@contextlib.contextmanager
+def _unchanged(looks: Sequence[tuple[str, Callable[[], Any]]]) -> Iterator[None]:
+    """Within, all that is looked at stays as it is.
+
+    Raises:
+        Refused: for the reason that stands with what has changed.
+    """
+    before = [look() for _, look in looks]
+    yield
+    for (reason, look), was in zip(looks, before, strict=True):
+        if look() != was:
+            raise Refused(reason)

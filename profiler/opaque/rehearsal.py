@@ -10,7 +10,7 @@ dearest is planned for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -203,7 +203,8 @@ def _run(
     changed: Changed,
 ) -> _Run:
     held = call.held
-    entering, (args, kwargs) = (found := Entering.of(call, size, around, floats)).tensors, found.call
+    found = Entering.of(call, size, around, floats)
+    args, kwargs = found.call
     device = torch.device(around.device_type)
     own = own_parameters(held) | {name: tensor.clone() for name, tensor in held.buffers.items()}
     saved: dict[int, Tensor] = {}
@@ -219,11 +220,7 @@ def _run(
             given.append(function)
         return applied(function, *args, **kwargs)
 
-    with (
-        preserved([HOST, device]),
-        around.in_force(),
-        StorageWatch() as watch,
-    ):
+    with preserved([HOST, device]), around.in_force(), StorageWatch() as watch:
         torch.manual_seed(seed)
         reads = Reads(call.others, own.values())
         with (
@@ -238,25 +235,13 @@ def _run(
             raise Refused(f"it reads {min(reads.names)!r}, which is not its own; pass that as an argument")
         forward_bytes = watch.peak_bytes_with_workspace
         outputs = [leaf for leaf in pytree.tree_leaves(done.result) if isinstance(leaf, Tensor)]
-        entered = {storage_of(tensor): position for position, tensor in enumerate(entering)}
+        entered = {storage_of(tensor): position for position, tensor in enumerate(found.tensors)}
         left = {storage_of(tensor): position for position, tensor in enumerate(outputs)}
         inside = [t for storage, t in saved.items() if storage not in entered and storage not in left]
         kept_bytes = sum(watch.bytes_of(tensor) or 0 for tensor in inside)
         before = watch.live_bytes
         watch.restart()
-        counters = [own[buffer_of(path, "num_batches_tracked")] for path in held.moving]
-        counted_before = [counter._version for counter in counters]
-        if any(map(_has_hooked, entering)):
-            raise Refused(
-                "it hooks the node that makes its argument; let it hook a value of its own (x = x.view_as(x))"
-            )
-        with standing_in(held.module, own), held.seeded(seed), held.as_left(done.left), outside_told(_refuse_outside):
-            backward_from(outputs)
-        if done.measured and (given or counted_before != [counter._version for counter in counters]):
-            raise Refused(
-                f"its {done.measured[0].path or 'own'} normalization would move running statistics once more in the "
-                "backward pass, which runs it again; freeze it (eval()), or set track_running_stats=False"
-            )
+        _run_backward(held, own, found.tensors, outputs, done, seed, runs_again=bool(given))
         return _Run(
             size,
             done,
@@ -269,6 +254,43 @@ def _run(
             watch.peak_bytes_with_workspace - before,
             tuple(sorted(position for storage, position in entered.items() if storage in saved)),
             tuple(sorted(position for storage, position in left.items() if storage in saved)),
+        )
+
+
+def _run_backward(
+    held: Held,
+    own: dict[str, Tensor],
+    entering: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    done: Done,
+    seed: int,
+    *,
+    runs_again: bool,
+) -> None:
+    """The backward pass of a call.
+
+    Args:
+        held: what was called.
+        own: its parameters and buffers.
+        entering: tensors that it was called with.
+        outputs: tensors that it returned.
+        done: what it did.
+        seed: of its random generators.
+        runs_again: whether functions of its own are given what may be run again, as checkpoints are.
+
+    Raises:
+        Refused: it hooks the node of an argument, or would move statistics in this pass, too.
+    """
+    counters = [own[buffer_of(path, "num_batches_tracked")] for path in held.moving]
+    counted_before = [counter._version for counter in counters]
+    if any(map(_has_hooked, entering)):
+        raise Refused("it hooks the node that makes its argument; let it hook a value of its own (x = x.view_as(x))")
+    with standing_in(held.module, own), held.seeded(seed), held.as_left(done.left), outside_told(_refuse_outside):
+        backward_from(outputs)
+    if done.measured and (runs_again or counted_before != [counter._version for counter in counters]):
+        raise Refused(
+            f"its {done.measured[0].path or 'own'} normalization would move running statistics once more in the "
+            "backward pass, which runs it again; freeze it (eval()), or set track_running_stats=False"
         )
 
 
@@ -289,44 +311,10 @@ def _refuse_outside(what: str) -> None:
 
 
 def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
-    held = call.held
     flat = [pytree.tree_flatten(run.done.result) for run in runs]
     result_leaves, result_tree = flat[0]
-    for found, structure in flat:
-        for leaf in found:
-            if not isinstance(leaf, Tensor) and not (leaf is None or isinstance(leaf, bool | int | float | str)):
-                raise NotTraceableError(_text(held, f"it returns a {type(leaf).__name__}; let it return tensors"))
-        kinds = [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in found]
-        expected = [leaf.dtype if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
-        dims = [leaf.dim() for leaf in found if isinstance(leaf, Tensor)]
-        alike = same_structure(structure, result_tree) and kinds == expected
-        if not alike or dims != [t.dim() for t in _tensors(result_leaves)]:
-            raise NotTraceableError(
-                _text(
-                    held,
-                    f"what it returns for {runs[0].size} and for {counted(runs[-1].size, 'sample')} differs in "
-                    "more than size",
-                )
-            )
+    _refuse_unlike(call.held, runs, flat)
     sizes = [run.size for run in runs]
-    outputs = [
-        TensorKind(
-            tuple(Affine.through(sizes, extents) for extents in zip(*(tensor.shape for tensor in same), strict=True)),
-            same[0].dtype,
-        )
-        for same in zip(*(_tensors(found) for found, _ in flat), strict=True)
-    ]
-    for run, (found, _) in zip(runs[2:], flat[2:], strict=True):
-        for kind, tensor in zip(outputs, _tensors(found), strict=True):
-            if kind.shape_at(run.size) != tuple(tensor.shape):
-                raise NotTraceableError(
-                    _text(
-                        held,
-                        f"the shape of what it returns depends on data: {list(tensor.shape)} for "
-                        f"{counted(run.size, 'sample')}, "
-                        f"not {list(kind.shape_at(run.size))}; let it return results of one shape",
-                    )
-                )
     inputs = [
         TensorKind(
             tuple(Affine.through(sizes, [extent_at(extent, size) for size in sizes]) for extent in tensor.shape),
@@ -341,13 +329,53 @@ def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
         tuple(Affine.through(sizes, [extent_at(number, size) for size in sizes]) for number in call.numbers),
         tuple(with_slots(result_leaves)),
         result_tree,
-        tuple(outputs),
-        _normalizations(held, runs),
+        tuple(_output_kinds(call.held, sizes, [_tensors(leaves) for leaves, _ in flat])),
+        _normalizations(call.held, runs),
         frozenset().union(*(run.done.written for run in runs)),
         any(run.done.draws for run in runs),
         any(run.runs_again for run in runs),
         any(run.begins_alike for run in runs),
     )
+
+
+def _refuse_unlike(held: Held, runs: Sequence[_Run], flat: Sequence[tuple[Sequence[Any], Any]]) -> None:
+    """Refuse results, flattened, that differ between sizes in more than extents, or that no graph can hold."""
+    first, structure = flat[0]
+    for leaves, other in flat:
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and not (leaf is None or isinstance(leaf, bool | int | float | str)):
+                raise NotTraceableError(_text(held, f"it returns a {type(leaf).__name__}; let it return tensors"))
+        if not same_structure(other, structure) or [*map(_kind, leaves)] != [*map(_kind, first)]:
+            raise NotTraceableError(
+                _text(
+                    held,
+                    f"what it returns for {runs[0].size} and for {counted(runs[-1].size, 'sample')} differs in "
+                    "more than size",
+                )
+            )
+
+
+def _kind(leaf: Any) -> Any:
+    """What of a result is the same at every size."""
+    return (leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else leaf
+
+
+def _output_kinds(held: Held, sizes: Sequence[int], results: Sequence[Sequence[Tensor]]) -> Iterator[TensorKind]:
+    """Of each tensor that is returned, whose extents lie on a line: through two sizes, and the third must lie on it."""
+    for same in zip(*results, strict=True):
+        extents = zip(*(tensor.shape for tensor in same), strict=True)
+        kind = TensorKind(tuple(Affine.through(sizes, each) for each in extents), same[0].dtype)
+        for size, tensor in zip(sizes, same, strict=True):
+            if kind.shape_at(size) != tuple(tensor.shape):
+                raise NotTraceableError(
+                    _text(
+                        held,
+                        f"the shape of what it returns depends on data: {list(tensor.shape)} for "
+                        f"{counted(size, 'sample')}, not {list(kind.shape_at(size))}; let it return results of one "
+                        "shape",
+                    )
+                )
+        yield kind
 
 
 def _normalizations(held: Held, runs: Sequence[_Run]) -> tuple[str, ...]:

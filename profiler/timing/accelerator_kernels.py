@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ class AcceleratorKernels(TorchFunctionMode):
     ) -> Any:
         """Call the operation, or its stand-in."""
         named = dict(kwargs or {})
-        if func is aten.dropout.default and not named:
+        if func is aten.dropout.default and not named and _drops(*args):
             dropped, _ = aten.native_dropout.default(*args)
             return dropped
         if func is _ATTENTION:  # what it drops changes neither its products nor the bytes that it keeps
@@ -42,3 +43,8 @@ class AcceleratorKernels(TorchFunctionMode):
                 named["dropout_p"] = 0.0
             args = tuple(0.0 if place == _DROPOUT_PLACE else value for place, value in enumerate(args))
         return func(*args, **named)
+
+
+def _drops(_: Tensor, share: float, training: bool) -> bool:
+    """Whether this dropout drops anything but not all; else an accelerator has no kernel for it either."""
+    return training and 0 < share < 1

@@ -108,32 +108,15 @@ def build_layer(
     draft = _Draft()
     _place_sources(draft, nodes, root)
     written = _write_copies(draft, nodes, facts)
-    draws = 0
-    for node in nodes:
-        if facts[node].draws_random:
-            draft.graph.call_function(before_draw, (draws,))
-            draws += 1
-        draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
-        if has_foreign_backward(node.target):
-            operation: Any = node.target
-            draft.copies[node] = draft.graph.call_function(keyed_operation, (operation, draft.copies[node]))
-        if facts[node].apart:
-            others = [draft.copies[source] for source in facts[node].apart]
-            draft.copies[node] = draft.graph.call_function(apart_from, (draft.copies[node], *others))
+    draws = _place_nodes(draft, nodes, facts)
     results = {node.name: _without_gaps(draft, node, facts) for node in leaving}
     for node in leaving:
         if facts[node].storage in written_later:
             results[node.name] = draft.graph.call_function(no_view, (results[node.name],))
     results.update({_new_value(name): copy for name, copy in written})
-    statistics = []
-    for node in nodes:
-        if moves_statistics(node):
-            found = [_return_statistics(draft, node, counters)]
-        else:
-            found = _called_statistics(draft, node) if isinstance(node.target, OpaqueCall) else []
-        for entry, outputs in found:
-            statistics.append(entry)
-            results.update(outputs)
+    statistics = _statistics(draft, nodes, counters)
+    for _, outputs in statistics:
+        results.update(outputs)
     draft.graph.output(tuple(results.values()))
     touched = frozenset().union(*(facts[node].writes for node in nodes))
     return Layer(
@@ -147,7 +130,7 @@ def build_layer(
         values=tuple(node.name for node in draft.values),
         outputs=tuple(results),
         written_buffers=tuple((name, _new_value(name)) for name, _ in written),
-        statistics=tuple(statistics),
+        statistics=tuple(entry for entry, _ in statistics),
         in_place=frozenset(node.name for node in draft.values if facts[node].storage in touched),
         views=_views(draft, leaving, facts),
         draws=draws,
@@ -156,6 +139,23 @@ def build_layer(
         signature=_signature(draft, nodes, leaving, facts, root),
         function=compiler.function(draft.graph, draft.modules),
     )
+
+
+def _place_nodes(draft: _Draft, nodes: Sequence[fx.Node], facts: Mapping[fx.Node, NodeFacts]) -> int:
+    """Copy the operations into the layer's graph; returns how many of them draw random numbers."""
+    draws = 0
+    for node in nodes:
+        if facts[node].draws_random:
+            draft.graph.call_function(before_draw, (draws,))
+            draws += 1
+        draft.copies[node] = draft.graph.node_copy(node, lambda argument: draft.copies[argument])
+        if has_foreign_backward(node.target):
+            operation: Any = node.target
+            draft.copies[node] = draft.graph.call_function(keyed_operation, (operation, draft.copies[node]))
+        if facts[node].apart:
+            others = [draft.copies[source] for source in facts[node].apart]
+            draft.copies[node] = draft.graph.call_function(apart_from, (draft.copies[node], *others))
+    return draws
 
 
 def apart_from(value: Tensor, *others: Tensor) -> Tensor:
@@ -255,7 +255,21 @@ def _views(
     )
 
 
-def _return_statistics(draft: _Draft, node: fx.Node, counters: set[str]) -> tuple[BatchStatistics, dict[str, fx.Node]]:
+_Moments = dict[str, fx.Node]  # values that leave a layer, by name
+
+
+def _statistics(draft: _Draft, nodes: Sequence[fx.Node], counters: set[str]) -> list[tuple[BatchStatistics, _Moments]]:
+    """Let the layer return what running statistics follow from, in the order of the operations."""
+    found: list[tuple[BatchStatistics, _Moments]] = []
+    for node in nodes:
+        if moves_statistics(node):
+            found.append(_return_statistics(draft, node, counters))
+        elif isinstance(node.target, OpaqueCall):
+            found += _called_statistics(draft, node)
+    return found
+
+
+def _return_statistics(draft: _Draft, node: fx.Node, counters: set[str]) -> tuple[BatchStatistics, _Moments]:
     running_mean, running_var, momentum = node.args[3], node.args[4], node.args[6]
     assert isinstance(running_mean, fx.Node)
     assert isinstance(running_var, fx.Node)
@@ -278,7 +292,7 @@ def _return_statistics(draft: _Draft, node: fx.Node, counters: set[str]) -> tupl
     return entry, {entry.mean: mean, entry.variance: variance, entry.count: count}
 
 
-def _called_statistics(draft: _Draft, node: fx.Node) -> list[tuple[BatchStatistics, dict[str, fx.Node]]]:
+def _called_statistics(draft: _Draft, node: fx.Node) -> list[tuple[BatchStatistics, _Moments]]:
     """Those of a module that is called as it is: they follow its outputs."""
     found = []
     for number, moved in enumerate(node.target.statistics()):  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from profiler.errors import NotTraceableError
-from profiler.observe.elsewhere import Spot, Spots, changed_spots, lasting_spots, put_spots_back, spots_of
+from profiler.observe.elsewhere import changed_spots, lasting_spots, put_spots_back, spots_of
 from profiler.observe.python_state import (
     Attribute,
     attributes_of,
@@ -27,6 +27,7 @@ from profiler.observe.python_state import (
     tensors_held,
 )
 from profiler.observe.source_place import keep_together_advice, place_of_call
+from profiler.observe.walk import Spot, Spots
 
 
 @dataclass(frozen=True, slots=True)

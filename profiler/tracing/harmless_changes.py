@@ -25,11 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from profiler.machine.backend import HOST, device_of_first
-from profiler.observe.elsewhere import Spot, Spots, Unwritten, lasting_spots, put_spots_back, spots_of
+from profiler.observe.elsewhere import Unwritten, lasting_spots, put_spots_back, spots_of
 from profiler.observe.python_state import Attribute, key_of_value, lasting_changes, put_back
 from profiler.observe.random_states import OF_PYTHON_AND_NUMPY, generators_of, preserved, seeded
 from profiler.observe.standing_in import standing_in
 from profiler.observe.untouched import untouched
+from profiler.observe.walk import Spot, Spots
 from profiler.torch_private import not_persistent_buffers
 from profiler.tracing.calls_alike import NotedCall, PythonState, replaced_buffers
 from profiler.tracing.sample import Arguments

@@ -257,7 +257,7 @@ def test_what_has_no_part_in_the_loss_has_no_backward_pass():
 
     with warnings.catch_warnings(action="error"):
         found = profile(
-            sequence, Cluster.of("T4"), loss_fn=loss_fn, target=target, micro_batch_sizes=[1, 4], progress=False,
+            sequence, Cluster.of("T4"), loss_fn=loss_fn, target=target, micro_batch_sizes=[1, 2, 4], progress=False,
             cache=False,
         )  # fmt: skip
     assert {1, 4} <= {cost.micro_batch_size for cost in found.costs}
@@ -302,7 +302,7 @@ class Mixing(nn.Module):
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
-        self.dropout = nn.Dropout(share)
+        self.dropout = nn.Dropout(0.1)
         self.linear = nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -337,6 +337,17 @@ def _layer(*seconds: float) -> LayerWork:
 
 def _rates(dispatch_s: float) -> Rates:
     return Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, dispatch_s)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_dropout_that_drops_nothing_or_all_has_no_kernel_of_its_own(share: float) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(share), nn.LayerNorm(8), nn.Dropout(share), nn.Linear(8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = profile(
+            trace(model, torch.zeros(4, 8)), Cluster.of("A100-40GB"), micro_batch_sizes=[1, 2, 4], progress=False
+        )
+    assert {cost.micro_batch_size for cost in found.costs} == {1, 2, 4}
 
 
 def test_a_device_waits_to_be_asked_or_has_still_work_when_it_is() -> None:

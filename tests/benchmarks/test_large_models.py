@@ -23,17 +23,15 @@ REPOSITORY = Path(__file__).parents[2]
 # In a process of its own, whose resident memory holds nothing else (the profiler of torch that sees tensors takes much
 # itself, so a second process is asked for its size). The model: 20 blocks of 50 MB, in one case no two alike.
 LARGER_THAN_THE_DEVICE = """
-import resource, sys, time
+import sys, time
 from contextlib import nullcontext
 import torch
 from torch import nn
 from gpt import GPT, Config
 from profiler import Device, profile, trace
 from tests.models.tracked import allocations
+from tests.peak_resident import peak_resident_bytes
 from itertools import accumulate
-
-def resident_bytes():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 class Unlike(nn.Module):
     def __init__(self, blocks):
@@ -54,10 +52,10 @@ with torch.device("meta"):
 whole = sum(parameter.nbytes for parameter in model.parameters())
 device = Device(name="cpu", kind="cpu", memory_bytes=whole // 4, threads=1)
 sequence = trace(model, sample)
-before, begun, record = resident_bytes(), time.perf_counter(), [0]
+before, begun, record = peak_resident_bytes(), time.perf_counter(), [0]
 with allocations() if sys.argv[2] == "tensors" else nullcontext(record) as record:
     profile(sequence, [device], micro_batch_sizes=[1, 2, 4], time_budget_s=0.0, progress=False, cache=False)
-seconds, most, grown = time.perf_counter() - begun, max(accumulate(record)), resident_bytes() - before
+seconds, most, grown = time.perf_counter() - begun, max(accumulate(record)), peak_resident_bytes() - before
 found = f"tensors at most {most / 1e6:.0f} MB" if most else f"the process grew by {grown / 1e6:.0f} MB, {seconds:.0f} s"
 print(f"{sys.argv[1]} blocks: parameters {whole / 1e6:.0f} MB, limit {whole / 4e6:.0f} MB; while profiling {found}")
 assert (most or grown) <= whole // 4

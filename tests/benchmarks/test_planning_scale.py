@@ -35,6 +35,7 @@ from gpt import GPT, Config, next_token_loss
 from planner import plan_from_profile
 from profiler import profile, trace
 from profiler.device import Cluster
+from tests.peak_resident import peak_resident_bytes
 
 blocks, devices, batch, limit = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
@@ -46,7 +47,7 @@ cluster = Cluster.of(f"{devices}xA100-80GB", link="nvlink3")
 row = {}
 def done(what, begun):
     row[what + ", s"] = time.process_time() - begun
-    row[what + ", GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    row[what + ", GiB"] = peak_resident_bytes() / 2**30
     print(json.dumps(row), flush=True)
     return time.process_time()
 now = done("imports", 0.0)

@@ -24,11 +24,12 @@ LARGEST_SHARE = 1 / 16  # of all FLOPs in one layer, in models of at least 8 blo
 # Each trace runs in a fresh process on one thread, on the meta device.
 
 PROGRAM = """
-import resource, sys, time, warnings
+import sys, time, warnings
 warnings.simplefilter("ignore")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from profiler import trace
+from tests.peak_resident import peak_resident_bytes
 torch.set_num_threads(1)
 config = LlamaConfig(
     hidden_size=8192, intermediate_size=28672, num_hidden_layers=int(sys.argv[1]), num_attention_heads=64,
@@ -38,11 +39,11 @@ with torch.device("meta"):
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     trace(torch.nn.Linear(2, 2), torch.zeros(2, 2))  # what the first trace in a process loads
     ids = torch.zeros(4, 4096, dtype=torch.int64)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_resident_bytes()
 start = time.perf_counter()
 sequence = trace(model, {"input_ids": ids, "labels": ids, "use_cache": False})
 seconds = time.perf_counter() - start
-grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
+grown = (peak_resident_bytes() - before) / 2**30
 parameters = sum(parameter.numel() for parameter in model.parameters())
 print(seconds, grown, len(sequence), len({layer.signature for layer in sequence.layers}), parameters)
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Final
 import torch
 from gpt import GPT, Config, next_token_loss
 from torch import Tensor, nn
+
+from tests.peak_resident import peak_resident_bytes
 
 STEPS: Final = 14
 UNTIMED: Final = 3
@@ -66,7 +67,7 @@ def watched(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[Tensor, Tensor]
             gradients = {name: one.grad.clone() for name, one in named.items() if one.grad is not None}
     folder = Path(os.environ["FOUND"])
     torch.save(gradients, folder / f"{os.getpid()}.pt")
-    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = peak_resident_bytes()
     found = {"step_s": median(seconds[UNTIMED:]), "peak_bytes": peak_bytes, "imported_bytes": IMPORTED_BYTES}
     (folder / f"{os.getpid()}.json").write_text(json.dumps(found))
 

@@ -246,6 +246,7 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Every measured cut: over the fastest one of its model, and over its prediction."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6))
     for place, result in enumerate(results.values()):
@@ -273,6 +274,10 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> None:
     for name, result in results.items():
         points = [(seconds, median(turns)) for _, seconds, turns in result["cuts"]]
         axes.loglog(*zip(*points, strict=True), "o", markersize=4, alpha=0.8, label=name)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(LogLocator(subs=(2.0, 3.0, 5.0)))
+        axis.set_minor_formatter("{x:g}")
     axes.set_xlabel("predicted step, s")
     axes.set_ylabel("measured step, s")
     axes.legend(fontsize=8)

@@ -55,6 +55,7 @@ from executor.checkpoints.tensors import StoredTensor, stored_tensors
 from executor.checkpoints.training import OptimizerEntry, Training, key_of, optimizer_entries
 from executor.pipeline import Pipeline
 from executor.watch.position import Phase
+from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError, ExecutionError
 from profiler.machine.backend import HOST
 
@@ -69,6 +70,7 @@ class Stateful(Protocol):
         """Continue from what was kept."""
 
 
+@fits_its_arguments
 def save_checkpoint(
     folder: str | Path,
     pipe: Pipeline,
@@ -125,6 +127,7 @@ def save_checkpoint(
     return home / name
 
 
+@fits_its_arguments
 def load_checkpoint(
     path: str | Path,
     pipe: Pipeline,
@@ -226,7 +229,7 @@ def _checked_training(source: Path, manifest: Manifest | None) -> Training:
         warnings.warn(
             f"{source} was saved by a version that kept no checksums: if it is damaged, that may not be noticed. Save "
             "it anew",
-            stacklevel=3,
+            stacklevel=4,
         )
     return training
 

@@ -11,11 +11,13 @@ from executor.watch.accusation import timeout_for
 from executor.watch.position import describe
 from executor.world import PROCESS_GROUP_TIMEOUT_S, TIMEOUT_VARIABLE
 from planner.plan.plan import Plan
+from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
 from profiler.machine.backend import backend_of
 from profiler.machine.workers import run_workers
 
 
+@fits_its_arguments
 def launch(
     fn: Callable[..., Any], plan: Plan, args: Sequence[Any] = (), *, timeout_s: float | None = None
 ) -> list[Any]:

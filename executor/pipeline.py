@@ -56,6 +56,7 @@ from executor.watch.watch import Watch
 from executor.world import check_world_size, group_on_host, join, wait_limit
 from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
+from profiler.arguments import fits_its_arguments
 from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
 from profiler.observe.ambient import as_in_training
@@ -122,6 +123,7 @@ class Pipeline:
         NotTraceableError: the model cannot be traced.
     """
 
+    @fits_its_arguments
     def __init__(
         self,
         model: nn.Module,

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from planner.plan.plan import Plan
 from planner.rules import rules_of
-from planner.settings import SettingKeywords, Settings, tells_settings
+from planner.settings import SettingKeywords, Settings, takes_settings
 from profiler.cache import CacheSetting
 from profiler.errors import ArgumentError
 from profiler.machine.local import Devices, local_devices
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-@tells_settings
+@takes_settings
 def autoplan(
     model: nn.Module,
     sample: Any,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ from planner.plan.explanation import Explanation
 from planner.plan.plan import Plan
 from planner.plan.simulator import Timeline, simulate_plan
 from planner.sentences import sentences_on
+from planner.settings import SettingKeywords
+from profiler.arguments import fits_its_arguments
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError, InfeasibleError
 from profiler.record import Profile
@@ -29,7 +32,6 @@ from profiler.record import Profile
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from planner.settings import SettingKeywords
     from planner.solve.problem import Problem
 
 MOST_PINNED = 12
@@ -209,6 +211,7 @@ def _quantities(plan: Plan) -> dict[str, Any]:
     }
 
 
+@partial(fits_its_arguments, keywords=SettingKeywords.__annotations__)
 def what_if(
     profile: Profile,
     devices: Cluster | Sequence[Device],

@@ -19,7 +19,7 @@ from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.rates import with_rates
 from planner.rules import most_stages, rules_of
 from planner.search_watch import watched
-from planner.settings import SettingKeywords, Settings, tells_settings
+from planner.settings import SettingKeywords, Settings, takes_settings
 from planner.solve.deadline import Deadline
 from planner.solve.host_search import best_plan
 from planner.solve.passed_over import time_for_plan, with_unused
@@ -39,7 +39,7 @@ LEAST_SHARE = 0.1
 """Of a time limit, that the search has at least [chosen]."""
 
 
-@tells_settings
+@takes_settings
 def plan_from_profile(
     profile: Profile,
     devices: Cluster | Sequence[Device],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from planner.plan.schedules import (
     one_chunk_schedules,
     split_schedules,
 )
+from profiler.arguments import fits_its_arguments, meant
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.quantities import (
     MOST_BYTES,
@@ -106,12 +106,11 @@ class SettingKeywords(TypedDict, total=False):
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-BESIDES = ("batch_dims", "batch_size", "devices", "loss_fn", "optimizer", "precision", "target", "time_budget_s")
-"""Keywords of `autoplan` that are no settings, and may be meant by what is none."""
+def takes_settings(function: Function) -> Function:
+    """The function with every keyword of `SettingKeywords` in its docstring, where that says `settings: ...`.
 
-
-def tells_settings(function: Function) -> Function:
-    """The function with every keyword of `SettingKeywords` in its docstring, where that says `settings: ...`."""
+    It refuses others.
+    """
     attributes = inspect.cleandoc(SettingKeywords.__doc__ or "").partition("Attributes:\n")[2]
     told = textwrap.dedent(attributes)
     lines = inspect.cleandoc(function.__doc__ or "").split("\n")
@@ -122,7 +121,7 @@ def tells_settings(function: Function) -> Function:
         textwrap.indent(told, "    ").rstrip(),
     ]
     function.__doc__ = "\n".join(lines)
-    return function
+    return fits_its_arguments(function, keywords=SettingKeywords.__annotations__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +166,8 @@ class Settings:
         unknown = sorted(set(keywords) - set(SettingKeywords.__annotations__))
         if unknown:
             known = sorted(SettingKeywords.__annotations__)
-            close = difflib.get_close_matches(unknown[0], [*known, *BESIDES], n=1)
-            meant = f"; did you mean {close[0]}" if close else ""
-            raise ArgumentError(f"there is no setting {unknown[0]!r}{meant}; there are {', '.join(known)}")
+            near = meant(unknown[0], known)
+            raise ArgumentError(f"there is no setting {shown(unknown[0])}{near}; there are {', '.join(known)}")
         given: dict[str, Any] = {name: value for name, value in keywords.items() if value is not None}
         if not devices:
             raise ArgumentError("got 0 devices; give at least 1")

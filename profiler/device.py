@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
 from profiler.field_types import DeviceBytes, Rate, RelativeError, Seconds
 from profiler.quantities import MOST_BYTES, MOST_DEVICES, MOST_SECONDS, MOST_THREADS, shown
@@ -41,6 +42,7 @@ class Device(Value):
     threads: int = Field(default=0, ge=0, le=MOST_THREADS)
 
     @classmethod
+    @fits_its_arguments
     def of(cls, kind: str, *, name: str = "cuda:0") -> Device:
         """A device that is not here, from its data sheet.
 
@@ -118,6 +120,7 @@ class Link(Value):
         )
 
     @classmethod
+    @fits_its_arguments
     def of(cls, kind: str) -> Link:
         """A link that is not here, from what is printed about it, less what large messages do not reach.
 
@@ -155,6 +158,7 @@ class Cluster(Value):
         return self
 
     @classmethod
+    @fits_its_arguments
     def of(
         cls,
         devices: str,

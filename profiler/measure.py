@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from profiler.arguments import fits_its_arguments
 from profiler.cache import Cache, CacheSetting
 from profiler.conditions.check import values_made_up
 from profiler.device import Cluster, Device, Link
@@ -38,6 +39,7 @@ from profiler.work import Work
 from profiler.workload import Workload
 
 
+@fits_its_arguments
 @as_in_training()
 def profile(
     sequence: LayerSequence,

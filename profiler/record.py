@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from profiler.arguments import fits_its_arguments
 from profiler.cost_text import costs_text
 from profiler.device import Link
 from profiler.errors import ArgumentError, ProfileError
@@ -435,11 +436,13 @@ class Profile(Value):
         }
         return type(self)(**{**_fields(self), **merged})
 
+    @fits_its_arguments
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""
         write_atomically(path, self.to_json())
 
     @classmethod
+    @fits_its_arguments
     def load(cls, path: str | Path) -> Self:
         """Read a profile that `save` wrote.
 

@@ -6,9 +6,8 @@ such a model lie on the meta device: there is no memory for them, and costs do n
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +16,7 @@ import click
 
 from executor.commands.functions import built_by, check_place, named_function
 from executor.commands.options import SAMPLES, Assignment, FloatType
+from profiler.arguments import meant
 from profiler.errors import ArgumentError
 from profiler.quantities import shown
 
@@ -178,23 +178,19 @@ def _configuration(named: str, changes: Mapping[str, Any]) -> Any:
         kind = values.pop("model_type")
     if kind not in CONFIG_MAPPING:
         raise ArgumentError(
-            f"{shown(kind)} is no JSON file and no model type of transformers{_meant(kind, CONFIG_MAPPING)}; nothing "
-            "is downloaded"
+            f"{shown(kind)} is no JSON file and no model type of transformers{meant(kind, CONFIG_MAPPING, most=3)}; "
+            "nothing is downloaded"
         )
     known = AutoConfig.for_model(kind).to_dict()
     for name in changes:
         if name not in known:
-            raise ArgumentError(f"--set {name}: the configuration of a {kind} has no such value{_meant(name, known)}")
+            near = meant(name, known, most=3)
+            raise ArgumentError(f"--set {name}: the configuration of a {kind} has no such value{near}")
     changed = {name: _value(value, known[name]) for name, value in changes.items()}
     try:
         return AutoConfig.for_model(kind, **{**values, **changed, "use_cache": False})
     except Exception as problem:
         raise ArgumentError(f"{named} is no configuration that transformers takes: {problem}") from problem
-
-
-def _meant(text: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(text, list(known), n=3)
-    return f"; did you mean {' or '.join(close)}" if close else ""
 
 
 def _value(text: int | str, like: Any) -> Any:

@@ -11,7 +11,6 @@ First what the engine would train wrongly is refused (`refusing`), then cuts and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Final
 
 from torch import nn
@@ -23,7 +22,9 @@ from planner.export.target import Export, Move, Request, Target
 from planner.export.units import Units, units_of
 from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
+from profiler.arguments import meant
 from profiler.errors import ArgumentError
+from profiler.quantities import shown
 from profiler.record import Profile
 from profiler.tracing.sequence import LayerSequence
 
@@ -92,9 +93,8 @@ def known_target(name: str) -> Target:
     """
     if name in TARGETS:
         return TARGETS[name]
-    close = get_close_matches(str(name).lower(), TARGETS, n=1, cutoff=0.4)
-    meant = f"; did you mean {close[0]!r}" if close else ""
-    raise ArgumentError(f"there is no target {name!r}{meant}; there are {', '.join(TARGETS)}")
+    near = meant(str(name).lower(), TARGETS, cutoff=0.4)
+    raise ArgumentError(f"there is no target {shown(name)}{near}; there are {', '.join(TARGETS)}")
 
 
 def _form(row: Target, plan: Plan, sequence: LayerSequence, units: Units | None) -> Form:

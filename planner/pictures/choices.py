@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from planner.pictures.canvas import LETTER, byte_unit, new_axes, time_unit, width_pt
 from planner.plan.units import bytes_text
+from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
 from profiler.text import one_line
 
@@ -31,6 +32,7 @@ COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e
 _COLUMNS: Final = ("step_s", "largest_memory_bytes", "schedule", "K", "M")
 
 
+@fits_its_arguments
 def plot_frontier(frame: pandas.DataFrame, ax: Axes | None = None) -> Axes:
     """Each plan a point, step time against memory of its fullest device; a line joins those that none beats in both.
 
@@ -70,6 +72,7 @@ def plot_frontier(frame: pandas.DataFrame, ax: Axes | None = None) -> Axes:
     return axes
 
 
+@fits_its_arguments
 def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -> Axes:
     """Samples a second against one thing that varies, such as bandwidth, memory, batch or devices.
 

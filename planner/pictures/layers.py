@@ -9,6 +9,7 @@ from planner.plan.actions import ActionKind
 from planner.plan.colours import ACTION_COLOURS
 from planner.plan.plan import Plan
 from planner.plan.units import bytes_text, seconds_text
+from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
 from profiler.record import LayerCost, Profile
 from profiler.text import counted
@@ -26,6 +27,7 @@ MOST_BUSY_TEXTS = 16
 """Stages whose shares are written above them [chosen]."""
 
 
+@fits_its_arguments
 def plot_layers(plan: Plan, profile: Profile | None = None, ax: Axes | None = None) -> Axes:
     """Cost of each layer for one micro-batch, the chosen cuts, and the bytes that cross at each.
 
@@ -115,6 +117,7 @@ def layer_costs_of(plan: Plan, profile: Profile) -> list[LayerCost]:
     return found
 
 
+@fits_its_arguments
 def plot_balance(plan: Plan, ax: Axes | None = None) -> Axes:
     """Seconds that each stage, or rank with several, computes for one micro-batch, and their mean.
 

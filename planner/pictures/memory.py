@@ -19,6 +19,7 @@ from planner.pictures.canvas import (
 )
 from planner.plan.colours import MEMORY_COLOURS
 from planner.plan.plan import Plan
+from profiler.arguments import fits_its_arguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ LINE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7")
 TIME_BINS = 600
 
 
+@fits_its_arguments
 def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
     """Predicted peak memory of each stage, or rank with several, by class, with the device's limit.
 
@@ -76,6 +78,7 @@ def _name_rows(axes: Axes, plan: Plan) -> None:
     axes.set_xlabel(kind)
 
 
+@fits_its_arguments
 def plot_memory_over_time(plan: Plan, ax: Axes | None = None) -> Axes:
     """Predicted bytes of each stage during the step: lines, or a map with one row a stage where these are many.
 

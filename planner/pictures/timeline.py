@@ -16,6 +16,7 @@ from planner.plan.plan import Plan
 from planner.plan.simulator import Event, Timeline, simulate_plan
 from planner.plan.timeline import box_texts, lanes_by_place, title_text
 from planner.plan.units import seconds_text
+from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class _Row(NamedTuple):
     is_link: bool
 
 
+@fits_its_arguments
 def plot_timeline(
     plan: Plan, ax: Axes | None = None, *, measured: Timeline | None = None, predicted: bool = True
 ) -> Axes:

@@ -22,6 +22,7 @@ from planner.plan.prediction import ROUNDING, Prediction
 from planner.plan.schedules import MOST_CHUNKS, SCHEDULE_OF_OLD_PLANS, SCHEDULES, ScheduleName, check_chunks, known
 from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
 from planner.plan.unused import Unused
+from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError, PlanFileError
 from profiler.field_types import Samples
 from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
@@ -285,11 +286,13 @@ class Plan(Value):
                     f"the skip {skip.ends} has times for micro-batches of {sizes_listed(skip.times)} samples"
                 )
 
+    @fits_its_arguments
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically; equal plans give equal bytes."""
         write_atomically(path, self.to_json())
 
     @classmethod
+    @fits_its_arguments
     def load(cls, path: str | Path) -> Self:
         """Read a plan that `save` wrote.
 
@@ -325,6 +328,7 @@ class Plan(Value):
         state = super().__getstate__()
         return {**state, "__dict__": {name: v for name, v in state["__dict__"].items() if name != _MADE_FROM}}
 
+    @fits_its_arguments
     def explain(self, profile: Profile | None = None) -> Explanation:
         """Why these cuts: three sentences, and busy times, bottlenecks and limits of each stage.
 
@@ -336,6 +340,7 @@ class Plan(Value):
 
         return explain(self, profile)
 
+    @fits_its_arguments
     def refined(
         self,
         measured: pandas.DataFrame,
@@ -351,12 +356,14 @@ class Plan(Value):
 
         return refined(self, measured, profile, devices, **settings)
 
+    @fits_its_arguments
     def compare(self, other: Plan) -> pandas.DataFrame:
         """This plan and another side by side, one row a quantity."""
         from planner.explain import compare
 
         return compare(self, other)
 
+    @fits_its_arguments
     def export(self, target: str, model: nn.Module, *, profile: Profile | None = None) -> Export:
         """This plan for another engine, such as `"torch.distributed.pipelining"`; see `planner.export.export`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -59,12 +59,8 @@ def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleS
     if negative:
         raise ArgumentError(f"batch_dims holds negative dimensions {negative}; count from 0")
     leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_leaf)
-    strange = [type(leaf).__name__ for leaf in leaves if not pytree.tree_structure(leaf).is_leaf()]
-    if strange:
-        raise ArgumentError(
-            f"the sample holds a container that cannot be written to a plan ({strange[0]}); pass tuples, lists and "
-            "dicts"
-        )
+    for leaf in leaves:
+        _refuse_strange(leaf)
     try:
         structure = sample_tree.dumps((args, kwargs))
     except ValueError as problem:
@@ -91,7 +87,23 @@ def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleS
 
 def _is_leaf(value: Any) -> bool:
     """Whether a plan cannot say what it holds; `_describe_leaf` refuses what is no plain constant."""
-    return type(value) not in sample_tree.CONTAINERS.values()
+    return not sample_tree.is_container(value)
+
+
+def _refuse_strange(leaf: Any) -> None:
+    """Refuse what is neither a tensor nor a plain constant; a dataclass, say, or a container of another kind."""
+    if isinstance(leaf, float) and not math.isfinite(leaf):
+        raise ArgumentError(f"the sample holds the number {leaf}; constants must be finite")
+    if leaf is None or isinstance(leaf, Tensor | bool | int | float | str):
+        return
+    kind = type(leaf).__name__
+    is_container = is_dataclass(leaf) or isinstance(leaf, Mapping | tuple | list) or len(pytree.tree_leaves(leaf)) != 1
+    raise ArgumentError(
+        f"the sample holds a container that cannot be written to a plan ({kind}); let the model take tuples, named "
+        "tuples, lists or dicts instead"
+        if is_container
+        else f"the sample holds a {kind}; tensors, numbers, strings and None can be traced"
+    )
 
 
 def _describe_leaf(leaf: Any, dim: int | None, batch_size: int) -> TensorLeaf | ConstantLeaf:
@@ -99,11 +111,7 @@ def _describe_leaf(leaf: Any, dim: int | None, batch_size: int) -> TensorLeaf | 
         batched = dim is not None and leaf.dim() > dim and leaf.shape[dim] == batch_size
         dtype = str(leaf.dtype).removeprefix("torch.")
         return TensorLeaf(shape=tuple(leaf.shape), dtype=dtype, batch_dim=dim if batched else None)
-    if isinstance(leaf, float) and not math.isfinite(leaf):
-        raise ArgumentError(f"the sample holds the number {leaf}; constants must be finite")
-    if leaf is None or isinstance(leaf, bool | int | float | str):
-        return ConstantLeaf(value=leaf)
-    raise ArgumentError(f"the sample holds a {type(leaf).__name__}; tensors, numbers, strings and None can be traced")
+    return ConstantLeaf(value=leaf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +185,11 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
     if type(sample) is tuple and {type(leaf) for leaf in sample} == {Tensor} and len(sample) == _alone(spec.tree):
         leaves = sample  # the usual call, whose tree takes as long as a small layer
     else:
-        leaves, tree = pytree.tree_flatten(call_arguments(sample))
-        if tree != _structure(spec.tree):
-            raise ArgumentError(_difference(call_arguments(sample), sample_tree.loads(spec.tree)))
+        given = call_arguments(sample)
+        found = _leaves_as_traced(given, spec.tree)
+        if found is None:
+            raise ArgumentError(_difference(given, sample_tree.loads(spec.tree)))
+        leaves = found
     tensors: list[Tensor] = []
     for position, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
         if isinstance(expected, ConstantLeaf):
@@ -189,6 +199,16 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
         _check_tensor(leaf, expected, position)
         tensors.append(leaf)
     return tensors
+
+
+def _leaves_as_traced(given: tuple[tuple[Any, ...], dict[str, Any]], tree: str) -> list[Any] | None:
+    """The leaves of a call's arguments; None if they differ in structure from those that the model was traced with."""
+    leaves, found = pytree.tree_flatten(given)
+    if found == _structure(tree):
+        return leaves
+    if sample_tree.alike(given, sample_tree.loads(tree)):  # but for the classes of named tuples
+        return pytree.tree_leaves(given, is_leaf=_is_leaf)
+    return None
 
 
 def _difference(given: tuple[tuple[Any, ...], dict[str, Any]], traced: Any) -> str:
@@ -214,8 +234,7 @@ def _difference(given: tuple[tuple[Any, ...], dict[str, Any]], traced: Any) -> s
     pairs = [*zip(range(len(args)), args, traced_args, strict=True)]
     named_pairs = [(name, kwargs[name], traced_kwargs[name]) for name in kwargs]
     for name, mine, planned in (*pairs, *named_pairs):
-        found, expected = pytree.tree_structure(mine), pytree.tree_structure(planned)
-        if found != expected:
+        if not sample_tree.alike(mine, planned):
             return f"argument {name!r} holds {_held(mine)}; the model was traced with {_held(planned)}"
     raise AssertionError("the structures differ")
 
@@ -224,6 +243,8 @@ def _held(value: Any) -> str:
     """What kind of container, with its size or keys."""
     if isinstance(value, dict):
         return f"a {type(value).__name__} of {', '.join(map(repr, value)) or 'nothing'}"
+    if sample_tree.is_named_tuple(type(value)):
+        return f"a named tuple of {', '.join(value._fields)}"
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else "a tensor or constant"
 
 
@@ -266,8 +287,8 @@ def keywords_of(spec: SampleSpec) -> frozenset[str]:
 
 def of_other_shapes(sample: Any, spec: SampleSpec) -> SampleSpec | None:
     """The spec of a sample that differs in extents alone (a longer sequence, say); None if it differs in more."""
-    leaves, tree = pytree.tree_flatten(call_arguments(sample))
-    if tree != _structure(spec.tree):
+    leaves = _leaves_as_traced(call_arguments(sample), spec.tree)
+    if leaves is None:
         return None
     found: list[TensorLeaf | ConstantLeaf] = []
     for leaf, expected in zip(leaves, spec.leaves, strict=True):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from profiler.arguments import fits_its_arguments
 from profiler.conditions.check import Check
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.observe.ambient import as_in_training
@@ -66,6 +67,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
+@fits_its_arguments
 @_without_collection()
 @as_in_training()
 def trace(

@@ -142,7 +142,10 @@ def test_a_plan_of_a_model_that_is_called_otherwise_is_told(plan_for: Callable[.
         ({"loss_fn": functional.cross_entropy, "target": Y[:5]}, "the target holds 5 samples, the sample 8; give"),
         ({"loss_fn": functional.cross_entropy}, "loss_fn without target"),
         ({"target": Y}, "target without loss_fn"),
-        ({"target": Y, "los_fn": functional.cross_entropy}, "no setting 'los_fn'; did you mean loss_fn"),
+        (
+            {"target": Y, "los_fn": functional.cross_entropy},
+            "takes no argument 'los_fn'; did you mean loss_fn",
+        ),
     ],
 )
 def test_what_does_not_belong_together_is_noticed_before_the_model_is_traced(

@@ -51,8 +51,7 @@ def profile(profile_of):
         ({"batch_size": 16, "keep_together": "blocks.1"}, "keep_together is 'blocks.1'; give a list"),
         ({"batch_size": 16, "micro_batch_sizes": []}, "micro_batch_sizes is empty"),
         ({"batch_size": 16, "time_limit_s": 0}, "time_limit_s is 0; give more than 0"),
-        ({"batch_size": 16, "stagse": 2}, "there is no setting 'stagse'; did you mean stages; there are"),
-        ({"batch_size": 16, "los_fn": 2}, "there is no setting 'los_fn'; did you mean loss_fn; there are"),
+        ({"batch_size": 16, "stagse": 2}, "plan_from_profile takes no argument 'stagse'; did you mean stages"),
         ({"batch_size": 16, "memory_limit": "24GiB"}, r"memory_limit is '24GiB'; give bytes, such as 24 \* 2\*\*30"),
     ],
 )

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,14 @@ from torch.utils import _pytree as pytree
 
 from profiler import trace
 from profiler.errors import ArgumentError
-from profiler.sample_tree import LEAF, MOST_DEPTH, dumps, loads
+from profiler.sample_tree import LEAF, MOST_DEPTH, alike, dumps, loads
 from profiler.tracing.sample import describe_sample
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
 
 structures = st.recursive(
     st.just(LEAF),
@@ -25,6 +32,7 @@ structures = st.recursive(
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
         | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict)
+        | st.builds(Pair, inner, inner)
     ),
     max_leaves=8,
 )
@@ -35,7 +43,9 @@ def test_a_structure_survives_and_has_the_form_of_earlier_plans(structure: Any) 
     text = dumps(structure)
     assert loads(text) == structure
     assert pytree.tree_structure(loads(text)) == pytree.tree_structure(structure)
-    assert text == pytree.treespec_dumps(pytree.tree_structure(structure))
+    assert alike(loads(text), structure)
+    if "namedtuple" not in text:
+        assert text == pytree.treespec_dumps(pytree.tree_structure(structure))
 
 
 def node(kind: str | None, context: str | None = "null", children: Any = ()) -> dict[str, Any]:
@@ -53,6 +63,9 @@ FACTORY = json.dumps({"default_factory_module": "intruder", "default_factory_nam
         node("builtins.dict", ENUM),
         node("collections.defaultdict", FACTORY),
         node("collections.namedtuple", '"intruder.Point"'),
+        node("collections.namedtuple", '["intruder:Point", "x", "y"]', [node(None, None)]),
+        node("collections.namedtuple", '["intruder:Point", "x;import intruder"]', [node(None, None)]),
+        node("collections.namedtuple", '["intruder:Point()", "x"]', [node(None, None)]),
         node("collections.deque"),
         node("intruder.Point"),
         node("builtins.dict", '["a"]'),
@@ -101,16 +114,40 @@ def test_tracing_by_a_text_imports_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert "intruder" not in sys.modules
 
 
-class Point(NamedTuple):
+def test_a_named_tuple_whose_class_is_not_here_is_one_of_the_same_fields(tmp_path: Path) -> None:
+    """In a process that `launch` starts the script's own classes have come by value, and are in no module."""
+    text = dumps((Pair(LEAF, [LEAF]),)).replace(f"{__name__}:Pair", "intruder:Pair")
+    (found,) = loads(text)
+    assert (type(found).__name__, found._fields, found.second) == ("Pair", ("first", "second"), [LEAF])
+    assert "intruder" not in sys.modules
+    assert alike(found, Pair(LEAF, [LEAF]))
+    assert not alike(found, Pair(LEAF, [LEAF, LEAF]))
+    assert not alike(found, (LEAF, [LEAF]))
+
+
+class Derived(Pair):
+    pass
+
+
+@dataclass
+class Point:
     x: torch.Tensor
 
 
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
+        (Point(torch.zeros(4, 3)), "a container that cannot be written to a plan .Point.; let the model take tuples"),
         (
             (torch.zeros(4, 3), Point(torch.zeros(4, 3))),
-            "a container that cannot be written to a plan .Point.; pass tuples, lists and dicts",
+            "a container that cannot be written to a plan .Point.; let the model take tuples, named tuples, lists or",
+        ),
+        (Derived(torch.zeros(4, 3), 1), "a container that cannot be written to a plan .Derived."),
+        ((torch.zeros(4, 3), defaultdict(list)), "a container that cannot be written to a plan .defaultdict."),
+        ((torch.zeros(4, 3), torch.device("cpu")), "holds a device; tensors, numbers, strings and None can be traced"),
+        (
+            (torch.zeros(4, 3), namedtuple("Local", "x")(torch.zeros(4))),
+            "the named tuple Local is not to be found as Local in .*; define it there, outside of functions",
         ),
         ((torch.zeros(4, 3), {2.5: torch.zeros(4)}), "the key 2.5, which is neither a string nor a whole number"),
     ],

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.benchmark
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@pytest.mark.parametrize("hosts", [False, True])
+@pytest.mark.parametrize(("hosts", "chunks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("short", [False, True])
 @given(data=st.data())
 @settings(max_examples=400, suppress_health_check=SUPPRESSED)
-def test_no_restriction_has_a_better_plan(short: bool, hosts: bool, data: st.DataObject) -> None:
+def test_no_restriction_has_a_better_plan(short: bool, hosts: bool, chunks: bool, data: st.DataObject) -> None:
     with cut_short(data.draw(st.integers(0, 2**16)) if short else None):
-        check_restrictions(data.draw(problems(most_layers=12, most_devices=6, hosts=hosts)), data)
+        check_restrictions(data.draw(problems(most_layers=12, most_devices=6, hosts=hosts, chunks=chunks)), data)

@@ -21,6 +21,8 @@ CLOSE = 1e-8
 SIZES = (1, 5, 14)
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb")
 """Schedules of one stage for each rank."""
+SEVERAL = ("interleaved", "interleaved-lean")
+"""Schedules of several."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,13 @@ def cut_short(seed: int | None) -> Iterator[None]:
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, most_layers: int, most_devices: int, hosts: bool = False) -> Asked:
-    """Equal and unlike devices, memory that binds or does not, all schedules, recompute, replicas; on hosts or not."""
+def problems(
+    draw: st.DrawFn, *, most_layers: int, most_devices: int, hosts: bool = False, chunks: bool = False
+) -> Asked:
+    """Equal and unlike devices, memory that binds or does not, all schedules, recompute, replicas; on hosts or not.
+
+    With chunks, several stages for each rank may be chosen, of all schedules or of one that has them.
+    """
     kinds = ("a", "b")[: draw(st.integers(1, 2))]
     layers = draw(st.integers(2, most_layers))
     pick = random.Random(draw(st.integers(0, 2**32)))
@@ -109,36 +116,44 @@ def problems(draw: st.DrawFn, *, most_layers: int, most_devices: int, hosts: boo
     if hosts:
         per_host = draw(st.integers(1, max(1, len(devices) - 1)))
         cluster = Cluster(devices=devices, link=profile.links[0], between=far, devices_per_host=per_host)
-    return Asked(
-        profile,
-        cluster,
-        draw(st.integers(max(2, per_stage), 12)),
-        {
-            "schedule": draw(st.sampled_from([*ONE_CHUNK, "auto"])),
-            "recompute": draw(st.sampled_from(["auto", "auto", "never"])),
-            "micro_batches_per_stage": per_stage,
-            "replicas": draw(st.sampled_from([1, "auto"])),
-        },
-    )
+    settings: dict[str, Any] = {
+        "schedule": draw(st.sampled_from([*SEVERAL, "auto"] if chunks else [*ONE_CHUNK, "auto"])),
+        "recompute": draw(st.sampled_from(["auto", "auto", "never"])),
+        "micro_batches_per_stage": per_stage,
+        "replicas": draw(st.sampled_from([1, "auto"])),
+    }
+    if chunks:
+        settings["chunks"] = "auto"
+    return Asked(profile, cluster, draw(st.integers(max(2, per_stage), 12)), settings)
 
 
 def restrictions(problem: Asked) -> list[Asked]:
-    """Each way to restrict it, one at a time."""
+    """Each way to restrict it, one at a time; or other ones, with which there is no problem."""
     devices = problem.devices.devices
     most = len(devices)
+    chosen = "chunks" in problem.settings
     changes: list[dict[str, Any]] = [
-        {"stages": number} for number in range(1, min(most, len(problem.profile.layers)) + 1)
+        {"stages": number} for number in range(1, min(most, len(problem.profile.layers)) + 1) if not chosen
     ]
-    changes += [{"max_stages": number} for number in range(1, most)]
+    changes += [{"max_stages": number} for number in range(1, most) if not chosen]
+    changes += [{"chunks": number} for number in (1, 2, 3) if chosen and problem.settings["schedule"] != "auto"]
+    changes += [{"schedule": name, "chunks": number} for name in SEVERAL for number in ("auto", 2) if chosen
+                and problem.settings["schedule"] == "auto"]  # fmt: skip
     changes += [{"micro_batch_sizes": sizes} for sizes in ([1], [2], [1, 2], [3, 4])]
     changes += [
         {"micro_batches": number}
         for number in range(problem.settings["micro_batches_per_stage"], problem.batch_size + 1)
     ]
     changes += [{"replicas": 1}, {"recompute": "never"}]
+    changes += [{"recompute": "always"}] if problem.settings["recompute"] == "auto" else []
+    changes += [{"micro_batches_per_stage": problem.settings["micro_batches_per_stage"] + more} for more in (1, 2)]
+    changes += [
+        {"memory_limit": [int(share * device.memory_bytes) for device in devices]} for share in (0.5, 0.75, 0.9)
+    ]
+    changes += [{"memory_limit": [device.memory_bytes // (1 + (place == 0)) for place, device in enumerate(devices)]}]
     changes += [{"cut_at": [f"blocks.{layer}"]} for layer in range(1, len(problem.profile.layers))]
     if problem.settings["schedule"] == "auto":
-        changes += [{"schedule": name} for name in ONE_CHUNK]
+        changes += [{"schedule": name, "chunks": 1} for name in ONE_CHUNK]
     found = [replace(problem, settings=problem.settings | one) for one in changes]
     # The first one stays: its kind says what crosses boundaries. On hosts those behind one that goes would move.
     leaving = range(1 if problem.devices.between is None else most - 1, most)

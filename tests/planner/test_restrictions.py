@@ -12,10 +12,10 @@ from tests.planner.restricted import check_restrictions, cut_short, problems
 FUNCTION_SCOPED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
-@pytest.mark.parametrize("hosts", [False, True])
+@pytest.mark.parametrize(("hosts", "chunks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("short", [False, True])
 @given(data=st.data())
 @settings(max_examples=6, suppress_health_check=FUNCTION_SCOPED)
-def test_no_restriction_has_a_better_plan(short, hosts, data):
+def test_no_restriction_has_a_better_plan(short, hosts, chunks, data):
     with cut_short(data.draw(st.integers(0, 2**16)) if short else None):
-        check_restrictions(data.draw(problems(most_layers=6, most_devices=4, hosts=hosts)), data)
+        check_restrictions(data.draw(problems(most_layers=6, most_devices=4, hosts=hosts, chunks=chunks)), data)

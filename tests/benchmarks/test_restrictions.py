@@ -1,7 +1,9 @@
 """Hundreds of problems, larger ones, too: none has a restriction with a better plan.
 
-make bench
+make bench     # or EXAMPLES=50 python -m pytest -m benchmark tests/benchmarks/test_restrictions.py
 """
+
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,13 +12,14 @@ from hypothesis import strategies as st
 from tests.planner.restricted import check_restrictions, cut_short, problems
 
 pytestmark = pytest.mark.benchmark
+EXAMPLES = int(os.environ.get("EXAMPLES", "400"))  # of each of the six kinds
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @pytest.mark.parametrize(("hosts", "chunks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("short", [False, True])
 @given(data=st.data())
-@settings(max_examples=400, suppress_health_check=SUPPRESSED)
+@settings(max_examples=EXAMPLES, suppress_health_check=SUPPRESSED)
 def test_no_restriction_has_a_better_plan(short: bool, hosts: bool, chunks: bool, data: st.DataObject) -> None:
     with cut_short(data.draw(st.integers(0, 2**16)) if short else None):
         check_restrictions(data.draw(problems(most_layers=12, most_devices=6, hosts=hosts, chunks=chunks)), data)

@@ -1,10 +1,10 @@
 """The longest path through the passes of a schedule, and of what it is made: how the makespan depends on the stages.
 
 The makespan is the length of the longest path from pass to pass, each of which waits for the pass before it on its rank
-and for the message that it reads. As a function of the stages' seconds it is the largest of linear functions, one for
-each path, so where it is evaluated, the longest path is a line that lies nowhere above it. `planner.solve.chunk_bound`
-makes a lower bound of such lines. Messages wait for nothing but their sender here, and nothing is recomputed: both only
-add to a step.
+and for the message that it reads; a message waits for its sender and for the one before it on the link. As a function
+of the stages' seconds it is the largest of linear functions, one for each path, so where it is evaluated, the longest
+path is a line that lies nowhere above it. `planner.solve.cut_bound` makes a lower bound of such lines. Nothing is
+recomputed here: that only adds to a step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats
 from planner.kernel.compiled import compiled
-from planner.kernel.turns import FORWARD, Turns
+from planner.kernel.makespan import TWO
+from planner.kernel.turns import BACKWARD, FORWARD, Turns
 
 NONE = -1
 """No pass; they are numbered as they are walked."""
@@ -44,30 +45,41 @@ def longest_path(
     if not len(turns):
         return np.inf, on_path, on_links
     clock_s, last = np.zeros(ranks), np.full(ranks, NONE)
-    done_s = np.empty(len(turns))
+    link_s, last_sent = np.zeros((2, ranks)), np.full((2, ranks), NONE)
+    there_s = np.empty(len(turns))  # of what the passes send
     before, by_message = np.empty(len(turns), dtype=np.int32), np.zeros(len(turns), dtype=np.bool_)
+    sent_before = np.full(len(turns), NONE, dtype=np.int32)  # what a message waited for on its link
     number_of = np.empty((2, stages, shares.shape[1]), dtype=np.int32)
     for turn in range(len(turns)):
         kind, stage, batch = turns[turn, 0], turns[turn, 1], turns[turn, 2]
         rank = stage % ranks
         start_s, before[turn] = clock_s[rank], last[rank]
-        if kind < len(number_of):
-            source = stage - 1 if kind == FORWARD else stage + 1
-            number_of[kind, stage, batch] = turn
-            if 0 <= source < stages:
-                sender = number_of[kind, source, batch]
-                boundary = min(source, stage)
-                there_s = done_s[sender] + sends[kind, boundary] * send_shares[kind, batch]
-                if there_s > start_s:
-                    start_s, before[turn], by_message[turn] = there_s, sender, True
-        done_s[turn] = clock_s[rank] = start_s + seconds[kind, stage] * shares[kind, batch]
+        source = stage - 1 if kind == FORWARD else stage + 1
+        if kind <= BACKWARD and 0 <= source < stages:
+            sender = number_of[kind, source, batch]
+            if there_s[sender] > start_s:
+                start_s, before[turn], by_message[turn] = there_s[sender], sender, True
+        end_s = clock_s[rank] = start_s + seconds[kind, stage] * shares[kind, batch]
         last[rank] = turn
-    at = last[np.argmax(clock_s)]
+        if kind > BACKWARD:
+            continue
+        number_of[kind, stage, batch] = turn
+        boundary = stage if kind == FORWARD else stage - 1
+        if 0 <= boundary < stages - 1:
+            channel = 0 if ranks == TWO else kind
+            if link_s[channel, rank] > end_s:
+                end_s, sent_before[turn] = link_s[channel, rank], last_sent[channel, rank]
+            there_s[turn] = link_s[channel, rank] = end_s + sends[kind, boundary] * send_shares[kind, batch]
+            last_sent[channel, rank] = turn
+    at, sent = last[np.argmax(clock_s)], False
     length_s = clock_s.max()
     while at != NONE:
         kind, stage, batch = turns[at, 0], turns[at, 1], turns[at, 2]
+        if sent:  # its message is on the path
+            on_links[kind, stage if kind == FORWARD else stage - 1] += send_shares[kind, batch]
+            if sent_before[at] != NONE:
+                at = sent_before[at]
+                continue
         on_path[kind, stage] += shares[kind, batch]
-        if by_message[at]:
-            on_links[kind, stage - 1 if kind == FORWARD else stage] += send_shares[kind, batch]
-        at = before[at]
+        at, sent = before[at], by_message[at]
     return length_s, on_path, on_links

@@ -8,7 +8,8 @@ The problem is looked at in parts (`planner.solve.parts`). They wait in the orde
    (`planner.solve.many_counts`).
 2. Where it is cut off, nothing that it found counts, and the part falls into smaller ones.
 3. One of the smallest is searched for itself, whatever is known of others: quickly, and again with larger and larger
-   limits, until its plan is proven the best of the part or time is up.
+   limits, until its plan is proven the best of the part or time is up. Where the closed form is only a bound, its paths
+   are searched before that (`planner.solve.path_search`).
 
 So a search of fewer parts finds no plan that a search of all of them misses, as long as there is time. When that is
 short the order counts: the best plan so far says which part comes next (`_ahead_of`).
@@ -22,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import SCHEDULES
+from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.balance import TIE, Balance, best_of, evaluate_s, fits
 from planner.solve.candidate_search import ARC_S, CandidateSearch
 from planner.solve.deadline import Deadline
@@ -30,6 +31,7 @@ from planner.solve.limits import LAST_LEVEL, Limits
 from planner.solve.many_counts import FEWEST, alike, bounds_s
 from planner.solve.other_counts import promising
 from planner.solve.parts import Part
+from planner.solve.path_search import PathSearch
 from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import WorkBudget
 from planner.solve.waiting import Queue, Waiting
@@ -46,6 +48,8 @@ WORTH_WAITING = 1e-3
 """By what a plan must be faster for the search not to have been in vain [chosen]."""
 LARGE_S = 0.25
 """Seconds, counted so, of a search for some plan from which on a better plan comes before proofs [chosen]."""
+CLOSED = 1e-8
+"""Relative distance from the best plan at which a bound from paths ends the search of a part: rounding."""
 PROOFS_IN_VAIN = 3
 """Proofs of as large parts that are cut off in a row before no more are tried [chosen]."""
 
@@ -76,6 +80,7 @@ class _Balancer:
         self._queue = Queue()
         self._best: Balance | None = None
         self._plans: dict[Part, Balance | None] = {}  # of those that were searched for themselves
+        self._paths: dict[Part, PathSearch] = {}
         self._left_s = np.inf  # what no plan is below of parts that were searched with the largest limits
         self._in_vain_s = 0.0
         self._alike_s: dict[object, float] = {}  # best steps below which the M of a kind were proven not to come
@@ -241,8 +246,12 @@ class _Balancer:
 
     def _search(self, entry: Waiting) -> None:
         """Search one of the smallest parts with the limits of its level."""
-        part, level, plan = entry.part, entry.level, self._plans[entry.part]
-        search = self._alone(part, level)
+        part, level = entry.part, entry.level
+        entry = entry._replace(bound_s=max(entry.bound_s, self._by_paths(part, level)))
+        if self._best is not None and entry.bound_s >= self._best.step_s * (1 - CLOSED):
+            self._left_s = min(self._left_s, entry.bound_s)
+            return
+        plan, search = self._plans[part], self._alone(part, level)
         if plan is None and level > 1:
             plan = search.first(part.bound_s(self._problem))
         self._plans[part] = plan
@@ -259,6 +268,19 @@ class _Balancer:
             self._queue.push(bound_s, part, level + 1)
         else:
             self._left_s = min(self._left_s, bound_s)
+
+    def _by_paths(self, part: Part, level: int) -> float:
+        """What no plan of one of the smallest parts is below, from its paths, and perhaps a better plan of it."""
+        if SCHEDULES[part.candidate.schedule].objective is not Objective.ROUNDS:
+            return -np.inf
+        if part not in self._paths:
+            self._paths[part] = PathSearch(part.problem(self._problem), part.candidate, self._deadline)
+        search = self._paths[part]
+        had_s, enough_s = search.spent_s, np.inf if self._best is None else self._best.step_s
+        self._plans[part], bound_s = search.run(Limits.at(level).programs, self._plans[part], enough_s)
+        self._in_vain_s += search.spent_s - had_s
+        self._take(part, self._plans[part])
+        return bound_s
 
     def _search_of(self, part: Part) -> CandidateSearch:
         """One that proves: what it may take depends on what others took."""

@@ -9,7 +9,8 @@ through them once, and with weights that add up to 1 it is a lower bound:
 
 1. Weights are found by a linear program over the paths and the cuts that are known so far; the cuts that are least for
    them are one more, and the longest path there is one path more (Dantzig and Wolfe, Operations Research 8, 1960).
-2. A place of a cut is left out if the weighted paths are above the best plan for all cuts that have it.
+2. A stage is left out if the weighted paths are above the best plan for all cuts that have it, and so is one that takes
+   as long by itself (`planner.kernel.cut_walk`): a mixture of cuts could else share a slow stage among many.
 3. What is left between both sides is closed by halves: one cut has its place before or after some place, and each
    half has a bound of its own.
 
@@ -22,13 +23,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from planner.cost.layer_costs import Floats, prefix_sums
+from planner.cost.layer_costs import Floats, Indices, prefix_sums
 from planner.kernel.critical_path import longest_path
+from planner.kernel.cut_walk import free_ends, least_cuts
 from planner.kernel.turns import turns_of
 from planner.plan.schedules import SCHEDULES
 from planner.solve.chunk_bound import CERTAINTY, least_end_s, least_s
@@ -44,6 +47,8 @@ CLOSE = 1e-3
 """Relative distance between both sides at which a bound is good enough [chosen]."""
 HALF_CLOSE = 1e-6
 """The same of halves, where it is a proof that is looked for."""
+TWO = 2
+"""Places of which there is a choice."""
 MOST_KNOWN = 150
 """Paths, and cuts, of one program: the last ones [chosen: 10 ms]."""
 
@@ -55,14 +60,16 @@ class _Half:
     Attributes:
         bound_s: none of them takes less.
         number: of it.
-        free: whether cut k may be at a place, shape (K - 1, places).
+        free: stages that they may have, see `planner.kernel.cut_walk`.
         weights: of the paths, with which the bound was found: of stages and of messages.
+        mixture: of cuts with the least makespan: their places and shares.
     """
 
     bound_s: float
     number: int
     free: NDArray[np.bool_] = field(compare=False)
     weights: Floats | None = field(compare=False)
+    mixture: tuple[Indices, Floats] | None = field(default=None, compare=False)
 
 
 class CutBound:
@@ -107,37 +114,34 @@ class CutBound:
         )
         self._kinds = len(sized)
         self._paths: list[Floats] = []  # of stages and of messages, shape (kinds + 2, K)
-        self._cuts: dict[tuple[int, ...], Floats] = {}  # by places, seconds of the same shape
+        self._cuts: dict[tuple[int, ...], Floats] = {}  # by places where stages end, seconds of the same shape
         self._numbers = itertools.count()
-        cuts = self._stages - 1
-        free = np.zeros((cuts, len(places)), dtype=np.bool_)
-        for cut in range(cuts):
-            free[cut, cut + 1 : len(places) - (cuts - cut)] = True
-        self._halves = [_Half(0.0, next(self._numbers), free, None)]
+        self._halves: list[_Half] = []
         self._best_s, self._settled_s = np.inf, np.inf
         self.stops: Stops | None = None
-        self.rounds, self.done, self.closed = 0, False, False
+        self.rounds, self.done, self.closed, self._begun = 0, False, False, False
         self._note_first()
 
     def tightened(self, rounds: int, deadline: Deadline, enough_s: float = np.inf) -> float:
         """The bound after so many programs more, halves left aside; once it is above `enough_s` nobody asks how far."""
-        root = self._halves[0]
+        self._begin(enough_s)
         for _ in range(rounds):
             if self.done or deadline.over or self.step_s > enough_s:
                 break
-            self.done = self._improved(root, enough_s, CLOSE) or self.rounds >= MOST_ROUNDS
+            self.done = self._improved(self._halves[0], enough_s, CLOSE) or self.rounds >= MOST_ROUNDS
             self._raise(enough_s)
         return self.step_s
 
     def halved(self, rounds: int, deadline: Deadline, enough_s: float) -> float:
         """The bound after so many programs more, of halves; there need be no better plan than one of `enough_s`."""
         stop = self.rounds + rounds
+        self._begin(enough_s)
         while not self.closed and self.rounds < stop and not deadline.over and self.step_s < enough_s:
             half = heapq.heappop(self._halves)
             for _ in range(ROUNDS_OF_HALF):
                 if self._improved(half, enough_s, HALF_CLOSE) or deadline.over:
                     break
-            if half.bound_s + self._end_s < min(enough_s, (self._best_s + self._end_s) * (1 - HALF_CLOSE)):
+            if half.bound_s + self._end_s < self._limit_s(enough_s) * (1 - HALF_CLOSE):
                 for part in self._parts(half):
                     heapq.heappush(self._halves, part)
             elif half.bound_s < np.inf:
@@ -145,11 +149,38 @@ class CutBound:
             self._raise(enough_s)
         return self.step_s
 
+    def _begin(self, enough_s: float) -> None:
+        """All cuts are one half at first."""
+        if not self._begun:
+            self._begun = True
+            self._halves.append(_Half(0.0, next(self._numbers), self._all_free(enough_s), None))
+
+    def _all_free(self, enough_s: float) -> NDArray[np.bool_]:
+        """Every stage but those that take too long by themselves, and those inside which a cut must be.
+
+        Whatever the order, a stage does all its work once a micro-batch has come to it, and the last gradient then goes
+        back; gradients of parameters are not waited for.
+        """
+        places, slack = len(self._places), max(0, len(self._places) - self._stages)
+        begin, length = np.arange(places - 1)[:, None], np.arange(1, slack + 1)
+        end = np.minimum(begin + length, places - 1)
+        work_s = self._shares.sum(axis=1) @ self._sums
+        before_s = self._sums[0] + self._shares[1, -1] * self._sums[1]
+        demanded = np.cumsum(self._plans.problem.rules.demanded[self._places])
+        alone_s = before_s[begin] + work_s[end] - work_s[begin] + self._end_s
+        allowed = (alone_s * CERTAINTY < enough_s) & (demanded[end - 1] == demanded[begin]) & (begin + length < places)
+        allowed = allowed[:, : _longest(allowed)]
+        return np.array([allowed[stage : stage + slack] for stage in range(self._stages)])
+
     def _raise(self, enough_s: float) -> None:
         """The bound of all halves together; places that were left out are above `enough_s` and no more is known."""
         least_s = min([self._settled_s, *(half.bound_s for half in self._halves[:1])])
-        self.step_s = max(self.step_s, min(enough_s, least_s * CERTAINTY + self._end_s))
+        self.step_s = max(self.step_s, min(enough_s, min(self._best_s, least_s) * CERTAINTY + self._end_s))
         self.closed = not self._halves
+
+    def _limit_s(self, enough_s: float) -> float:
+        """Cuts that take no less are not looked for."""
+        return min(enough_s, self._best_s + self._end_s)
 
     def _improved(self, half: _Half, enough_s: float, close: float) -> bool:
         """One program more for some of the cuts; whether nothing more comes of it."""
@@ -157,19 +188,21 @@ class CutBound:
         known = [
             (cuts, seconds)
             for cuts, seconds in itertools.islice(reversed(self._cuts.items()), MOST_KNOWN)
-            if all(half.free[place] for place in enumerate(cuts))
+            if _are_free(half.free, (*cuts, len(self._places) - 1))
         ]
         program_s, weights, mixed = np.inf, half.weights, None
         if known:
             found = self._program([seconds for _, seconds in known])
             if found is not None:
-                program_s, weights, mixed = found
+                program_s, weights, shares = found
+                mixed = np.tensordot(shares, np.array([seconds for _, seconds in known]), 1)
+                half.mixture = np.array([cuts for cuts, _ in known]), shares
         if weights is None:
             weights = self._paths[0]
         least_s, cuts = self._least(half, weights, enough_s)
         if least_s > half.bound_s:
             half.bound_s, half.weights = least_s, weights
-        if cuts is None or half.bound_s + self._end_s >= enough_s:
+        if cuts is None or half.bound_s + self._end_s >= self._limit_s(enough_s):
             return True
         new = self._note_cuts(cuts)
         if mixed is not None and not self._any_order:
@@ -202,56 +235,50 @@ class CutBound:
             return None
         shape = self._paths[0].shape
         weights = (shares / shares.sum()) @ paths
-        return float(answer.fun) * scale, weights.reshape(shape), (answer.x[:-1] @ seconds).reshape(shape)
+        return float(answer.fun) * scale, weights.reshape(shape), answer.x[:-1]
 
     def _least(self, half: _Half, weights: Floats, enough_s: float) -> tuple[float, tuple[int, ...] | None]:
-        """The least of the weighted paths over some of the cuts, and where; places that are above all plans go."""
+        """The least of the weighted paths over some of the cuts, and where; stages that are above all plans go."""
         of_stages, of_messages = weights[: self._kinds], weights[self._kinds :]
         always_s = float(of_stages[:, -1] @ self._sums[:, -1])
-        if self._stages == 1:
-            return always_s, ()
-        costs = (of_stages[:, :-1] - of_stages[:, 1:]).T @ self._sums + of_messages[:, :-1].T @ self._messages
-        costs[~half.free] = np.inf
-        before = np.empty_like(costs)  # of this cut and those before it
-        after = np.empty_like(costs)  # of this cut and those after it
-        cuts = len(costs)
-        before[0], after[-1] = costs[0], costs[-1]
-        for cut in range(1, cuts):
-            before[cut] = costs[cut]
-            before[cut, 1:] += np.minimum.accumulate(before[cut - 1])[:-1]
-            after[-1 - cut] = costs[-1 - cut]
-            after[-1 - cut, :-1] += np.minimum.accumulate(after[-cut][::-1])[::-1][1:]
-        least_s = float(before[-1].min()) + always_s
-        if least_s == np.inf:
-            return np.inf, None
-        with np.errstate(invalid="ignore"):
-            through = before + after - costs + always_s + self._end_s
-        half.free &= through * CERTAINTY < enough_s * (1 + 1e-9)
-        places, last = [], len(self._places)
-        for cut in reversed(range(cuts)):
-            last = int(np.argmin(before[cut, :last]))
-            places.append(last)
-        return least_s, tuple(reversed(places))
+        costs = np.zeros((self._stages, len(self._places)))
+        costs[:-1] = (of_stages[:, :-1] - of_stages[:, 1:]).T @ self._sums + of_messages[:, :-1].T @ self._messages
+        limit_s = self._limit_s(enough_s) * (1 + 1e-9) / CERTAINTY - always_s - self._end_s
+        least_s, ends = least_cuts(costs, half.free, limit_s)
+        return least_s + always_s, tuple(map(int, ends[:-1])) if least_s < np.inf else None
 
     def _parts(self, half: _Half) -> list[_Half]:
         """Its halves: of the cut that may be at most places."""
-        many = half.free.sum(axis=1)
-        if many.max(initial=0) < 2:  # paths of earlier programs may say more than those of its own
-            only = tuple(int(np.argmax(row)) for row in half.free)
+        ends = free_ends(half.free, len(self._places))
+        many = ends.sum(axis=1)
+        if many.max() < TWO:  # paths of earlier programs may say more than those of its own
+            only = tuple(int(np.argmax(row)) for row in ends[:-1])
             self._note_cuts(only)
             self._settled_s = min(self._settled_s, self._note_path(self._cuts[only])[0])
             return []
-        cut = int(np.argmax(many))
-        at = np.flatnonzero(half.free[cut])
-        middle = at[len(at) // 2]
+        stage, middle = self._divided(half, ends)
+        _, begins, longest = half.free[:, :, : _longest(half.free)].shape
+        later = stage + np.arange(begins)[:, None] + 1 + np.arange(longest) >= middle
         parts = []
-        for side in (slice(None, middle), slice(middle, None)):
-            free = half.free.copy()
-            free[cut] = False
-            free[cut, side] = half.free[cut, side]
-            if _in_order(free):
-                parts.append(_Half(half.bound_s, next(self._numbers), free, half.weights))
+        for side in (later, ~later):
+            free = half.free[:, :, :longest].copy()
+            free[stage] &= side
+            parts.append(_Half(half.bound_s, next(self._numbers), free, half.weights))
         return parts
+
+    def _divided(self, half: _Half, ends: NDArray[np.bool_]) -> tuple[int, int]:
+        """A cut, and the place that divides it: where cuts that are mixed lie furthest apart, or most are free."""
+        if half.mixture is not None:
+            places, shares = half.mixture
+            means = shares @ places
+            apart = shares @ (places - means) ** 2
+            cut = int(np.argmax(apart))
+            middle = int(np.floor(means[cut])) + 1
+            if apart[cut] > 1e-9 and ends[cut, :middle].any() and ends[cut, middle:].any():
+                return cut, middle
+        cut = int(np.argmax(ends.sum(axis=1)))
+        at = np.flatnonzero(ends[cut])
+        return cut, int(at[len(at) // 2])
 
     def _note_cuts(self, cuts: tuple[int, ...]) -> bool:
         """Keep cuts, and the longest path there; whether they are new."""
@@ -312,15 +339,19 @@ def _paths_of_any_order(stages: int, shares: Floats, send_shares: Floats) -> lis
     return paths
 
 
-def _in_order(free: NDArray[np.bool_]) -> bool:
-    """Whether there are cuts, each after the one before it."""
-    last = -1
-    for row in free:
-        places = np.flatnonzero(row[last + 1 :])
-        if not len(places):
-            return False
-        last += 1 + int(places[0])
-    return True
+def _are_free(free: NDArray[np.bool_], ends: tuple[int, ...]) -> bool:
+    """Whether the stages that end at these places all are."""
+    longest = free.shape[2]
+    return all(
+        end - begin <= longest and free[stage, begin - stage, end - begin - 1]
+        for stage, (begin, end) in enumerate(pairwise((0, *ends)))
+    )
+
+
+def _longest(free: NDArray[np.bool_]) -> int:
+    """Over how many places the longest stage goes that is free; one by the last axis."""
+    lengths = np.flatnonzero(free.any(axis=tuple(range(free.ndim - 1))))
+    return int(lengths[-1]) + 1 if len(lengths) else 1
 
 
 def _least_ratio(upper: Floats, lower: Floats) -> float:

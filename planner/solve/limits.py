@@ -30,6 +30,8 @@ FAR_MORE_WORK = 100_000_000
 """The same, however large the other limits grow: so many labels fill some GB."""
 SEGMENTS_SHARE = 8
 """One part may take that share of the work that a balance may take for solving segments [chosen: 0.25 s]."""
+PROGRAMS = 250
+"""Linear programs for the bound of one part from its paths [chosen: 0.5 s of 8 stages]."""
 LARGER, LAST_LEVEL = 4, 5
 """By what all limits grow from one level to the next, and the last one."""
 LARGEST = 2**19
@@ -54,6 +56,7 @@ class Limits:
     most_work: int
     stage_work: int
     segments_work: int
+    programs: int
 
     @classmethod
     def at(cls, level: int) -> Self:
@@ -70,6 +73,7 @@ class Limits:
             most_work=min(MOST_WORK * by, FAR_MORE_WORK),
             stage_work=segment_choices.STAGE_WORK * by,
             segments_work=segment_choices.ALL_WORK // SEGMENTS_SHARE * by,
+            programs=PROGRAMS * by,
         )
 
     def segments(self) -> WorkBudget:

@@ -165,26 +165,28 @@ def test_where_the_model_is_too_large_for_so_many_ranks_no_cuts_fit(profiles, de
     st.integers(0, 2**32 - 1),
 )
 def test_the_longest_path_is_the_makespan_and_a_line_below_it(name, ranks, chunks, count, seed):
-    """Messages of no length wait for nothing but their sender."""
+    """Messages wait for their sender and for one another, of 2 ranks in both directions."""
     random = np.random.default_rng(seed)
     kinds = 3 if SCHEDULES[name].splits_backward else 2
     chunks = min(chunks, SCHEDULES[name].most_chunks)
     stages = ranks * chunks
     turns = turns_of(name, ranks, count, chunks)
 
-    def steps_s(seconds):
+    def steps_s(seconds, sends):
         rows = np.zeros((6, stages, count))
         for row, of_stages in zip((0, 2, 5), seconds, strict=False):
             rows[row] = of_stages[:, None]
+        rows[3], rows[4, 1:] = sends[0][:, None], sends[1, :-1][:, None]
         return makespan_s(name, rows, chunks)
 
     here, there = random.random((2, kinds, stages))
-    length_s, on_path, _ = longest_path(
-        turns, ranks, here, np.ones((kinds, count)), np.zeros((2, stages)), np.ones((2, count))
+    sends_here, sends_there = random.random((2, 2, stages)) * random.choice([0.0, 0.1, 1.0])
+    length_s, on_path, on_links = longest_path(
+        turns, ranks, here, np.ones((kinds, count)), sends_here, np.ones((2, count))
     )
-    assert length_s == pytest.approx(steps_s(here))
-    assert (on_path * here).sum() == pytest.approx(length_s)
-    assert (on_path * there).sum() <= steps_s(there) * (1 + ROUGH)
+    assert length_s == pytest.approx(steps_s(here, sends_here))
+    assert (on_path * here).sum() + (on_links * sends_here).sum() == pytest.approx(length_s)
+    assert (on_path * there).sum() + (on_links * sends_there).sum() <= steps_s(there, sends_there) * (1 + ROUGH)
 
     sends, shares, send_shares = random.random((2, stages)), random.random((kinds, count)), random.random((2, count))
     length_s, on_path, on_links = longest_path(turns, ranks, here, shares, sends, send_shares)

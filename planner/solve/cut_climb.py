@@ -29,7 +29,8 @@ FEW_CUTS = 2_000
 REACH = (1, 2, 4, 8)
 """Places by which cuts are moved."""
 FINISHED = 4
-"""Of the best cuts those whose orders are gone over in full: the best after that need not be the best before."""
+"""Of the best cuts those whose orders are gone over in full, where all of them have no more passes than are tried: the
+best after that need not be the best before."""
 KICKS = 8
 """Times that cuts near the best ones are tried."""
 MOST_ORDERS = 60
@@ -65,6 +66,7 @@ class CutClimb:
         passes = 2 * plans.walks * plans.stages * plans.candidate.split.count
         fewest = min(FEWEST_TRIED, max(FEWEST_TRIED // 10, MOST_AT_FEWEST // passes))
         self._most_tried = max(fewest, MOST_PASSES // passes)
+        self._finished = min(FINISHED, max(1, MOST_PASSES // passes))
         self._tried: dict[tuple[Stops, tuple[int, ...]], Score] = {}
 
     def found(self, below_s: float) -> tuple[list[ChunkChoice], float]:
@@ -90,7 +92,7 @@ class CutClimb:
                 break
             self._climbed(self._kicked(stops), classes)
         fitting = (score.choice for score in sorted(self._tried.values(), key=Score.rank) if score.choice is not None)
-        return list(itertools.islice(fitting, FINISHED)), 0.0
+        return list(itertools.islice(fitting, self._finished)), 0.0
 
     def probed(self, below_s: float) -> ChunkChoice | None:
         """A first plan, with equal shares of the work; None if it does not fit or takes no less than `below_s`."""

@@ -19,6 +19,18 @@ from profiler.run.stage_function import StageFunction
 TARGET = "target_of_the_loss"
 
 
+class ContiguousGradient(torch.autograd.Function):
+    """The value as it is; its gradient in one piece, without which torch's stages refuse to send it back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
 class StageModule(nn.Module):
     """Layers of a sequence; the last stage returns the loss.
 
@@ -40,7 +52,8 @@ class StageModule(nn.Module):
         self._leaving = [value.name for value in sequence.boundaries[stop]]
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        leaves = dict(zip((value.name for value in self._function.entering), received, strict=True))
+        values_in = [ContiguousGradient.apply(value) if value.requires_grad else value for value in received]
+        leaves = dict(zip((value.name for value in self._function.entering), values_in, strict=True))
         given = {name: inputs[name] for name in self._function.inputs}
         values = self._function.forward(leaves, given, self._sequence.buffers).values
         if self._is_last:

@@ -85,6 +85,7 @@ class _Balancer:
         self._in_vain_s = 0.0
         self._alike_s: dict[object, float] = {}  # best steps below which the M of a kind were proven not to come
         self._cut_off = [0, 0, 0]  # proofs in a row, by depth of the part
+        self._looked_for_any = False
         self._large = False  # whether any proof was cut off, or a plan took long
         self._ahead: Part | None = None
         self._near: Candidate | None = None  # of what lay ahead last
@@ -129,7 +130,8 @@ class _Balancer:
     def _next(self) -> Waiting:
         """The part to look at: what lies ahead of the best plan, or the one with the least bound.
 
-        Where time is up, or much was spent, before there is any plan, the one that needs least memory.
+        Where time is up, or much was spent, before there is any plan, the one that needs least memory, once there was
+        none in the other.
 
         Where proofs are cut off or take long, in turns
 
@@ -138,7 +140,8 @@ class _Balancer:
         - one that differs in the number of stages or in devices from that, or from what lay ahead of it.
         """
         entry = None
-        if self._best is None and (self._deadline.over or self._in_vain_s > HASTE_S):
+        hurries = self._in_vain_s > HASTE_S or (self._deadline.over and self._looked_for_any)
+        if self._best is None and hurries:
             roomiest = min((waiting.part for waiting in self._queue), key=_needed)
             entry = self._queue.take(lambda one: one.part == roomiest)
         elif self._ahead is not None:
@@ -212,7 +215,7 @@ class _Balancer:
 
     def _look_for_any(self, entry: Waiting) -> None:
         """Some plan, in the smallest part with the least bounds; where there is none, its parts are looked at alone."""
-        part = entry.part
+        part, self._looked_for_any = entry.part, True
         while parts := part.parts(self._problem):
             part = min(parts, key=lambda one: one.bound_s(self._problem))
         self._take(part, self._dive(part))

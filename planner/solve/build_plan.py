@@ -16,6 +16,7 @@ from planner.plan.schedules import SCHEDULES
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, stage_seconds
+from planner.solve.counts import left_out_s
 from planner.solve.problem import Problem
 from profiler.device import Device, Link
 from profiler.record import Profile
@@ -65,7 +66,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
 def _prediction(problem: Problem, found: Balance, draft: Plan) -> Prediction:
     """The simulator has the last word on the step time."""
     timeline = simulate_plan(draft)
-    lower_bound_s = min(found.lower_bound_s, timeline.step_s)
+    lower_bound_s = min(found.lower_bound_s, left_out_s(problem), timeline.step_s)
     if timeline.step_s <= lower_bound_s * (1 + ROUNDING):
         lower_bound_s = timeline.step_s
     return Prediction(

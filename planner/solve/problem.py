@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -143,25 +144,59 @@ class Problem:
         return self.settings.stages if self.settings.stages <= most else 0
 
     def candidates(self) -> Iterator[Candidate]:
-        """Every schedule, R and M that the settings allow and whose micro-batch sizes the profile covers."""
+        """Every schedule, R and M that the settings allow and whose micro-batch sizes the profile covers.
+
+        Of very many M some, see `planner.solve.counts`.
+        """
         settings = self.settings
-        for replicas in range(1, len(self.devices) + 1) if settings.replicas is None else (settings.replicas,):
-            if settings.batch_size % replicas:
-                continue
+        for replicas in self.replicas():
             share = settings.batch_size // replicas
-            all_counts = range(1, min(share, MOST_MICRO_BATCHES) + 1)
-            counts = all_counts if settings.micro_batches is None else (settings.micro_batches,)
-            for count in counts:
+            for count in self.counts_tried(share):
                 split = MicroBatches(share, count)
-                if count <= share and self.most_stages(replicas, count) and self._covered(split):
+                if self.most_stages(replicas, count) and self.covers(split.smallest) and self.covers(split.largest):
                     yield from (Candidate(schedule, replicas, split) for schedule in settings.schedules)
 
-    def _covered(self, split: MicroBatches) -> bool:
-        sizes = {split.smallest, split.largest}
+    def replicas(self) -> list[int]:
+        """Every R that the settings allow and the batch can be shared among."""
+        settings = self.settings
+        every = range(1, len(self.devices) + 1) if settings.replicas is None else (settings.replicas,)
+        return [replicas for replicas in every if settings.batch_size % replicas == 0]
+
+    def counts_tried(self, share: int) -> Sequence[int]:
+        """M that plans are looked for with, for so many samples: of very many some."""
+        return counts_tried(self.settings, share, max(LEAST_EVERY, EVERY // len(self.replicas())))
+
+    def covers(self, size: int) -> bool:
+        """Whether the settings allow micro-batches of so many samples, and the profile knows them on all devices."""
         allowed = self.settings.micro_batch_sizes
-        if allowed is not None and not sizes <= allowed:
+        if allowed is not None and size not in allowed:
             return False
-        return all(self.costs.covers(kind, size) for kind in {device.kind for device in self.devices} for size in sizes)
+        return all(self.costs.covers(kind, size) for kind in {device.kind for device in self.devices})
+
+
+EVERY, LEAST_EVERY = 2048, 256
+"""M up to which each one is tried: so many for all R together, but so many for each at least [chosen: 2 s]."""
+APART = 1 / 64
+"""Relative distance of those beyond [chosen]."""
+
+
+def counts_between(settings: Settings, share: int) -> Sequence[int]:
+    """All M that the settings allow for so many samples."""
+    if settings.micro_batches is not None:
+        return [settings.micro_batches] if settings.micro_batches <= share else []
+    return range(1, min(share, MOST_MICRO_BATCHES) + 1)
+
+
+def counts_tried(settings: Settings, share: int, every: int) -> Sequence[int]:
+    """Each up to `every`; beyond it some, among them all whose micro-batches are equal."""
+    counts = counts_between(settings, share)
+    if len(counts) <= every or settings.micro_batch_sizes is not None:
+        return counts
+    most = counts[-1]
+    steps = math.ceil(math.log(most / every) / math.log1p(APART))
+    spread = {round(every * (most / every) ** (step / steps)) for step in range(steps + 1)}
+    equal = {count for count in range(every, most + 1) if share % count == 0}
+    return [*range(1, every), *sorted(spread | equal)]
 
 
 def device_classes(devices: Sequence[Device], rules: Rules) -> tuple[DeviceClass, ...]:

@@ -1,0 +1,62 @@
+"""Of very many numbers of micro-batches some are tried, and the plan's lower bound holds for all."""
+
+import pytest
+
+from planner import plan_from_profile
+from planner.from_profile import make_problem
+from planner.settings import Settings
+from planner.solve import problem as problems
+from planner.solve.counts import left_out_s
+from planner.solve.problem import APART, EVERY, counts_between, counts_tried
+from profiler.device import Link
+
+ROWS = [[0.2, 0.25, 0.5, 10, 4, 8, 8], [0.3, 0.1, 0.4, 10, 4, 8, 8], [0.1, 0.3, 0.6, 10, 4, 8, 8]]
+
+
+@pytest.fixture
+def profile(profile_of):
+    """What each micro-batch takes besides its samples makes few large ones cheaper."""
+    sizes = {("a", size): [[0.05 + cost * size for cost in row[:3]] + row[3:] for row in ROWS] for size in (1, 64)}
+    return profile_of(sizes, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+
+
+def settings(device, batch_size, **given):
+    return Settings.of((device(),) * 2, batch_size, given)
+
+
+def test_up_to_a_number_all_are_tried(device):
+    for share in (4, 7, 300):
+        assert [*counts_tried(settings(device, share), share, 300)] == [*range(1, share + 1)]
+    assert [*counts_tried(settings(device, 63_000, micro_batches=4_001), 63_000, 300)] == [4_001]
+
+
+def test_beyond_neighbours_are_close_and_equal_micro_batches_are_all_there(device):
+    asked = settings(device, 63_000)
+    tried = [*counts_tried(asked, 63_000, EVERY)]
+    assert tried == sorted(set(tried)) and len(tried) < len(counts_between(asked, 63_000)) / 5
+    assert tried[-1] == counts_between(asked, 63_000)[-1]
+    assert all(after / before < 1 + 2 * APART for before, after in zip(tried[EVERY:], tried[EVERY + 1 :], strict=False))
+    assert {count for count in counts_between(asked, 63_000) if 63_000 % count == 0} <= {*tried}
+
+
+@pytest.mark.parametrize("kinds", ["aa", "ab"])
+def test_no_plan_with_one_that_is_left_out_is_below_the_bound(profile_of, device, monkeypatch, kinds):
+    monkeypatch.setattr(problems, "EVERY", 8)
+    monkeypatch.setattr(problems, "LEAST_EVERY", 8)
+    monkeypatch.setattr(problems, "APART", 0.5)
+    rows = {
+        (kind, size): [[0.05 + factor * cost * size for cost in row[:3]] + row[3:] for row in ROWS]
+        for kind, factor in (("a", 1.0), ("b", 1.5))
+        for size in (1, 64)
+    }
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    devices = [device(kind) for kind in kinds]
+    problem = make_problem(profile, devices, batch_size=60, optimizer=None, settings={"schedule": "1f1b"})
+    tried = {one.split.count for one in problem.candidates()}
+    left_out = {count for count in range(8, 61) if count not in tried}
+    assert len(left_out) > 30
+    found = plan_from_profile(profile, devices, batch_size=60, schedule="1f1b")
+    assert found.prediction.lower_bound_s <= left_out_s(problem)
+    for count in left_out:
+        other = plan_from_profile(profile, devices, batch_size=60, schedule="1f1b", micro_batches=count)
+        assert other.prediction.step_s >= left_out_s(problem)

@@ -14,6 +14,7 @@ from typing import Final
 
 from pydantic import Field
 
+from profiler.arguments import meant
 from profiler.errors import ArgumentError
 from profiler.quantities import shown
 from profiler.value import Value
@@ -322,7 +323,7 @@ def full_name(name: str) -> str:
     asked = name.lower()
     found = [known for known in DATA_SHEETS if asked in (known.lower(), known.split("-")[0].lower())]
     if len(found) != 1:
-        hint = f"; which {name}: {' or '.join(found)}" if found else ""
+        hint = f"; which {name}: {' or '.join(found)}" if found else meant(name.upper(), DATA_SHEETS)
         raise ArgumentError(f"no data sheet of a device {shown(name)}{hint}; known are {', '.join(DATA_SHEETS)}")
     return found[0]
 

@@ -239,6 +239,8 @@ def _listed_kinds(text: str) -> tuple[list[str], int | None]:
     kinds: list[str] = []
     on_host: set[int | None] = set()
     for part in text.split(","):
+        if part.strip().isdecimal():
+            raise ArgumentError(f"{shown(part.strip())} says how many devices, and not of which kind: 8xA100-40GB, say")
         match = re.fullmatch(r"\s*(?:(?:(\d{1,6})\s*x\s*)?(\d{1,6})\s*x\s*)?(\S+)\s*", part, re.IGNORECASE)
         if match is None or (match[1] and int(match[1]) < 1) or (match[2] and int(match[2]) < 1):
             raise ArgumentError(f"{shown(part.strip())} is not a count and a kind of device, such as 8xA100-40GB")

@@ -148,7 +148,7 @@ def precision_named(name: str | None) -> str | None:
             f"precision={name!r}: an optimizer that steps float16 loses small updates; choose precision='fp16-mixed', "
             "or autocast=torch.float16, and pass step(..., scaler=...)"
         )
-    raise ArgumentError(f"precision={name!r}; choose one of {', '.join(RECIPES)}, or None for the model's own types")
+    raise ArgumentError(f"precision={name!r}; choose one of {', '.join(RECIPES)}, or none for the model's own types")
 
 
 def recipe_of(precision: str | None) -> Recipe | None:

@@ -21,7 +21,7 @@ def profile(profile_of):
 
 
 def settings(device, batch_size, **given):
-    return Settings.of((device(),) * 2, batch_size, given)
+    return Settings.of((device(),) * 2, batch_size, given)  # type: ignore[arg-type]  # any of them
 
 
 def test_up_to_a_number_all_are_tried(device):

@@ -247,7 +247,7 @@ def test_a_configuration_file(tmp_path: Path) -> None:
         (["trace", "--hf", "vit"], 2, "is no language model with its own loss"),
         (["trace", "--hf", "gone.json"], 2, "gone.json"),
         (["estimate", "--hf", "gpt2", "--devices", "8xA100", "--batch-size", "8"], 2, "which A100"),
-        (["estimate", "--hf", "gpt2", "--devices", "2", "--batch-size", "8"], 2, "'2' says how many devices, and not of which kind"),
+        (["estimate", "--hf", "gpt2", "--devices", "2", "--batch-size", "8"], 2, "'2' says how many devices"),
         (["estimate", "--hf", "gpt2", "--devices", "2x8xT4", "--batch-size", "8"], 2, "2 hosts, with 0 links between"),
         (
             ["estimate", "--hf", "gpt2", "--devices", "T4", "--batch-size", "8", "--between", "wire"],

@@ -22,7 +22,7 @@ from planner.search_watch import watched
 from planner.settings import SettingKeywords, Settings, takes_settings
 from planner.solve.deadline import Deadline
 from planner.solve.host_search import best_plan
-from planner.solve.passed_over import time_for_plan, with_unused
+from planner.solve.passed_over import making_s, time_for_plan, with_unused
 from planner.solve.problem import Problem, device_classes
 from planner.solve.skip_search import no_plan_text
 from profiler.device import Cluster, Device
@@ -100,11 +100,11 @@ def plan_of(problem: Problem) -> Plan:
 
 
 def _with_less_time(problem: Problem, spent_s: float) -> Problem:
-    """The problem with the time that is left of its limit, a share of it at least."""
+    """The problem with the time that is left of its limit and of making the plan, a share of it at least."""
     limit_s = problem.settings.time_limit_s
     if limit_s is None:
         return problem
-    left_s = max(limit_s - spent_s, limit_s * LEAST_SHARE)
+    left_s = max(limit_s - spent_s - making_s(problem), limit_s * LEAST_SHARE)
     return replace(problem, settings=replace(problem.settings, time_limit_s=left_s))
 
 

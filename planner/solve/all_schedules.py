@@ -5,6 +5,8 @@
 2. Schedules with one stage a rank and a backward pass in one: `planner.solve.balancer`.
 3. Those that split the backward pass: `planner.solve.chunk_search`.
 
+Where orders are made for each plan, the best one of 1F1B is a start (`planner.solve.order_start`).
+
 Each looks for nothing that is slower than the best plan so far. Time that is given is shared equally among the families
 that are left.
 """
@@ -16,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.plan.schedules import SCHEDULES
+from planner.plan.schedules import SCHEDULES, ScheduleName
 from planner.search_watch import besides
 from planner.settings import Settings
 from planner.solve.balance import Balance
@@ -25,6 +27,9 @@ from planner.solve.deadline import Deadline
 from planner.solve.many_devices import balance_any
 from planner.solve.problem import Problem
 
+START: ScheduleName = "1f1b"
+SHARE_OF_START = 0.25
+"""Of the time, or of the usual patience, that the search for a plan to start from has [chosen]."""
 CHUNKS_TRIED = (2, 3, 4)
 """Chunks a rank that are tried where they are to be chosen [chosen: more send more, and gain ever less]."""
 
@@ -39,15 +44,35 @@ def balance_of_all(problem: Problem) -> Balance | None:
     best: Balance | None = None
     every = [*families(problem)]
     for number, family in enumerate(every):
-        shared = family
-        if problem.settings.time_limit_s is not None:
-            share_s = max(deadline.left_s, 0.0) / (len(every) - number)
-            shared = [replace(one, settings=replace(one.settings, time_limit_s=share_s)) for one in family]
-        plain = is_plain(shared[0].settings)
+        plain = is_plain(family[0].settings)
+        start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
+        shared = [_with_share(one, deadline, len(every) - number) for one in family]
         done_s = np.inf if best is None else best.lower_bound_s
         with besides(done_s if number == len(every) - 1 else 0.0):
-            best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best)
+            best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best, start=start)
     return best
+
+
+def _with_share(problem: Problem, deadline: Deadline, families_left: int) -> Problem:
+    """The problem with its share of the time that is left."""
+    if problem.settings.time_limit_s is None:
+        return problem
+    share_s = max(deadline.left_s, 0.0) / families_left
+    return replace(problem, settings=replace(problem.settings, time_limit_s=share_s))
+
+
+def _start(problem: Problem, best: Balance | None) -> Balance | None:
+    """A plan whose stages are tried with orders made for them: the best one of 1F1B, where not all may be kept."""
+    settings = problem.settings
+    if settings.recompute == "never" or not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
+        return None
+    if best is not None and best.candidate.schedule == START:
+        return best
+    less = replace(settings, schedules=(START,), time_limit_s=None)
+    if settings.time_limit_s is not None:
+        less = replace(less, time_limit_s=settings.time_limit_s * SHARE_OF_START)
+    with besides(0.0):
+        return balance_any(replace(problem, settings=less, patience=SHARE_OF_START, dispensable=True))
 
 
 def families(problem: Problem) -> Iterator[list[Problem]]:

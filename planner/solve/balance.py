@@ -108,6 +108,21 @@ def evaluate_s(
     problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...], orders: Sequence[str] = ()
 ) -> float:
     """Seconds of the step of a plan: the simulator's number."""
+    seconds, placement = passes_seconds(problem, candidate, stages), placement_of(problem, candidate, stages)
+    ranks = len(stages) // candidate.ring.chunks
+    ends = [
+        sum(end_seconds(problem, candidate, stage, far=placement.rings_far(number % ranks)))
+        for number, stage in enumerate(stages)
+    ]
+    end_s = max(sum(ends[rank::ranks]) for rank in range(ranks))
+    if not orders:
+        return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + end_s
+    passes = np.array([order_of_text(text, candidate.split.count) for text in orders], dtype=np.int64)
+    return walked_s(passes, seconds) + end_s
+
+
+def passes_seconds(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> Floats:
+    """Of all passes and messages, as `planner.kernel.makespan.makespan_s` has them."""
     split, splits = candidate.split, SCHEDULES[candidate.schedule].splits_backward
     placement = placement_of(problem, candidate, stages)
     large, small = (
@@ -115,21 +130,12 @@ def evaluate_s(
         for size in (split.largest, split.smallest)
     )
     number = split.number_largest
-    seconds = np.concatenate(
+    seconds: Floats = np.concatenate(
         (np.repeat(large[..., None], number, axis=2), np.repeat(small[..., None], split.count - number, axis=2)), axis=2
     )
-    ranks = len(stages) // candidate.ring.chunks
-    ends = [
-        sum(end_seconds(problem, candidate, stage, far=placement.rings_far(number % ranks)))
-        for number, stage in enumerate(stages)
-    ]
-    end_s = max(sum(ends[rank::ranks]) for rank in range(ranks))
     if splits:
         seconds[B] -= seconds[W]
-    if not orders:
-        return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + end_s
-    passes = np.array([order_of_text(text, split.count) for text in orders], dtype=np.int64)
-    return walked_s(passes, seconds) + end_s
+    return seconds
 
 
 def placement_of(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> Placement:

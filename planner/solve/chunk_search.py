@@ -28,6 +28,7 @@ from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import NO_DEADLINE, Deadline
+from planner.solve.order_start import with_own_orders
 from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
 from profiler.text import counted
@@ -74,18 +75,21 @@ class _Climbed(NamedTuple):
     least_s: float
 
 
-def chunk_balance(problem: Problem, *others: Problem, reached: Balance | None = None) -> Balance | None:
+def chunk_balance(
+    problem: Problem, *others: Problem, reached: Balance | None = None, start: Balance | None = None
+) -> Balance | None:
     """The fastest plan with as many chunks a rank as the settings say; None when none was found that fits.
 
     Args:
         problem: with schedules that all may have so many chunks.
         others: the same with other numbers of chunks: one search for all, in which candidates wait in one queue.
         reached: the best plan of other schedules: returned if nothing faster is found, and its lower bound counts.
+        start: a plan of another schedule whose stages are tried with orders made for them.
 
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
-    found = _Search((problem, *others), reached).found()
+    found = _Search((problem, *others), reached, start).found()
     return None if found is None else replace(found, lower_bound_s=min(found.lower_bound_s, found.step_s))
 
 
@@ -95,9 +99,10 @@ class _Search:
     Args:
         problems: alike but for the number of chunks and the schedules.
         reached: the best plan of other schedules.
+        start: a plan of another schedule.
     """
 
-    def __init__(self, problems: Sequence[Problem], reached: Balance | None) -> None:
+    def __init__(self, problems: Sequence[Problem], reached: Balance | None, start: Balance | None) -> None:
         self._deadline = Deadline(problems[0].settings.time_limit_s)
         self._timed = problems[0].settings.time_limit_s is not None
         self._best = reached
@@ -106,9 +111,11 @@ class _Search:
         self._began_s = time.monotonic()
         self._climbs: dict[int, _Climbed] = {}
         self._best_plans: ChunkPlans | None = None
+        self._in_segments = False  # whether there is a plan of which no search of cuts says what it takes
         self._queue: list[_Waiting] = []
         self._number = itertools.count()
         for problem in problems:
+            self._begin_with(problem, start)
             for candidate in problem.candidates():
                 ranks = _most_ranks(problem, candidate)
                 if ranks:
@@ -163,6 +170,19 @@ class _Search:
         each_s = (time.monotonic() - self._began_s) / len(self._climbs)
         return max(0, PATIENCE - self._in_vain) * each_s
 
+    def _begin_with(self, problem: Problem, start: Balance | None) -> None:
+        """The stages of another schedule's plan are the first ones that orders are made for."""
+        for name in problem.settings.schedules:
+            if start is not None and SCHEDULES[name].made_for_plan:
+                found = with_own_orders(problem, start, name, self._deadline)
+                if found is None:
+                    continue
+                self._in_segments |= any(
+                    [(one.first, one.stop) for one in stage.segments] not in ([], [(stage.first, stage.stop)])
+                    for stage in found.stages
+                )
+                self._best = found if found.better_than(self._best) else self._best
+
     def _push(self, problem: Problem, candidate: Candidate) -> None:
         """Queue a candidate with its cheap bound, unless the model is too large for so many ranks."""
         plans = plans_of(problem, candidate, self._deadline)
@@ -203,7 +223,8 @@ class _Search:
         bound = entry.search or CutBound(entry.plans)
         climb = CutClimb(entry.plans, bound, self._deadline)
         choices, least_of_all_s = climb.found(self._reached_s)
-        self._climbs[entry.position] = _Climbed(climb, entry.plans, max(bound.step_s, least_of_all_s))
+        least_s = bound.step_s if self._in_segments else max(bound.step_s, least_of_all_s)
+        self._climbs[entry.position] = _Climbed(climb, entry.plans, least_s)
         self._in_vain += not climb.tries_all_cuts
         for choice in choices:
             self._note(entry.plans, choice)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ MOST_CHANGED = 100_000
 of 1,024 micro-batches takes 3 s]."""
 
 
-class _Room(NamedTuple):
+class StageRoom(NamedTuple):
     """Of one stage, see `planner.kernel.list_scheduler.Room`."""
 
     free: float
@@ -60,6 +61,22 @@ class _Room(NamedTuple):
         return self.flying + (count - 1) * max(self.flying, self.waiting) <= self.free
 
 
+def room_of(memory: Callable[..., StageMemory], limit: int, count: int) -> StageRoom:
+    """What a stage may hold on a device of so many bytes.
+
+    Args:
+        memory: its bytes where it holds so many micro-batches in flight, and waiting for gradients of parameters.
+        limit: bytes of the device.
+        count: micro-batches of a step.
+    """
+    one, two, before, last = (
+        memory((many, many if count > 1 else 0)) for many in (1, min(2, count), max(1, count - 1), count)
+    )
+    flying = max(two.activations - one.activations, last.activations - before.activations)
+    waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
+    return StageRoom(float(limit - one.total + flying + waiting), float(flying), float(waiting))
+
+
 class OwnOrderPlans(ChunkPlans):
     """Plans of one schedule, R, M and number of stages, as `ChunkPlans`, with orders of their own."""
 
@@ -68,7 +85,7 @@ class OwnOrderPlans(ChunkPlans):
 
     def __init__(self, problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> None:
         super().__init__(problem, candidate, deadline)
-        self._rooms: dict[tuple[int, int, int, int, bool], _Room] = {}
+        self._rooms: dict[tuple[int, int, int, int, bool], StageRoom] = {}
 
     def fitted(
         self, stops: Stops, classes: tuple[int, ...], below_s: float = np.inf, *, thorough: bool = True
@@ -202,7 +219,7 @@ class OwnOrderPlans(ChunkPlans):
         least_s = any_order_s(seconds, np.array([room.most(self.candidate.split.count) for room in rooms]))
         return Room(*map(np.array, zip(*rooms, strict=True))), least_s
 
-    def _room(self, stage: int, stops: Stops, classes: Sequence[int], recomputed: bool) -> _Room:
+    def _room(self, stage: int, stops: Stops, classes: Sequence[int], recomputed: bool) -> StageRoom:
         """What a stage may hold: bytes of its device less what is there in any case, and of each micro-batch.
 
         A micro-batch counts with what the second or the last one needs: the more of them, the larger or the smaller.
@@ -213,20 +230,13 @@ class OwnOrderPlans(ChunkPlans):
             count = self.candidate.split.count
             all_bytes = self._memory(*key, (count, 0), (1, count - 1)).total
             fits = all_bytes <= self.problem.classes[group].device.memory_bytes
-            self._rooms[key] = _Room(np.inf, 0.0, 0.0) if fits else self.limited_room(*key)
+            self._rooms[key] = StageRoom(np.inf, 0.0, 0.0) if fits else self.limited_room(*key)
         return self._rooms[key]
 
-    def limited_room(self, stage: int, group: int, first: int, stop: int, recomputed: bool) -> _Room:
+    def limited_room(self, stage: int, group: int, first: int, stop: int, recomputed: bool) -> StageRoom:
         """The same, also where there is room for all micro-batches."""
-        count = self.candidate.split.count
-        one, two, before, last = (
-            self._memory(stage, group, first, stop, recomputed, (many, many if count > 1 else 0))
-            for many in (1, min(2, count), max(1, count - 1), count)
-        )
-        flying = max(two.activations - one.activations, last.activations - before.activations)
-        waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
-        limit = self.problem.classes[group].device.memory_bytes
-        return _Room(float(limit - one.total + flying + waiting), float(flying), float(waiting))
+        memory = partial(self._memory, stage, group, first, stop, recomputed)
+        return room_of(memory, self.problem.classes[group].device.memory_bytes, self.candidate.split.count)
 
     def _memory(self, stage: int, group: int, first: int, stop: int, recomputed: bool, *held: Held) -> StageMemory:
         """Bytes of a stage that holds so many micro-batches, at the moment that needs most."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.plan.plan import Plan
+from planner.plan.schedules import SCHEDULES
 from planner.plan.unused import LooserPlan, Unused
 from planner.solve.deadline import Deadline
 from planner.solve.host_search import best_plan
@@ -16,6 +17,8 @@ WORTH_NAMING = 0.01
 """By what a plan must be faster for what forbids it to be named."""
 SHARE_OF_TIME = 0.1
 """What the search for such a plan may take of the time of the first one [chosen]."""
+SIMULATED_PASS_S = 6.5e-6
+"""Seconds of making a plan for each of its passes, most of it simulation [fitted: 128 stages, 1,024 micro-batches]."""
 
 
 def with_unused(problem: Problem, plan: Plan, spent_s: float) -> Plan:
@@ -42,6 +45,17 @@ def time_for_plan(problem: Problem) -> Problem:
     return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s * (1 - SHARE_OF_TIME)))
 
 
+def making_s(problem: Problem) -> float:
+    """Seconds after a search, about, in which the plan with most passes is made and simulated."""
+    passes = (
+        (3 if SCHEDULES[one.schedule].splits_backward else 2)
+        * problem.most_stages(one.replicas, one.split.count)
+        * one.split.count
+        for one in problem.candidates()
+    )
+    return SIMULATED_PASS_S * max(passes, default=0)
+
+
 def _without_rule(problem: Problem) -> Problem:
     return replace(problem, settings=replace(problem.settings, micro_batches_per_stage=1))
 
@@ -62,10 +76,10 @@ def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
     if problem.settings.chunks > 1 or Deadline(None).interrupted:
         return None
     limit = problem.settings.time_limit_s
-    time_limit_s = None if limit is None else min(limit - spent_s, limit * SHARE_OF_TIME)
+    loose, per_stage = _without_rule(problem), problem.settings.micro_batches_per_stage
+    time_limit_s = None if limit is None else min(limit - spent_s - making_s(loose), limit * SHARE_OF_TIME)
     if time_limit_s is not None and time_limit_s <= 0:
         return None
-    loose, per_stage = _without_rule(problem), problem.settings.micro_batches_per_stage
     limit_s = plan.prediction.step_s * (1 - WORTH_NAMING)
     hopeful = [
         one

@@ -16,7 +16,11 @@ from planner.plan.held import most_held
 from planner.plan.order_text import order_of_text, order_text
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.solve.any_order import any_order_s
+from planner.solve.build_plan import make_plan
 from planner.solve.chunk_plans import ChunkPlans
+from planner.solve.deadline import NO_DEADLINE
+from planner.solve.many_devices import balance_any
+from planner.solve.order_start import with_own_orders
 from planner.solve.own_orders import best_orders
 from profiler import Device
 from profiler.device import Link
@@ -99,6 +103,31 @@ def check_against_all(profile, devices, asked, *, most_nodes=200_000) -> str:
     every = any_below(problem, max(said.step_s / MOST_OVER, said.lower_bound_s), most_nodes=most_nodes)
     assert not every.faster
     return "undecided" if every.undecided else "as good as any"
+
+
+def test_the_stages_of_1f1b_are_a_start_where_memory_is_scarce():
+    """Recomputed in segments they need less than as a whole: of Llama 70B on 64 devices 1F1B took 70 s and this 84."""
+    started = 0
+    for seed in range(40):
+        chance = random.Random(seed)
+        profile, _, asked = drawn(chance, most_layers=6, most_devices=3, most_count=6)
+        asked["recompute"] = "auto"
+        devices = [device()] * chance.randint(1, 3)
+        roomy = plan_from_profile(profile, devices, schedule="1f1b", **asked)
+        limit = int(chance.choice([0.7, 0.8, 0.9]) * max(stage.memory.total for stage in roomy.stages))
+        devices = [device(memory_bytes=limit)] * len(devices)
+        problem = problem_of(profile, devices, "1f1b", asked)
+        whole = balance_any(problem)
+        start = None if whole is None else with_own_orders(problem, whole, "zb", NO_DEADLINE)
+        if start is None:
+            continue
+        started += 1
+        apart = plan_from_profile(profile, devices, schedule="zb", **asked)
+        assert apart.prediction.step_s <= start.step_s * (1 + ROUGH)
+        assert all(stage.memory.total <= limit for stage in apart.stages)
+        plan = make_plan(problem, replace(start, lower_bound_s=start.step_s))
+        assert all(stage.memory.total <= limit for stage in plan.stages)
+    assert started >= 4
 
 
 @pytest.mark.parametrize("seed", [*range(13), *range(14, 21)])  # the orders of number 13 are too many

@@ -1,0 +1,73 @@
+"""A plan of another schedule with orders of its own: with the same stages, devices and segments.
+
+The search of `planner.solve.own_order_plans` keeps or recomputes a stage as a whole; that of 1F1B knows segments, which
+need less memory. So its plan is one to start from, where there is little: with the gradients of parameters at once
+after those of inputs it holds no more than before, and takes no longer but for what taking them apart costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from planner.cost.stage_memory import stage_memory
+from planner.kernel.list_scheduler import Room
+from planner.plan.held import most_held
+from planner.plan.order_text import order_text
+from planner.plan.schedules import Ring, ScheduleName
+from planner.plan.stage import StageMemory
+from planner.solve.any_order import any_order_s
+from planner.solve.balance import Balance, evaluate_s, passes_seconds
+from planner.solve.deadline import Deadline
+from planner.solve.own_order_plans import room_of
+from planner.solve.own_orders import best_orders
+from planner.solve.problem import Problem
+
+
+def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, deadline: Deadline) -> Balance | None:
+    """The plan with the fastest orders found that fit; None if there are none.
+
+    Args:
+        problem: that it solves.
+        plan: with one stage a rank.
+        schedule: one that makes orders.
+        deadline: when to take what there is.
+    """
+    candidate = replace(plan.candidate, schedule=schedule, ring=Ring(len(plan.stages), 1))
+    split = candidate.split
+    memories = [
+        partial(
+            stage_memory,
+            problem.costs,
+            problem.parameters,
+            device := problem.classes[stage.device_class].device,
+            schedule,
+            split,
+            problem.costs.optimizer(device.kind, problem.optimizer),
+            number=len(plan.stages) - index,
+            first=stage.first,
+            stop=stage.stop,
+            segments=stage.segments,
+            ring=candidate.ring,
+            shares=problem.shares(candidate.replicas),
+        )
+        for index, stage in enumerate(plan.stages)
+    ]
+    limits = [problem.classes[stage.device_class].device.memory_bytes for stage in plan.stages]
+
+    def bytes_of(index: int, *held: tuple[int, int]) -> StageMemory:
+        return memories[index](held=held)
+
+    rooms = [room_of(partial(bytes_of, index), limits[index], split.count) for index in range(len(plan.stages))]
+    seconds = passes_seconds(problem, candidate, plan.stages)
+    least_s = any_order_s(seconds, np.array([max(1, room.most(split.count)) for room in rooms]))
+    found = best_orders(seconds, Room(*map(np.array, zip(*rooms, strict=True))), least_s, deadline)
+    if found is None:
+        return None
+    orders = [tuple(order) for order in found[1].tolist()]
+    if any(bytes_of(index, *most_held(order, split.count)).total > limits[index] for index, order in enumerate(orders)):
+        return None
+    texts = tuple(order_text(order, split.count) for order in orders)
+    return Balance(candidate, plan.stages, evaluate_s(problem, candidate, plan.stages, texts), 0.0, texts)

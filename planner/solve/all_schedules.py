@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.schedules import SCHEDULES, one_chunk_schedules
 from planner.search_watch import besides
 from planner.settings import Settings
 from planner.solve.balance import Balance
@@ -27,7 +27,6 @@ from planner.solve.deadline import Deadline
 from planner.solve.many_devices import balance_any
 from planner.solve.problem import Problem
 
-START: ScheduleName = "1f1b"
 SHARE_OF_START = 0.25
 """Of the time, or of the usual patience, that the search for a plan to start from has [chosen]."""
 CHUNKS_TRIED = (2, 3, 4)
@@ -63,12 +62,12 @@ def _with_share(problem: Problem, deadline: Deadline, families_left: int) -> Pro
 
 def _start(problem: Problem, best: Balance | None) -> Balance | None:
     """A plan whose stages are tried with orders made for them: the best one of 1F1B, where not all may be kept."""
-    settings = problem.settings
+    settings, lean = problem.settings, tuple(name for name in one_chunk_schedules() if not SCHEDULES[name].keeps_all)
     if settings.recompute == "never" or not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
         return None
-    if best is not None and best.candidate.schedule == START:
+    if best is not None and best.candidate.schedule in lean:
         return best
-    less = replace(settings, schedules=(START,), time_limit_s=None)
+    less = replace(settings, schedules=lean, time_limit_s=None)
     if settings.time_limit_s is not None:
         less = replace(less, time_limit_s=settings.time_limit_s * SHARE_OF_START)
     with besides(0.0):

@@ -53,44 +53,40 @@ def test_every_layer_has_a_cost_at_every_size(traced_case: Callable[[str], Trace
     assert Profile.parse_json(measured.to_json(), source="", error=ArgumentError) == measured
 
 
-@pytest.mark.parametrize(("long_s", "budget_s", "swept"), [(0.0, 0.0, 2), (0.0, 1e-9, 4), (1e9, 0.0, 4)])
-def test_a_long_sweep_is_not_repeated_unasked(
-    traced_case: Callable[[str], Traced], monkeypatch: pytest.MonkeyPatch, long_s: float, budget_s: float, swept: int
-) -> None:
-    """A model whose pass takes seconds took half a minute, with no second given to repeat it."""
-    _, ids, sequence = traced_case("gpt")
-    done: list[int] = []
-    run = sweeps._Sweep.run
-
-    def counted(*args: Any) -> Any:
-        done.append(1)
-        return run(*args)
-
-    monkeypatch.setattr(sweeps, "LONG_SWEEP_S", long_s)
-    monkeypatch.setattr(sweeps._Sweep, "run", counted)
-    _quick(sequence, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1], time_budget_s=budget_s)
-    assert len(done) == swept
-
-
 @pytest.mark.parametrize(
-    ("long_s", "budget_s", "uncut"), [(0.0, 0.0, 0), (1e9, 0.0, sweeps.FEWEST_SWEEPS), (0.0, 1e-9, 4)]
+    ("limit", "method", "long_s", "budget_s", "times"),
+    [
+        # A model whose pass takes seconds took half a minute, with no second given to repeat it.
+        ("LONG_SWEEP_S", "run", 0.0, 0.0, 2),
+        ("LONG_SWEEP_S", "run", 0.0, 1e-9, 4),
+        ("LONG_SWEEP_S", "run", 1e9, 0.0, 4),
+        # What calls of long layers cost, run as one stage, was a third of a profile, and adds nothing to them.
+        ("LONG_LAYER_S", "_uncut", 0.0, 0.0, 0),
+        ("LONG_LAYER_S", "_uncut", 0.0, 1e-9, 4),
+        ("LONG_LAYER_S", "_uncut", 1e9, 0.0, sweeps.FEWEST_SWEEPS),
+    ],
 )
-def test_long_layers_are_not_run_as_one_stage_unasked(
-    traced_case: Callable[[str], Traced], monkeypatch: pytest.MonkeyPatch, long_s: float, budget_s: float, uncut: int
+def test_what_takes_long_is_not_repeated_unasked(
+    traced_case: Callable[[str], Traced],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    method: str,
+    long_s: float,
+    budget_s: float,
+    times: int,
 ) -> None:
-    """What their calls cost was taken out of times to which it adds nothing, by a third of what a profile took."""
     _, ids, sequence = traced_case("gpt")
     done: list[int] = []
-    run = sweeps._Sweep._uncut
+    run = getattr(sweeps._Sweep, method)
 
     def counted(*args: Any) -> Any:
         done.append(1)
         return run(*args)
 
-    monkeypatch.setattr(sweeps, "LONG_LAYER_S", long_s)
-    monkeypatch.setattr(sweeps._Sweep, "_uncut", counted)
+    monkeypatch.setattr(sweeps, limit, long_s)
+    monkeypatch.setattr(sweeps._Sweep, method, counted)
     measured = _quick(sequence, ids, loss_fn=_loss, target=ids, micro_batch_sizes=[1], time_budget_s=budget_s)
-    assert len(done) == uncut
+    assert len(done) == times
     assert all(cost.forward_s > 0 for cost in measured.costs)
 
 

@@ -19,20 +19,17 @@ from contextvars import ContextVar
 from types import FrameType
 
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from planner.kernel.compiled import compiling_since_s, seconds_compiling
 from planner.plan.units import seconds_text
-from profiler.machine.descriptors import hides_progress
+from profiler.progress_line import TerminalLine, columns
 
-DELAY_S = 1.0
-"""Seconds until anything is shown: most searches are over by then [chosen]."""
-REFRESH_S = 0.2
-"""Seconds between two looks at the clock that are shown [chosen]."""
-TICK_S = 1.0
-"""Seconds after which the time is shown again, whatever the search does [chosen]."""
 COMPILED_BY_THEN_S = 0.5
 """Seconds by which a function that is kept has been read; what takes longer is compiled anew [chosen]."""
+FIRST_PLAN = "looking for a first plan"
+COMPILING = "the search is compiled, once an installation"
+LIMIT_IS_OVER = "time is up, making the plan"
 
 
 class SearchWatch:
@@ -40,29 +37,16 @@ class SearchWatch:
 
     Attributes:
         interrupted: whether Ctrl-C asked for the best plan so far.
-        shows: whether anybody sees it.
     """
 
     def __init__(self, *, progress: bool, limit_s: float | None = None) -> None:
         self.interrupted = False
         self._besides_s, self._proven_s, self._best_s = np.inf, 0.0, np.inf
-        self._shown_s = time.monotonic() + DELAY_S
-        self._is_seen = False
-        self._found = ""
-        most = "" if limit_s is None else f" of {tqdm.format_interval(limit_s)}"
-        self._bar = tqdm(
-            bar_format=f"{{desc}}: {{elapsed}}{most}{{postfix}}",
-            desc="plan",
-            delay=DELAY_S,
-            disable=hides_progress(progress),
-        )
-        self.shows = not self._bar.disable
-        self._start_s, self._compiled_s = time.time(), seconds_compiling()
-        self._over = threading.Event()
-        self._ticks: threading.Thread | None = None
-        if self.shows:
-            self._ticks = threading.Thread(target=self._tick, name="autoplan-progress", daemon=True)
-            self._ticks.start()
+        self._follows = False  # whether other searches follow this one
+        self._limit_s = limit_s
+        self._pace = _Pace()
+        self._start_s, self._compiled_s = time.monotonic(), seconds_compiling()
+        self._line = TerminalLine(self._state, wanted=progress, stays=False)
 
     def tell(self, step_s: float, bound_s: float, patience_s: float = np.inf) -> None:
         """Of the best plan so far, and of what no plan is below: both in seconds, infinite where there is none.
@@ -73,37 +57,55 @@ class SearchWatch:
         Args:
             step_s: of the best plan.
             bound_s: no plan of this search is below.
-            patience_s: seconds, about, until the search ends if it finds nothing better; infinite where a limit says.
+            patience_s: seconds, as the search counts them, until it ends if it finds nothing better; infinite where a
+                limit says.
         """
-        if not self.shows:
-            return
-        self._best_s = step_s = min(self._best_s, step_s)
-        self._proven_s = bound_s = max(self._proven_s, min(bound_s, self._besides_s))
-        if time.monotonic() < self._shown_s:
-            return
-        self._shown_s = time.monotonic() + REFRESH_S
-        if step_s < np.inf:
-            at_most = f", within {step_s / bound_s - 1:.1%} of the best" if 0 < bound_s <= step_s else ""
-            ends = f", {max(1, round(patience_s))} s left" if patience_s < np.inf else ""
-            self._found = f"step {seconds_text(step_s)}{at_most}{ends}; Ctrl-C takes it"
-        self._draw()
+        self._best_s = min(self._best_s, step_s)
+        self._proven_s = max(self._proven_s, min(bound_s, self._besides_s))
+        self._pace.tell(patience_s, time.monotonic())
+        self._line.changed()
 
-    def _draw(self) -> None:
-        """The time, which stands still while the search is compiled as its limit does, and what is found or done."""
-        self._bar.start_t = self._start_s + seconds_compiling() - self._compiled_s
-        compiles = compiling_since_s() > COMPILED_BY_THEN_S
-        words = "the search is compiled, once an installation" if compiles else self._found
-        self._bar.set_postfix_str(words, refresh=False)
-        self._bar.refresh()
-        self._is_seen = True
+    def _state(self) -> tuple[str, float, None]:
+        """The longest of what could be said that fits the terminal."""
+        texts = [self._text(*how) for how in ((True, True), (True, False), (False, False))]
+        room = columns() - 1
+        chosen = next((text for text in texts if len(text) <= room), texts[-1])
+        return chosen.replace("{", "{{").replace("}", "}}"), 0.0, None
 
-    def _tick(self) -> None:
-        """Show that time goes on: between two findings there may be half a minute, and as much before the first."""
-        if self._over.wait(DELAY_S):
-            return
-        self._draw()
-        while not self._over.wait(TICK_S):
-            self._draw()
+    def _text(self, with_key: bool, with_gap: bool) -> str:
+        """Time, which stands still while the search is compiled, as its limit does; what is found; what is left."""
+        now_s = time.monotonic()
+        gone_s = now_s - self._start_s - (seconds_compiling() - self._compiled_s)
+        over = self._limit_s is not None and gone_s >= self._limit_s
+        words = [f"plan: {tqdm.format_interval(round(gone_s))}"]
+        if self._limit_s is not None and not over:
+            words[0] += f" of {tqdm.format_interval(self._limit_s)}"
+        if self._best_s < np.inf:
+            words.append(f"step {seconds_text(self._best_s)}")
+            if with_gap and 0 < self._proven_s <= self._best_s:
+                words[-1] += f" (within {self._best_s / self._proven_s - 1:.1%} of the best)"
+        left_s = self._pace.left_s(now_s)
+        if compiling_since_s() > COMPILED_BY_THEN_S:
+            words.append(COMPILING)
+        elif self.interrupted:
+            words.append("ending")
+        elif over:
+            words.append(LIMIT_IS_OVER)
+        elif self._best_s == np.inf:
+            words.append(FIRST_PLAN)
+        elif self._limit_s is None and left_s is not None:
+            words.append(f"{left_s:.0f} s left" + (" of this search" if self._follows else ""))
+        takes_it = with_key and self._best_s < np.inf and not (over or self.interrupted)
+        return ", ".join(words) + ("; Ctrl-C takes it" if takes_it else "")
+
+    @contextmanager
+    def others_follow(self) -> Iterator[None]:
+        """See `others_follow`."""
+        before, self._follows = self._follows, True
+        try:
+            yield
+        finally:
+            self._follows = before
 
     @contextmanager
     def besides(self, bound_s: float) -> Iterator[None]:
@@ -124,12 +126,30 @@ class SearchWatch:
 
     def close(self) -> None:
         """Nothing is shown any more: the line is free for what follows."""
-        self._over.set()
-        if self._ticks is not None:
-            self._ticks.join()
-        if self._is_seen:
-            self._bar.clear()
-        self._bar.close()
+        self._line.close()
+
+
+class _Pace:
+    """How long a search goes on in vain by the clock: it counts in seconds of its own, which may be slow ones."""
+
+    def __init__(self) -> None:
+        self._told_s, self._patience_s = -np.inf, np.inf
+        self._counted_s, self._taken_s = 0.0, 0.0
+
+    def tell(self, patience_s: float, now_s: float) -> None:
+        """So much patience is left now; more than before where a better plan was found, or another search begins."""
+        if 0 < self._patience_s - patience_s < np.inf:
+            self._counted_s += self._patience_s - patience_s
+            self._taken_s += now_s - self._told_s
+        self._told_s, self._patience_s = now_s, patience_s
+
+    def left_s(self, now_s: float) -> float | None:
+        """By the clock; None where nobody can know, or it takes longer than was thought."""
+        if not 0 < self._patience_s < np.inf:
+            return None
+        slow = self._taken_s / self._counted_s if self._counted_s > 0 else 1.0
+        left_s = self._patience_s * slow - (now_s - self._told_s)
+        return left_s if left_s >= 1 else None
 
 
 _CURRENT: ContextVar[SearchWatch | None] = ContextVar("the search that is watched", default=None)
@@ -148,6 +168,12 @@ def besides(bound_s: float) -> AbstractContextManager[None]:
     """
     watch = current_watch()
     return nullcontext() if watch is None else watch.besides(bound_s)
+
+
+def others_follow() -> AbstractContextManager[None]:
+    """Within, a search runs that others follow: when it ends says nothing of when all is over."""
+    watch = current_watch()
+    return nullcontext() if watch is None else watch.others_follow()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from profiler.arguments import fits_its_arguments
 from profiler.cache import Cache, CacheSetting
@@ -18,7 +17,6 @@ from profiler.conditions.check import values_made_up
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST
-from profiler.machine.descriptors import hides_progress
 from profiler.machine.links import measure_link
 from profiler.machine.local import Devices, context_bytes, local_devices, torch_device
 from profiler.machine.workers import usable_cores
@@ -26,6 +24,7 @@ from profiler.measured_kind import layer_costs, measured_kind
 from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, by_importance, measured_sizes
 from profiler.observe.ambient import as_in_training
 from profiler.observe.random_states import preserved
+from profiler.progress_line import ProgressLine
 from profiler.quantities import MOST_SECONDS, shown
 from profiler.record import Estimate, LayerCost, LayerInfo, OptimizerCost, ParameterInfo, Profile
 from profiler.run.inputs import fake_runner, input_bytes, micro_batch
@@ -109,20 +108,20 @@ def profile(
     if listed:
         sequence, place = sequence.on(PLACE), PLACE
         most = 2 + 2 * len({min(sizes), max(sizes)}) + len(kinds)  # loss, memory, operations, optimizers, rows
-        bar = tqdm(total=most, desc="profile: loss", unit="part", disable=hides_progress(progress))
     else:
         remembered, place = Cache.of(cache), torch_device(cluster.devices[0])
         sizes = by_importance(sizes, max(sizes) * MICRO_BATCHES_PER_STAGE, len(cluster.devices))
         most = 1 + (1 + len(sizes) * (2 + MOST_SWEEPS)) * len(kinds)  # link, optimizers, memory and sweeps
-        bar = tqdm(total=most, desc="profile", unit="measurement", disable=hides_progress(progress))
     drawn_on = [HOST, *([] if listed else map(torch_device, kinds.values()))]
-    with bar, preserved(drawn_on), values_made_up():
+    with ProgressLine("profile", total=most, wanted=progress) as bar, preserved(drawn_on), values_made_up():
+        bar.now("loss")
         has_loss = loss_fn is not None or _returns_loss(sequence, place)
         workload = Workload(
             sequence, sample, loss_fn, target, has_loss, sizes, optimizer, time_budget_s / len(kinds), bar
         )
         if listed:
             return _estimated(workload, cluster)
+        bar.now("link")
         found_links = _links(cluster, remembered, wanted=links)
         bar.update()
         return _measured(workload, cluster, kinds.values(), remembered, found_links)
@@ -133,8 +132,7 @@ def _measured(
 ) -> Profile:
     """The profile, measured on these devices, one of each kind."""
     measured = [measured_kind(workload, device, cluster, remembered) for device in devices]
-    workload.bar.total = workload.bar.n  # short of time there were fewer sweeps
-    workload.bar.refresh()
+    workload.bar.reached(workload.bar.total)  # short of time there were fewer sweeps
     costs = [cost for costs, _ in measured for cost in costs]
     reserve_bytes = max(context_bytes(device) for device in devices)
     return _profile_of(workload, costs, [optimizer for _, optimizer in measured], links, reserve_bytes)
@@ -143,13 +141,12 @@ def _measured(
 def _estimated(workload: Workload, cluster: Cluster) -> Profile:
     """The profile for devices that are not here, from their data sheets."""
     memory, timings, optimizers, estimates = estimated(workload, cluster)
-    workload.bar.set_description_str("profile: rows", refresh=False)
+    workload.bar.now("rows")
     workload.bar.update()
     costs = [cost for kind in timings for cost in layer_costs(workload.sequence, kind, memory, timings[kind])]
     links = () if cluster.link is None else (cluster.link,)
     found = _profile_of(workload, costs, optimizers, links, CONTEXT_BYTES, estimates)
-    workload.bar.total = workload.bar.n = max(workload.bar.n, workload.bar.total or 0)
-    workload.bar.refresh()
+    workload.bar.reached(workload.bar.total)
     return found
 
 

@@ -95,6 +95,7 @@ def measured_kind(
         pool.clear()
         with computing_with(device.threads):
             if optimizer is None:
+                workload.bar.now("optimizer")
                 optimizer = _optimizer(workload, device, costs)
                 remembered.put(optimizer_key, optimizer)
         workload.bar.update()
@@ -252,6 +253,8 @@ def _timings(
         min(room.window_bytes(size, entries) for size, entries in memory.items()),
     )
     budget_s = (1 - OPTIMIZER_SHARE) * workload.time_budget_s
+    workload.bar.now("times of layers")
+    workload.bar.ends_within(workload.time_budget_s)
     timings = time_layers(layers, refusals, budget_s=budget_s, sweep_done=workload.bar.update)
     watch = backend_of(place).stopwatch(place)
     for size, of_layers in timings.items():

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from profiler.progress_line import ProgressLine
 from profiler.run.inputs import micro_batch, resized_target
 from profiler.run.loss import LossFunction
 from profiler.tracing.sequence import LayerSequence
@@ -38,7 +38,7 @@ class Workload:
     sizes: tuple[int, ...]
     optimizer: str
     time_budget_s: float
-    bar: tqdm[Any]
+    bar: ProgressLine
 
     def micro_batch(self, size: int, place: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The inputs of a micro-batch of `size` samples, and what else a runner is told."""

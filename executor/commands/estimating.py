@@ -248,11 +248,11 @@ def what_if(*, profile_file: Path, chart: Path | None, as_json: bool, **given: A
 def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFrame, list[str]]:
     """The table, and the columns that vary."""
     import pandas
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     from planner import what_if as planned
     from profiler.device import Link
-    from profiler.machine.descriptors import hides_progress
+    from profiler.progress_line import ProgressLine
 
     settings = {
         "batch_size": given["batch_sizes"],
@@ -264,7 +264,7 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
     always = {name: given[name] for name in ("replicas", "time_limit_s")}
     cases = list(itertools.product(given["counts"], given["links"] or [None], *variations.values()))
     frames: list[pandas.DataFrame] = []
-    with tqdm(total=len(cases), desc="plans", unit="plan", leave=False, disable=hides_progress(True)) as bar:
+    with ProgressLine("plans", total=len(cases), wanted=True) as line:
         try:
             for count, link, *values in cases:
                 inside = next(iter(measured.links), None) if link is None else Link.of(link)
@@ -275,7 +275,7 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
                 if given["links"]:
                     frame.insert(1, "link", link)
                 frames.append(frame)
-                bar.update()
+                line.update()
         except KeyboardInterrupt:
             if not frames:
                 raise

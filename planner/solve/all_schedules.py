@@ -14,12 +14,13 @@ that are left.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 
 from planner.plan.schedules import SCHEDULES, one_chunk_schedules
-from planner.search_watch import besides
+from planner.search_watch import besides, others_follow
 from planner.settings import Settings
 from planner.solve.balance import Balance
 from planner.solve.chunk_search import FEW_RANKS, chunk_balance
@@ -47,7 +48,8 @@ def balance_of_all(problem: Problem) -> Balance | None:
         start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
         shared = [_with_share(one, deadline, len(every) - number) for one in family]
         done_s = np.inf if best is None else best.lower_bound_s
-        with besides(done_s if number == len(every) - 1 else 0.0):
+        last = number == len(every) - 1
+        with besides(done_s if last else 0.0), nullcontext() if last else others_follow():
             best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best, start=start)
     return best
 
@@ -70,7 +72,7 @@ def _start(problem: Problem, best: Balance | None) -> Balance | None:
     less = replace(settings, schedules=lean, time_limit_s=None)
     if settings.time_limit_s is not None:
         less = replace(less, time_limit_s=settings.time_limit_s * SHARE_OF_START)
-    with besides(0.0):
+    with besides(0.0), others_follow():
         return balance_any(replace(problem, settings=less, patience=SHARE_OF_START, dispensable=True))
 
 

@@ -27,7 +27,7 @@ from planner.cost.hosts import Hosts
 from planner.plan.plan import Plan
 from planner.plan.stage import Segment
 from planner.rules import FREE
-from planner.search_watch import besides
+from planner.search_watch import besides, others_follow
 from planner.solve import skip_search
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balance import Balance, evaluate_s
@@ -63,14 +63,20 @@ def best_plan(problem: Problem) -> Plan | None:
     far = replace(given, link=_fastest(hosts), ring=_ring(given, hosts), hosts=None)
     lower_bound_s: float = np.inf
     starts: list[Balance] = []
+    reached_s: float = np.inf
     both = [one for one in (far, near) if one is not None]
     for place, one in enumerate(both):
-        with besides(lower_bound_s if place == len(both) - 1 else 0.0):
+        if least_s(one) > reached_s:
+            lower_bound_s = min(lower_bound_s, least_s(one))
+            continue
+        with besides(lower_bound_s if place == len(both) - 1 else 0.0), others_follow():
             found = _balanced(replace(one, dispensable=problem.dispensable or bool(starts)))
+        if found is not None:
+            reached_s = evaluate_s(problem, found.candidate, found.stages, found.orders)
         if found is not None:
             starts.append(found)
         lower_bound_s = min(lower_bound_s, least_s(one) if found is None else found.lower_bound_s)
-    with besides(lower_bound_s):
+    with besides(lower_bound_s), others_follow():
         return _with_own_links(problem, far, starts, lower_bound_s, deadline)
 
 
@@ -84,22 +90,29 @@ def _with_own_links(
     improver = skip_search.CutImprover(problem, skip_search.values_of(problem), lower_bound_s, deadline)
     slowed = replace(far, link=slow, ring=hosts.between, dispensable=problem.dispensable or bool(starts))
     starts += [found for found in (_balanced(slowed),) if found is not None]
-    starts += [with_moved_cuts(problem, start, deadline) for start in starts]
-    plans = [improver.nearest(start) for start in starts]
+    plans: dict[Balance, Plan | None] = {}
+    best: Plan | None = None
+
+    def look_near(starts: Sequence[Balance]) -> None:
+        """First with cuts for their own links; when time is up, at what may be the best: to make one takes seconds."""
+        nonlocal best
+        for start in (*(with_moved_cuts(problem, one, deadline) for one in starts), *starts):
+            if start not in plans and not (deadline.over and start.step_s >= _step_s(best)):
+                plans[start] = improver.nearest(start)
+                best = min(best, plans[start], key=_step_s)
+
+    look_near(starts)
     for shape in _shapes(slowed, starts):
-        if deadline.over or _step_s(min(plans, key=_step_s, default=None)) <= lower_bound_s:
-            break
         for link in (fast, slow):
-            found = _balanced(replace(shape, link=link))
-            for start in () if found is None else (found, with_moved_cuts(problem, found, deadline)):
-                starts.append(start)
-                plans.append(improver.nearest(start))
-    for place in sorted(range(len(starts)), key=lambda place: _step_s(plans[place]))[:MOST_SHAPES]:
-        best_s = _step_s(min(plans, key=_step_s))
-        if best_s < np.inf and (deadline.over or best_s <= lower_bound_s * (1 + skip_search.CLOSE_ENOUGH)):
+            if deadline.over or _step_s(best) <= lower_bound_s:
+                break
+            found = _balanced(_within(replace(shape, link=link), deadline))
+            look_near(() if found is None else (found,))
+    for start in sorted(plans, key=lambda start: _step_s(plans[start]))[:MOST_SHAPES]:
+        if best is not None and (deadline.over or _step_s(best) <= lower_bound_s * (1 + skip_search.CLOSE_ENOUGH)):
             break
-        plans.append(improver.better(starts[place], dispensable=best_s < np.inf))
-    return min(plans, key=_step_s, default=None)
+        best = min(best, improver.better(start, dispensable=best is not None), key=_step_s)
+    return best
 
 
 def with_moved_cuts(problem: Problem, found: Balance, deadline: Deadline) -> Balance:
@@ -158,6 +171,12 @@ def _balanced(problem: Problem) -> Balance | None:
 
 def _with_time(problem: Problem, limit_s: float) -> Problem:
     return replace(problem, settings=replace(problem.settings, time_limit_s=max(limit_s, 1e-3)))
+
+
+def _within(problem: Problem, deadline: Deadline) -> Problem:
+    """The problem with no more time than is left."""
+    limit_s = problem.settings.time_limit_s
+    return problem if limit_s is None else _with_time(problem, min(limit_s, deadline.left_s))
 
 
 def _fastest(hosts: Hosts) -> Link:

@@ -28,7 +28,7 @@ from planner.cost.skips import Route, routes_of
 from planner.plan.plan import Plan
 from planner.plan.stage import Segment, Stage
 from planner.rules import FREE
-from planner.search_watch import besides
+from planner.search_watch import besides, others_follow
 from planner.solve import chunk_search
 from planner.solve.all_schedules import balance_of_all, families, is_plain
 from planner.solve.balance import Balance, StageChoice
@@ -71,7 +71,7 @@ def best_plan(problem: Problem) -> Plan | None:
     bound = balance_any(least)
     lower_bound_s = least_s(least) if bound is None else bound.lower_bound_s
     even = max(NEXT, -(-problem.layers // problem.settings.max_stages))
-    with besides(lower_bound_s):
+    with besides(lower_bound_s), others_follow():
         found = (balance_any(problem), balance_any(_charged_without(problem, _apart(values, even))), bound)
     starts = list({(one.candidate, one.stages): one for one in found if one is not None}.values())
     improver = CutImprover(problem, values, lower_bound_s, deadline)
@@ -170,7 +170,7 @@ class CutImprover:
             settings = replace(at_stops.settings, time_limit_s=given)
             one_link = families(replace(at_stops, hosts=None, settings=settings, dispensable=dispensable))
             plain = next((family[0] for family in one_link if is_plain(family[0].settings)), None)
-            with besides(self._lower_bound_s):
+            with besides(self._lower_bound_s), others_follow():
                 exact = None if plain is None else balance_any(plain)
             plans.append(None if exact is None else self._direct(exact))
         return min(plans, key=_step_s)

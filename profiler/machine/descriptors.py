@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 
 
 def hold_standard_descriptors() -> None:
@@ -16,14 +15,6 @@ def hold_standard_descriptors() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # as the three always are
     os.close(descriptor)
-
-
-def hides_progress(wanted: bool) -> bool | None:
-    """What tqdm is to be told as `disable`: None lets it find out whether standard error is a terminal.
-
-    Where standard error is closed it does not, and ends what it should only show.
-    """
-    return None if wanted and sys.stderr is not None else True
 
 
 def open_of_another(process: int, descriptor: int, at_least_bytes: int, access: int) -> int:

@@ -34,6 +34,7 @@ from profiler.memory.in_stage import LayerMemory, layer_memory
 from profiler.record import InStage
 from profiler.run.inputs import fake_runner, real_runner
 from profiler.run.parameter_pool import ParameterPool
+from profiler.text import counted
 from profiler.workload import Workload
 
 UNKNOWN_SIZE = 2  # run first where nothing says what memory a model needs
@@ -59,6 +60,7 @@ def memory_by_size(
     sizes = sorted(workload.sizes)
     while sizes:
         workload.bar.update()
+        workload.bar.now(f"memory of {counted(sizes[0], 'sample')}")
         looked_at, fake, fake_s = _affordable(workload, sizes[0], place, room)
         real, start = None, perf_counter()
         if looked_at < sizes[0]:
@@ -85,6 +87,7 @@ def memory_by_size(
         if size in memory:
             continue
         workload.bar.update()
+        workload.bar.now(f"memory of {counted(size, 'sample')}")
         found = _line(sizes, memory, size) or (_fake(workload, size, place) if by_fakes else None)
         if found is None and not room.holds_run(size, [_grown(entry, size / looked_at) for entry in real]):
             refusals.no_memory(size)

@@ -149,8 +149,8 @@ def _memory(workload: Workload, size: int) -> list[LayerMemory]:
 
 def _says(workload: Workload, part: str) -> None:
     """The part before is done, and this is begun."""
-    workload.bar.set_description_str(f"profile: {part}", refresh=False)
     workload.bar.update()
+    workload.bar.now(part)
 
 
 def _timings(work: Sequence[LayerWork], rates: Rates) -> list[LayerTiming]:

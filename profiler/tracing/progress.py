@@ -11,16 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any
 
 from torch import nn
-from tqdm.auto import tqdm
 
-from profiler.machine.descriptors import hides_progress
 from profiler.observe.source_place import own_forward
-
-DELAY_S = 1.0
-"""Seconds until anything is shown: small models are traced by then [chosen]."""
+from profiler.progress_line import ProgressLine
 
 
 class Part(Enum):
@@ -51,48 +46,36 @@ class TraceProgress:
         wanted: whether it is shown, on a terminal.
     """
 
-    REFRESH_S = 0.1
-    """Seconds between two times that the bar is drawn, at least [chosen]."""
-
     def __init__(self, model: nn.Module, *, wanted: bool) -> None:
         called = sum(own_forward(module) is not _NO_FORWARD for module in model.modules())
         self._each = Part.MODULES.end / max(1, called)
         self._attempts = 0
-        self._bar: tqdm[Any] = tqdm(
-            total=100,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}",
-            delay=DELAY_S,
-            mininterval=self.REFRESH_S,
-            miniters=0,
-            smoothing=0.05,
-            disable=hides_progress(wanted),
-        )
+        self._line = ProgressLine("trace", total=100.0, wanted=wanted)
 
     def begins(self) -> None:
         """An attempt begins."""
         self._attempts += 1
-        if self._attempts > 1:  # the first has nothing to take back, and this shows the bar at once
-            self._bar.reset(total=100)
+        self._line.reached(0.0)
         self._describe(Part.MODULES)
 
     def module_called(self) -> None:
         """One more module was called; a shared one may be called more than once."""
-        self._bar.update(max(0.0, min(self._each, Part.MODULES.end - self._bar.n)))
+        self._line.reached(max(self._line.done, min(self._line.done + self._each, Part.MODULES.end)))
 
     def done(self, part: Part) -> None:
         """A part is over."""
         following = [*Part][[*Part].index(part) + 1 :]
         if following:
             self._describe(following[0])
-        self._bar.update(max(0.0, part.end - self._bar.n))
+        self._line.reached(max(self._line.done, part.end))
 
     def close(self) -> None:
         """Nothing is shown any more."""
-        self._bar.close()
+        self._line.close()
 
     def _describe(self, part: Part) -> None:
         attempt = f" (attempt {self._attempts})" if self._attempts > 1 else ""
-        self._bar.set_description_str(f"trace{attempt}: {part.words}", refresh=False)
+        self._line.now(part.words, name=f"trace{attempt}")
 
 
 _NO_FORWARD = nn.Module.forward

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -130,7 +130,7 @@ def _changed_everywhere(places: list[Place], chance: random.Random) -> None:
 
 def _another(number: float, chance: random.Random) -> float:
     """A number near this one, or of another order."""
-    if not math.isfinite(number):
+    if not -sys.float_info.max <= number <= sys.float_info.max:  # an integer may be beyond
         return 0.0
     return chance.choice(
         (number + 1, number - 1, -number, number * 2, number * 1_000_000, number / 3, number // 3, number * 0)

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from planner.explain import what_if
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.search_watch import SearchWatch
+from profiler import progress_line
 from profiler.device import Cluster, Device, Link
 from profiler.record import Profile
 from tests.planner.made_up import build_profile
@@ -140,24 +142,28 @@ def test_the_command_writes_it(
     assert Plan.load(file).interrupted
 
 
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is told is shown."""
+    for name in ("DELAY_S", "REFRESH_S"):
+        monkeypatch.setattr(progress_line, name, 0.0)
+
+
 def test_a_terminal_sees_the_best_step_so_far(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for name in ("DELAY_S", "REFRESH_S"):
-        monkeypatch.setattr(search_watch, name, 0.0)
+    at_once(monkeypatch)
     plan = plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True, time_limit_s=90.0)
     told = capsys.readouterr()
     assert told.out == ""
     assert re.search(r"plan: 00:0\d of 01:30", told.err)
-    assert f"step {plan.prediction.step_s:.1f} s, within " in told.err
+    assert f"step {plan.prediction.step_s:.1f} s (within " in told.err
 
 
 def test_what_is_no_terminal_sees_nothing(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("DELAY_S", "REFRESH_S"):
-        monkeypatch.setattr(search_watch, name, 0.0)
+    at_once(monkeypatch)
     plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True)
     assert capsys.readouterr().err == ""
 
@@ -167,15 +173,15 @@ def test_time_goes_on_while_a_search_tells_nothing(
 ) -> None:
     """The first search after an installation was compiled for 40 s before anything was shown."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(search_watch, "DELAY_S", 0.0)
+    monkeypatch.setattr(progress_line, "DELAY_S", 0.0)
     monkeypatch.setattr(search_watch, "compiling_since_s", lambda: 1.0)
-    drawn, draw = threading.Event(), SearchWatch._draw
+    drawn, draw = threading.Event(), progress_line.TerminalLine.draw
 
-    def seen(self: SearchWatch) -> None:
+    def seen(self: progress_line.TerminalLine) -> None:
         draw(self)
         drawn.set()
 
-    monkeypatch.setattr(SearchWatch, "_draw", seen)
+    monkeypatch.setattr(progress_line.TerminalLine, "draw", seen)
     watch = SearchWatch(progress=True, limit_s=8.0)
     assert drawn.wait(60)
     watch.close()
@@ -187,28 +193,62 @@ def test_without_a_limit_it_says_how_long_it_goes_on_in_vain(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for name in ("DELAY_S", "REFRESH_S"):
-        monkeypatch.setattr(search_watch, name, 0.0)
+    at_once(monkeypatch)
     plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True)
     assert re.search(r"[1-9]\d* s left; Ctrl-C takes it", capsys.readouterr().err)
     plan_from_profile(profile, DEVICES, batch_size=8, schedule="gpipe", progress=True, time_limit_s=90.0)
     assert "s left" not in capsys.readouterr().err
 
 
+def texts_at(monkeypatch: pytest.MonkeyPatch, watch: SearchWatch, seconds: list[float]) -> list[str]:
+    """What a watch says at these times of the clock."""
+    shown = []
+    for now_s in seconds:
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: watch._start_s + now_s)
+        shown.append(watch._state()[0])
+    return shown
+
+
+def test_the_time_that_is_left_is_that_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said "1 s left" for half a minute: the search counts in seconds of its own."""
+    watch = SearchWatch(progress=False)
+    clock = [watch._start_s]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    assert "looking for a first plan" in watch._state()[0]
+    watch.tell(0.5, 0.4, 10.0)
+    clock[0] += 8.0
+    watch.tell(0.5, 0.4, 8.0)  # a second of the search takes four
+    assert texts_at(monkeypatch, watch, [8.0, 20.0, 45.0]) == [
+        "plan: 00:08, step 500 ms (within 25.0% of the best), 32 s left; Ctrl-C takes it",
+        "plan: 00:20, step 500 ms (within 25.0% of the best), 20 s left; Ctrl-C takes it",
+        "plan: 00:45, step 500 ms (within 25.0% of the best); Ctrl-C takes it",
+    ]
+    with watch.others_follow():
+        assert "20 s left of this search" in texts_at(monkeypatch, watch, [20.0])[0]
+
+
+def test_after_the_limit_it_says_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said "00:51 of 00:30"."""
+    watch = SearchWatch(progress=False, limit_s=30.0)
+    watch.tell(0.5, 0.4)
+    assert texts_at(monkeypatch, watch, [12.0, 31.0]) == [
+        "plan: 00:12 of 00:30, step 500 ms (within 25.0% of the best); Ctrl-C takes it",
+        "plan: 00:31, step 500 ms, time is up, making the plan",
+    ]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100])
 @pytest.mark.parametrize(("limit_s", "patience_s"), [(None, 12.0), (3599.0, float("inf"))])
-def test_what_is_shown_fits_80_columns(
-    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, patience_s: float
+def test_what_is_shown_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, patience_s: float, columns: int
 ) -> None:
     """At 80 columns the line ended before it said that Ctrl-C takes the plan."""
     watch = SearchWatch(progress=False, limit_s=limit_s)
-    watch.shows, watch._shown_s = True, 0.0
-    shown: list[str] = []
-    monkeypatch.setattr(watch._bar, "refresh", lambda: None)
-    monkeypatch.setattr(watch._bar, "set_postfix_str", lambda text, refresh: shown.append(text))
+    monkeypatch.setattr(search_watch, "columns", lambda: columns)
     watch.tell(0.9994, 0.5, patience_s)
-    line = f"plan: 59:59{'' if limit_s is None else ' of 59:59'}, {shown[0]}"
-    assert line.endswith("Ctrl-C takes it")
-    assert len(line) < 80
+    for text in texts_at(monkeypatch, watch, [0.0, 3598.0, 3600.0]):
+        assert len(text) < columns or columns == 40
+        assert columns < 60 or "Ctrl-C takes it" in text or "time is up" in text
 
 
 @pytest.mark.parametrize("settings", [{"schedule": "auto"}, {"schedule": "auto", "skips": "direct"}, {"hosts": True}])

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import select
 import struct
 import sys
 import termios
@@ -65,7 +66,9 @@ def test_it_fits_a_terminal_also_one_that_does_not_know_its_size(
         with ProgressLine("work", total=2, wanted=True) as line:
             line.now("braces {x}")
             line.update()
-        seen = os.read(reader, 65536).decode()
+        seen = b"".join(
+            iter(lambda: os.read(reader, 4096) if select.select([reader], [], [], 0)[0] else b"", b"")
+        ).decode()
     os.close(reader)
     shown = [part for part in seen.replace("\n", "\r").split("\r") if part.strip()]
     assert any("work: braces {x}  50%|" in part for part in shown)

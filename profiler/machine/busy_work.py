@@ -31,9 +31,9 @@ def main() -> None:
         work()
 
 
-def busy_work(device: torch.device) -> Callable[[], torch.Tensor]:
+def busy_work(device: torch.device, rows: int = ROWS) -> Callable[[], torch.Tensor]:
     """A feed-forward block, to be called: two matrix products and passes over memory between them."""
-    inputs = torch.randn(ROWS, WIDTH, device=device)
+    inputs = torch.randn(rows, WIDTH, device=device)
     expansion = torch.randn(4 * WIDTH, WIDTH, device=device) / WIDTH**0.5
     projection = torch.randn(WIDTH, 4 * WIDTH, device=device) / WIDTH**0.5
 

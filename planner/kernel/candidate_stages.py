@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
 from planner.kernel.recompute_bounds import least_at, price_layer
+from planner.kernel.rounds import NONE_LATE, ROUNDS, Late, late_of, round_s
 from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables, segment_costs, stage_needs
 from planner.kernel.two_sizes import link_machines, stage_machines
 from planner.plan.schedules import Objective
 
-FLOW_SHOPS, ROUNDS, WORK = (int(objective) for objective in Objective)
+FLOW_SHOPS, _, WORK = (int(objective) for objective in Objective)
 IMPOSSIBLE, KEEPS, RECOMPUTES = 0, 1, 2
 """What a stage must do to fit."""
-THROUGH, FORWARD, BACKWARD, OPTIMIZER, REST, ROOM, THROUGH_LEAST, TERMS = range(8)
+THROUGH, FORWARD, BACKWARD, OPTIMIZER, REST, ROOM, THROUGH_LEAST, ROUND, TERMS = range(9)
 """Columns of `Arcs.terms`, and how many there are."""
 
 
@@ -42,7 +43,7 @@ class Arcs(NamedTuple):
         crossing_least: transfers at a position of one micro-batch, both directions, at least, shape (N,).
         backward_link: M - 1 steady transfers of gradients, shape (N,).
         backward_head: see `Tables`.
-        more_large: see `Tables`, and so the next three.
+        more_large: see `Tables`, and so the next four.
         largest_change: the most seconds of a stage or link by which a path with its small job in place of a large one
             to come there, which then stays, exceeds one that passes; and all that it gains after. Forward, backward.
         largest_stay: the most seconds of one more small job, forward and backward.
@@ -58,8 +59,9 @@ class Arcs(NamedTuple):
             BACKWARD, of flow shops M - 1 times b, of rounds what both phases leave when the stage waits once for all
             after it;
             OPTIMIZER, all-reduce and optimizer;
-            REST, of rounds the backward passes of the last, incomplete one;
-            ROOM, bytes for activations and temporaries.
+            REST, of rounds what it does while no round is complete;
+            ROOM, bytes for activations and temporaries;
+            ROUND, of rounds what both phases leave when the stage waits for all after it twice, at first and at last.
     """
 
     objective: int
@@ -76,6 +78,7 @@ class Arcs(NamedTuple):
     backward_head: Floats
     more_large: float
     more_small: float
+    recompute_share: float
     sized: Floats
     sized_links: Floats
     largest_change: Floats
@@ -106,12 +109,12 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
     count = int(length.sum())
     need, whole = np.zeros(count, dtype=np.uint8), np.zeros(count, dtype=np.bool_)
     least_recompute_s, terms = np.zeros(count), np.zeros((count, TERMS))
-    facts = _Facts(need, whole, least_recompute_s, terms)
+    facts, late = _Facts(need, whole, least_recompute_s, terms), late_of(tables, length, fewest)
     for device in range(classes):
         for stop in range(1, positions):  # whose columns of large matrices are read once for all in-flight indices
             for in_flight_index in range(in_flight_indices):
                 places = offset[in_flight_index, device, stop], length[in_flight_index, device, stop]
-                _fill(tables, in_flight_index, device, stop, places, below_s, fewest, facts)
+                _fill(tables, late, in_flight_index, device, stop, places, below_s, fewest, facts)
     if classes == 1:
         _drop_small(tables.forward[0] + tables.backward[0], tables.most_stages, offset, length, need)
     largest_change, largest_stay = np.zeros(2), np.zeros(2)
@@ -129,8 +132,9 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         tables.crossing_least,
         tables.steady * tables.backward_link,
         tables.backward_head,
-        tables.more_large,
+        float(tables.large.min() - 1),
         tables.more_small,
+        tables.recompute_share,
         tables.sized,
         tables.sized_links,
         largest_change,
@@ -175,7 +179,8 @@ def _reach(tables: Tables, below_s: float, fewest: Indices) -> tuple[Indices, In
             for stop in range(1, positions):
                 if not tables.allowed[stop] or (tables.by_number and not ends[stop]):
                     continue
-                longest = _longest(tables, in_flight_index, device, stop, below_s, least_s)
+                hint = length[max(0, in_flight_index - 1), device, stop - 1]
+                longest = _longest(tables, in_flight_index, device, stop, below_s, least_s, hint)
                 length[in_flight_index, device, stop] = longest
                 begins[stop - longest : stop] = True
         ends[:] = begins & tables.allowed
@@ -192,8 +197,10 @@ def _reach(tables: Tables, below_s: float, fewest: Indices) -> tuple[Indices, In
 
 
 @compiled
-def _longest(tables: Tables, in_flight_index: int, device: int, stop: int, below_s: float, least_s: float) -> int:
-    """Layers of the longest stage that ends at `stop`, as far as rules, seconds and parameters say."""
+def _longest(
+    tables: Tables, in_flight_index: int, device: int, stop: int, below_s: float, least_s: float, hint: int
+) -> int:
+    """Layers of the longest stage that ends at `stop`, as far as rules, seconds and parameters say; `hint`, perhaps."""
     memory = tables.memory
     forward, backward, passing = tables.forward[device], tables.backward[device], tables.passing[device]
     first = stop - 1
@@ -209,7 +216,15 @@ def _longest(tables: Tables, in_flight_index: int, device: int, stop: int, below
         if memory.ranges[memory.range_of[device], first, stop] > tables.limit[device, in_flight_index]:
             break
         first -= 1
-    return stop - 1 - first
+    first += 1  # of the stage that may be longest by these
+    if tables.objective != ROUNDS or first == stop:
+        return stop - first
+    place, number = min(stop, max(first, stop - hint)), in_flight_index + 1  # longer stages take longer
+    while place > first and least_s + round_s(tables, NONE_LATE, number, device, place - 1, stop) < below_s:
+        place -= 1
+    while place < stop and least_s + round_s(tables, NONE_LATE, number, device, place, stop) >= below_s:
+        place += 1
+    return stop - place
 
 
 @compiled
@@ -250,6 +265,7 @@ def _least_pass_s(passing: Floats) -> float:
 @compiled
 def _fill(
     tables: Tables,
+    late: Late,
     in_flight_index: int,
     device: int,
     stop: int,
@@ -290,7 +306,7 @@ def _fill(
             continue
         need[place] = KEEPS if keeps else RECOMPUTES
         # 2
-        _fill_seconds(tables, in_flight_index, device, first, stop, terms[place])
+        _fill_seconds(tables, late, in_flight_index, device, first, stop, terms[place])
         if keeps or turns_around:
             continue
         # 3
@@ -314,7 +330,9 @@ def _fill(
 
 
 @compiled
-def _fill_seconds(tables: Tables, in_flight_index: int, device: int, first: int, stop: int, terms: Floats) -> None:
+def _fill_seconds(
+    tables: Tables, late: Late, in_flight_index: int, device: int, first: int, stop: int, terms: Floats
+) -> None:
     """The columns of `Arcs.terms` that are seconds, of one stage."""
     forward = tables.forward[device, stop] - tables.forward[device, first]
     backward = tables.backward[device, stop] - tables.backward[device, first]
@@ -331,7 +349,9 @@ def _fill_seconds(tables: Tables, in_flight_index: int, device: int, first: int,
         forward_first = tables.sized[0, device, stop] - tables.sized[0, device, first]
         own_least = tables.passing_least[device, stop] - tables.passing_least[device, first]
         terms[BACKWARD] = tables.steady * (forward + backward) - (number * forward_most - forward_first)
-        terms[REST] = tables.steady % number * max(0.0, own_least - forward_most)
+        rest_s = own_least if tables.steady >= number else max(0.0, own_least - forward_most)
+        terms[REST] = tables.steady % number * rest_s
+        terms[ROUND] = round_s(tables, late, number, device, first, stop)
         terms[THROUGH_LEAST] = own_least + tables.crossing_least[first]
     if tables.trainable_bytes[first, stop] > 0:
         reduce_s = tables.reduce_rate[device] * tables.trainable_bytes[first, stop]

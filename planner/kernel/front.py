@@ -22,11 +22,13 @@ from planner.kernel.candidate_stages import (
     IMPOSSIBLE,
     OPTIMIZER,
     RECOMPUTES,
+    ROUND,
     THROUGH,
     Arcs,
 )
 from planner.kernel.compiled import compiled
 from planner.kernel.devices_used import used_numbers
+from planner.kernel.rounds import ROUNDS, round_recomputes
 from planner.kernel.two_sizes import (
     BACKWARD_PHASE,
     BOTH_PHASES,
@@ -81,7 +83,7 @@ def before_bounds(arcs: Arcs) -> Floats:
                     if arcs.two_sizes:
                         _lower_two_sizes(arcs, device, first, stop, place, before[rest, first], before[choice, stop])
                     else:
-                        _lower(arcs, first, place, before[rest, first], before[choice, stop])
+                        _lower(arcs, total[choice] + 1, first, place, before[rest, first], before[choice, stop])
     return before
 
 
@@ -108,11 +110,14 @@ def _lowest(arcs: Arcs) -> Indices:
 
 
 @compiled
-def _lower(arcs: Arcs, first: int, place: int, front: Floats, here: Floats) -> None:
-    """Lower the numbers `here` to those of a front with one more stage after it."""
+def _lower(arcs: Arcs, number: int, first: int, place: int, front: Floats, here: Floats) -> None:
+    """Lower the numbers `here` to those of a front with one more stage after it, the so many-th from the end."""
     terms = arcs.terms[place]
     forward, backward = 0.0, 0.0
     both = max(0.0, terms[BACKWARD] + arcs.steady_recomputes * arcs.least_recompute_s[place])
+    if arcs.objective == ROUNDS:
+        again = round_recomputes(arcs.more_large, arcs.recompute_share, number)
+        both = max(both, terms[ROUND] + again * arcs.least_recompute_s[place])
     if arcs.objective == FLOW_SHOPS:
         forward = terms[FORWARD]
         backward = max(both, arcs.backward_link[first]) + arcs.backward_head[first]

@@ -9,7 +9,7 @@ back, and e and x those of recompute, a plan takes
     order    V(k) = max( through(k) + V(k + 1),                        the rear, and the way there and back
                          through(k) + steady (f + b + e) )             stage k is never idle
     1F1B     V(k) = max( the same,
-                         S(k) + both(k),                               it waits once for the whole rear
+                         S(k) + both(k),                               it waits once or twice for the whole rear
                          S(k) + rounds * S'(k) + rest )                it waits whenever all in flight are ahead
 
 where S is of the first micro-batch, which is one of the large ones, and S' of any other, without the transfers before
@@ -29,7 +29,7 @@ from planner.kernel.candidate_stages import (
     OPTIMIZER,
     RECOMPUTES,
     REST,
-    ROUNDS,
+    ROUND,
     THROUGH,
     THROUGH_LEAST,
     Arcs,
@@ -44,6 +44,7 @@ from planner.kernel.front import (
     LEAST_STAY_S,
     SIZED_FRONT_OPTIMIZER_S,
 )
+from planner.kernel.rounds import ROUNDS, round_recomputes
 from planner.kernel.two_sizes import (
     BACKWARD_PHASE,
     BOTH_PHASES,
@@ -75,8 +76,9 @@ class SearchObjective(NamedTuple):
         two_sizes: see `Arcs`.
         steady: M - 1.
         steady_recomputes: see `Arcs`.
-        more_large: see `Arcs`.
-        more_small: see `Arcs`.
+        more_large: see `Arcs`, and so the next two.
+        more_small: see there.
+        recompute_share: see there.
         largest_change: see `Arcs`, forward and backward.
         largest_stay: the same.
     """
@@ -87,6 +89,7 @@ class SearchObjective(NamedTuple):
     steady_recomputes: int
     more_large: float
     more_small: float
+    recompute_share: float
     largest_change: tuple[float, float]
     largest_stay: tuple[float, float]
 
@@ -96,12 +99,13 @@ class FrontStage(NamedTuple):
 
     Attributes:
         from_end: its number from the end of the model, 1 for the last.
-        through_s: see `Arcs.terms`, and so the next five.
+        through_s: see `Arcs.terms`, and so the next six.
         through_least_s: see there.
         forward_s: see there.
         backward_s: see there.
         optimizer_s: see there.
         rest_s: see there.
+        round_s: see there.
         recompute_s: e, at least.
         crossing_least_s: see `Arcs`, and so the next two.
         backward_link_s: see there.
@@ -116,6 +120,7 @@ class FrontStage(NamedTuple):
     backward_s: float
     optimizer_s: float
     rest_s: float
+    round_s: float
     recompute_s: float
     crossing_least_s: float
     backward_link_s: float
@@ -134,6 +139,7 @@ def objective_of(arcs: Arcs) -> SearchObjective:
         arcs.steady_recomputes,
         arcs.more_large,
         arcs.more_small,
+        arcs.recompute_share,
         (change[0], change[1]),
         (stay[0], stay[1]),
     )
@@ -155,6 +161,7 @@ def stage_in_front(arcs: Arcs, from_end: int, device: int, first: int, stop: int
         terms[BACKWARD],
         terms[OPTIMIZER],
         terms[REST],
+        terms[ROUND],
         arcs.least_recompute_s[arc],
         arcs.crossing_least[first],
         arcs.backward_link[first],
@@ -200,9 +207,11 @@ def grow(
         if objective.kind == ROUNDS:
             rounds = objective.steady // stage.from_end
             waits_once_s = passes_s + stage.backward_s + steady_recompute_s
+            again = round_recomputes(objective.more_large, objective.recompute_share, stage.from_end)
+            waits_twice_s = passes_s + stage.round_s + again * recompute_s
             least_passes_s = rears[rear, LEAST_PASSES_S] + stage.through_least_s + turnaround_s
             waits_often_s = passes_s + rounds * (least_passes_s - stage.crossing_least_s) + stage.rest_s
-            alone_s = max(alone_s, waits_once_s, waits_often_s)
+            alone_s = max(alone_s, waits_once_s, waits_twice_s, waits_often_s)
         new[ALONE_S], new[LEAST_PASSES_S] = alone_s, least_passes_s
         stays_s = passes_s + front[FRONT_PASSES_S] + front[FRONT_BOTH_S]
         return float(max(alone_s + front[FRONT_PASSES_S], stays_s) + end_s)

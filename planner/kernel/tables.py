@@ -50,6 +50,16 @@ class Tables(NamedTuple):
         backward_head: the same, backward.
         more_large: how many large micro-batches there are, less one.
         more_small: how many small ones, less one.
+        large: how many large micro-batches there are, with the smallest and the largest M that the tables are for,
+            shape (2,): with those between there are as many as on the line.
+        small: likewise.
+        around: of rounds prefix sums of f + b on the class that is fastest, of a large and of a small micro-batch,
+            shape (2, N).
+        around_crossing: the shortest transfer, both directions, of a large and of a small one, shape (2,).
+        first_back: of rounds prefix sums of what b of the first micro-batch takes longer than the least, shape (N,).
+        first_back_most: the same on the class for which that is most, shape (N,).
+        small_back: of rounds prefix sums of the least b of a small micro-batch, shape (N,).
+        recompute_share: the least that recompute of a layer is, with any micro-batch, of its steady one.
         sized: prefix sums of f, b and recompute, each of a large and of a small micro-batch, shape (6, C, N).
         sized_links: transfers of outputs and of gradients, each of a large and of a small one, shape (4, N).
         memory: what stages take of it, added up; see `StageSums`, and so C, V, L and N.
@@ -93,6 +103,14 @@ class Tables(NamedTuple):
     backward_head: Floats
     more_large: float
     more_small: float
+    large: Indices
+    small: Indices
+    around: Floats
+    around_crossing: Floats
+    first_back: Floats
+    first_back_most: Floats
+    small_back: Floats
+    recompute_share: float
     sized: Floats
     sized_links: Floats
     memory: StageSums

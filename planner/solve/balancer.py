@@ -3,11 +3,12 @@
 The problem is looked at in parts (`planner.solve.parts`). They wait in the order of a cheap bound
 (`planner.solve.work_bound`), then of a bound from their stages; most end there. For each that does not:
 
-1. A proof is tried: a search (`planner.solve.candidate_search`) for anything faster than the best plan. Mostly it finds
-   the best plan of the part, or that there is none. Then one bound is tried for all that differ from it in M alone
-   (`planner.solve.many_counts`).
-2. Where it is cut off, nothing that it found counts, and the part falls into smaller ones.
-3. One of the smallest is searched for itself, whatever is known of others: quickly, and again with larger and larger
+1. Of 1F1B all that differ from it in M alone are bounded together (`planner.solve.many_counts`), and then each half of
+   them when its turn comes, until it is alone.
+2. A proof is tried: a search (`planner.solve.candidate_search`) for anything faster than the best plan. Mostly it finds
+   the best plan of the part, or that there is none.
+3. Where it is cut off, nothing that it found counts, and the part falls into smaller ones.
+4. One of the smallest is searched for itself, whatever is known of others: quickly, and again with larger and larger
    limits, until its plan is proven the best of the part or time is up. Where the closed form is only a bound, its paths
    are searched before that (`planner.solve.path_search`).
 
@@ -22,13 +23,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.balance import TIE, Balance, best_of, evaluate_s, fits
 from planner.solve.candidate_search import ARC_S, CandidateSearch
 from planner.solve.deadline import Deadline
 from planner.solve.limits import LAST_LEVEL, Limits
-from planner.solve.many_counts import FEWEST, alike, bounds_s
+from planner.solve.many_counts import alike, bound_of_all_s
 from planner.solve.other_counts import promising
 from planner.solve.parts import Part
 from planner.solve.path_search import PathSearch
@@ -48,10 +48,12 @@ WORTH_WAITING = 1e-3
 """By what a plan must be faster for the search not to have been in vain [chosen]."""
 LARGE_S = 0.25
 """Seconds, counted so, of a search for some plan from which on a better plan comes before proofs [chosen]."""
+TURNS = 3
+"""See `_Balancer._next`."""
 CLOSED = 1e-8
 """Relative distance from the best plan at which a bound from paths ends the search of a part: rounding."""
 PROOFS_IN_VAIN = 3
-"""Proofs of as large parts that are cut off in a row before no more are tried [chosen]."""
+"""Proofs of as large parts that are cut off in a row before no more are tried, or one where they take long [chosen]."""
 
 
 def balance(problem: Problem, reached: Balance | None = None) -> Balance | None:
@@ -83,12 +85,13 @@ class _Balancer:
         self._paths: dict[Part, PathSearch] = {}
         self._left_s = np.inf  # what no plan is below of parts that were searched with the largest limits
         self._in_vain_s = 0.0
-        self._alike_s: dict[object, float] = {}  # best steps below which the M of a kind were proven not to come
+        self._bounding_s, self._bounded_s = 0.0, 0.0  # in vain since what none is below was raised to that
+        self._groups: dict[Part, list[Part]] = {}  # those that were bounded together
         self._cut_off = [0, 0, 0]  # proofs in a row, by depth of the part
         self._large = False  # whether any proof was cut off, or a plan took long
         self._ahead: Part | None = None
         self._near: Candidate | None = None  # of what lay ahead last
-        self._turn = 0
+        self._turn = TURNS - 1
 
     def run(self) -> Balance | None:
         """See `balance`."""
@@ -120,7 +123,7 @@ class _Balancer:
                 return True
             return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1
         gap = step_s / least_s - 1
-        patience_s = min(MOST_S, max(LEAST_S, GAP_S * gap)) * self._problem.patience
+        patience_s = min(MOST_S, max(LEAST_S, GAP_S * gap)) * self._problem.patience - self._bounding_s
         self._deadline.tell(step_s, least_s, patience_s - self._in_vain_s)
         if self._deadline.interrupted:
             return True
@@ -147,8 +150,8 @@ class _Balancer:
             ahead = self._ahead
             entry = self._queue.take(lambda one: one.level == 0 and ahead.lies_in(one.part))
             self._ahead = ahead if entry is not None else None
-        if entry is None and self._best is not None and self._large:
-            self._turn = (self._turn + 1) % 3
+        if entry is None and self._best is not None and self._large and not self._bounds_come_first():
+            self._turn = (self._turn + 1) % TURNS
             own = self._part_of(self._best)
             if self._turn == 1:
                 entry = self._queue.take(lambda one: own.lies_in(one.part) and one.level <= 1)
@@ -162,7 +165,7 @@ class _Balancer:
         part = entry.part
         if entry.work is not None:
             bound_s = entry.work.step_s(pooled_recompute_s(self._problem, part.candidate))
-            self._queue.push(bound_s, part, bounded=entry.bounded)
+            self._queue.push(max(entry.bound_s, bound_s), part, bounded=entry.bounded)
             return
         if self._best is None:
             self._look_for_any(entry)
@@ -173,7 +176,9 @@ class _Balancer:
             bound_s = search.bound_s(self._best)
             self._in_vain_s += search.spent_s
             self._queue.push(max(entry.bound_s, bound_s), part)
-        elif self._cut_off[part.depth] >= PROOFS_IN_VAIN:
+        elif self._bounded_with_others(entry):
+            return
+        elif self._cut_off[part.depth] >= (1 if self._large else PROOFS_IN_VAIN):
             self._divide(entry)
         else:
             search = self._search_of(part)
@@ -181,36 +186,53 @@ class _Balancer:
             if result.proven:
                 self._cut_off[part.depth] = 0
                 self._take(part, result.best if result.best is not self._best else None)
-                self._prove_alike(part)
             else:
                 self._large = True
                 self._cut_off[part.depth] += 1
                 self._in_vain_s += search.spent_s
                 self._divide(entry._replace(bound_s=max(entry.bound_s, result.lower_bound_s)))
 
-    def _prove_alike(self, proven: Part) -> None:
-        """One bound for all that wait and differ in M alone from a part that was proven: mostly it ends them."""
-        waiting = [
-            entry
-            for entry in self._queue
-            if entry.level == 0
-            and replace(entry.part, candidate=proven.candidate) == proven
-            and alike(entry.part.candidate, proven.candidate)
-        ]
-        kind = (
-            replace(proven, candidate=replace(proven.candidate, split=MicroBatches(1, 1))),
-            proven.candidate.split.smallest,
+    def _bounded_with_others(self, entry: Waiting) -> bool:
+        """Raise the bounds of those that differ in M alone, of halves of those bounded together; False if alone."""
+        part = entry.part
+        if not self._waits_for_bound(entry):
+            return False
+        if part not in self._groups:
+            waiting = {one.part for one in self._queue if one.level == 0 and _differ_in_count(one.part, part)}
+            halves = [sorted({part, *waiting}, key=_count)]
+        else:
+            group = self._groups[part]
+            halves = [group[: len(group) // 2], group[len(group) // 2 :]]
+        self._queue.push(entry.bound_s, part)
+        for half in halves:
+            self._groups |= dict.fromkeys(half, half)
+            self._bound_together(half)
+        return True
+
+    def _bounds_come_first(self) -> bool:
+        """Whether the part with the least bound was not bounded for itself."""
+        return self._queue.level == 0 and self._waits_for_bound(self._queue.first())
+
+    def _waits_for_bound(self, entry: Waiting) -> bool:
+        """Whether it is bounded together with others, or for the first time."""
+        part, record = entry.part, SCHEDULES[entry.part.candidate.schedule]
+        return (
+            entry.bounded
+            and record.objective is not Objective.FLOW_SHOPS
+            and not record.keeps_all
+            and (len(self._groups.get(part, (part, part))) > 1)
         )
-        known_s = self._alike_s.get(kind, np.inf)
-        if len(waiting) < FEWEST or self._best is None or self._best.step_s >= known_s * (1 - WORTH_WAITING):
-            return
-        self._alike_s[kind] = self._best.step_s
+
+    def _bound_together(self, group: list[Part]) -> None:
+        """One bound for all of them; it may end them."""
+        assert self._best is not None
         enough_s = self._best.step_s * (1 + 2 * TIE)
-        candidates = [entry.part.candidate for entry in sorted(waiting, key=lambda entry: entry.micro_batches)]
-        for some, bound_s, looked_at in bounds_s(proven.problem(self._problem), candidates, enough_s):
-            self._in_vain_s += looked_at * ARC_S * (bound_s < enough_s)
-            bounded = {replace(proven, candidate=candidate) for candidate in some}
-            self._queue.raise_bounds(bounded, bound_s, drop=bound_s >= enough_s)
+        problem = group[0].problem(self._problem)
+        bound_s, looked_at = bound_of_all_s(problem, group[0].candidate, group[-1].candidate, enough_s)
+        self._queue.raise_bounds({*group}, bound_s, drop=bound_s >= enough_s)
+        self._bounding_s += looked_at * ARC_S * (bound_s < enough_s)
+        if self._queue.least_s() > self._bounded_s * (1 + WORTH_WAITING):
+            self._bounding_s, self._bounded_s = 0.0, self._queue.least_s()
 
     def _look_for_any(self, entry: Waiting) -> None:
         """Some plan, in the smallest part with the least bounds; where there is none, its parts are looked at alone."""
@@ -342,6 +364,15 @@ class _Balancer:
         classes = range(len(self._problem.classes))
         devices = tuple(used[one] for one in classes) if len(classes) > 1 else None
         return Part(plan.candidate, len(plan.stages), devices)
+
+
+def _count(part: Part) -> int:
+    return part.candidate.split.count
+
+
+def _differ_in_count(one: Part, other: Part) -> bool:
+    """Whether one bound may be for both."""
+    return replace(one, candidate=other.candidate) == other and alike(one.candidate, other.candidate)
 
 
 def _needed(part: Part) -> tuple[bool, int, int]:

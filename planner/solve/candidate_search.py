@@ -240,7 +240,7 @@ class CandidateSearch:
     def _bounded(self, limit_s: float) -> tuple[Arcs, Floats, float]:
         """Stages worth looking at, bounds of what comes before them, and what no plan is below."""
         arcs = make_arcs(self._tables, limit_s)
-        self._arcs += len(arcs.need)
+        self._arcs += len(arcs.need) + arcs.length.size
         before = before_bounds(arcs)
         return arcs, before, step_bound_s(arcs, before[0, -1])
 

@@ -10,7 +10,9 @@ through them once, and with weights that add up to 1 it is a lower bound:
 1. Weights are found by a linear program over the paths and the cuts that are known so far; the cuts that are least for
    them are one more, and the longest path there is one path more (Dantzig and Wolfe, Operations Research 8, 1960).
 2. A stage is left out if the weighted paths are above the best plan for all cuts that have it, and so is one that takes
-   as long by itself (`planner.kernel.cut_walk`): a mixture of cuts could else share a slow stage among many.
+   as long by itself (`planner.kernel.cut_walk`): a mixture of cuts could else share a slow stage among many. So does
+   each new path by itself: of the stages at which it stays it leaves those that are not too slow, and where layers do
+   not divide evenly that is more than the mixture says.
 3. What is left between both sides is closed by halves: one cut has its place before or after some place, and each
    half has a bound of its own.
 
@@ -204,9 +206,14 @@ class CutBound:
             half.bound_s, half.weights = least_s, weights
         if cuts is None or half.bound_s + self._end_s >= self._limit_s(enough_s):
             return True
+        had = len(self._paths)
         new = self._note_cuts(cuts)
         if mixed is not None and not self._any_order:
             new |= self._note_path(mixed)[1]
+        for path in self._paths[had:]:  # by itself
+            half.bound_s = max(half.bound_s, self._least(half, path, enough_s)[0])
+        if half.bound_s + self._end_s >= self._limit_s(enough_s):
+            return True
         settled = half.bound_s >= program_s * (1 - close) and self._best_s <= half.bound_s * (1 + close)
         return not new or (settled and not self._any_order)
 

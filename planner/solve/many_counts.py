@@ -6,12 +6,11 @@ takes is, from one of these M to the next, the seconds of some fewer large and s
 So the smaller of both ends is below all between. Memory is no less than with as many large micro-batches as the last
 one has, and as many in all as the first. A problem with these seconds and this memory has a bound that holds for all.
 
-Where it is not high enough for all, it may be for each half of them.
+Where it is not high enough for all, it may be for each half of them: the one with the smaller bound comes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,10 +22,7 @@ from planner.kernel.tables import Tables
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.problem import Candidate, Problem
-from planner.solve.tables import make_tables
-
-FEWEST, MOST_IN_VAIN = 4, 8
-"""Numbers that are worth one bound, and bounds that prove nothing until no more are tried [chosen]."""
+from planner.solve.tables import make_tables, pass_seconds, recompute_share
 
 
 def alike(one: Candidate, other: Candidate) -> bool:
@@ -47,33 +43,18 @@ def alike(one: Candidate, other: Candidate) -> bool:
     )
 
 
-def bounds_s(
-    problem: Problem, candidates: Sequence[Candidate], enough_s: float
-) -> Iterator[tuple[Sequence[Candidate], float, int]]:
-    """Numbers of micro-batches, what no plan with any of them is below, and how many stages were looked at for that.
+def bound_of_all_s(problem: Problem, fewest: Candidate, most: Candidate, enough_s: float) -> tuple[float, int]:
+    """What no plan of any M from one to the other is below, up to `enough_s`, and how many stages were looked at.
 
     Args:
         problem: whose plans.
-        candidates: alike, with ascending M.
-        enough_s: bounds are looked for up to that.
+        fewest: that with the smallest M.
+        most: that with the largest one; all between are alike.
+        enough_s: how high a bound is looked for.
     """
-    left, in_vain = [candidates], 0
-    while left and in_vain < MOST_IN_VAIN:
-        some = left.pop()
-        if len(some) < FEWEST:
-            continue
-        least_s, looked_at = _bound_s(problem, some[0], some[-1], enough_s)
-        yield some, least_s, looked_at
-        if least_s < enough_s:
-            in_vain += 1
-            left += [some[len(some) // 2 :], some[: len(some) // 2]]
-
-
-def _bound_s(problem: Problem, fewest: Candidate, most: Candidate, enough_s: float) -> tuple[float, int]:
-    """What no plan of any M from one to the other is below, up to `enough_s`, and how many stages were looked at."""
     if problem.most_stages(fewest.replicas, fewest.split.count) != problem.most_stages(most.replicas, most.split.count):
         return 0.0, 0
-    arcs = make_arcs(_tables(problem, fewest, most), enough_s)
+    arcs = make_arcs(make_tables(problem, most) if fewest == most else _tables(problem, fewest, most), enough_s)
     return min(enough_s, step_bound_s(arcs, before_bounds(arcs)[0, -1])), len(arcs.need)
 
 
@@ -81,19 +62,22 @@ def _tables(problem: Problem, fewest: Candidate, most: Candidate) -> Tables:
     """The least of all M from one to the other."""
     count, large = fewest.split.count, most.split.number_largest
     small_ones = replace(fewest, split=MicroBatches(count * fewest.split.smallest + large, count))
-    one, other, room = (make_tables(problem, candidate) for candidate in (fewest, most, small_ones))
-    ratio = other.steady / one.steady
+    room = make_tables(problem, small_ones)
+    one, other = (pass_seconds(problem, candidate) for candidate in (fewest, most))
+    ratio = (most.split.count - 1) / room.steady
 
     def least(of_one: Floats, of_other: Floats) -> Floats:
-        """Prefix sums of the least that each layer takes, all micro-batches together, for each of `one.steady`."""
+        """Prefix sums of the least that each layer takes, all micro-batches together, for each of `room.steady`."""
         layers: Floats = np.minimum(np.diff(of_one), ratio * np.diff(of_other))
         return np.concatenate((np.zeros((len(layers), 1)), np.cumsum(layers, axis=1)), axis=1)
 
-    return one._replace(
-        memory=room.memory,
-        limit=room.limit,
-        prices=room.prices,
-        forward=least(one.forward, other.forward),
-        backward=least(one.backward, other.backward),
-        steady_recompute=least(one.steady_recompute, other.steady_recompute),
+    steady = {name: least(one[name], other[name]) for name in ("forward", "backward", "steady_recompute")}
+    return room._replace(
+        **one
+        | steady
+        | {
+            "recompute_share": recompute_share(np.diff(one["sized"][-2:]), steady["steady_recompute"]),
+            "large": np.array([fewest.split.number_largest, most.split.number_largest]),
+            "small": np.array([one.split.count - one.split.number_largest for one in (fewest, most)]),
+        }
     )

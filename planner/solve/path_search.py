@@ -27,6 +27,9 @@ AT_ONCE = 20
 PROGRAM_S, STAGES_OF_PROGRAM = 2e-3, 16
 """Seconds of one, about, where of more stages than these for as many [fitted: 8 stages of 40 to 430 places]."""
 
+STAGES_OF_WORK = 32
+"""Where there are more stages than these for as many, programs count for several [chosen]."""
+
 
 class PathSearch:
     """What was found out of one part so far; it depends on nothing but the part.
@@ -54,11 +57,12 @@ class PathSearch:
         """The best plan of the part so far, and what none of it is below.
 
         Args:
-            programs: that it may take in all.
+            programs: that it may take in all, fewer where there are many stages.
             plan: the best one so far.
             enough_s: a bound that is no less is good enough.
         """
         bound = self._bound
+        programs //= max(1, self._plans.stages // STAGES_OF_WORK)
         while bound.rounds < programs and bound.step_s < enough_s and not (bound.closed or self._deadline.over):
             limit_s = np.inf if plan is None else plan.step_s
             some = bound.halved if bound.done else bound.tightened

@@ -75,13 +75,15 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         most_stages=most,
         more_large=float(split.number_largest - 1),
         more_small=float(split.count - split.number_largest - 1),
+        large=np.full(2, split.number_largest),
+        small=np.full(2, split.count - split.number_largest),
         memory=memory,
         prices=_prices(sizes, memory.kept_layers),
         trainable_bytes=problem.parameters.trainable,
         stepped_bytes=problem.parameters.stepped(problem.shares(candidate.replicas)),
         limit=device_bytes[:, None] - memory.always,
         capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in problem.classes]),
-        **_pass_seconds(problem, candidate, sizes),
+        **pass_seconds(problem, candidate),
         **_message_seconds(problem, candidate),
         **_end_seconds(problem, candidate, kinds),
         **_whole_stages(problem, candidate, kinds),
@@ -101,25 +103,34 @@ def pass_sums(problem: Problem, candidate: Candidate) -> PassSums:
     return PassSums(forward, backward - weights, weights + split, count.number_largest, count.count)
 
 
-def _pass_seconds(problem: Problem, candidate: Candidate, sizes: _Sizes) -> dict[str, Any]:
+def pass_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     """The fields of `Tables` with prefix sums of what layers take."""
+    sizes = _Sizes(problem, candidate)
     forward_head, backward_head = _heads(problem, candidate, sizes)
     rounds = SCHEDULES[candidate.schedule].objective is Objective.ROUNDS
     passing_least = sizes.sums(
         lambda more, less: np.minimum(more.forward_s, less.forward_s) + np.minimum(more.backward_s, less.backward_s)
     )
     passing_first = sizes.sums(lambda more, less: more.forward_s + np.minimum(more.backward_s, less.backward_s))
+    steady_recompute = sizes.after_first_sums("recompute_s") if rounds else sizes.steady_sums("recompute_s")
+    sized = np.stack([sums for name in _SECONDS for sums in sizes.each(name)])
+    forward, backward, recompute = np.diff(sized.reshape(3, 2, *sized.shape[1:]))
     return {
+        "around": np.stack([prefix_sums(one) for one in (forward + backward).min(axis=1)]),
+        "first_back": prefix_sums((backward[0] - backward.min(axis=0)).min(axis=0)),
+        "first_back_most": prefix_sums((backward[0] - backward.min(axis=0)).max(axis=0)),
+        "small_back": prefix_sums(backward[1].min(axis=0)),
+        "recompute_share": recompute_share(recompute, steady_recompute),
         "passing": passing_first if rounds else passing_least,
         "passing_least": passing_least,
         "forward": sizes.after_first_sums("forward_s") if rounds else sizes.steady_sums("forward_s"),
         "backward": sizes.steady_sums("backward_s"),
-        "steady_recompute": sizes.after_first_sums("recompute_s") if rounds else sizes.steady_sums("recompute_s"),
+        "steady_recompute": steady_recompute,
         "passing_recompute": sizes.sums(lambda more, less: np.minimum(more.recompute_s, less.recompute_s)),
         "forward_most": sizes.sums(lambda more, less: np.maximum(more.forward_s, less.forward_s)),
         "forward_head": forward_head,
         "backward_head": backward_head,
-        "sized": np.stack([sums for name in _SECONDS for sums in sizes.each(name)]),
+        "sized": sized,
     }
 
 
@@ -130,9 +141,13 @@ def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     out_small, back_small = boundary_s(problem.link, problem.at_boundaries(split.smallest))
     rounds = SCHEDULES[candidate.schedule].objective is Objective.ROUNDS
     crossing_least = np.minimum(out_large, out_small) + np.minimum(back_large, back_small)
+    inside = problem.rules.allowed.copy()
+    inside[[0, -1]] = False
+    both = np.stack([out_large + back_large, out_small + back_small])
     return {
         "crossing": out_large + np.minimum(back_large, back_small) if rounds else crossing_least,
         "crossing_least": crossing_least,
+        "around_crossing": both[:, inside].min(axis=1, initial=np.inf) if inside.any() else np.zeros(2),
         "forward_link": steady_mean(split, out_large, out_small),
         "backward_link": steady_mean(split, back_large, back_small),
         "sized_links": np.stack([out_large, out_small, back_large, back_small]),
@@ -194,6 +209,12 @@ def after_first_mean(split: MicroBatches, large: Floats, small: Floats) -> Float
     if split.equal:
         return large
     return ((split.number_largest - 1) * large + (split.count - split.number_largest) * small) / (split.count - 1)
+
+
+def recompute_share(sized: Floats, steady_sums: Floats) -> float:
+    """The least that recompute of a layer is of its steady one, `sized` of shape (2, C, L), the other prefix sums."""
+    steady = np.broadcast_to(np.diff(steady_sums), sized.shape)
+    return float(np.min(sized[steady > 0] / steady[steady > 0], initial=1.0))
 
 
 def prices(held_bytes: Floats, seconds: Floats) -> Floats:

@@ -61,6 +61,10 @@ class Queue:
         """The lowest at which one waits."""
         return min(self._levels)
 
+    def first(self) -> Waiting:
+        """The one that `pop` takes."""
+        return self._levels[self.level][0]
+
     def pop(self) -> Waiting:
         """The one with the least bound of the lowest level."""
         level = self.level

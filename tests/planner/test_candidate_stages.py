@@ -38,7 +38,7 @@ def need_of(arcs, number, first, stop, device=0):
 @given(st.data())
 def test_no_fast_plan_is_lost_and_none_is_below_the_bound(profiles, oracle, device, schedule, data):
     profile = data.draw(profiles(kinds=("a",), most_layers=5))
-    batch_size, count = data.draw(st.sampled_from([(4, 4), (8, 4), (10, 4)]))
+    batch_size, count = data.draw(st.sampled_from([(4, 4), (8, 4), (10, 4), (7, 5), (8, 8), (9, 7), (11, 9), (13, 8)]))
     mode = data.draw(st.sampled_from(["auto", "never", "always"]))
     layers = len(profile.layers)
     roomy = oracle(profile, (device(),), batch_size)

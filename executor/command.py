@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
+import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,22 +30,24 @@ from executor.commands.user_code import show_users_frames
 from profiler.errors import PlanError, UserFunctionError
 from profiler.text import printable
 
+PACKAGES = "executor", "planner", "profiler"
+INTERRUPTED, OUTPUT_CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+
 
 class _Group(click.Group):
     """Ends with one line, and frames of the user's function if that failed, where one of our errors gets this far."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _printable_complaints():
+        with _ending_as_programs_do(), _printable_complaints():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _printable_complaints():
-                result = super().invoke(ctx)
-                if sys.stdout is not None:  # it was closed
-                    sys.stdout.flush()  # here, and not when the interpreter ends
-                return result
+            with _ending_as_programs_do(), _plain_warnings(), _printable_complaints():
+                return super().invoke(ctx)
         except PlanError as problem:
+            if BrokenPipeError.__name__ in str(problem) and _output_is_closed():  # a rank had something to print
+                sys.exit(OUTPUT_CLOSED)
             command = self.get_command(ctx, ctx.invoked_subcommand or "") or self
             click.echo(f"autoplan: error: {in_options(str(problem), command)}", err=True)
             if isinstance(problem, UserFunctionError) and problem.__cause__ is not None:
@@ -51,10 +56,59 @@ class _Group(click.Group):
         except OSError as problem:
             if problem.errno != errno.ENOSPC or problem.filename is not None:
                 raise
-            with Path(os.devnull).open("w") as nowhere:  # for what is still to be written when the interpreter ends
-                os.dup2(nowhere.fileno(), 1)
+            _write_no_more()
             click.echo(f"autoplan: error: cannot write the output: {problem.strerror}; make room there", err=True)
             ctx.exit(1)
+
+
+@contextlib.contextmanager
+def _ending_as_programs_do() -> Iterator[None]:
+    """By Ctrl-C, and where who reads the output has closed it, with the status that a shell has for these signals."""
+    try:
+        yield
+        if sys.stdout is not None:  # it was closed
+            sys.stdout.flush()  # here, and not when the interpreter ends
+    except KeyboardInterrupt:
+        click.echo("autoplan: interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except OSError as problem:
+        if problem.errno != errno.EPIPE or problem.filename is not None:
+            raise
+        _write_no_more()
+        sys.exit(OUTPUT_CLOSED)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Ours are for who typed the command, who has no use for a line of our source; all others are shown as ever."""
+    ours, usual = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in PACKAGES), warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
+        if filename.startswith(ours):
+            click.echo(f"autoplan: warning: {printable(str(message))}", err=True)
+        else:
+            usual(message, category, filename, *more, **named)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
+
+
+def _output_is_closed() -> bool:
+    """Whether nobody reads standard output any more."""
+    if sys.stdout is None:
+        return False
+    watched = select.poll()
+    watched.register(1, 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
+
+
+def _write_no_more() -> None:
+    """What is still to be written when the interpreter ends goes nowhere."""
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ def test_what_if_ends_with_the_lines_so_far(files: dict[str, Path], monkeypatch:
     assert all((one["replicas"], one["time_limit_s"]) == (1, 3.5) for one in done)
     done[:] = [{}, {}]
     nothing = autoplan(*asked)
-    assert (nothing.exit_code, nothing.stdout) == (1, "")
+    assert (nothing.exit_code, nothing.stdout) == (130, "")
 
 
 def test_what_if_names_why_there_is_no_plan(files: dict[str, Path]) -> None:

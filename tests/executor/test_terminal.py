@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 
 from executor import command
 from profiler import errors
-from profiler.errors import PlanError
+from profiler.errors import ExecutionError, PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "notebooks" / "command_line.md").read_text(encoding="utf-8")
@@ -101,3 +102,53 @@ def test_a_full_disk_is_one_line() -> None:
         1,
         ["autoplan: error: cannot write the output: No space left on device; make room there"],
     )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["show", PLAN], ["show", PLAN, "--json"], ["env"], ["plan", "--help"]], ids=" ".join
+)
+def test_who_closes_the_output_hears_nothing(arguments: list[str]) -> None:
+    """`autoplan env | head -1` ended with code 1; other tools end by the signal, which a shell knows as 141."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"from executor.command import main; main({arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_rank_that_prints_into_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ExecutionError("rank 1 of 2 failed: BrokenPipeError: [Errno 32] Broken pipe")
+
+    monkeypatch.setattr("executor.launching.launch", fails)
+    monkeypatch.setattr("executor.commands.running._check_devices", fails)
+    for closed, code in ((True, 141), (False, 1)):
+        monkeypatch.setattr(command, "_output_is_closed", lambda closed=closed: closed)
+        done = CliRunner().invoke(command.main, ["run", PLAN, "train.py:train"])
+        assert (done.exit_code, "BrokenPipeError" in done.stderr) == (code, not closed)
+
+
+def test_an_interrupt_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.plan.plan.Plan.load", interrupted)
+    done = CliRunner().invoke(command.main, ["show", PLAN])
+    assert (done.exit_code, done.stderr) == (130, "autoplan: interrupted\n")
+
+
+def test_warnings_of_ours_come_without_our_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warns(*_: object) -> None:
+        for file in (command.__file__, "train.py"):
+            warnings.warn_explicit("slow\x1b[2J", UserWarning, file, 7)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("planner.plan.plan.Plan.load", warns)
+    others: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *what: others.append(what[2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        told = CliRunner().invoke(command.main, ["show", PLAN]).stderr
+    assert told == "autoplan: warning: slow\\x1b[2J\nautoplan: interrupted\n"
+    assert others == ["train.py"]

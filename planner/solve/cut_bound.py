@@ -161,15 +161,17 @@ class CutBound:
         """Every stage but those that take too long by themselves, and those inside which a cut must be.
 
         Whatever the order, a stage does all its work once a micro-batch has come to it, and the last gradient then goes
-        back; gradients of parameters are not waited for.
+        back; gradients of parameters are not waited for, so some may be made meanwhile.
         """
         places, slack = len(self._places), max(0, len(self._places) - self._stages)
         begin, length = np.arange(places - 1)[:, None], np.arange(1, slack + 1)
         end = np.minimum(begin + length, places - 1)
-        work_s = self._shares.sum(axis=1) @ self._sums
-        before_s = self._sums[0] + self._shares[1, -1] * self._sums[1]
+        forward_s, backward_s, *weights_s = self._shares.sum(axis=1)[:, None] * self._sums
+        work_s, later_s = forward_s + backward_s, sum(weights_s, start=np.zeros(places))
+        back_s = self._shares[1, -1] * self._sums[1]
         demanded = np.cumsum(self._plans.problem.rules.demanded[self._places])
-        alone_s = before_s[begin] + work_s[end] - work_s[begin] + self._end_s
+        alone_s = self._sums[0][begin] + work_s[end] - work_s[begin] + self._end_s
+        alone_s = alone_s + np.maximum(later_s[end] - later_s[begin], back_s[begin])
         allowed = (alone_s * CERTAINTY < enough_s) & (demanded[end - 1] == demanded[begin]) & (begin + length < places)
         allowed = allowed[:, : _longest(allowed)]
         return np.array([allowed[stage : stage + slack] for stage in range(self._stages)])

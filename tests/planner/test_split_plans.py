@@ -168,6 +168,16 @@ def test_zb_h1_is_the_best_of_all_cuts_and_recomputed_stages(seed):
     assert said.lower_bound_s <= best_s * (1 + ROUGH)
 
 
+def test_weights_may_be_made_while_the_last_gradient_goes_back():
+    """Cuts were left out by the sum of both, and the bound of this problem was above a plan."""
+    profile, devices, asked = exhaustive_drawn("zb", 395, small=False)
+    problem = make_problem(profile, devices, batch_size=asked.pop("batch_size"), optimizer=None, settings=asked)
+    bound_s = plan_from_profile(
+        profile, devices, batch_size=problem.settings.batch_size, **asked
+    ).prediction.lower_bound_s
+    assert not any_below(problem, bound_s, most_nodes=100_000).faster
+
+
 def test_single_passes_are_moved_past_orders_that_are_slower():
     """Of this problem no single move makes the first orders shorter, and they take 2 % more than the bound."""
     plan = plan_from_profile(*(given := exhaustive_drawn("zb", 153, small=True))[:2], **given[2])

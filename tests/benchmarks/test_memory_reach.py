@@ -157,9 +157,9 @@ def fits(name: str, size: int, stages: int, limit_bytes: int) -> bool:
     return True
 
 
-def largest(possible: Callable[[int], bool]) -> int:
-    """The largest size that is possible, to `FINENESS`."""
-    low, high = 0, 8
+def largest(possible: Callable[[int], bool], low: int = 0) -> int:
+    """The largest size that is possible, to `FINENESS`; `low` is."""
+    high = max(8, 2 * low)
     while possible(high):
         low, high = high, 2 * high
     while high - low > 1 and high > FINENESS * low:
@@ -168,12 +168,14 @@ def largest(possible: Callable[[int], bool]) -> int:
     return low
 
 
-def reach(name: str, stages: int, limit_bytes: int) -> dict[str, Any]:
-    """The row of a model and a number of workers; no stages: plain PyTorch."""
+def reach(name: str, stages: int, limit_bytes: int, fewer: int) -> dict[str, Any]:
+    """The row of a model and a number of workers; no stages: plain PyTorch. A model of size `fewer` trains with fewer."""
     if not stages:
         size = largest(lambda one: kept(f"plain {name} {one}", partial(trains_plain, name, one)))
         return {"model": name, "with": PLAIN, "size": size, "parameters": parameters_of(name, size)}
-    planned = largest(lambda one: kept(f"fits {name} {stages} {one}", partial(fits, name, one, stages, limit_bytes)))
+    planned = largest(
+        lambda one: kept(f"fits {name} {stages} {one}", partial(fits, name, one, stages, limit_bytes)), low=fewer
+    )
     size, said = planned, []
     while size > 0:
         plan = plan_of(name, size, stages, limit_bytes)
@@ -197,8 +199,10 @@ def test_more_workers_train_larger_models() -> None:
     print(f"\nleft of a worker's 1 GiB: {limit_bytes / 2**20:.0f} MiB")
     rows = []
     for name in MODELS:
+        fewer = 0
         for stages in (0, *STAGES):
-            rows.append(kept(f"reach {name} {stages}", partial(reach, name, stages, limit_bytes)))
+            rows.append(kept(f"reach {name} {stages}", partial(reach, name, stages, limit_bytes, fewer)))
+            fewer = rows[-1]["size"]
             print(rows[-1], flush=True)
     frame = pandas.DataFrame(rows)
     frame["times plain"] = frame["parameters"] / frame.groupby("model")["parameters"].transform("first")

@@ -169,7 +169,7 @@ def largest(possible: Callable[[int], bool], low: int = 0) -> int:
 
 
 def reach(name: str, stages: int, limit_bytes: int, fewer: int) -> dict[str, Any]:
-    """The row of a model and a number of workers; no stages: plain PyTorch. A model of size `fewer` trains with fewer."""
+    """The row of a model and a number of workers; no stages: plain PyTorch. With fewer workers size `fewer` trains."""
     if not stages:
         size = largest(lambda one: kept(f"plain {name} {one}", partial(trains_plain, name, one)))
         return {"model": name, "with": PLAIN, "size": size, "parameters": parameters_of(name, size)}

@@ -27,6 +27,7 @@ from profiler.device import Link
 from profiler.errors import ArgumentError, InfeasibleError, PlanFileError, ProfileError
 from tests.benchmarks.exhaustive_orders import any_below, order_below
 from tests.benchmarks.test_exhaustive_schedules import drawn as exhaustive_drawn
+from tests.benchmarks.test_exhaustive_schedules import oracle_of
 from tests.planner.made_up import build_profile
 
 ROUGH = 1e-9
@@ -170,12 +171,9 @@ def test_zb_h1_is_the_best_of_all_cuts_and_recomputed_stages(seed):
 
 def test_weights_may_be_made_while_the_last_gradient_goes_back():
     """Cuts were left out by the sum of both, and the bound of this problem was above a plan."""
-    profile, devices, asked = exhaustive_drawn("zb", 395, small=False)
-    problem = make_problem(profile, devices, batch_size=asked.pop("batch_size"), optimizer=None, settings=asked)
-    bound_s = plan_from_profile(
-        profile, devices, batch_size=problem.settings.batch_size, **asked
-    ).prediction.lower_bound_s
-    assert not any_below(problem, bound_s, most_nodes=100_000).faster
+    given = exhaustive_drawn("zb", 395, small=False)
+    bound_s = plan_from_profile(*given[:2], **given[2]).prediction.lower_bound_s
+    assert not any_below(oracle_of(*given).problem, bound_s, most_nodes=100_000).faster
 
 
 def test_single_passes_are_moved_past_orders_that_are_slower():

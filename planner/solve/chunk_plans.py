@@ -84,6 +84,7 @@ class ChunkPlans:
         self._counts = np.array([split.number_largest, split.count - split.number_largest])
         self._splits = SCHEDULES[candidate.schedule].splits_backward
         self._bytes: dict[tuple[int, int, int, int, bool], Floats] = {}
+        self._sets_known: dict[tuple[int, int, tuple[tuple[int, ...], ...]], list[tuple[bool, ...]]] = {}
         self._ends: dict[tuple[int, int, int], float] = {}
 
     @cached_property
@@ -183,10 +184,7 @@ class ChunkPlans:
         if at_best_s >= below_s:
             return None
         mode = self.problem.settings.recompute
-        sets = [
-            sorted(self._sets(rank, stops, classes, mode), key=partial(self._recompute_s, rank, stops, classes))
-            for rank in range(self.ranks)
-        ]
+        sets = [self._sets_of(rank, stops, classes, mode) for rank in range(self.ranks)]
         if not all(sets):
             return None
         if not thorough:
@@ -255,6 +253,15 @@ class ChunkPlans:
             sets.append(frozenset())
         needed = min(self.rank_bytes(rank, stops, classes, chosen) for chosen in sets)
         return max(0, needed - self.problem.classes[classes[rank]].device.memory_bytes)
+
+    def _sets_of(self, rank: int, stops: Stops, classes: Sequence[int], mode: str) -> list[tuple[bool, ...]]:
+        """Which chunks of a rank to recompute, those first that take least."""
+        starts = (0, *stops)
+        key = rank, classes[rank], tuple(starts[stage : stage + 2] for stage in range(rank, self.stages, self.ranks))
+        if key not in self._sets_known:
+            recompute_s = partial(self._recompute_s, rank, stops, classes)
+            self._sets_known[key] = sorted(self._sets(rank, stops, classes, mode), key=recompute_s)
+        return self._sets_known[key]
 
     def _sets(self, rank: int, stops: Stops, classes: Sequence[int], mode: str) -> Iterator[tuple[bool, ...]]:
         """Which chunks of a rank to recompute, by chunk."""

@@ -51,6 +51,8 @@ HALF_CLOSE = 1e-6
 """The same of halves, where it is a proof that is looked for."""
 TWO = 2
 """Places of which there is a choice."""
+MOST_ALONE_IN_VAIN, FEWER = 10, 0.999
+"""Paths in a row by which no more stages than that are left out by themselves, until no more are tried [chosen]."""
 MOST_KNOWN = 150
 """Paths, and cuts, of one program: the last ones [chosen: 10 ms]."""
 
@@ -121,6 +123,7 @@ class CutBound:
         self._halves: list[_Half] = []
         self._best_s, self._settled_s = np.inf, np.inf
         self.stops: Stops | None = None
+        self._alone_in_vain = 0
         self.rounds, self.done, self.closed, self._begun = 0, False, False, False
         self._note_first()
 
@@ -212,8 +215,10 @@ class CutBound:
         new = self._note_cuts(cuts)
         if mixed is not None and not self._any_order:
             new |= self._note_path(mixed)[1]
-        for path in self._paths[had:]:  # by itself
+        for path in self._paths[had:] if self._alone_in_vain < MOST_ALONE_IN_VAIN else ():
+            many = np.count_nonzero(half.free)
             half.bound_s = max(half.bound_s, self._least(half, path, enough_s)[0])
+            self._alone_in_vain = 0 if np.count_nonzero(half.free) < many * FEWER else self._alone_in_vain + 1
         if half.bound_s + self._end_s >= self._limit_s(enough_s):
             return True
         settled = half.bound_s >= program_s * (1 - close) and self._best_s <= half.bound_s * (1 + close)

@@ -156,12 +156,13 @@ class Timeline:
         return tuple(dict.fromkeys(event.lane for event in self.events))
 
 
-def simulate_plan(plan: Plan) -> Timeline:
-    """The timeline of a plan's step, with its predicted times."""
+def simulate_plan(plan: Plan, *, events: bool = True) -> Timeline:
+    """The timeline of a plan's step, with its predicted times; without events it is there sooner."""
     return simulate(
         plan.actions(),
         Durations.of(plan),
         optimizer_s=_optimizer_s(plan),
+        events=events,
     )
 
 
@@ -172,19 +173,20 @@ def _optimizer_s(plan: Plan) -> float:
     return max(sum(ends_s[rank::lists]) for rank in range(lists))
 
 
-def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0.0) -> Timeline:
+def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0.0, events: bool = True) -> Timeline:
     """Run a schedule in simulated time.
 
     Args:
         schedule: one list of actions a rank.
         durations: seconds of each action.
         optimizer_s: seconds of the optimizer step at the end, carried into the timeline.
+        events: whether the timeline has events.
 
     Raises:
         PlanError: the lists cannot finish, for a rank waits for a message that is never sent or that waits in turn;
             the message names every waiting stage and what it waits for.
     """
-    run = _Run(schedule, durations)
+    run = _Run(schedule, durations, notes=events)
     while run.ready:
         run.advance(run.ready.popleft())
     if any(position < len(actions) for position, actions in zip(run.position, schedule, strict=True)):
@@ -203,8 +205,9 @@ def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0
 class _Run:
     """The state of one simulation: a clock and a position for each rank, and the messages that have arrived."""
 
-    def __init__(self, schedule: Schedule, durations: Durations) -> None:
+    def __init__(self, schedule: Schedule, durations: Durations, *, notes: bool) -> None:
         ranks = len(schedule)
+        self.notes = notes
         self.schedule = schedule
         self.durations = durations
         self.clock_s = [0.0] * ranks
@@ -242,7 +245,8 @@ class _Run:
         seconds = self.durations.seconds(action)
         self.clock_s[rank] = start_s + seconds
         self.busy_s[rank] += seconds
-        self._note(self.lane(rank), action, start_s, start_s + seconds)
+        if self.notes:
+            self._note(self.lane(rank), action, start_s, start_s + seconds)
 
     def _send(self, rank: int, action: Action) -> None:
         receive, ranks = action.other_end, len(self.schedule)
@@ -252,7 +256,8 @@ class _Run:
         end_s = start_s + self.durations.seconds(action)
         self.link_free_s[link] = end_s
         self.arrival_s[receive] = end_s
-        self._note(f"link {rank}>{receiver}", action, start_s, end_s)
+        if self.notes:
+            self._note(f"link {rank}>{receiver}", action, start_s, end_s)
         if receive in self.waiting:
             self.waiting.remove(receive)
             self.ready.append(receiver)

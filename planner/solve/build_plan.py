@@ -65,7 +65,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
 
 def _prediction(problem: Problem, found: Balance, draft: Plan) -> Prediction:
     """The simulator has the last word on the step time."""
-    timeline = simulate_plan(draft)
+    timeline = simulate_plan(draft, events=False)
     lower_bound_s = min(found.lower_bound_s, left_out_s(problem), timeline.step_s)
     if timeline.step_s <= lower_bound_s * (1 + ROUNDING):
         lower_bound_s = timeline.step_s

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
+from planner.plan.actions import make_schedule
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
+from planner.plan.simulator import Durations, simulate
 from planner.plan.unused import LooserPlan, Unused
 from planner.solve.deadline import Deadline
 from planner.solve.host_search import best_plan
@@ -17,8 +20,10 @@ WORTH_NAMING = 0.01
 """By what a plan must be faster for what forbids it to be named."""
 SHARE_OF_TIME = 0.1
 """What the search for such a plan may take of the time of the first one [chosen]."""
-SIMULATED_PASS_S = 6.5e-6
-"""Seconds of making a plan for each of its passes, most of it simulation [fitted: 128 stages, 1,024 micro-batches]."""
+STAGES_TRIED, MICRO_BATCHES_TRIED = 8, 64
+"""Of the step that says how fast plans are simulated here and now [chosen: 10 ms]."""
+MAKING_SHARE = 2.0
+"""Seconds of making a plan in parts of simulating that many passes [fitted: 64 to 128 stages, 1,024 micro-batches]."""
 
 
 def with_unused(problem: Problem, plan: Plan, spent_s: float) -> Plan:
@@ -53,7 +58,16 @@ def making_s(problem: Problem) -> float:
         * one.split.count
         for one in problem.candidates()
     )
-    return SIMULATED_PASS_S * max(passes, default=0)
+    return simulated_pass_s() * MAKING_SHARE * max(passes, default=0)
+
+
+def simulated_pass_s() -> float:
+    """Seconds of simulating one pass of a step, by the clock: others may be computing, too."""
+    began_s, stages, count = time.monotonic(), STAGES_TRIED, MICRO_BATCHES_TRIED
+    schedule = make_schedule("1f1b", stages=stages, micro_batches=count, recompute=[False] * stages)
+    each = ((1.0,) * count,) * stages
+    simulate(schedule, Durations(each, each, each, each, each), events=False)
+    return (time.monotonic() - began_s) / (2 * stages * count)
 
 
 def _without_rule(problem: Problem) -> Problem:

@@ -75,7 +75,7 @@ def test_a_time_limit_leaves_time_to_make_the_plan(planned, monkeypatch):
         return best_plan(problem)
 
     monkeypatch.setattr(from_profile, "best_plan", noted)
-    monkeypatch.setattr(passed_over, "SIMULATED_PASS_S", 0.02)
+    monkeypatch.setattr(passed_over, "simulated_pass_s", lambda: 0.02 / passed_over.MAKING_SHARE)
     planned(batch_size=16, micro_batches=16, time_limit_s=10.0, schedule="1f1b")
     left_s = 10.0 - 2 * 4 * 16 * 0.02
     assert left_s - 2.0 < given[0].settings.time_limit_s < left_s

@@ -353,7 +353,7 @@ class _Balancer:
         What was found in haste needs least memory, and so has the smallest micro-batches: with 63,000 samples its step
         took seven times as long.
         """
-        part = self._ahead_of(best)
+        part = self._ahead if self._large else self._ahead_of(best)  # where it is large that was looked for at once
         if part is None:
             return best
         return replace(best, candidate=part.candidate, step_s=evaluate_s(self._problem, part.candidate, best.stages))

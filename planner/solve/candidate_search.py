@@ -168,7 +168,7 @@ class CandidateSearch:
                 limit_s = min(limit_s, best.step_s * (1 + 2 * TIE))
             if not news or (best is not None and best.step_s <= lower_s * (1 + CLOSE_ENOUGH)):
                 break
-            if best is not None and self._deadline.over:
+            if self._deadline.over:
                 break
         return best, lower_s
 
@@ -221,6 +221,8 @@ class CandidateSearch:
         """A first plan, looked for just above the lower bound, then higher."""
         for factor in GUESSES:
             limit_s = bound_s * factor if factor < np.inf else np.inf
+            if self._deadline.over:
+                return None
             arcs, before, root_s = self._bounded(limit_s)
             if not root_s < limit_s:
                 continue

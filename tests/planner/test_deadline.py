@@ -13,6 +13,7 @@ from planner.kernel.search import search
 from planner.plan.schedules import ScheduleName
 from planner.settings import SettingKeywords
 from planner.solve.balancer import balance
+from planner.solve.candidate_search import CandidateSearch, first_balance
 from planner.solve.chunk_search import PROBE_ROUNDS, PROBES, chunk_balance
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import UNLIMITED, Deadline
@@ -46,6 +47,27 @@ def test_a_deadline_that_is_over_leaves_no_labels():
     assert Deadline(1e-9).over
     assert not Deadline(None).over
     assert Deadline(None).labels == UNLIMITED
+
+
+def test_a_search_for_some_plan_of_a_part_ends_when_time_is_up(profile_of, device, monkeypatch):
+    """With 64 devices it went on for 15 s beyond a limit of 10 s, in searches that were let try no more labels."""
+    rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 12 for size in (1, 8)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    asked: SettingKeywords = {"schedule": "1f1b", "micro_batches": 16}
+    problem = make_problem(profile, [device()] * 4, batch_size=32, optimizer=None, settings=asked)
+    (candidate,) = problem.candidates()
+    searches, found = [], CandidateSearch._found
+
+    def noted(self, *given, **named):
+        searches.append(self)
+        return found(self, *given, **named)
+
+    monkeypatch.setattr(CandidateSearch, "_found", noted)
+    assert first_balance(problem, candidate, Deadline(None)) is not None
+    assert searches
+    searches.clear()
+    assert first_balance(problem, candidate, Deadline(1e-9)) is None
+    assert not searches
 
 
 def test_a_search_that_others_have_plans_for_ends_without_one(profile_of, device):

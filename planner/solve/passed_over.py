@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.plan.actions import make_schedule
 from planner.plan.plan import Plan
-from planner.plan.schedules import SCHEDULES
+from planner.plan.schedules import SCHEDULES, one_chunk_schedules
 from planner.plan.simulator import Durations, simulate
 from planner.plan.unused import LooserPlan, Unused
 from planner.solve.deadline import Deadline
@@ -64,7 +64,7 @@ def making_s(problem: Problem) -> float:
 def simulated_pass_s() -> float:
     """Seconds of simulating one pass of a step, by the clock: others may be computing, too."""
     began_s, stages, count = time.monotonic(), STAGES_TRIED, MICRO_BATCHES_TRIED
-    schedule = make_schedule("1f1b", stages=stages, micro_batches=count, recompute=[False] * stages)
+    schedule = make_schedule(one_chunk_schedules()[0], stages=stages, micro_batches=count, recompute=[False] * stages)
     each = ((1.0,) * count,) * stages
     simulate(schedule, Durations(each, each, each, each, each), events=False)
     return (time.monotonic() - began_s) / (2 * stages * count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.plan.units import bytes_text
 from profiler.text import one_line
@@ -34,6 +34,11 @@ def width_pt(axes: Axes) -> float:
     assert figure is not None
     own = LAID_OUT if figure.get_layout_engine() is not None else axes.get_position().width
     return 72 * figure.get_figwidth() * own
+
+
+def ink(axes: Axes) -> Any:
+    """The colour of lines that are no data, such as a limit: the words', which are light on dark paper."""
+    return axes.xaxis.label.get_color()
 
 
 def new_axes(height_in: float) -> Axes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from planner.pictures.canvas import LETTER, byte_unit, new_axes, time_unit, width_pt
+from planner.pictures.canvas import LETTER, byte_unit, ink, new_axes, time_unit, width_pt
 from planner.plan.units import bytes_text
 from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 MOST_TEXTS: Final = 12
 """Plans of the frontier that say what they are; of more every second, third and so on [chosen]."""
-TEXT_WIDTH_PT, TEXT_HEIGHT_PT = 56.0, 10.0
-"""What the text of a plan takes, in points."""
+TEXT_PT, TEXT_HEIGHT_PT = 8.0, 10.0
+"""Size of what a plan is called, and what its line takes, in points."""
 CASE_PT = 8
 """Size of what stands below the axis for each case."""
 MARKS: Final = "osD^vPX*<>"
@@ -58,7 +58,7 @@ def plot_frontier(frame: pandas.DataFrame, ax: Axes | None = None) -> Axes:
     ordered = plans.sort_values(["largest_memory_bytes", "step_s"])
     best = ordered[ordered["step_s"] < ordered["step_s"].cummin().shift(fill_value=float("inf"))]
     places = best["largest_memory_bytes"] / scale, best["step_s"] * in_a_second
-    axes.plot(*places, "k--", drawstyle="steps-post", linewidth=1, zorder=0)
+    axes.plot(*places, "--", color=ink(axes), drawstyle="steps-post", linewidth=1, zorder=0)
     _spread_out(axes.set_xscale, plans["largest_memory_bytes"])
     _spread_out(axes.set_yscale, plans["step_s"])
     axes.margins(x=0.12, y=0.15)
@@ -91,14 +91,6 @@ def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -
     plans = _plans(frame)
     axes = ax if ax is not None else new_axes(4.5)
     axes.plot(plans[by], plans["samples_per_s"], "o-", color=COLOURS[0], label="planned")
-    for row in plans.sort_values(by).iloc[:: -(-len(plans) // MOST_TEXTS)].to_dict("records"):
-        axes.annotate(
-            f"K {row['K']:.0f}, M {row['M']:.0f}",
-            (row[by], row["samples_per_s"]),
-            textcoords="offset points",
-            xytext=(4, -12),
-            fontsize=8,
-        )
     without = frame[frame["step_s"].isna()]
     if len(without):
         axes.plot(without[by], [0.0] * len(without), "x", color=COLOURS[3], label="no plan fits")
@@ -112,9 +104,12 @@ def plot_sensitivity(frame: pandas.DataFrame, by: str, ax: Axes | None = None) -
     axes.margins(x=0.08, y=0.12)
     if len({*values}) <= MOST_TEXTS:
         axes.set_xticks(cases, _apart_along(axes, cases, [_case_text(by, value) for value in cases]), fontsize=CASE_PT)
+    texts = [f"K {k:.0f}, M {m:.0f}" for k, m in zip(plans["K"], plans["M"], strict=True)]
+    _write_apart(axes, sorted(zip(plans[by], plans["samples_per_s"], texts, strict=True)))
     axes.set_xlabel(_with_unit(by))
     axes.set_ylabel("predicted samples a second")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    if len(without):
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 
@@ -128,13 +123,14 @@ def _spread_out(set_scale: Callable[[str], None], values: pandas.Series) -> None
 def _write_apart(axes: Axes, texts: Sequence[tuple[float, float, str]]) -> None:
     """Texts below their points, but for those that would hide an earlier one."""
     axes.autoscale_view()
-    taken: list[tuple[float, float]] = []
-    points = 72 / axes.figure.dpi
+    taken: list[tuple[float, float, float]] = []
+    points = width_pt(axes) / axes.bbox.width
     for x, y, text in texts:
         left, bottom = (float(pixels) * points for pixels in axes.transData.transform((x, y)))
-        if all(abs(left - one) > TEXT_WIDTH_PT or abs(bottom - other) > TEXT_HEIGHT_PT for one, other in taken):
-            axes.annotate(text, (x, y), textcoords="offset points", xytext=(4, -11), fontsize=8)
-            taken.append((left, bottom))
+        right = left + LETTER * TEXT_PT * (len(text) + 1)
+        if all(left > end or right < start or abs(bottom - other) > TEXT_HEIGHT_PT for start, end, other in taken):
+            axes.annotate(text, (x, y), textcoords="offset points", xytext=(4, -11), fontsize=TEXT_PT)
+            taken.append((left, right, bottom))
 
 
 def _apart_along(axes: Axes, places: Sequence[float], texts: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from planner.pictures.canvas import new_axes, row_kind, some, time_unit, width_pt
+from planner.pictures.canvas import ink, new_axes, row_kind, some, time_unit, width_pt
 from planner.plan.actions import ActionKind
 from planner.plan.colours import ACTION_COLOURS
 from planner.plan.plan import Plan
@@ -80,11 +80,11 @@ def _draw_cuts(axes: Axes, ends: list[float], crossing: Sequence[float]) -> int:
         At how many it is written: at those with the most, and not so close that one text covers another.
     """
     for first, stop in zip(ends[::2], ends[1::2], strict=False):
-        axes.axvspan(first, stop, color="black", alpha=0.08, linewidth=0, zorder=0)
+        axes.axvspan(first, stop, color=ink(axes), alpha=0.08, linewidth=0, zorder=0)
     places = ends[:-1]
     for place in places:
-        axes.axvline(place, color="black", linewidth=1.0 if len(places) <= MOST_WRITTEN else 0.5, linestyle="--")
-    size = 8 if len(places) <= MOST_WRITTEN else 5.5
+        axes.axvline(place, color=ink(axes), linewidth=1.0 if len(places) <= MOST_WRITTEN else 0.5, linestyle="--")
+    size = 8 if len(places) <= MOST_WRITTEN else 7
     apart = LINE_HEIGHT * size / width_pt(axes) * ends[-1]
     written: list[float] = []
     for size_bytes, place in sorted(zip(crossing, places, strict=False), key=lambda pair: -pair[0]):
@@ -138,7 +138,7 @@ def plot_balance(plan: Plan, ax: Axes | None = None) -> Axes:
             axes.bar(rows, heights, 0.8, bottom=bottom, color=ACTION_COLOURS[kind], label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     mean = sum(bottom) / len(bottom)
-    axes.axhline(mean, color="black", linestyle="--", label="mean")
+    axes.axhline(mean, color=ink(axes), linestyle="--", label="mean")
     for row in rows if plan.ranks <= MOST_BUSY_TEXTS else ():
         place = max(bottom[row], mean)  # above the line, which would strike the text through
         axes.text(row, place, f"{bottom[row] / mean - 1:+.0%}", ha="center", va="bottom", fontsize=8)

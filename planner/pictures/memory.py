@@ -9,6 +9,7 @@ import numpy as np
 from planner.pictures.canvas import (
     FAR_AWAY,
     byte_unit,
+    ink,
     limits_of,
     limits_text,
     new_axes,
@@ -57,7 +58,7 @@ def plot_memory(plan: Plan, ax: Axes | None = None) -> Axes:
         bottom += heights
     if is_near:
         ends = [k - 0.45 for k in rows], [k + 0.45 for k in rows]
-        axes.hlines([limit / scale for limit in limits], *ends, colors="black", linestyles="--", label="device")
+        axes.hlines([limit / scale for limit in limits], *ends, colors=ink(axes), linestyles="--", label="device")
     axes.set_ylim(0, 1.08 * max(fullest, max(limits) if is_near else 0) / scale or 1)
     _name_rows(axes, plan)
     axes.set_ylabel(unit)
@@ -114,7 +115,7 @@ def plot_memory_over_time(plan: Plan, ax: Axes | None = None) -> Axes:
         )
     if is_near:
         for limit in sorted({*limits}):
-            axes.axhline(limit / scale, color="black", linestyle="--", label="device")
+            axes.axhline(limit / scale, color=ink(axes), linestyle="--", label="device")
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, end_s * in_a_second)
     axes.set_ylabel(unit)

@@ -10,6 +10,8 @@ import pandas
 import pytest
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import rgb_to_hsv, to_rgb
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
@@ -292,6 +294,38 @@ def texts_that_touch(texts: Sequence[Text], axes: Axes) -> list[tuple[str, str]]
         box, lines = text.get_window_extent(), text.get_text().count("\n") + 1
         boxes += [(text.get_text(), Bbox([box.min, (box.x1, box.y0 + box.height / lines)]))] if text.get_text() else []
     return [(one, other) for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_names_of_points_do_not_touch(frame: pandas.DataFrame, seed: int) -> None:
+    """`K 64, M 1536` ran into the next one, and into the legend."""
+    draw = np.random.default_rng(seed)
+    found = pandas.concat([frame.iloc[:1]] * 11, ignore_index=True)
+    found["batch_size"] = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+    found["M"], found["K"] = found["batch_size"], 64
+    found["samples_per_s"] = 8 + draw.uniform(0, 0.3, len(found))
+    axes = plot_sensitivity(found, "batch_size")
+    axes.figure.canvas.draw()
+    assert len(axes.texts) > 3
+    assert not texts_that_touch(axes.texts, axes)
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_what_is_no_data_is_seen_on_dark_paper_as_well(
+    plan: Plan, profile: Profile, frame: pandas.DataFrame, style: str
+) -> None:
+    """The frontier, cuts, means and limits were black on black."""
+    with pyplot.style.context(style):
+        for drawn in (plot_frontier(frame), plot_layers(plan, profile), plot_balance(plan), plot_memory(plan)):
+            dashed = [line.get_color() for line in drawn.lines if line.get_linestyle() == "--"]
+            for one in drawn.collections:
+                dashed += [*one.get_edgecolor()] if isinstance(one, LineCollection) else []
+            for colour in dashed:
+                paper = rgb_to_hsv(to_rgb(drawn.get_facecolor()))[2]
+                assert abs(rgb_to_hsv(to_rgb(colour))[2] - paper) > 0.5
+            assert dashed or "limit" in drawn.get_title() or "device" in drawn.get_title()
+        pyplot.close("all")
 
 
 @pytest.mark.parametrize("seed", range(4))

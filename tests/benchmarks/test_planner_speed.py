@@ -129,6 +129,7 @@ def test_planner_speed() -> None:
         ("L = 400, K = 8, all M", 2, planned(400, 8, 1024)),
         ("L = 1,000, K = 64, M = 256", 10, planned(1000, 64, 256, micro_batches=256)),
         ("L = 1,000, K = 64, all M", 10, planned(1000, 64, 1024)),
+        ("L = 1,000, K = 64, all M, 1F1B", 10, planned(1000, 64, 1024, schedule="1f1b")),
         ("L = 2,133, K = 8, M = 32", 5, planned(2133, 8, 1024, micro_batches=32)),
         ("L = 400, K = 8, M = 64, 1F1B", 0, planned(400, 8, 1024, micro_batches=64, schedule="1f1b")),
         ("L = 400, K = 8, all M, GPipe or 1F1B", 0, planned(400, 8, 1024, schedule="auto")),

@@ -32,7 +32,7 @@ from typing import TypeAlias
 import numpy as np
 
 from planner.cost.layer_costs import CostModel, Floats, Indices, LayerArrays, ParameterRanges
-from planner.cost.messages import Message
+from planner.cost.messages import Carrier, Message
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
@@ -128,7 +128,9 @@ class Basis:
         held: micro-batches in flight and waiting at the moments that are looked at, where several might need most; by
             default as many in flight as ever are.
         shares: replicas that share the optimizer's state; 1 where each has all of it.
-        on_cores: whether stages compute on a machine's cores, and may share memory.
+        carrier: what carries messages.
+        under_way: micro-batches in flight at most, by number of the stage from the end less 1; empty where the
+            schedule's record says it.
     """
 
     costs: CostModel
@@ -141,7 +143,8 @@ class Basis:
     ring: Ring = ONE_CHUNK
     held: tuple[Held, ...] = ()
     shares: int = 1
-    on_cores: bool = False
+    carrier: Carrier = Carrier.POSTED
+    under_way: tuple[int, ...] = ()
 
     def of_ranges(self, stage: Range) -> RangeFigures:
         """What rows of ranges read for these layers."""
@@ -174,6 +177,26 @@ class Figures:
     def whole(self) -> tuple[float, float]:
         """What one micro-batch keeps of that stage, and the most that it has at any moment."""
         return self.basis.costs.stage(self.basis.device_kind, self.size, *self.layers_of_stage)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the inputs of all micro-batches are kept."""
+        return SCHEDULES[self.basis.schedule].keeps_all
+
+    @property
+    def in_flight(self) -> int | Indices:
+        """How many micro-batches are, at each moment."""
+        basis = self.basis
+        if self.flying is not None:
+            return self.flying
+        return sum(basis.micro_batches.in_flight(basis.schedule, self.number, basis.ring))
+
+    def most_under_way(self, before: int = 0) -> int:
+        """Micro-batches in flight at most at the stage, or at one so many stages before it."""
+        basis, number = self.basis, self.number + before
+        if basis.under_way:
+            return basis.under_way[min(number, len(basis.under_way)) - 1]
+        return SCHEDULES[basis.schedule].most_under_way(number, basis.micro_batches.count, basis.ring)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,11 +369,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
         Of.FIRST_BOUNDARY,
         Counts.UNDER_WAY,
         lambda at: at.message.at_receiver(
-            at.basis.schedule,
-            at.basis.micro_batches,
-            at.number,
-            at.basis.ring,
-            at.flying,
+            at.most_under_way(at.message.distance), at.basis.micro_batches, at.in_flight, keeps_all=at.keeps_all
         ),
     ),
     Row(
@@ -358,18 +377,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
         "receive_buffers",
         Of.LAST_BOUNDARY,
         Counts.UNDER_WAY,
-        lambda at: at.message.at_sender(at.basis.schedule, at.basis.micro_batches, at.number, at.basis.ring),
-    ),
-    Row(
-        "slots of shared memory after the stage",
-        "receive_buffers",
-        Of.LAST_BOUNDARY,
-        Counts.UNDER_WAY,
-        lambda at: (
-            at.message.in_slots(at.basis.micro_batches)
-            if at.basis.on_cores and SCHEDULES[at.basis.schedule].keeps_all
-            else 0.0 * at.message.outputs[0]
-        ),
+        lambda at: at.message.at_sender(at.most_under_way(), at.basis.micro_batches.count),
     ),
     Row("process and allocator", "reserve", Of.STAGE, Counts.ONCE, lambda at: at.basis.costs.profile.reserve_bytes),
 )
@@ -425,7 +433,7 @@ class Ledger:
         split = basis.micro_batches
         sizes = split.largest, split.smallest
         large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
-        message = self.message = Message.after_layers(large, small, basis.ahead_bytes)
+        message = self.message = Message.after_layers(large, small, basis.ahead_bytes, basis.carrier)
         self._numbers = numbers
         self._splits = SCHEDULES[basis.schedule].splits_backward
         held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices, LayerArrays
-from planner.plan.actions import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
+from planner.plan.actions import AHEAD_BYTES, MOST_SLOTS, SENDS_AHEAD, SLOT_ALIGNMENT, receives_ahead
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
+from profiler.device import Device
+
+
+class Carrier(Enum):
+    """What carries messages, and so what they take of memory meanwhile."""
+
+    POSTED = auto()
+    """Sent from tensors into tensors whose receives are posted ahead: sockets, and devices that are no cores."""
+    SLOTS = auto()
+    """Copied into memory that both processes have, and out of it when they are used: the cores of one host."""
+    EITHER = auto()
+    """The one or the other: the cores of several hosts."""
+
+
+def carrier_of(device: Device, *, hosts: bool = False) -> Carrier:
+    """What carries messages of a stage on that device; `hosts` where the devices are on several."""
+    if not device.threads:
+        return Carrier.POSTED
+    return Carrier.EITHER if hosts else Carrier.SLOTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,20 +41,29 @@ class Message:
         gradients: the part of them that gradients come back for, likewise.
         distance: how many stages it goes.
         ahead_bytes: of short messages as many may be under way as these hold.
+        carrier: what carries it.
     """
 
     outputs: tuple[Floats, Floats]
     gradients: tuple[Floats, Floats]
     distance: int = 1
     ahead_bytes: int = AHEAD_BYTES
+    carrier: Carrier = Carrier.POSTED
 
     @classmethod
-    def after_layers(cls, large: LayerArrays, small: LayerArrays, ahead_bytes: int = AHEAD_BYTES) -> Message:
+    def after_layers(
+        cls,
+        large: LayerArrays,
+        small: LayerArrays,
+        ahead_bytes: int = AHEAD_BYTES,
+        carrier: Carrier = Carrier.POSTED,
+    ) -> Message:
         """What crosses the boundary after each layer."""
         return cls(
             (large.output_bytes, small.output_bytes),
             (large.output_gradient_bytes, small.output_gradient_bytes),
             ahead_bytes=ahead_bytes,
+            carrier=carrier,
         )
 
     def at(self, layer: int) -> Message:
@@ -57,71 +85,61 @@ class Message:
             ]
         return replace(self, outputs=(left[0], left[1]), gradients=(left[2], left[3]))
 
-    def in_slots(self, micro_batches: MicroBatches) -> Floats:
-        """Bytes of outputs in memory that both stages share, in addition to those of `at_sender`.
-
-        There are slots for as many long messages as both ends may have under way, as far as there are so many. Where
-        the inputs of all micro-batches are kept, no receives are counted that could stand for those at the other end.
-        """
-        slots = min(SENDS_AHEAD + receives_ahead(self.distance), micro_batches.count)
-        large, small = np.maximum(*self.outputs), np.minimum(*self.outputs)
-        counted = self._ahead(SENDS_AHEAD, small, micro_batches.count)
-        long = self.ahead_bytes // np.maximum(1, large) < SENDS_AHEAD + receives_ahead(self.distance)
-        further: Floats = np.where(long, np.maximum(slots - counted, 0), 0) * large
-        return further
-
-    def at_sender(self, schedule: ScheduleName, micro_batches: MicroBatches, number: int, ring: Ring) -> Floats:
+    def at_sender(self, most: int, count: int) -> Floats:
         """Bytes under way at the stage that sends it.
 
-        Outputs that have not left, gradients whose receives are posted, and the one that is read.
+        Outputs that have not left, gradients whose receives are posted, and the one that is read; in shared memory all
+        slots of outputs, and the gradient that is read.
 
         Args:
-            schedule: says how many micro-batches are under way.
-            micro_batches: how a replica's samples are cut.
-            number: of the stage from the end, 1 for the last.
-            ring: ranks, and chunks of each.
+            most: micro-batches in flight there at most: no more messages of one kind are under way.
+            count: M.
         """
-        most = SCHEDULES[schedule].most_under_way(number, micro_batches.count, ring)
-        sent = self._ahead(SENDS_AHEAD, np.minimum(*self.outputs), most)
+        outputs, gradients = (np.maximum(*both) for both in (self.outputs, self.gradients))
         posted = self._ahead(receives_ahead(self.distance), np.minimum(*self.gradients), most)
-        posted_and_read = np.minimum(posted + 1, micro_batches.count)
-        under_way: Floats = posted_and_read * np.maximum(*self.gradients) + sent * np.maximum(*self.outputs)
-        return under_way
+        sent = self._ahead(SENDS_AHEAD, np.minimum(*self.outputs), most)
+        on_the_way = np.minimum(posted + 1, count) * gradients + sent * outputs
+        in_slots = self._slots(outputs, most) + gradients
+        return self._by_carrier(on_the_way, in_slots)
 
     def at_receiver(
-        self,
-        schedule: ScheduleName,
-        micro_batches: MicroBatches,
-        number: int,
-        ring: Ring = ONE_CHUNK,
-        flying: int | Indices | None = None,
+        self, most: int, micro_batches: MicroBatches, flying: int | Indices, *, keeps_all: bool = False
     ) -> Floats:
         """Bytes under way at the stage that it comes to.
 
-        Gradients that have not left and inputs whose receives are posted. Where the inputs of all micro-batches are
-        kept anyway, those that are under way are among them.
+        Gradients that have not left and inputs whose receives are posted; in shared memory all slots of gradients.
+        Where the inputs of all micro-batches are kept anyway, those that are under way are among them.
 
         Args:
-            schedule: says how many micro-batches are under way.
+            most: micro-batches in flight at most at the stage that sends it.
             micro_batches: how a replica's samples are cut.
-            number: of the stage from the end, 1 for the last.
-            ring: ranks, and chunks of each.
-            flying: how many micro-batches are under way, where the schedule does not say it; at one place at several
-                moments.
+            flying: how many are in flight at the receiver; at one place at several moments.
+            keeps_all: whether the inputs of all micro-batches are kept.
         """
-        most = SCHEDULES[schedule].most_under_way(number + self.distance, micro_batches.count, ring)
-        gradients: Floats = self._ahead(SENDS_AHEAD, np.minimum(*self.gradients), most) * np.maximum(*self.gradients)
-        if SCHEDULES[schedule].keeps_all:
-            return gradients
-        large, small = self.outputs
-        if flying is None:
-            flying = sum(micro_batches.in_flight(schedule, number, ring))
-        posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small), most)
-        soon = np.minimum(flying + posted_ahead, micro_batches.count)
-        soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))
-        more_large = soon_large - now_large
-        posted: Floats = more_large * large + (soon - flying - more_large) * small
-        return gradients + posted
+        gradients = np.maximum(*self.gradients)
+        on_the_way = self._ahead(SENDS_AHEAD, np.minimum(*self.gradients), most) * gradients
+        in_slots = self._slots(gradients, most)
+        if not keeps_all:
+            large, small = self.outputs
+            posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small), most)
+            soon = np.minimum(flying + posted_ahead, micro_batches.count)
+            soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))
+            more_large = soon_large - now_large
+            on_the_way = on_the_way + more_large * large + (soon - flying - more_large) * small
+        return self._by_carrier(on_the_way, in_slots)
+
+    def _by_carrier(self, on_the_way: Floats, in_slots: Floats) -> Floats:
+        """What counts of both: where nobody knows which carries it, the larger one."""
+        if self.carrier is Carrier.SLOTS:
+            return in_slots
+        return on_the_way if self.carrier is Carrier.POSTED else np.maximum(on_the_way, in_slots)
+
+    def _slots(self, message_bytes: Floats, most: int) -> Floats:
+        """Bytes of a ring in memory that both stages share, which its sender holds, see `profiler.machine.ring`."""
+        slot_bytes = np.ceil(message_bytes / SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        at_least = SENDS_AHEAD + receives_ahead(self.distance)
+        slots: Floats = np.minimum(self._ahead(at_least, slot_bytes, most), MOST_SLOTS) * slot_bytes
+        return slots
 
     def _ahead(self, at_least: int, message_bytes: Floats, most: int) -> Floats:
         """How many messages of a length may be under way in one direction."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
 from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, Row, range_rows, rows_of
-from planner.cost.messages import Message
+from planner.cost.messages import Carrier, Message, carrier_of
 from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
@@ -50,6 +50,8 @@ class StageAbout(TypedDict):
         held: micro-batches in flight and waiting, at all moments that may need most; by default as the schedule's
             record has it.
         shares: replicas that share the optimizer's state.
+        carrier: what carries messages; by default what does so on one host.
+        under_way: see `planner.cost.ledger.Basis`.
     """
 
     number: int
@@ -60,6 +62,8 @@ class StageAbout(TypedDict):
     ring: NotRequired[Ring]
     held: NotRequired[Sequence[Held]]
     shares: NotRequired[int]
+    carrier: NotRequired[Carrier]
+    under_way: NotRequired[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +156,8 @@ def stage_moments(
         ring=ring,
         held=tuple(about.get("held", ())) or SCHEDULES[schedule].held(number, micro_batches.count, ring),
         shares=about.get("shares", 1),
-        on_cores=device.threads > 0,
+        carrier=about.get("carrier", carrier_of(device)),
+        under_way=about.get("under_way", ()),
     )
     large, small = (
         _without(costs.layers(device.kind, size), range(max(0, first - 1), stop), past)
@@ -283,9 +288,9 @@ class _Stage:
         message, skips = self.ledger.message, self.skips
         if of is Of.FIRST_BOUNDARY:
             near = [message.at(self.first - 1).less(skips.incoming)] if self._follows else []
-            return [*skips.incoming, *near]
+            return [*(replace(skip, carrier=message.carrier) for skip in skips.incoming), *near]
         near = [message.at(self.stop - 1).less(skips.outgoing)] if self._goes_on else []
-        return [*skips.outgoing, *near]
+        return [*(replace(skip, carrier=message.carrier) for skip in skips.outgoing), *near]
 
 
 def _without(layers: LayerArrays, at: range, past: tuple[float, float]) -> LayerArrays:

@@ -56,6 +56,9 @@ from profiler.text import counted
 RECEIVES_AHEAD = 2
 SENDS_AHEAD = 2
 AHEAD_BYTES = 4 * 2**20
+# Of a ring in shared memory, as `profiler.machine.ring` makes it, which needs torch: slots at most, and bytes that the
+# size of each is a multiple of.
+MOST_SLOTS, SLOT_ALIGNMENT = 64, 64
 
 
 def receives_ahead(distance: int) -> int:

@@ -98,6 +98,7 @@ def fits(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]
             stop=stage.stop,
             segments=stage.segments,
             shares=problem.shares(candidate.replicas),
+            carrier=problem.carrier(device),
         ).total
         <= device.memory_bytes
         for position, stage in enumerate(stages)

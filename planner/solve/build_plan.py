@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from planner.cost.messages import Carrier
 from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
 from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.cost.time_ledger import end_s, layer_seconds
@@ -171,6 +172,7 @@ def _moments(
     """Bytes of a stage where it holds so many micro-batches."""
     choice, candidate = found.stages[index], found.candidate
     device = problem.classes[choice.device_class].device
+    carrier = problem.carrier(device)
     return stage_moments(
         problem.costs,
         problem.parameters,
@@ -185,8 +187,20 @@ def _moments(
         skips=stage_skips(routes, index, candidate.split),
         ring=candidate.ring,
         shares=problem.shares(candidate.replicas),
+        carrier=carrier,
+        under_way=_under_way(found) if carrier is Carrier.SLOTS else (),
         held=held,
     )
+
+
+def _under_way(found: Balance) -> tuple[int, ...]:
+    """Micro-batches in flight at most at each stage, from the last one on, where the plan has orders of its own.
+
+    Rings have no more slots; the search, which makes the orders, counts as if all micro-batches might be in flight.
+    """
+    count = found.candidate.split.count
+    held = (most_held(order_of_text(order, count), count) for order in reversed(found.orders))
+    return tuple(max(flying for flying, _ in moments) for moments in held)
 
 
 def _rank_memories(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[StageMemory, ...]:

@@ -305,6 +305,7 @@ class ChunkPlans:
                 stop=stop,
                 segments=segments_of_stage(first, stop, recomputed),
                 shares=self.problem.shares(self.candidate.replicas),
+                carrier=self.problem.carrier(device),
                 ring=ring,
                 held=[held[chunk] for _, held in moments],
             )

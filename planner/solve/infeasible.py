@@ -104,6 +104,7 @@ def _memory(
         stop=stop,
         segments=segments,
         shares=problem.shares(candidate.replicas),
+        carrier=problem.carrier(device),
     ), segments
 
 

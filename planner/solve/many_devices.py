@@ -152,4 +152,5 @@ def _bytes(problem: Problem, found: Balance, index: int, group: DeviceClass) -> 
         stop=stage.stop,
         segments=stage.segments,
         shares=problem.shares(candidate.replicas),
+        carrier=problem.carrier(group.device),
     ).total

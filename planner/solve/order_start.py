@@ -52,6 +52,7 @@ def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, dea
             segments=stage.segments,
             ring=candidate.ring,
             shares=problem.shares(candidate.replicas),
+            carrier=problem.carrier(device),
         )
         for index, stage in enumerate(plan.stages)
     ]

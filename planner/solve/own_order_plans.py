@@ -255,4 +255,5 @@ class OwnOrderPlans(ChunkPlans):
             ring=self.candidate.ring,
             held=held,
             shares=self.problem.shares(self.candidate.replicas),
+            carrier=self.problem.carrier(device),
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from planner.cost.hosts import Hosts, Placement, placed
 from planner.cost.layer_costs import CostModel, LayerArrays, ParameterRanges
 from planner.cost.ledger import Basis
+from planner.cost.messages import Carrier, carrier_of
 from planner.cost.time_ledger import EndFigures
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
@@ -113,8 +114,12 @@ class Problem:
             AHEAD_BYTES if self.short_messages else 0,
             candidate.ring,
             shares=self.shares(candidate.replicas),
-            on_cores=any(device.threads for device in self.devices if device.kind == device_kind),
+            carrier=self.carrier(next(device for device in self.devices if device.kind == device_kind)),
         )
+
+    def carrier(self, device: Device) -> Carrier:
+        """What carries the messages of a stage on that device."""
+        return carrier_of(device, hosts=self.hosts is not None)
 
     def shares(self, replicas: int) -> int:
         """How many of so many replicas share the optimizer's state; 1 where each has all of it."""

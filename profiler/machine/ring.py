@@ -97,14 +97,14 @@ class Outgoing:
 
         Args:
             size_bytes: of the message.
-            most: no more are ever under way, so there need not be more slots.
+            most: no more like it are ever under way, so there are no more slots, also where there were before.
 
         Raises:
             ExecutionError: there is no memory for messages as long as this one.
             EndedError: `end` was called.
         """
-        if size_bytes > self._slot_bytes or (most > self._most and len(self._slots) == self._most):
-            self._make_slots(max(size_bytes, self._slot_bytes), max(most, self._most))
+        if size_bytes > self._slot_bytes or most != self._most:
+            self._make_slots(size_bytes, most)
         self._released.wait()
         if len(self._files) > 1:
             _close(self._files, before=self._count)
@@ -145,8 +145,11 @@ class Outgoing:
 
     def _make_slots(self, size_bytes: int, most: int) -> None:
         """New slots for longer or more messages; those of messages under way stay where they are."""
-        slot_bytes = -(-max(size_bytes, 1) // ALIGNMENT) * ALIGNMENT
+        slot_bytes = max(self._slot_bytes, -(-max(size_bytes, 1) // ALIGNMENT) * ALIGNMENT)
         count = min(max(self._at_least, self._ahead_bytes // slot_bytes), most, MOST_SLOTS)
+        self._most = most
+        if (slot_bytes, count) == (self._slot_bytes, len(self._slots)):
+            return
         try:
             file = _memory("slots", count * slot_bytes)
         except OSError as problem:

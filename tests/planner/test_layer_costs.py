@@ -8,7 +8,6 @@ from planner.cost.messages import Message
 from planner.cost.stage_memory import stage_memory
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
-from planner.plan.schedules import ONE_CHUNK
 from planner.plan.stage import Segment
 from planner.plan.units import bytes_text, count_text, seconds_text
 from profiler.errors import ProfileError
@@ -134,9 +133,9 @@ def test_few_long_and_many_short_messages_are_under_way(profile_of, device):
     split = MicroBatches(batch_size=16, count=8)
     costs = model.layers("a", 2)
     messages = Message.after_layers(costs, costs)
-    assert messages.at_receiver("gpipe", split, 1).tolist() == [2 * long, 3 * short, 0]
-    assert messages.at_sender("gpipe", split, 1, ONE_CHUNK).tolist() == [(3 + 2) * long, (4 + 3) * short, 0]
-    assert messages.at_receiver("1f1b", split, 2).tolist() == [(2 + 2) * long, (3 + 3) * short, 0]
+    assert messages.at_receiver(8, split, 8, keeps_all=True).tolist() == [2 * long, 3 * short, 0]
+    assert messages.at_sender(8, 8).tolist() == [(3 + 2) * long, (4 + 3) * short, 0]
+    assert messages.at_receiver(3, split, 2).tolist() == [(2 + 2) * long, (3 + 3) * short, 0]
 
 
 @given(st.data())

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.cost.messages import Message
+from planner.cost.messages import Carrier, Message
 from planner.plan.actions import (
     AHEAD_BYTES,
     RECEIVES_AHEAD,
@@ -30,56 +30,72 @@ def message(large, small, gradient_large, gradient_small, **about):
     return Message(outputs, gradients, **about)
 
 
-def under_gpipe(samples, count):
+def under_gpipe(count):
     """All micro-batches are in flight."""
-    return "gpipe", MicroBatches(samples, count), 1, ONE_CHUNK
+    return count, count
+
+
+def at_receiver(of, schedule, split, number):
+    """What the ledger asks for a stage."""
+    record = SCHEDULES[schedule]
+    most = record.most_under_way(number + of.distance, split.count)
+    flying = sum(split.in_flight(schedule, number, ONE_CHUNK))
+    return of.at_receiver(most, split, flying, keeps_all=record.keeps_all)
 
 
 def test_a_sender_has_outputs_that_have_not_left_and_gradients_posted_and_read():
     """Of ten large messages two are on their way out, two posted for gradients, and one is read."""
-    found = message(LONG, LONG, 3 * LONG, 3 * LONG).at_sender(*under_gpipe(20, 10))
+    found = message(LONG, LONG, 3 * LONG, 3 * LONG).at_sender(*under_gpipe(10))
     assert found.tolist() == [SENDS_AHEAD * LONG + (RECEIVES_AHEAD + 1) * 3 * LONG]
 
 
 def test_no_more_are_under_way_than_there_are():
-    assert message(LONG, LONG, LONG, LONG).at_sender(*under_gpipe(2, 1)).tolist() == [2 * LONG]
+    assert message(LONG, LONG, LONG, LONG).at_sender(*under_gpipe(1)).tolist() == [2 * LONG]
 
 
 def test_of_short_messages_as_many_are_under_way_as_the_bytes_hold():
     """A quarter of the bytes ahead: four are sent ahead, and four gradients posted with one that is read."""
     short = LONG / 4
-    assert message(short, short, short, short).at_sender(*under_gpipe(40, 20)).tolist() == [(4 + 5) * short]
-    assert message(short, short, short, short, ahead_bytes=0).at_sender(
-        "gpipe", MicroBatches(40, 20), 1, ONE_CHUNK
-    ).tolist() == [(2 + 3) * short]
+    assert message(short, short, short, short).at_sender(*under_gpipe(20)).tolist() == [(4 + 5) * short]
+    none_ahead = message(short, short, short, short, ahead_bytes=0)
+    assert none_ahead.at_sender(*under_gpipe(20)).tolist() == [(2 + 3) * short]
 
 
 def test_the_smaller_ones_say_how_many_and_the_larger_ones_how_long():
     """Micro-batches of two sizes: as many as of the small ones fit ahead, each as long as a large one."""
     outputs, split = message(LONG, LONG / 4, 0.0, 0.0), MicroBatches(30, 20)
-    assert outputs.at_sender("gpipe", split, 1, ONE_CHUNK).tolist() == [4 * LONG]
-    assert outputs.at_receiver("1f1b", split, 4).tolist() == [4 * LONG]
+    assert outputs.at_sender(*under_gpipe(20)).tolist() == [4 * LONG]
+    assert at_receiver(outputs, "1f1b", split, 4).tolist() == [4 * LONG]
 
 
 def test_a_message_over_several_stages_is_posted_so_much_earlier():
     """Its sender leads by a micro-batch a stage."""
     near, far = (message(LONG, LONG, LONG, LONG, distance=distance) for distance in (1, 3))
-    assert (far.at_sender(*under_gpipe(20, 10)) - near.at_sender(*under_gpipe(20, 10))).tolist() == [2 * LONG]
+    assert (far.at_sender(*under_gpipe(10)) - near.at_sender(*under_gpipe(10))).tolist() == [2 * LONG]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize("size", [2**20 + 64, 2**21, 2**21 + 64, 3 * 2**20, 2**23])
-def test_slots_of_long_messages_are_counted_to_the_byte(size: int, count: int) -> None:
-    """What a ring takes as the executor makes it; with GPipe two messages were in no count."""
-    outgoing = Outgoing(receives_ahead(1) + SENDS_AHEAD, AHEAD_BYTES, looks=False)
-    outgoing.room(size, count)
-    taken = sum(slot.memory.nbytes for slot in outgoing._slots)
-    outputs, split = message(float(size), float(size), 0.0, 0.0), MicroBatches(count, count)
-    assert float((outputs.at_sender("gpipe", split, 1, ONE_CHUNK) + outputs.in_slots(split))[0]) == taken
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 100])
+@pytest.mark.parametrize("distance", [1, 3])
+@pytest.mark.parametrize("size", [0, 40, 2**12, 2**18, 2**20 + 64, 2**21, 2**21 + 64, 3 * 2**20, 2**23])
+def test_slots_are_counted_to_the_byte(size: int, distance: int, most: int) -> None:
+    """What a ring takes as the executor makes it: its sender has all of it, and the receiver what it reads."""
+    outgoing = Outgoing(receives_ahead(distance) + SENDS_AHEAD, AHEAD_BYTES, looks=False)
+    outgoing.room(size, most)
+    taken = outgoing.size_bytes if size else 0
+    outputs = message(float(size), float(size), 0.0, 0.0, distance=distance, carrier=Carrier.SLOTS)
+    both = message(float(size), float(size), float(size), float(size), distance=distance, carrier=Carrier.SLOTS)
+    assert outputs.at_sender(most, most).tolist() == [taken]
+    assert both.at_sender(most, most).tolist() == [taken + size]
+    assert outputs.at_receiver(most, MicroBatches(most, most), 1).tolist() == [0.0]
+    assert both.at_receiver(most, MicroBatches(most, most), 1).tolist() == [taken]
 
 
-def test_slots_of_short_messages_are_among_those_that_are_sent_ahead() -> None:
-    assert message(2.0**20, 2.0**20, 0.0, 0.0).in_slots(MicroBatches(40, 20)).tolist() == [0.0]
+def test_between_cores_of_several_hosts_the_larger_one_counts() -> None:
+    ways = [message(LONG, LONG, 0.0, 0.0, carrier=carrier) for carrier in (Carrier.POSTED, Carrier.SLOTS)]
+    either = message(LONG, LONG, 0.0, 0.0, carrier=Carrier.EITHER)
+    split = MicroBatches(10, 10)
+    assert either.at_sender(10, 10) == max(way.at_sender(10, 10) for way in ways) == 4 * LONG
+    assert either.at_receiver(10, split, 1) == max(way.at_receiver(10, split, 1) for way in ways) == 2 * LONG
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
@@ -96,8 +112,8 @@ def test_inputs_posted_ahead_come_on_top_of_those_in_flight(schedule, count, num
     soon = count if SCHEDULES[schedule].keeps_all else min(count, number + min(RECEIVES_AHEAD, most))
     posted = sum(size * LONG for size in split.sizes[flying:soon])
     sent_back = min(SENDS_AHEAD, most) * 7.0 * LONG
-    found = message(split.largest * LONG, split.smallest * LONG, 7 * LONG, 7 * LONG).at_receiver(
-        schedule, split, number
+    found = at_receiver(
+        message(split.largest * LONG, split.smallest * LONG, 7 * LONG, 7 * LONG), schedule, split, number
     )
     assert found.tolist() == [posted + sent_back]
 

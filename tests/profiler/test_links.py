@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 
 from planner.cost.time_ledger import message_s
+from planner.plan import actions
 from planner.plan.actions import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
+from profiler.machine import ring
 from profiler.machine.links import (
     SIZES_BYTES,
     SLOTS_AT_LEAST,
@@ -79,6 +81,7 @@ def test_a_table_that_means_nothing_is_refused(measured: Any, message: str) -> N
 def test_links_are_measured_through_as_much_memory_as_is_trained_through() -> None:
     assert receives_ahead(1) + SENDS_AHEAD == SLOTS_AT_LEAST
     assert AHEAD_BYTES == SLOTS_BYTES
+    assert (actions.MOST_SLOTS, actions.SLOT_ALIGNMENT) == (ring.MOST_SLOTS, ring.ALIGNMENT)
 
 
 def test_two_workers_measure_their_link() -> None:

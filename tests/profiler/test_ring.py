@@ -57,6 +57,20 @@ def test_any_order_of_sends_and_receives(moves: list[tuple[bool, int]], ahead_by
             received += 1
 
 
+def test_a_ring_has_as_many_slots_as_its_messages_may_need() -> None:
+    """More for an evaluation, and no longer when a training step, whose plan counts them, follows."""
+    outgoing, incoming = pair()
+    sent = 0
+    for most, slots in ((2, 2), (AT_LEAST + 1, AT_LEAST), (1, 1), (2, 2)):
+        for _ in range(2 * AT_LEAST):
+            outgoing.room(64, most).memory.fill_(sent)
+            outgoing.send(sent)
+            assert outgoing.size_bytes == 64 * slots
+            assert incoming.arrived(sent).memory.eq(sent).all()
+            incoming.release()
+            sent += 1
+
+
 @pytest.mark.parametrize("sent", [1, AT_LEAST])
 def test_a_sender_does_not_end_before_its_slots_are_open(sent: int) -> None:
     """A last process that was through with its only step ended, and a receiver that came later found nothing."""

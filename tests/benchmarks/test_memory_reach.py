@@ -5,8 +5,8 @@
 Each process is in a control group of its own that may hold 1 GiB, the interpreter and torch included; one that takes
 more is killed (for that the groups of Linux must be writable: run it as root, or it is skipped). A model trains if 3
 steps with AdamW pass: as plain PyTorch, with K = 1, where only recompute and micro-batches help, and with K = 2 and 4,
-each planned by `autoplan` from the model on meta tensors. The planner is told what two smaller models leave of 1 GiB:
-libraries take a part, and holes between tensors. Sizes grow until there is no plan. The table is in memory_reach.md.
+each planned by `autoplan` from the model on meta tensors. The planner is told what two smaller models of the kind leave
+of 1 GiB: libraries take a part, and holes between tensors. Sizes grow until there is no plan. The table is in memory_reach.md.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ STEPS = 3
 STAGES = (1, 2, 4)
 PLAIN = "plain PyTorch"
 MODELS = os.environ.get("MODELS", "GPT,AmoebaNet-D").split(",")
+SMALLER = {"GPT": (2, 12), "AmoebaNet-D": (1, 4)}
+"""Sizes of each model from which what a worker holds is known."""
 FINENESS = 1.1
 """Sizes that differ by less are not told apart."""
 
@@ -120,21 +122,23 @@ def plan_of(name: str, size: int, stages: int, limit_bytes: int | None) -> Plan:
     )  # fmt: skip
 
 
-def left_bytes() -> int:
+def left_bytes(name: str) -> int:
     """Of the limit, for what the planner counts, by what workers held that trained two models.
 
     A worker holds its libraries, and for each byte of tensors some in holes between them: a line through two points.
     """
-    (few, little), (many, much) = (held_by(size) for size in (2, 12))
+    (few, little), (many, much) = (held_by(name, size) for size in SMALLER[name])
     each = (much - little) / (many - few)
-    print(f"a worker holds {(little - each * few) / 2**20:.0f} MiB, and {each:.3f} times what is predicted")
+    print(
+        f"\na worker with {name} holds {(little - each * few) / 2**20:.0f} MiB, and {each:.3f} times what is predicted"
+    )
     return int((LIMIT_BYTES - (little - each * few)) / each)
 
 
-def held_by(blocks: int) -> tuple[int, int]:
-    """Bytes that are predicted for a worker that trains such a GPT alone, and those that it held."""
-    plan = plan_of("GPT", blocks, 1, None)
-    [(_, held)] = launch(train, plan, ("GPT", blocks))
+def held_by(name: str, size: int) -> tuple[int, int]:
+    """Bytes that are predicted for a worker that trains such a model alone, and those that it held."""
+    plan = plan_of(name, size, 1, None)
+    [(_, held)] = launch(train, plan, (name, size))
     return plan.device_memories[0].total, held
 
 
@@ -195,10 +199,10 @@ def reach(name: str, stages: int, limit_bytes: int, fewer: int) -> dict[str, Any
 @pytest.mark.benchmark
 @pytest.mark.skipif(not os.access(GROUPS, os.W_OK), reason="needs control groups that may be written")
 def test_more_workers_train_larger_models() -> None:
-    limit_bytes = kept("left", left_bytes)
-    print(f"\nleft of a worker's 1 GiB: {limit_bytes / 2**20:.0f} MiB")
     rows = []
     for name in MODELS:
+        limit_bytes = kept(f"left {name}", partial(left_bytes, name))
+        print(f"\n{name}: left of a worker's 1 GiB: {limit_bytes / 2**20:.0f} MiB")
         fewer = 0
         for stages in (0, *STAGES):
             rows.append(kept(f"reach {name} {stages}", partial(reach, name, stages, limit_bytes, fewer)))

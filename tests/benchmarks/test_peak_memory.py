@@ -29,9 +29,7 @@ from tests.models.unet import UNet
 CONFIG = Config(context=128, width=192, heads=4, blocks=6)
 BATCH_SIZE, M = 16, 8
 WITHIN = 0.05
-OVER = 0.01  # measured: GPipe's last rank 0.5 % over, for one gradient more than slots were counted for
-OWN_ORDERS = 0.07  # measured: 0.939 to 0.960 of the plan, which counts messages of any order
-AT_LEAST = 0.85  # measured: 0.873 to 0.957
+OVER = 0.01  # measured: GPipe's last rank 0.5 % over, before slots were counted for what they are
 AT_LEAST_IN_BFLOAT16 = 0.9
 
 
@@ -89,14 +87,13 @@ def table_of(task: Task, found: Profile, stages: int, chosen: list[dict[str, Any
 
 @pytest.mark.benchmark
 def test_each_rank_peaks_where_the_plan_says() -> None:
-    """With whole and with split backward passes; in an order of its own a little further below."""
+    """With whole and with split backward passes, and in an order of its own."""
     task = gpt()
     schedules = ("gpipe", "1f1b", "zb-h1", "zb")
     chosen = [{"schedule": s, "recompute": r} for s, r in product(schedules, ("never", "always"))]
     table = table_of(task, task.profiled(2), 2, chosen)
     assert (table["ratio"] <= 1 + OVER).all()
-    assert (table["ratio"] >= 1 - OWN_ORDERS).all()
-    assert (table.drop("zb", level="schedule")["ratio"] >= 1 - WITHIN).all()
+    assert (table["ratio"] >= 1 - WITHIN).all()
 
 
 @pytest.mark.benchmark
@@ -115,11 +112,7 @@ def test_main_gradients_and_cast_parameters_peak_where_the_plan_says(precision: 
 
 @pytest.mark.benchmark
 def test_ranks_with_chunks_never_peak_above_the_plan() -> None:
-    """Below it by more than `WITHIN` where recompute leaves little but messages.
-
-    A rank with chunks has several boundaries. Receives that are posted at each of them count, which messages through
-    shared memory do without.
-    """
+    """Nor far below it, where recompute leaves little but messages at each of its boundaries."""
     task = gpt()
     ways = (("interleaved", 2), ("interleaved", 3), ("interleaved-lean", 2))
     chosen = [
@@ -128,7 +121,7 @@ def test_ranks_with_chunks_never_peak_above_the_plan() -> None:
     ]
     table = table_of(task, task.profiled(2), 2, chosen)
     assert (table["ratio"] <= 1).all()
-    assert (table["ratio"] >= AT_LEAST).all()
+    assert (table["ratio"] >= 1 - WITHIN).all()
 
 
 @pytest.mark.benchmark

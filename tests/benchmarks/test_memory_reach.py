@@ -6,7 +6,8 @@ Each process is in a control group of its own that may hold 1 GiB, the interpret
 more is killed (for that the groups of Linux must be writable: run it as root, or it is skipped). A model trains if 3
 steps with AdamW pass: as plain PyTorch, with K = 1, where only recompute and micro-batches help, and with K = 2 and 4,
 each planned by `autoplan` from the model on meta tensors. The planner is told what two smaller models of the kind leave
-of 1 GiB: libraries take a part, and holes between tensors. Sizes grow until there is no plan. The table is in memory_reach.md.
+of 1 GiB: libraries take a part, and holes between tensors. Sizes grow until there is no plan. The table is in
+memory_reach.md.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
 Where orders are made for each plan, the best one of 1F1B is a start (`planner.solve.order_start`).
 
 Each looks for nothing that is slower than the best plan so far. Time that is given is shared equally among the families
-that are left.
+that are left. Where a batch is so large that some numbers of micro-batches were left out (`planner.solve.counts`),
+those beside the best plan's come last.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.plan.schedules import SCHEDULES, one_chunk_schedules
+from planner.plan.schedules import ONE_CHUNK, SCHEDULES, one_chunk_schedules
 from planner.search_watch import besides, others_follow
 from planner.settings import Settings
-from planner.solve.balance import Balance
+from planner.solve.balance import TIE, Balance, evaluate_s, fits
 from planner.solve.chunk_search import FEW_RANKS, chunk_balance
 from planner.solve.deadline import Deadline
 from planner.solve.many_devices import balance_any
-from planner.solve.problem import Problem
+from planner.solve.other_counts import promising
+from planner.solve.problem import Candidate, Problem
 
 SHARE_OF_START, TIME_OF_START = 0.25, 0.5
 """Of the usual patience, and of a time limit, that the search for a plan to start from has [chosen: with 64 devices and
@@ -52,7 +54,53 @@ def balance_of_all(problem: Problem) -> Balance | None:
         last = number == len(every) - 1
         with besides(done_s if last else 0.0), nullcontext() if last else others_follow():
             best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best, start=start)
+    if best is None:
+        return None
+    with besides(best.lower_bound_s):
+        return _with_counts_beside(problem, best, deadline)
+
+
+def _with_counts_beside(problem: Problem, best: Balance, deadline: Deadline) -> Balance:
+    """The best plan also of the numbers of micro-batches beside its own, where these were left out.
+
+    Its stages say which of them; orders that are made for a plan are taken for those of 1F1B here. With two sizes of
+    micro-batches a step is the largest of many sums that grow or shrink with M evenly: where it neither grows nor
+    shrinks beside a number, no other between the same sizes is better for these stages.
+    """
+    while not deadline.over and (chosen := _count_beside(problem, best)) is not None:
+        of_one = _with_share(_alone(problem, chosen), deadline, 1)
+        found = balance_any(of_one, best) if is_plain(of_one.settings) else chunk_balance(of_one, reached=best)
+        if found is None or not found.better_than(best):
+            break
+        best = found
     return best
+
+
+def _count_beside(problem: Problem, best: Balance) -> Candidate | None:
+    """The number of micro-batches with which its stages are fastest, if it was left out."""
+    made = SCHEDULES[best.candidate.schedule].made_for_plan
+    plain = best.candidate.ring == ONE_CHUNK and not made
+
+    def step_s(candidate: Candidate) -> float:
+        return evaluate_s(problem, replace(candidate, schedule="1f1b") if made else candidate, best.stages)
+
+    def may_fit(candidate: Candidate) -> bool:
+        return not plain or fits(problem, candidate, best.stages)
+
+    beside = problem.counts_beside(best.candidate)
+    return promising(beside, step_s, may_fit, step_s(best.candidate), worth=TIE) if beside else None
+
+
+def _alone(problem: Problem, candidate: Candidate) -> Problem:
+    """The problem with one schedule, R, M and number of chunks."""
+    fixed = replace(
+        problem.settings,
+        schedules=(candidate.schedule,),
+        replicas=candidate.replicas,
+        micro_batches=candidate.split.count,
+    )
+    fixed = with_chunks(fixed, candidate.ring.chunks, problem.layers) or fixed
+    return replace(problem, settings=fixed)
 
 
 def _with_share(problem: Problem, deadline: Deadline, families_left: int) -> Problem:

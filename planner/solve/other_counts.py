@@ -24,6 +24,7 @@ def promising(
     seconds: Callable[[Candidate], float],
     fits: Callable[[Candidate], bool],
     now_s: float,
+    worth: float = WORTH_A_SEARCH,
 ) -> Candidate | None:
     """The candidate with which a plan is fastest, of some spread over all; None if none is worth it.
 
@@ -32,8 +33,9 @@ def promising(
         seconds: of a step of the plan.
         fits: whether the plan's stages fit their devices.
         now_s: what the plan takes as it is.
+        worth: by how much faster, relative to that, a plan must be.
     """
-    below_s = now_s * (1 - WORTH_A_SEARCH)
+    below_s = now_s * (1 - worth)
     found: dict[int, float] = {}
 
     def try_between(first: int, last: int) -> None:

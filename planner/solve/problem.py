@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from planner.cost.hosts import Hosts, Placement, placed
 from planner.cost.layer_costs import CostModel, LayerArrays, ParameterRanges
@@ -169,7 +170,22 @@ class Problem:
 
     def counts_tried(self, share: int) -> Sequence[int]:
         """M that plans are looked for with, for so many samples: of very many some."""
-        return counts_tried(self.settings, share, max(LEAST_EVERY, EVERY // len(self.replicas())))
+        shares = [self.settings.batch_size // replicas for replicas in self.replicas()]
+        return counts_tried(self.settings, share, every_one_to(shares))
+
+    def counts_beside(self, candidate: Candidate) -> list[Candidate]:
+        """The same with each M that was left out between the next ones that were tried, ascending."""
+        share, own = candidate.split.batch_size, candidate.split.count
+        tried = self.counts_tried(share)
+        place = bisect_left(tried, own)
+        first, last = tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)]
+        between = [count for count in counts_between(self.settings, share) if first < count < last and count != own]
+        splits = [MicroBatches(share, count) for count in between]
+        return [
+            replace(candidate, split=split)
+            for split in splits
+            if self.covers(split.smallest) and self.covers(split.largest)
+        ]
 
     def covers(self, size: int) -> bool:
         """Whether the settings allow micro-batches of so many samples, and the profile knows them on all devices."""
@@ -179,10 +195,20 @@ class Problem:
         return all(self.costs.covers(kind, size) for kind in {device.kind for device in self.devices})
 
 
-EVERY, LEAST_EVERY = 2048, 256
-"""M up to which each one is tried: so many for all R together, but so many for each at least [chosen: 2 s]."""
+EVERY, LEAST_EVERY = 4096, 256
+"""M that are tried without leaving any out: so many in all, and up to so many for each R at least [chosen: 2 s]."""
 APART = 1 / 64
 """Relative distance of those beyond [chosen]."""
+
+
+def every_one_to(shares: Iterable[int]) -> int:
+    """Up to which M each one is tried, for all these numbers of samples."""
+    left, ascending = EVERY, sorted(shares)
+    for number, share in enumerate(ascending):
+        if share * (len(ascending) - number) > left:
+            return max(LEAST_EVERY, left // (len(ascending) - number))
+        left -= share
+    return EVERY
 
 
 def counts_between(settings: Settings, share: int) -> Sequence[int]:
@@ -193,15 +219,15 @@ def counts_between(settings: Settings, share: int) -> Sequence[int]:
 
 
 def counts_tried(settings: Settings, share: int, every: int) -> Sequence[int]:
-    """Each up to `every`; beyond it some, among them all whose micro-batches are equal."""
+    """Each up to `every`; beyond it some, among them the first and the last one of each two sizes of micro-batches."""
     counts = counts_between(settings, share)
     if len(counts) <= every or settings.micro_batch_sizes is not None:
         return counts
     most = counts[-1]
     steps = math.ceil(math.log(most / every) / math.log1p(APART))
     spread = {round(every * (most / every) ** (step / steps)) for step in range(steps + 1)}
-    equal = {count for count in range(every, most + 1) if share % count == 0}
-    return [*range(1, every), *sorted(spread | equal)]
+    ends = {share // size + after for size in range(share // most, share // every + 1) for after in (0, 1)}
+    return [*range(1, every), *sorted(spread | {count for count in ends if every <= count <= most})]
 
 
 def device_classes(devices: Sequence[Device], rules: Rules) -> tuple[DeviceClass, ...]:

@@ -1,6 +1,7 @@
 """Of very many numbers of micro-batches some are tried, and the plan's lower bound holds for all."""
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,9 +92,9 @@ def test_no_number_of_micro_batches_alone_has_a_better_plan(profile_of, device, 
     profile = profile_of(sizes, links=(Link(latency_s=0.02, bytes_per_s=1e6),), weights=[(0.03, 4)] * 6)
     batch_size = int(draw.integers(90, 130))
     devices = [device(memory_bytes=int(draw.integers(3000, 20000))) for _ in range(4)]
-    asked = {"batch_size": batch_size, "schedule": schedule, "chunks": SCHEDULES_TRIED[schedule]}
+    asked: dict[str, Any] = {"batch_size": batch_size, "schedule": schedule, "chunks": SCHEDULES_TRIED[schedule]}
     whole = plan_from_profile(profile, devices, **asked)
-    restricted = [{"micro_batches": int(count)} for count in draw.integers(20, batch_size, 8)]
+    restricted: list[dict[str, Any]] = [{"micro_batches": int(count)} for count in draw.integers(20, batch_size, 8)]
     for settings_of_it in (*restricted, *({"replicas": one} for one in (1, 2) if batch_size % one == 0)):
         try:
             alone = plan_from_profile(profile, devices, **asked, **settings_of_it)

@@ -67,16 +67,17 @@ def test_no_plan_with_one_that_is_left_out_is_below_the_bound(profile_of, device
         assert other.prediction.step_s >= left_out_s(problem)
 
 
-SEEDS = int(os.environ.get("COUNTS_SEEDS", "4"))
+SEEDS = int(os.environ.get("COUNTS_SEEDS", "15"))
+QUICK = 11  # with it a number that was left out is better
 SCHEDULES_TRIED = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb": 1}
 
 
 @pytest.mark.parametrize(
     ("schedule", "seed"),
     [
-        pytest.param(schedule, seed, marks=() if seed == 0 and schedule != "zb" else pytest.mark.slow)
+        pytest.param(schedule, seed, marks=() if seed == QUICK and schedule != "zb" else pytest.mark.slow)
         for schedule in SCHEDULES_TRIED
-        for seed in range(SEEDS)
+        for seed in (range(SEEDS) if schedule != "zb" else (QUICK,))
     ],
 )
 def test_no_number_of_micro_batches_alone_has_a_better_plan(profile_of, device, monkeypatch, schedule, seed):
@@ -84,17 +85,20 @@ def test_no_number_of_micro_batches_alone_has_a_better_plan(profile_of, device, 
     monkeypatch.setattr(problems, "LEAST_EVERY", 8)
     monkeypatch.setattr(problems, "APART", 1 / 8)
     draw = np.random.default_rng(seed)
-    layers = draw.uniform(0.1, 1.0, (6, 3))
+    layers, overhead_s = draw.uniform(0.1, 1.0, (6, 3)), draw.choice([0.001, 0.003, 0.01])
     sizes = {
-        ("a", size): [[0.05 + cost * size**0.9 for cost in row] + [10, 4, 8, 8] for row in layers]
+        ("a", size): [[overhead_s + cost * size for cost in row] + [10, 4, 8, 8] for row in layers]
         for size in (1, 2, 5, 16, 64)
     }
-    profile = profile_of(sizes, links=(Link(latency_s=0.02, bytes_per_s=1e6),), weights=[(0.03, 4)] * 6)
+    profile = profile_of(sizes, links=(Link(latency_s=0.002, bytes_per_s=1e6),), weights=[(0.03, 4)] * 6)
     batch_size = int(draw.integers(90, 130))
     devices = [device(memory_bytes=int(draw.integers(3000, 20000))) for _ in range(4)]
     asked: dict[str, Any] = {"batch_size": batch_size, "schedule": schedule, "chunks": SCHEDULES_TRIED[schedule]}
     whole = plan_from_profile(profile, devices, **asked)
-    restricted: list[dict[str, Any]] = [{"micro_batches": int(count)} for count in draw.integers(20, batch_size, 8)]
+    near = [count for count in range(whole.M - 3, whole.M + 4) if 24 <= count <= batch_size]
+    restricted: list[dict[str, Any]] = [
+        {"micro_batches": int(count)} for count in {*draw.integers(24, batch_size, 4), *near}
+    ]
     for settings_of_it in (*restricted, *({"replicas": one} for one in (1, 2) if batch_size % one == 0)):
         try:
             alone = plan_from_profile(profile, devices, **asked, **settings_of_it)

@@ -27,6 +27,7 @@ from planner.solve.balance import TIE, Balance, evaluate_s, fits
 from planner.solve.chunk_search import FEW_RANKS, chunk_balance
 from planner.solve.deadline import Deadline
 from planner.solve.many_devices import balance_any
+from planner.solve.order_start import with_own_orders
 from planner.solve.other_counts import promising
 from planner.solve.problem import Candidate, Problem
 
@@ -63,11 +64,11 @@ def balance_of_all(problem: Problem) -> Balance | None:
 def _with_counts_beside(problem: Problem, best: Balance, deadline: Deadline) -> Balance:
     """The best plan also of the numbers of micro-batches beside its own, where these were left out.
 
-    Its stages say which of them; orders that are made for a plan are taken for those of 1F1B here. With two sizes of
-    micro-batches a step is the largest of many sums that grow or shrink with M evenly: where it neither grows nor
-    shrinks beside a number, no other between the same sizes is better for these stages.
+    Its stages say which of them. With two sizes of micro-batches a step is the largest of many sums that grow or shrink
+    with M evenly: where it neither grows nor shrinks beside a number, no other between the same sizes is better for
+    these stages.
     """
-    while not deadline.over and (chosen := _count_beside(problem, best)) is not None:
+    while not deadline.over and (chosen := _count_beside(problem, best, deadline)) is not None:
         of_one = _with_share(_alone(problem, chosen), deadline, 1)
         found = balance_any(of_one, best) if is_plain(of_one.settings) else chunk_balance(of_one, reached=best)
         if found is None or not found.better_than(best):
@@ -76,19 +77,22 @@ def _with_counts_beside(problem: Problem, best: Balance, deadline: Deadline) -> 
     return best
 
 
-def _count_beside(problem: Problem, best: Balance) -> Candidate | None:
+def _count_beside(problem: Problem, best: Balance, deadline: Deadline) -> Candidate | None:
     """The number of micro-batches with which its stages are fastest, if it was left out."""
-    made = SCHEDULES[best.candidate.schedule].made_for_plan
-    plain = best.candidate.ring == ONE_CHUNK and not made
+    schedule = best.candidate.schedule
+    made, plain = SCHEDULES[schedule].made_for_plan, best.candidate.ring == ONE_CHUNK
 
     def step_s(candidate: Candidate) -> float:
-        return evaluate_s(problem, replace(candidate, schedule="1f1b") if made else candidate, best.stages)
+        if not made:
+            return evaluate_s(problem, candidate, best.stages)
+        found = with_own_orders(problem, replace(best, candidate=candidate), schedule, deadline)
+        return np.inf if found is None else found.step_s
 
     def may_fit(candidate: Candidate) -> bool:
-        return not plain or fits(problem, candidate, best.stages)
+        return made or not plain or fits(problem, candidate, best.stages)
 
     beside = problem.counts_beside(best.candidate)
-    return promising(beside, step_s, may_fit, step_s(best.candidate), worth=TIE) if beside else None
+    return promising(beside, step_s, may_fit, best.step_s, worth=TIE) if beside else None
 
 
 def _alone(problem: Problem, candidate: Candidate) -> Problem:

@@ -99,7 +99,7 @@ class Message:
         posted = self._ahead(receives_ahead(self.distance), np.minimum(*self.gradients), most)
         sent = self._ahead(SENDS_AHEAD, np.minimum(*self.outputs), most)
         on_the_way = np.minimum(posted + 1, count) * gradients + sent * outputs
-        in_slots = self._slots(outputs, most) + gradients
+        in_slots = self._slots(outputs, most) + outputs + gradients  # one is copied into its slot, and one read
         return self._by_carrier(on_the_way, in_slots)
 
     def at_receiver(
@@ -118,7 +118,7 @@ class Message:
         """
         gradients = np.maximum(*self.gradients)
         on_the_way = self._ahead(SENDS_AHEAD, np.minimum(*self.gradients), most) * gradients
-        in_slots = self._slots(gradients, most)
+        in_slots = self._slots(gradients, most) + gradients  # one is copied into its slot
         if not keeps_all:
             large, small = self.outputs
             posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small), most)

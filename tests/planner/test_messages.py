@@ -84,17 +84,17 @@ def test_slots_are_counted_to_the_byte(size: int, distance: int, most: int) -> N
     taken = outgoing.size_bytes if size else 0
     outputs = message(float(size), float(size), 0.0, 0.0, distance=distance, carrier=Carrier.SLOTS)
     both = message(float(size), float(size), float(size), float(size), distance=distance, carrier=Carrier.SLOTS)
-    assert outputs.at_sender(most, most).tolist() == [taken]
-    assert both.at_sender(most, most).tolist() == [taken + size]
+    assert outputs.at_sender(most, most).tolist() == [taken + size]
+    assert both.at_sender(most, most).tolist() == [taken + 2 * size]
     assert outputs.at_receiver(most, MicroBatches(most, most), 1).tolist() == [0.0]
-    assert both.at_receiver(most, MicroBatches(most, most), 1).tolist() == [taken]
+    assert both.at_receiver(most, MicroBatches(most, most), 1).tolist() == [taken + size]
 
 
 def test_between_cores_of_several_hosts_the_larger_one_counts() -> None:
     ways = [message(LONG, LONG, 0.0, 0.0, carrier=carrier) for carrier in (Carrier.POSTED, Carrier.SLOTS)]
     either = message(LONG, LONG, 0.0, 0.0, carrier=Carrier.EITHER)
     split = MicroBatches(10, 10)
-    assert either.at_sender(10, 10) == max(way.at_sender(10, 10) for way in ways) == 4 * LONG
+    assert either.at_sender(10, 10) == max(way.at_sender(10, 10) for way in ways) == 5 * LONG
     assert either.at_receiver(10, split, 1) == max(way.at_receiver(10, split, 1) for way in ways) == 2 * LONG
 
 

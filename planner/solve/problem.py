@@ -196,7 +196,7 @@ class Problem:
 
 
 EVERY, LEAST_EVERY = 4096, 256
-"""M that are tried without leaving any out: so many in all, and up to so many for each R at least [chosen: 2 s]."""
+"""M that are tried without leaving any out: so many in all, and up to so many for each R at least [chosen: 3 s]."""
 APART = 1 / 64
 """Relative distance of those beyond [chosen]."""
 

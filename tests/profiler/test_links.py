@@ -1,5 +1,6 @@
 """Links between local workers."""
 
+from statistics import median
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,6 +20,7 @@ from profiler.machine.links import (
     SLOTS_AT_LEAST,
     SLOTS_BYTES,
     WORST_LINE,
+    _between_ends,
     fit_link,
     measure_link,
     rounds_of,
@@ -44,6 +46,27 @@ def test_any_measurement_gives_a_link_that_states_its_error(seconds: list[float]
     if link.measured:
         assert [link.transfer_s(size) for size in SIZES_BYTES] == pytest.approx(seconds)
     assert Link.model_validate_json(link.to_json()) == link
+
+
+MOMENT = st.floats(0, 10, allow_subnormal=False)
+
+
+@given(turns=st.lists(st.tuples(MOMENT, MOMENT, MOMENT), min_size=1, max_size=5), apart_s=st.floats(-1e3, 1e3))
+def test_what_both_ends_note_of_a_turn_is_two_transfers_whatever_their_clocks_say(turns: Any, apart_s: float) -> None:
+    noted: list[list[float]] = [[], []]
+    for there_s, works_s, back_s in turns:
+        came_s = there_s + apart_s  # by the other clock, of a message that left at 0
+        went_s = came_s + works_s
+        noted[0].append(went_s - apart_s + back_s)
+        noted[1].append(came_s - went_s)
+
+    def add_the_other(own: torch.Tensor) -> None:
+        own += torch.tensor(noted[1], dtype=torch.float64)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", add_the_other)
+        found = _between_ends([noted[0]])
+    assert found == pytest.approx([median((there_s + back_s) / 2 for there_s, _, back_s in turns)], abs=1e-9)
 
 
 LEAPS = Link(latency_s=1.0, bytes_per_s=10.0, error=0.5, measured=((10, 4.0), (20, 2.0), (40, 6.0)))

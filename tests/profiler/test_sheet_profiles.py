@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from planner import plan_from_profile
 from profiler import Cluster, profile, trace
-from profiler.errors import PlanError
 from profiler.run.loss import LossFunction
 from tests.models.random_models import RecipeModel, loss_of, random_recipe, sample
 
@@ -35,10 +34,6 @@ def test_random_models(seed: int) -> None:
     recipe = random_recipe(random.Random(seed), 4 + seed)
     model, inputs = RecipeModel(recipe), sample(BATCH)
     assert model(*inputs) is not None
-    try:
-        trace(model, inputs, progress=False)
-    except PlanError:
-        pytest.skip("it cannot be traced, which is said before")
     check(model, inputs, loss_of(recipe), torch.zeros(BATCH, dtype=torch.float64))
 
 

@@ -37,7 +37,7 @@ from executor.commands.output import (
     write_picture,
     write_pictures,
 )
-from executor.commands.settings import PRECISION, optimizer_named, planning, with_options
+from executor.commands.settings import LINKS, PRECISION, optimizer_named, planning, with_options
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError, ProfileError
 from profiler.quantities import MOST_DEVICES
@@ -66,8 +66,7 @@ _TIME_LIMIT = click.option(
 @click.command()
 @model_options
 @click.option("--devices", required=True, metavar="TEXT", help="Such as 8xA100-80GB, 16xRTX4090:pcie4 or 8x8xH100.")
-@click.option("--link", metavar="NAME", help="Between devices of a host, such as nvlink4.")
-@click.option("--between", metavar="NAME", help="Between hosts, such as ndr.")
+@with_options(*LINKS)
 @click.option("--batch-size", type=SAMPLES, required=True, help="Samples in a mini-batch.")
 @click.option("--optimizer", default="AdamW", show_default=True, help="Class in torch.optim to account for.")
 @click.option("--autocast", type=FloatType(), help="Run the model in an autocast region.")

@@ -140,14 +140,15 @@ def trace(*, stages: int, autocast: str | None, precision: str | None, as_json: 
 def _measuring(given: dict[str, Any]) -> dict[str, Any]:
     """Keywords of `autoplan` that MEASURING gives; they are taken out. Devices are checked before anything slow."""
     dims = batch_dims_of(given.pop("batch_dims"))
-    devices, autocast, threads = given.pop("devices"), given.pop("autocast"), given["threads"]
+    devices, autocast = given.pop("devices"), given.pop("autocast")
+    links = {name: given.pop(name) for name in ("link", "between")}
     import torch
 
     from profiler.machine.local import local_devices
 
     names = ("batch_size", "precision", "time_budget_s", "threads", "cache")
     return {
-        "devices": local_devices(devices, threads=threads),
+        "devices": local_devices(devices, threads=given["threads"], **links),
         "autocast": None if autocast is None else getattr(torch, autocast),
         "batch_dims": dims,
         **{name: given.pop(name) for name in names},

@@ -34,6 +34,10 @@ DEVICES = click.option(
     help="How many, or which: cuda:0,cuda:1 or cpu,cpu; or such that are not here: 8xA100-80GB, 16xRTX4090:pcie4.  "
     "[default: all CUDA devices, or else 2 CPU workers]",
 )
+LINKS: tuple[Option[Any], ...] = (
+    click.option("--link", metavar="NAME", help="Between devices of a host that is not here, such as nvlink4."),
+    click.option("--between", metavar="NAME", help="Between such hosts, such as ndr."),
+)
 BATCH_SIZE = click.option("--batch-size", type=SAMPLES, help="Samples in a mini-batch.  [default: as in the sample]")
 PRECISION = click.option(
     "--precision",
@@ -48,6 +52,7 @@ KEEP_TOGETHER = click.option(
 )
 MEASURING: tuple[Option[Any], ...] = (
     DEVICES,
+    *LINKS,
     BATCH_SIZE,
     click.option(
         "--batch-dim",

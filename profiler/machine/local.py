@@ -24,7 +24,9 @@ DEFAULT_CPU_WORKERS = 2
 WHAT_TO_PASS = "pass a count, a list of devices such as ['cpu', 'cuda:1'], '8xA100-80GB', or a Cluster"
 
 
-def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
+def local_devices(
+    devices: Devices = None, *, threads: int = 1, link: str | None = None, between: str | None = None
+) -> Cluster:
     """Resolve what a user passes as `devices`.
 
     Args:
@@ -33,26 +35,36 @@ def local_devices(devices: Devices = None, *, threads: int = 1) -> Cluster:
             devices where there are any, else CPU workers. A text names devices with commas between them, or, as for
             `Cluster.of`, such that are not here.
         threads: threads that each CPU worker computes with.
+        link: of devices that are not here, between those of a host, as for `Cluster.of`; links that are here are
+            measured.
+        between: likewise, between hosts.
 
     Returns:
         The devices in pipeline order. CPU workers share the memory of the machine, or of the container, equally.
 
     Raises:
-        ArgumentError: no devices, more than there are, or something else than devices; threads that cannot be.
+        ArgumentError: no devices, more than there are, or something else than devices; threads that cannot be; a link
+            between devices that are here.
     """
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
         raise ArgumentError(f"threads={shown(threads)}; a CPU worker computes with at least 1 thread")
     if threads > MOST_THREADS:
         raise ArgumentError(f"threads={shown(threads)}; a CPU worker computes with at most {MOST_THREADS} threads")
+    if isinstance(devices, str):
+        names = [name.strip() for name in devices.split(",")]
+        if not any(_is_torch_device(name) for name in names):
+            return _not_here(devices, link, between)
+        devices = names
+    for name, given in (("link", link), ("between", between)):
+        if given is not None:
+            raise ArgumentError(
+                f"{name} is {shown(given)}, and links between devices of this machine are measured; leave it out, or "
+                "name devices that are not here, such as 8xA100-80GB"
+            )
     if isinstance(devices, Cluster):
         return devices
     if devices is None:
         return _cluster(_accelerators() or [HOST.type] * DEFAULT_CPU_WORKERS, threads)
-    if isinstance(devices, str):
-        names = [name.strip() for name in devices.split(",")]
-        if not any(_is_torch_device(name) for name in names):
-            return _not_here(devices)
-        devices = names
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
         raise ArgumentError(f"devices={shown(devices)} is a {type(devices).__name__}; {WHAT_TO_PASS}")
     if isinstance(devices, int):
@@ -85,10 +97,10 @@ def described(device: torch.device, threads: int, sharing: int) -> Device:
     return backend_of(device).described(device, threads, sharing)
 
 
-def _not_here(devices: str) -> Cluster:
+def _not_here(devices: str, link: str | None, between: str | None) -> Cluster:
     """From data sheets."""
     try:
-        return Cluster.of(devices)
+        return Cluster.of(devices, link=link, between=between)
     except ArgumentError as problem:
         raise ArgumentError(f"{problem}; devices of this machine have names such as 'cpu' and 'cuda:1'") from problem
 

@@ -25,7 +25,7 @@ from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction
 from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.settings import SettingKeywords
-from profiler.device import Device
+from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ExecutionError, InfeasibleError, NotTraceableError
 from profiler.machine.local import local_devices
 from profiler.record import Profile
@@ -181,6 +181,8 @@ def test_plan_passes_on_what_it_is_told(folder: Path, planned: dict[str, Any]) -
         ("--autocast bf16 --threads 3", {"autocast": torch.bfloat16, "threads": 3}),
         ("--schedule interleaved --chunks auto", {"schedule": "interleaved", "chunks": "auto"}),
         ("--schedule interleaved --chunks 2", {"schedule": "interleaved", "chunks": 2}),
+        ("--devices 2xT4 --link pcie4", {"devices": Cluster.of("2xT4:pcie4")}),
+        ("--devices 2x2xT4 --between ndr", {"devices": Cluster.of("2x2xT4", between="ndr")}),
     ],
 )
 def test_every_setting_can_be_given(folder: Path, planned: dict[str, Any], options: str, told: dict[str, Any]) -> None:
@@ -309,6 +311,9 @@ def test_what_is_no_model_is_told_before_anything_else(folder: Path) -> None:
         ("--stages 2 --max-stages 1", "--stages is 2 and --max-stages is 1; leave one of them out"),
         ("--optimizer Adamm", "--optimizer Adamm; choose one of torch.optim"),
         ("--chunks 2", '--schedule is "auto", which is for one chunk a rank'),
+        ("--link nvlink4", "--link is 'nvlink4', and links between devices of this machine are measured"),
+        ("--devices cpu,cpu --between ndr", "--between is 'ndr', and links between devices of this machine"),
+        ("--devices 2xT4 --link wire", "no data sheet of a link 'wire'"),
     ],
 )
 def test_errors_speak_of_options(folder: Path, options: str, said: str) -> None:

@@ -56,7 +56,7 @@ from profiler.tracing.sample import (
     made_up_arguments,
     torch_dtype,
 )
-from profiler.tracing.writes import may_write, moves_statistics
+from profiler.tracing.writes import may_write, moves_statistics, returns_what_it_writes
 
 _ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
 REHEARSED_SIZES = (2, 3, 5)  # two make a line, the third must lie on it
@@ -395,6 +395,7 @@ def _tidy(
         )
     inputs = [node for node, leaf in zip(placeholders, spec.leaves, strict=True) if isinstance(leaf, TensorLeaf)]
     _refuse_moving_instance_norms(graph)
+    _leave_out_copies_onto_themselves(graph)
     _return_own_values(graph)
     _read_extents_from_inputs(graph, inputs)
     for node in reversed(graph.nodes):
@@ -426,6 +427,20 @@ def _refuse_open_momentum(model: nn.Module, graph: fx.Graph) -> None:
                 f"cannot trace the model: in {place_of_node(node)}: batch normalization without a momentum; set it to "
                 "a number (the default is 0.1)"
             )
+
+
+def _leave_out_copies_onto_themselves(graph: fx.Graph) -> None:
+    """`self.steps += 1` is a write in place and an assignment of the same tensor, which export ends the graph with.
+
+    That copy does nothing, and no cut may part it from the write: a counter in the first layer made one layer of all.
+    """
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            held, value = node.args[:2]
+            while isinstance(value, fx.Node) and value is not held and returns_what_it_writes(value):
+                value = value.args[0]
+            if value is held:
+                graph.erase_node(node)
 
 
 def _return_own_values(graph: fx.Graph) -> None:

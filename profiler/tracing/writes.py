@@ -21,6 +21,15 @@ def may_write(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator)
 
 
+def returns_what_it_writes(node: fx.Node) -> bool:
+    """Whether the node's value is its first argument, which it has written in place, such as that of `add_`."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    schema = schema_of(node.target)
+    ends = [*schema.arguments[:1], *schema.returns]
+    return len(ends) == 2 and all(end.alias_info is not None and end.alias_info.is_write for end in ends)
+
+
 def moves_statistics(node: fx.Node) -> bool:
     """Whether the node is a batch normalization that moves running statistics (its schema does not say so)."""
     if node.target is not torch.ops.aten.batch_norm.default:

@@ -142,6 +142,26 @@ def test_a_written_buffer_is_returned_not_written() -> None:
     assert {name: float(value) for name, value in results.buffers.items()} == {"count": 1.0}
 
 
+class _CountingByAssignment(_Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count *= 2
+        self.count += 1
+        return self.last(self.first(x).relu())
+
+
+def test_a_counter_that_is_assigned_to_leaves_the_cuts_after_it() -> None:
+    """Export ended the graph with a copy of the counter onto itself: the whole model was one layer."""
+    model, x = _CountingByAssignment(), torch.randn(3, 4)
+    sequence = trace(model, x)
+    assert len(sequence) == 3
+    assert [layer.buffers for layer in sequence.layers] == [("count",), (), ()]
+    stage = StageFunction(
+        sequence, 0, 1, {(0, name): sequence.parameters[name] for name in sequence.layers[0].parameters}
+    )
+    results = stage.forward({}, {sequence.inputs[0]: x}, {"count": torch.full((), 3.0)})
+    assert {name: float(value) for name, value in results.buffers.items()} == {"count": 7.0}
+
+
 def test_statistics_are_those_of_the_micro_batch(traced_case: Callable[[str], Traced]) -> None:
     model, images, sequence = traced_case("cnn")
     stage = StageFunction(

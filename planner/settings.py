@@ -279,9 +279,9 @@ def _batch_too_small_text(batch: int, stages: int, per_stage: int) -> str:
     needed = per_stage * stages
     cures = [f"use a batch of at least {needed}"]
     if stages > 1 and batch // per_stage >= 1:
-        cures.append(f"set stages to at most {batch // per_stage}")
+        cures.append(f"set stages={batch // per_stage} or less")
     if batch // stages >= 1:
-        cures.append(f"set micro_batches_per_stage to at most {batch // stages}")
+        cures.append(f"set micro_batches_per_stage={batch // stages} or less")
     return (
         f"a batch of {counted(batch, 'sample')} is too small for K = {stages}: M must be at least {needed} "
         f"({per_stage} "

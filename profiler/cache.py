@@ -11,7 +11,7 @@ device, threads and busy neighbours, processor, torch version, autocast, loss fu
 one by one: their times are scaled to the stage that they stand in, and their bytes depend on their neighbours.
 
 The time budget is no part of that: figures of a short one are medians of a few repeats, not other figures, and
-`LayerCost.spread` says how good they are. To measure again with a longer one, pass `cache=False` or another folder.
+`LayerCost.spread` says how good they are. To measure again with a longer one, pass `cache="off"` or another folder.
 
 Files come to their place whole (see `profiler.files`), with the rights that the user's files get: those who share a
 folder may read what one has measured, if the user's umask lets them. A damaged file is worth a warning and no more.

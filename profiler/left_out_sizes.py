@@ -60,7 +60,10 @@ class Refusals:
             ProfileError: the model cannot run a size.
         """
         if self.reasons:
-            raise ProfileError(f"no micro-batch size is left to plan with; {self.reasons[min(self.reasons)]}")
+            raise ProfileError(
+                f"no micro-batch size is left to plan with; {self.reasons[min(self.reasons)]}; see whether the model "
+                "runs on the sample by itself"
+            )
 
 
 def in_one_line(problem: BaseException) -> str:

@@ -95,7 +95,8 @@ def first_problem(problem: ValidationError) -> str:
     """The JSON path of the first thing that is wrong, what is wrong with it, and how many more things are."""
     first = problem.errors(include_url=False, include_input=False)[0]
     more = problem.error_count() - 1
-    return f"{_json_path(first['loc'])}: {first['msg']}{f' (and {more} more)' if more else ''}"
+    wrong = first["msg"].removeprefix("Value error, ")  # pydantic's words before ours
+    return f"{_json_path(first['loc'])}: {wrong}{f' (and {more} more)' if more else ''}"
 
 
 def _json_path(parts: Iterable[str | int]) -> str:

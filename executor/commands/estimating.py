@@ -239,7 +239,7 @@ def what_if(*, profile_file: Path, chart: Path | None, as_json: bool, **given: A
 
     measured = Profile.load(profile_file)
     frame, varied = _cases(measured, given)
-    print_frame(frame.drop(columns=["cuts"], errors="ignore"), as_json=as_json)
+    print_frame(frame.drop(columns=["cuts"], errors="ignore"), as_json=as_json, keys=varied)
     if chart is not None:
         _draw(frame, varied, chart)
 

@@ -6,7 +6,7 @@ import re
 
 import click
 
-from executor.commands.settings import planning, with_options
+from executor.commands.settings import MEASURING, planning, with_options
 
 _QUOTED = re.compile(r'((?<!=)"[^"]*")')  # a line of the user's source, which stays as it is
 _VALUE = r"""=(?:\['([^']*)'\]|'([^']*)'|"([^"]*)"|(?=[\w-]))"""
@@ -49,5 +49,5 @@ def in_settings(text: str) -> str:
     return in_options(text, _SETTINGS)
 
 
-_SETTINGS = click.command("settings")(with_options(*planning())(lambda: None))
+_SETTINGS = click.command("settings")(with_options(*MEASURING, *planning())(lambda: None))
 """Names options, and does nothing."""

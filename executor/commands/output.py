@@ -101,24 +101,38 @@ def write_picture(axes: Axes, file: Path) -> None:
         pyplot.close(figure)
 
 
-def print_frame(frame: pandas.DataFrame, *, as_json: bool) -> None:
+def print_frame(frame: pandas.DataFrame, *, as_json: bool, keys: Sequence[str] = ()) -> None:
     """Print a data frame: as a table as wide as the terminal, or as JSON with one object a row.
 
     Units follow from the names of columns: `_s` are seconds, `_bytes` bytes, shares are shown in percent.
+
+    Args:
+        frame: what to print.
+        as_json: as JSON.
+        keys: columns that tell the rows apart, for what is too wide and goes on below; the first one by default.
     """
     if as_json:
         click.echo(json.dumps(json.loads(frame.to_json(orient="records")), indent=2))
         return
     cells, left = {}, set()
     for name in frame.columns:
-        head = str(name).removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+        head = _head(str(name))
         rows = [cell_text(str(name), value) for value in frame[name]]
         if any(rows):  # what is empty in every row is left out
             cells[head] = rows
         if any(isinstance(value, str) for value in frame[name]):
             left.add(head)
-    for columns in _fitting(cells, left):
+    for columns in _fitting(cells, left, [head for key in keys if (head := _head(key)) in cells]):
         _print_table({head: cells[head] for head in columns}, left)
+
+
+def _head(column: str) -> str:
+    """What stands above a column: its values have their units with them.
+
+    >>> _head("device_flops_per_s"), _head("step_s"), _head("largest_memory_bytes")
+    ('device flops', 'step', 'largest memory')
+    """
+    return column.removesuffix("_per_s").removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
 SHORTEST_TEXT = 16
@@ -126,17 +140,17 @@ SHORTEST_TEXT = 16
 BETWEEN = 2
 
 
-def _fitting(cells: Mapping[str, Sequence[str]], left: Collection[str]) -> list[list[str]]:
-    """The columns in as many tables as the terminal's width asks for, each with the first column."""
+def _fitting(cells: Mapping[str, Sequence[str]], left: Collection[str], keys: Sequence[str]) -> list[list[str]]:
+    """The columns in as many tables as the terminal's width asks for, each with those that tell the rows apart."""
     room = shutil.get_terminal_size((80, 24)).columns
-    first, *others = cells
-    tables = [[first]]
+    first = list(keys) or list(cells)[:1]
+    tables = [[*first]]
     widths = {head: _least_width(head, rows, head in left) for head, rows in cells.items()}
-    used = widths[first]
-    for head in others:
-        if len(tables[-1]) > 1 and used + BETWEEN + widths[head] > room:
-            tables.append([first])
-            used = widths[first]
+    least = used = sum(widths[head] for head in first) + BETWEEN * (len(first) - 1)
+    for head in (head for head in cells if head not in first):
+        if len(tables[-1]) > len(first) and used + BETWEEN + widths[head] > room:
+            tables.append([*first])
+            used = least
         tables[-1].append(head)
         used += BETWEEN + widths[head]
     return tables

@@ -95,7 +95,7 @@ def diff(plan_file: Path, other_file: Path, as_json: bool) -> None:
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of plan files instead.")
 @json_option
 def validate(files: tuple[Path, ...], schema: bool, as_json: bool) -> None:
-    """Check plan and profile files; the exit code is 5 if one of them is damaged.
+    """Check plan and profile files: what the sound ones hold; the exit code is 5 if one of them is damaged.
 
     \b
     Examples:
@@ -109,12 +109,21 @@ def validate(files: tuple[Path, ...], schema: bool, as_json: bool) -> None:
 
         click.echo(schema_text(), nl=False)
         return
-    found = {str(file): _described(file) for file in files}
+    found: list[dict[str, str]] = []
+    damaged: PlanFileError | None = None
+    for file in files:
+        try:
+            found.append({"file": str(file), "holds": _described(file)})
+        except PlanFileError as problem:
+            if damaged is not None:
+                click.echo(f"autoplan: error: {damaged}", err=True)
+            damaged = problem
     if as_json:
-        click.echo(json.dumps([{"file": file, "holds": holds} for file, holds in found.items()], indent=2))
-        return
-    for file, holds in found.items():
-        click.echo(f"{file}: {holds}")
+        click.echo(json.dumps(found, indent=2))
+    for entry in () if as_json else found:
+        click.echo(f"{entry['file']}: {entry['holds']}")
+    if damaged is not None:
+        raise damaged
 
 
 def _described(file: Path) -> str:

@@ -65,6 +65,6 @@ def _check_devices(plan_file: Path, plan: Plan) -> None:
                 torch_device(device)
             except ArgumentError as problem:
                 raise ForeignPlanError(
-                    f"{plan_file}: stage {position} cannot run here: {problem}; make a plan for the devices that are "
-                    "here with `autoplan plan`"
+                    f"{plan_file}: stage {position} cannot run here: {str(problem).partition(';')[0]}; make a plan for "
+                    "the devices that are here with `autoplan plan`"
                 ) from problem

@@ -52,7 +52,7 @@ class Doubt(Value):
             found.append(
                 f"the devices were {self.slowdown:.0%} slower than usual while they were profiled, by a reference that "
                 "ran between the layers, which is divided out: profile again when nothing else runs there, with "
-                "cache=False"
+                'cache="off"'
             )
         if self.link_error:
             found.append(

@@ -59,7 +59,7 @@ def flops_text(flops_per_s: float) -> str:
     >>> flops_text(1.234e13), flops_text(2e8)
     ('12.3 TFLOP/s', '200 MFLOP/s')
     """
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if flops_per_s >= scale:
             return f"{_three_digits(flops_per_s / scale)} {unit}FLOP/s"
     return f"{_three_digits(flops_per_s)} FLOP/s"

@@ -29,6 +29,7 @@ from profiler.machine.backend import process_groups
 from profiler.machine.journal import announce
 from profiler.machine.workers import Failure, Task
 from profiler.torch_private import process_groups_of_this_process
+from profiler.users_frames import in_users_code, users_way_to
 
 _ANY_FILE = io.IOBase.__base__ or io.IOBase  # the plain class of all files, of which the abstract one is a subclass
 ASKED = "it was asked to end (SIGTERM)"
@@ -163,7 +164,7 @@ def _run(task: Task) -> bytes | Failure:
     except PlanError as problem:
         # A connection that breaks within an action is wrapped as a failure of that action, and still an echo.
         elsewhere = problem.first_rank not in (None, task.rank)
-        trace = traceback.format_exc() if isinstance(problem, ExecutionError) and not elsewhere else ""
+        trace = _of_execution(problem) if isinstance(problem, ExecutionError) and not elsewhere else ""
         echo = elsewhere or any(echo in str(problem) for echo in ECHOES)
         return Failure(str(problem), trace, echo, type(problem), problem.first_rank)
     except BaseException as problem:  # also sys.exit: whoever ends without a report may hang in an exit function
@@ -178,6 +179,12 @@ def _meet(store: FileStore, task: Task) -> None:
     """
     store.set(f"connected {task.rank}", "")
     store.wait([f"connected {rank}" for rank in range(task.world_size)])
+
+
+def _of_execution(problem: ExecutionError) -> str:
+    """The traceback; where the user's own code has failed, such as a loss function, with the user's frames alone."""
+    cause = problem.__cause__
+    return traceback.format_exc() if cause is None or not in_users_code(cause) else users_way_to(cause, problem)
 
 
 def _from_the_function(problem: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,21 @@ def test_our_errors_keep_their_class_across_processes(plan_for: Callable[..., Pl
         launch(train, plan)
     assert "Traceback" not in str(caught.value)
     assert caught.value.exit_code == 5
+
+
+def test_an_error_of_the_users_loss_shows_no_frame_of_ours(plan_for: Callable[..., Plan]) -> None:
+    """It came with forty lines of our sources, and the user's line in the middle of them."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ZeroDivisionError(f"of {tuple(output.shape)}")
+
+    def train(plan: Plan) -> None:
+        Pipeline(Small(), plan, loss_fn=loss).step(X, target=Y)
+
+    with pytest.raises(ExecutionError, match=r"stage 1, micro-batch 0, .*ZeroDivisionError: of") as caught:
+        launch(train, two_stages(plan_for, Small()))
+    files = re.findall(r'File "(.*)", line \d+, in (\w+)', str(caught.value))
+    assert files == [(__file__, "train"), (__file__, "loss")]
 
 
 class UnusedHead(nn.Module):

@@ -307,7 +307,7 @@ def test_what_is_no_model_is_told_before_anything_else(folder: Path) -> None:
     [
         ("--stages 3", "--stages is 3, and there are 2 devices"),
         ("--micro-batches 9", "--micro-batches is 9, but the batch has 8 samples"),
-        ("--batch-size 3", "or set --micro-batches-per-stage to at most 3"),
+        ("--batch-size 3", "or set --micro-batches-per-stage 3 or less"),
         ("--stages 2 --max-stages 1", "--stages is 2 and --max-stages is 1; leave one of them out"),
         ("--optimizer Adamm", "--optimizer Adamm; choose one of torch.optim"),
         ("--chunks 2", '--schedule is "auto", which is for one chunk a rank'),
@@ -466,6 +466,7 @@ def test_run_refuses_a_plan_for_devices_that_are_not_here(folder: Path) -> None:
     result = autoplan("run", "plan.json", "shop_model.py:train", "--dry-run")
     assert result.exit_code == 5
     assert "plan.json: stage 0 cannot run here: device 'cuda:99' is not on this machine" in result.stderr
+    assert "pass a count" not in result.stderr  # `run` takes no devices
 
 
 def test_run_is_told_at_once_of_a_function_that_takes_no_plan(folder: Path, launched: list[tuple[Any, ...]]) -> None:

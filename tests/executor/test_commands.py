@@ -85,6 +85,23 @@ def test_validate(files: dict[str, Path], tmp_path: Path) -> None:
         assert result.stderr.startswith("autoplan: error: "), text
 
 
+def test_one_damaged_file_leaves_what_the_others_hold(files: dict[str, Path], tmp_path: Path) -> None:
+    """The first damaged one was all that was said, and in pydantic's words, "Value error, ..."."""
+    plan = json.loads(files["gpipe"].read_text())
+    plan["stages"][0]["stop_layer"] += 1
+    (tmp_path / "shifted.json").write_text(json.dumps(plan))
+    (tmp_path / "empty.json").write_text("")
+    given = [tmp_path / "empty.json", files["profile"], tmp_path / "shifted.json", files["one"]]
+    result = autoplan("validate", *given)
+    assert result.exit_code == 5
+    assert [line.partition(": ")[0] for line in result.stdout.splitlines()] == [str(given[1]), str(given[3])]
+    wrong = result.stderr.splitlines()
+    assert [line.startswith("autoplan: error: ") for line in wrong] == [True, True]
+    assert "shifted.json: $: stage 1 holds layers" in wrong[1]
+    entries = json.loads(autoplan("validate", *given, "--json").stdout)
+    assert [entry["file"] for entry in entries] == [str(given[1]), str(given[3])]
+
+
 def test_validate_as_json_and_its_schema(files: dict[str, Path]) -> None:
     printed = autoplan("validate", files["gpipe"], files["profile"], "--json").stdout
     found = json.loads(printed)
@@ -134,6 +151,19 @@ def test_what_if(files: dict[str, Path], tmp_path: Path) -> None:
     assert all(row["K"] <= row["devices"] for row in rows)
     assert "<svg" in (tmp_path / "chart.svg").read_text()
     assert "samples" in autoplan("what-if", files["profile"], "--devices", "2", "--batch-size", "16").stdout
+
+
+def test_what_goes_on_below_still_says_which_case_it_is(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two batch sizes two rows of the second table were called 2."""
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ("--devices", "1,2", "--batch-size", "8,16")
+    lines = autoplan("what-if", files["profile"], *options).stdout.splitlines()
+    rows = [tuple(line.split()[:2]) for line in lines if line.split() and line.split()[0] in "12"]
+    assert len(rows) > 4
+    assert rows == [("1", "8"), ("1", "16"), ("2", "8"), ("2", "16")] * (len(rows) // 4)
+    assert not any("per" in line.split() for line in lines)
 
 
 def test_the_chart_names_cases_as_people_write_them(files: dict[str, Path], tmp_path: Path) -> None:

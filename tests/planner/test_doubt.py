@@ -76,7 +76,7 @@ def test_the_report_says_it_and_asks_for_a_quiet_hour() -> None:
     assert "peak memory 95% to 100% of what is predicted" in calm
     assert "slower than usual" not in calm
     assert "the devices were 45% slower than usual while they were profiled" in busy.replace("\n  ", " ")
-    assert "cache=False" in busy
+    assert 'cache="off"' in busy
 
 
 def test_it_is_in_the_file() -> None:

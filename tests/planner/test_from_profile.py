@@ -95,7 +95,7 @@ def test_a_batch_too_small_for_fixed_stages(profile, device):
 
 
 def test_a_batch_too_small_for_one_stage(profile, device):
-    with pytest.raises(InfeasibleError, match=r"a batch of 3 .* at least 4.*micro_batches_per_stage to at most 3"):
+    with pytest.raises(InfeasibleError, match=r"a batch of 3 .* at least 4.*micro_batches_per_stage=3 or less"):
         plan_from_profile(profile, [device()] * 2, batch_size=3)
     assert plan_from_profile(profile, [device()] * 2, batch_size=3, micro_batches_per_stage=3).M == 3
 

@@ -15,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
-from profiler.field_types import DeviceBytes, Rate, RelativeError, Seconds
+from profiler.field_types import DeviceBytes, Rate, RelativeError, Seconds, Share
 from profiler.quantities import MOST_BYTES, MOST_DEVICES, MOST_SECONDS, MOST_THREADS, shown
 from profiler.text import counted
 from profiler.value import Value
@@ -68,18 +68,26 @@ class Link(Value):
     on the line between them, below the smallest one what that takes, and above the largest what that takes and the rest
     at `bytes_per_s`.
 
+    Where a message is copied by the thread that else computes, both ends lose a share of its seconds; only in the rest
+    is it under way while they compute.
+
     Attributes:
         latency_s: seconds that an empty message takes.
         bytes_per_s: bandwidth.
         error: largest relative distance between the fitted line and a measured size (0 where nothing was fitted).
         measured: sizes in bytes, ascending, and seconds of each, which need not grow with them; empty where the line
             is near enough. Files leave it out then.
+        sender_share: share of a message's seconds in which the end that sends it copies it and does not compute; 0
+            where something else does that, and in files that leave it out.
+        receiver_share: the same of the end that receives it. Both together are less than 1.
     """
 
     latency_s: Seconds
     bytes_per_s: Rate
     error: RelativeError = 0.0
     measured: tuple[tuple[MessageBytes, MessageSeconds], ...] = Field(default=(), max_length=MOST_MEASURED)
+    sender_share: Share = 0.0
+    receiver_share: Share = 0.0
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
@@ -89,10 +97,25 @@ class Link(Value):
                 raise ValueError(f"measured has {below} bytes before {above}; sizes ascend")
         return self
 
+    @model_validator(mode="after")
+    def _is_under_way(self) -> Self:
+        if self.sender_share + self.receiver_share >= 1:
+            raise ValueError(
+                f"sender_share is {self.sender_share} and receiver_share {self.receiver_share}; both together are less "
+                "than 1"
+            )
+        return self
+
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if name != "measured" or value}
+        optional = ("measured", "sender_share", "receiver_share")
+        return {name: value for name, value in fields.items() if name not in optional or value}
+
+    @property
+    def copied(self) -> tuple[float, float]:
+        """Shares of a message's seconds in which its sender and its receiver copy it."""
+        return self.sender_share, self.receiver_share
 
     def transfer_s(self, size_bytes: float) -> float:
         """Seconds that a message of `size_bytes` takes; 0 when there is nothing to send."""

@@ -225,7 +225,11 @@ def _links(cluster: Cluster, remembered: Cache, *, wanted: bool) -> tuple[Link, 
         return (cluster.link,)
     if not wanted or len(cluster.devices) < 2:
         return ()
-    key = {"what": "link", "devices": [device.model_dump() for device in cluster.devices], "cores": len(usable_cores())}
+    key = {
+        "what": "link and its copies",
+        "devices": [device.model_dump() for device in cluster.devices],
+        "cores": len(usable_cores()),
+    }
     link = remembered.get(key, Link)
     if link is None:
         link = measure_link(cluster)

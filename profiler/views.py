@@ -56,7 +56,10 @@ def profile_html(profile: Profile) -> str:
         parts.append(paragraph(f"{kind}, {source} for micro-batches of {listed} samples; below, of {sizes[-1]}:"))
         parts.append(_cost_table(profile, sorted(shown, key=lambda cost: cost.layer)))
     parts.extend(
-        paragraph(f"link: {link.latency_s / 1e-6:.3g} us and {link.bytes_per_s / 1e9:.3g} GB/s")
+        paragraph(
+            f"link: {link.latency_s / 1e-6:.3g} us and {link.bytes_per_s / 1e9:.3g} GB/s"
+            + (", of which its ends copy {:.0%} and {:.0%}".format(*link.copied) if any(link.copied) else "")
+        )
         for link in profile.links
     )
     return block(*parts)

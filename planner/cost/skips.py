@@ -21,6 +21,7 @@ from planner.cost.layer_costs import Floats, LayerArrays
 from planner.cost.messages import Message
 from planner.cost.stage_memory import StageSkips
 from planner.cost.time_ledger import message_s
+from planner.cost.transfers import copied_shares
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.stage import Skip, SkipTimes
 from profiler.device import Link
@@ -96,6 +97,7 @@ def plan_skips(routes: Sequence[Route], link: LinkOf, sizes: Sequence[int]) -> t
             receiver=route.receiver,
             values=tuple(value.name for value in route.values),
             times=tuple(times(route, size) for size in sizes),
+            copied=copied_shares(link(route.sender, route.receiver)),
         )
         for route in routes
     )

@@ -7,7 +7,8 @@ the sum of `MESSAGE_ROWS`, between neighbours and past them; and at the end of t
 `END_ROWS`. The report and the simulator (`planner.solve.balancer.stage_seconds`), the search's arrays
 (`planner.solve.tables`) and the bounds (`planner.solve.work_bound`) follow.
 
-Three things are no rows. How long stages wait for each other is no term of a stage: it follows from the schedule
+Of a message its ends may copy a share each (`planner.cost.transfers`): that counts with their passes, and not with the
+link. Three things are no rows. How long stages wait for each other is no term of a stage: it follows from the schedule
 (`planner.kernel.makespan`). Whether a segment is recomputed once less, at the turn or where a backward pass follows its
 forward pass, is a rule of the schedule about one row. And gaps between kernels are in the layers' measured seconds
 (`planner.cost.next_kernels`).

@@ -15,7 +15,20 @@ from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
 from planner.kernel.recompute_bounds import least_at, price_layer
 from planner.kernel.rounds import NONE_LATE, ROUNDS, Late, late_of, round_s
-from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables, segment_costs, stage_needs
+from planner.kernel.tables import (
+    ALWAYS,
+    AUTO,
+    BACKWARD_SIZED,
+    BACKWARD_STEADY,
+    FORWARD_MOST,
+    FORWARD_SIZED,
+    FORWARD_STEADY,
+    NEVER,
+    Tables,
+    copied_s,
+    segment_costs,
+    stage_needs,
+)
 from planner.kernel.two_sizes import link_machines, stage_machines
 from planner.plan.schedules import Objective
 
@@ -40,8 +53,9 @@ class Arcs(NamedTuple):
         most_stages: largest K.
         capacity: how many stages a class can run, shape (C,).
         allowed: whether a cut is allowed at a position, shape (N,).
-        crossing_least: transfers at a position of one micro-batch, both directions, at least, shape (N,).
+        crossing_least: messages at a position of one micro-batch, both directions, at least, shape (N,).
         backward_link: M - 1 steady transfers of gradients, shape (N,).
+        copies: see `Tables`.
         backward_head: see `Tables`.
         more_large: see `Tables`, and so the next four.
         largest_change: the most seconds of a stage or link by which a path with its small job in place of a large one
@@ -53,7 +67,8 @@ class Arcs(NamedTuple):
         whole: whether it fits as one segment.
         least_recompute_s: that it needs.
         terms: what it adds to the objective without recompute, shape (arcs, TERMS); seconds, and bytes in ROOM:
-            THROUGH, a micro-batch's passes and its transfers before them; of rounds the first one's, which is large;
+            THROUGH, a micro-batch's passes without copies and its whole messages before them, whose copies at both
+            ends are thus in it; of rounds the first one's, which is large;
             THROUGH_LEAST, the same of any micro-batch;
             FORWARD, of flow shops M - 1 times f, not less than the transfer, else M - 1 times f and b;
             BACKWARD, of flow shops M - 1 times b, of rounds what both phases leave when the stage waits once for all
@@ -75,6 +90,7 @@ class Arcs(NamedTuple):
     allowed: NDArray[np.bool_]
     crossing_least: Floats
     backward_link: Floats
+    copies: Floats
     backward_head: Floats
     more_large: float
     more_small: float
@@ -131,6 +147,7 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
         tables.allowed,
         tables.crossing_least,
         tables.steady * tables.backward_link,
+        tables.copies,
         tables.backward_head,
         float(tables.large.min() - 1),
         tables.more_small,
@@ -220,9 +237,9 @@ def _longest(
     if tables.objective != ROUNDS or first == stop:
         return stop - first
     place, number = min(stop, max(first, stop - hint)), in_flight_index + 1  # longer stages take longer
-    while place > first and least_s + round_s(tables, NONE_LATE, number, device, place - 1, stop) < below_s:
+    while place > first and least_s + round_s(tables, NONE_LATE, number, device, place - 1, stop, False) < below_s:
         place -= 1
-    while place < stop and least_s + round_s(tables, NONE_LATE, number, device, place, stop) >= below_s:
+    while place < stop and least_s + round_s(tables, NONE_LATE, number, device, place, stop, False) >= below_s:
         place += 1
     return stop - place
 
@@ -336,6 +353,8 @@ def _fill_seconds(
     """The columns of `Arcs.terms` that are seconds, of one stage."""
     forward = tables.forward[device, stop] - tables.forward[device, first]
     backward = tables.backward[device, stop] - tables.backward[device, first]
+    forward += copied_s(tables.copies, FORWARD_STEADY, first, stop)
+    backward += copied_s(tables.copies, BACKWARD_STEADY, first, stop)
     own = tables.passing[device, stop] - tables.passing[device, first]
     terms[THROUGH] = own + tables.crossing[first]
     if tables.objective == FLOW_SHOPS:
@@ -347,11 +366,14 @@ def _fill_seconds(
         number = in_flight_index + 1
         forward_most = tables.forward_most[device, stop] - tables.forward_most[device, first]
         forward_first = tables.sized[0, device, stop] - tables.sized[0, device, first]
+        most_copied_s = copied_s(tables.copies, FORWARD_MOST, first, stop)
+        first_copied_s = copied_s(tables.copies, FORWARD_SIZED, first, stop)
+        left_out_s = number * (forward_most + most_copied_s) - (forward_first + first_copied_s)
         own_least = tables.passing_least[device, stop] - tables.passing_least[device, first]
-        terms[BACKWARD] = tables.steady * (forward + backward) - (number * forward_most - forward_first)
+        terms[BACKWARD] = tables.steady * (forward + backward) - left_out_s
         rest_s = own_least if tables.steady >= number else max(0.0, own_least - forward_most)
         terms[REST] = tables.steady % number * rest_s
-        terms[ROUND] = round_s(tables, late, number, device, first, stop)
+        terms[ROUND] = round_s(tables, late, number, device, first, stop, True)
         terms[THROUGH_LEAST] = own_least + tables.crossing_least[first]
     if tables.trainable_bytes[first, stop] > 0:
         reduce_s = tables.reduce_rate[device] * tables.trainable_bytes[first, stop]
@@ -393,7 +415,8 @@ def _fill_largest(arcs: Arcs) -> None:
                 place = arcs.offset[0, device, stop] + step
                 if arcs.need[place] == IMPOSSIBLE:
                     continue
-                pair = stage_machines(arcs.sized, device, stop - 1 - step, stop, arcs.need[place] == RECOMPUTES)
+                recomputes = arcs.need[place] == RECOMPUTES
+                pair = stage_machines(arcs.sized, arcs.copies, device, stop - 1 - step, stop, recomputes)
                 for phase in range(2):
                     machine = pair[phase]
                     change = machine.small + machine.large_stay - machine.large
@@ -405,12 +428,16 @@ def _fill_largest(arcs: Arcs) -> None:
         for phase in range(2):
             arcs.largest_change[phase] = max(arcs.largest_change[phase], pair[phase].small)
             arcs.largest_stay[phase] = max(arcs.largest_stay[phase], pair[phase].small)
-            gained[phase] += max(0.0, pair[phase].small - pair[phase].large)
+            row = BACKWARD_SIZED if phase else FORWARD_SIZED
+            small_s = pair[phase].small + copied_s(arcs.copies, row + 1, position, position)
+            large_s = pair[phase].large + copied_s(arcs.copies, row, position, position)
+            gained[phase] += max(0.0, small_s - large_s)
             if position + 1 < positions:
                 most = 0.0
                 for device in range(classes):
-                    one = stage_machines(arcs.sized, device, position, position + 1, False)[phase]
-                    most = max(most, one.small - one.large)
+                    large, small = arcs.sized[2 * phase, device], arcs.sized[2 * phase + 1, device]
+                    own = small[position + 1] - small[position]
+                    most = max(most, own - (large[position + 1] - large[position]))
                 gained[phase] += most
     for phase in range(2):
         arcs.largest_change[phase] += gained[phase]

@@ -133,7 +133,7 @@ def _lower(arcs: Arcs, number: int, first: int, place: int, front: Floats, here:
 def _lower_two_sizes(arcs: Arcs, device: int, first: int, stop: int, place: int, front: Floats, here: Floats) -> None:
     """The same with two sizes of micro-batches."""
     n, m = arcs.more_large, arcs.more_small
-    stage, stage_back = stage_machines(arcs.sized, device, first, stop, arcs.need[place] == RECOMPUTES)
+    stage, stage_back = stage_machines(arcs.sized, arcs.copies, device, first, stop, arcs.need[place] == RECOMPUTES)
     link, link_back = link_machines(arcs.sized_links, first)
     for phase in range(PHASES):
         one, other = link, stage

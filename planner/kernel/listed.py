@@ -1,7 +1,7 @@
 """What a step takes with plans that a search listed: each is walked through, thousands of them in a second.
 
-The seconds of a stage are differences of prefix sums. What it recomputes is known for equal micro-batches alone; with
-two sizes it is left out, so that no plan takes less than what is said here.
+The seconds of a stage are differences of prefix sums, and copies. What it recomputes is known for equal micro-batches
+alone; with two sizes it is left out, so that no plan takes less than what is said here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from planner.kernel.candidate_stages import OPTIMIZER, RECOMPUTES, Arcs
 from planner.kernel.compiled import compiled
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, walked_in_turn
 from planner.kernel.search import Choices, FoundPlans
+from planner.kernel.tables import BACKWARD_SIZED, FORWARD_SIZED, copied_s
 from planner.kernel.turns import Turns
 
 LARGE, SMALL = range(2)
@@ -73,9 +74,11 @@ def listed_steps_s(
                     again_s = max(0.0, choices.recompute_s[choice] - before_s)
             for batch in range(sums.micro_batches):
                 size = LARGE if batch < sums.number_largest else SMALL
-                seconds[F, stage, batch] = sums.forward[size, device, stop] - sums.forward[size, device, first]
+                forward_s = sums.forward[size, device, stop] - sums.forward[size, device, first]
+                seconds[F, stage, batch] = forward_s + copied_s(arcs.copies, FORWARD_SIZED + size, first, stop)
                 seconds[R, stage, batch] = again_s
                 own_s = sums.backward[size, device, stop] - sums.backward[size, device, first]
+                own_s += copied_s(arcs.copies, BACKWARD_SIZED + size, first, stop)
                 seconds[B, stage, batch] = own_s + before_s
                 seconds[SEND_F, stage, batch] = arcs.sized_links[size, stop]
                 seconds[SEND_B, stage, batch] = arcs.sized_links[2 + size, first]

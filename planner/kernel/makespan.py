@@ -30,6 +30,8 @@ The exact makespan follows from the passes of each rank in order, for any schedu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
@@ -41,6 +43,27 @@ F, R, B, SEND_F, SEND_B, W = range(6)
 """Rows of the seconds; where the backward pass is split, B is of the gradients of the inputs alone."""
 TWO = 2
 """Ranks of which each is before and after the other."""
+
+
+def with_copies(seconds: Floats, shares: Sequence[tuple[float, float]]) -> Floats:
+    """Seconds of passes with what they copy, and of messages while they are under way, see `planner.cost.transfers`.
+
+    Args:
+        seconds: as `makespan_s` has them, of passes without copies and of whole messages.
+        shares: of a message's seconds that its sender and its receiver copy it, after each stage but the last one.
+    """
+    if not any(map(any, shares)):
+        return seconds
+    found = seconds.copy()
+    sender, receiver = np.array(shares).T[:, :, None]
+    outputs_s, gradients_s = seconds[SEND_F, :-1], seconds[SEND_B, 1:]
+    found[F, :-1] += sender * outputs_s
+    found[F, 1:] += receiver * outputs_s
+    found[B, 1:] += sender * gradients_s
+    found[B, :-1] += receiver * gradients_s
+    found[SEND_F, :-1] -= (sender + receiver) * outputs_s
+    found[SEND_B, 1:] -= (sender + receiver) * gradients_s
+    return found
 
 
 def makespan_s(schedule: ScheduleName, seconds: Floats, chunks: int = 1) -> float:

@@ -151,7 +151,7 @@ def stage_in_front(arcs: Arcs, from_end: int, device: int, first: int, stop: int
     terms = arcs.terms[arc]
     there, back, link_there, link_back = NO_MACHINE, NO_MACHINE, NO_MACHINE, NO_MACHINE
     if arcs.two_sizes:
-        there, back = stage_machines(arcs.sized, device, first, stop, arcs.need[arc] == RECOMPUTES)
+        there, back = stage_machines(arcs.sized, arcs.copies, device, first, stop, arcs.need[arc] == RECOMPUTES)
         link_there, link_back = link_machines(arcs.sized_links, first)
     return FrontStage(
         from_end,

@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Indices
 from planner.kernel.compiled import compiled
-from planner.kernel.tables import Tables
+from planner.kernel.tables import BACKWARD_SIZED, FORWARD_SIZED, Tables, copied_s
 from planner.plan.schedules import Objective
 
 ROUNDS = int(Objective.ROUNDS)
@@ -41,7 +41,7 @@ NONE_LATE = Late(0, 0.0, (0.0, 0.0), 0)
 
 
 @compiled
-def round_s(tables: Tables, late: Late, number: int, device: int, first: int, stop: int) -> float:
+def round_s(tables: Tables, late: Late, number: int, device: int, first: int, stop: int, copies: bool) -> float:
     """What a stage and those after it take beyond one pass of each, if it waits for them with two micro-batches.
 
     Of 1F1B there are at most as many in flight as the stage's number from the end. After the first one is back the
@@ -57,7 +57,8 @@ def round_s(tables: Tables, late: Late, number: int, device: int, first: int, st
     2. or that one goes back to the start of the model, or to one of the first stages, which does these passes,
     3. or to a stage that has as many in flight as there are small ones, of which the last one goes to the end and back.
 
-    0 where there are too few. Of many M each of these is on a line, so the smaller of both ends counts.
+    0 where there are too few. Of many M each of these is on a line, so the smaller of both ends counts. Without copies
+    it is no less for more layers.
     """
     forward, forward_small, backward, backward_small = (
         tables.sized[0, device, stop] - tables.sized[0, device, first],
@@ -65,6 +66,11 @@ def round_s(tables: Tables, late: Late, number: int, device: int, first: int, st
         tables.sized[2, device, stop] - tables.sized[2, device, first],
         tables.sized[3, device, stop] - tables.sized[3, device, first],
     )
+    if copies:
+        forward += copied_s(tables.copies, FORWARD_SIZED, first, stop)
+        forward_small += copied_s(tables.copies, FORWARD_SIZED + 1, first, stop)
+        backward += copied_s(tables.copies, BACKWARD_SIZED, first, stop)
+        backward_small += copied_s(tables.copies, BACKWARD_SIZED + 1, first, stop)
     both, both_small = forward + backward, forward_small + backward_small
     large, small = tables.large, tables.small
     around = tables.around[:, -1] - tables.around[:, first] + (number - 1) * tables.around_crossing

@@ -15,6 +15,8 @@ from profiler import between_sizes
 
 AUTO, ALWAYS, NEVER = 0, 1, 2
 """Modes of recompute."""
+FORWARD_STEADY, FORWARD_MOST, BACKWARD_STEADY, BACKWARD_SIZED, FORWARD_SIZED = 2, 3, 6, 4, 0
+"""Rows of `Tables.copies`; those of a large and of a small micro-batch are next to each other."""
 on_line, whole_bytes = compiled(between_sizes.on_line), compiled(between_sizes.whole_bytes)
 
 
@@ -42,10 +44,13 @@ class Tables(NamedTuple):
         steady_recompute: prefix sums of steady recompute, shape (C, N); of rounds as with `forward`.
         passing_recompute: prefix sums of the least recompute of a micro-batch, shape (C, N).
         forward_most: prefix sums of the largest f, shape (C, N).
-        crossing: transfer of a micro-batch, both directions, shape (N,): what `passing` is of a stage.
+        crossing: whole message of a micro-batch, both directions, shape (N,): what `passing` is of a stage.
         crossing_least: the least in any case.
-        forward_link: steady transfer of outputs, shape (N,).
-        backward_link: steady transfer of their gradients, shape (N,).
+        forward_link: of a steady message of outputs what it is under way, shape (N,).
+        backward_link: the same of their gradients, shape (N,).
+        copies: what a stage that begins, or ends, there spends on copies of messages; by kind of pass, see the rows:
+            steady, the most, and of a large and of a small micro-batch, shape (2, 7, N). No prefix sums: these are
+            without copies.
         forward_head: seconds that only the larger micro-batches cost before a stage, shape (N,).
         backward_head: the same, backward.
         more_large: how many large micro-batches there are, less one.
@@ -55,13 +60,13 @@ class Tables(NamedTuple):
         small: likewise.
         around: of rounds prefix sums of f + b on the class that is fastest, of a large and of a small micro-batch,
             shape (2, N).
-        around_crossing: the shortest transfer, both directions, of a large and of a small one, shape (2,).
+        around_crossing: the shortest whole message, both directions, of a large and of a small one, shape (2,).
         first_back: of rounds prefix sums of what b of the first micro-batch takes longer than the least, shape (N,).
         first_back_most: the same on the class for which that is most, shape (N,).
         small_back: of rounds prefix sums of the least b of a small micro-batch, shape (N,).
         recompute_share: the least that recompute of a layer is, with any micro-batch, of its steady one.
         sized: prefix sums of f, b and recompute, each of a large and of a small micro-batch, shape (6, C, N).
-        sized_links: transfers of outputs and of gradients, each of a large and of a small one, shape (4, N).
+        sized_links: how long outputs and gradients are under way, each of a large and of a small one, shape (4, N).
         memory: what stages take of it, added up; see `StageSums`, and so C, V, L and N.
         stage_kept: bytes that one micro-batch of a measured size keeps of layers [i, j), shape (sizes, N, N).
         stage_most: the most bytes that it has at any moment, shape (sizes, N, N).
@@ -99,6 +104,7 @@ class Tables(NamedTuple):
     crossing_least: Floats
     forward_link: Floats
     backward_link: Floats
+    copies: Floats
     forward_head: Floats
     backward_head: Floats
     more_large: float
@@ -129,6 +135,12 @@ class Tables(NamedTuple):
     demanded: Indices
     pinned: Indices
     capacity: Indices
+
+
+@compiled
+def copied_s(copies: Floats, row: int, first: int, stop: int) -> float:
+    """What a pass of a stage of layers [first, stop) spends on copies; `copies` are those of `Tables`."""
+    return float(copies[0, row, first] + copies[1, row, stop])
 
 
 class Needs(NamedTuple):

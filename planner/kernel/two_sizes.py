@@ -31,6 +31,7 @@ from typing import NamedTuple, TypeAlias
 
 from planner.cost.layer_costs import Floats
 from planner.kernel.compiled import compiled
+from planner.kernel.tables import BACKWARD_SIZED, FORWARD_SIZED, copied_s
 
 Four: TypeAlias = tuple[float, float, float, float]
 NOTHING: Four = (0.0, 0.0, 0.0, 0.0)
@@ -119,11 +120,14 @@ def put_four(numbers: Floats, phase: int, four: Four) -> None:
 
 
 @compiled
-def stage_machines(sums: Floats, device: int, first: int, stop: int, recomputes: bool) -> tuple[Machine, Machine]:
+def stage_machines(
+    sums: Floats, copies: Floats, device: int, first: int, stop: int, recomputes: bool
+) -> tuple[Machine, Machine]:
     """A stage of layers [first, stop) in the forward and in the backward phase.
 
     Args:
         sums: `Tables.sized`.
+        copies: those of `Tables`.
         device: its class.
         first: of its layers.
         stop: of its layers.
@@ -131,6 +135,10 @@ def stage_machines(sums: Floats, device: int, first: int, stop: int, recomputes:
     """
     large, small = sums[0, device, stop] - sums[0, device, first], sums[1, device, stop] - sums[1, device, first]
     back, back_small = sums[2, device, stop] - sums[2, device, first], sums[3, device, stop] - sums[3, device, first]
+    large += copied_s(copies, FORWARD_SIZED, first, stop)
+    small += copied_s(copies, FORWARD_SIZED + 1, first, stop)
+    back += copied_s(copies, BACKWARD_SIZED, first, stop)
+    back_small += copied_s(copies, BACKWARD_SIZED + 1, first, stop)
     again_large, again_small = 0.0, 0.0
     if recomputes:
         again_large = sums[4, device, stop] - sums[4, device, first]

@@ -42,7 +42,18 @@ SYMBOLS: Final = {
 _UNITS: Final = (("_bytes", "bytes"), ("_per_s", "1/s"), ("_s", "s"))
 _SIZES: Final = frozenset({"batch_size", "micro_batch_size", "micro_batch_sizes"})
 _SHARES: Final = frozenset(
-    {"bubble", "gap", "called_share", "mfu", "step_less", "step_more", "memory_less", "memory_more", "slowdown"}
+    {
+        "bubble",
+        "gap",
+        "called_share",
+        "mfu",
+        "step_less",
+        "step_more",
+        "memory_less",
+        "memory_more",
+        "slowdown",
+        "copied",
+    }
 )
 
 

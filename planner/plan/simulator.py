@@ -6,7 +6,8 @@
 Each rank is a machine that takes its actions in the order of its list, those of all its stages. Each has one more
 machine for each direction that it sends in: its link, which takes messages first in, first out, those that skip stages
 after the neighbour's. A SEND hands the message over and costs the sender nothing; a RECV blocks its rank until the
-message has arrived. With two ranks that have several chunks each, outputs and gradients go the same way, and share it.
+message has arrived. What the ends of a message copy of it themselves is part of the passes that make and read it. With
+two ranks that have several chunks each, outputs and gradients go the same way, and share it.
 
     stage 0   |F0 |F1 |F2 |                 F, R, B, I, W: the stage computes
     link 0>1      |==0==|==1==|==2==|       from SEND_F (or the message before) on, for the transfer time
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from planner.plan.actions import Action, ActionKind, Schedule, has_chunks
@@ -35,6 +36,8 @@ TWO = 2
 @dataclass(frozen=True, slots=True)
 class Durations:
     """Seconds of every action, indexed by stage and micro-batch: `forward_s[stage][micro_batch]`.
+
+    Passes are with what they copy of messages, and transfers without.
 
     Attributes:
         forward_s: of F.
@@ -59,6 +62,13 @@ class Durations:
     @classmethod
     def of(cls, plan: Plan) -> Durations:
         """The seconds that the plan predicts."""
+        shares = {(stage, stage + 1): entry.copied for stage, entry in enumerate(plan.stages[:-1])}
+        shares.update((skip.ends, skip.copied) for skip in plan.skips)
+        return cls._without_copies(plan)._with_copies({ends: both for ends, both in shares.items() if any(both)})
+
+    @classmethod
+    def _without_copies(cls, plan: Plan) -> Durations:
+        """Of passes without copies and of whole messages, as the plan has them."""
         times = [
             [by_size[size] for size in plan.micro_batch_sizes]
             for by_size in ({entry.micro_batch_size: entry for entry in stage.times} for stage in plan.stages)
@@ -77,6 +87,37 @@ class Durations:
                 for skip in plan.skips
             },
             weight_s=tuple(tuple(entry.weight_s for entry in row) for row in times),
+        )
+
+    def _with_copies(self, shares: Mapping[tuple[int, int], tuple[float, float]]) -> Durations:
+        """The copies as part of the passes.
+
+        Args:
+            shares: of messages by sender and receiver of outputs, see `planner.plan.stage.Stage.copied`.
+        """
+        if not shares:
+            return self
+        forward, backward, there, back = (
+            [[*row] for row in table]
+            for table in (self.forward_s, self.backward_s, self.send_forward_s, self.send_backward_s)
+        )
+        skips = {ends: ([*outputs], [*gradients]) for ends, (outputs, gradients) in self.skips.items()}
+        for (sender, receiver), (leaving, coming) in shares.items():
+            outputs, gradients = skips.get((sender, receiver)) or (there[sender], back[receiver])
+            for micro_batch, (output_s, gradient_s) in enumerate(zip(outputs, gradients, strict=True)):
+                forward[sender][micro_batch] += leaving * output_s
+                forward[receiver][micro_batch] += coming * output_s
+                backward[receiver][micro_batch] += leaving * gradient_s
+                backward[sender][micro_batch] += coming * gradient_s
+                outputs[micro_batch] -= (leaving + coming) * output_s
+                gradients[micro_batch] -= (leaving + coming) * gradient_s
+        return replace(
+            self,
+            forward_s=tuple(map(tuple, forward)),
+            backward_s=tuple(map(tuple, backward)),
+            send_forward_s=tuple(map(tuple, there)),
+            send_backward_s=tuple(map(tuple, back)),
+            skips={ends: (tuple(outputs), tuple(gradients)) for ends, (outputs, gradients) in skips.items()},
         )
 
     def seconds(self, action: Action) -> float:
@@ -131,7 +172,7 @@ class Timeline:
     Attributes:
         events: by lane (ranks in order, then links), in order of time within a lane.
         makespan_s: seconds until the last rank is done with its list.
-        idle_s: for each rank the part of the makespan in which it neither computes nor recomputes.
+        idle_s: for each rank the part of the makespan in which it neither computes nor recomputes, nor copies messages.
         optimizer_s: seconds of the slowest rank's all-reduce and optimizer step, which follow the makespan.
     """
 

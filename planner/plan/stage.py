@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from profiler.device import Device
-from profiler.field_types import Index, PredictedBytes, PredictedSeconds, Samples
+from profiler.field_types import Index, PredictedBytes, PredictedSeconds, Samples, Share
 from profiler.quantities import shown
 from profiler.value import Value
 
@@ -41,7 +41,7 @@ class StageTimes(Value):
 
     Attributes:
         micro_batch_size: samples.
-        forward_s: forward pass, action F.
+        forward_s: forward pass, action F, without copies of messages.
         recompute_s: recomputing the last recomputed segment, action R; 0 when all is kept.
         backward_s: backward pass, action B, with the recompute of all other segments.
         send_forward_s: sending the stage's outputs to the next stage; 0 for the last.
@@ -65,6 +65,30 @@ class StageTimes(Value):
         return self
 
 
+class _Sends(Value):
+    """What sends messages.
+
+    Attributes:
+        copied: shares of a message's seconds, of outputs as of gradients, in which its sender and its receiver copy it
+            and do not compute; together less than 1.
+    """
+
+    copied: tuple[Share, Share] = (0.0, 0.0)
+
+    @model_validator(mode="after")
+    def _is_under_way(self) -> Self:
+        if sum(self.copied) >= 1:
+            raise ValueError(f"copied is {list(self.copied)}; both shares together are less than 1")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if not any(self.copied):
+            fields.pop("copied", None)
+        return fields
+
+
 class SkipTimes(Value):
     """Predicted seconds of a skip's messages for one micro-batch of a given size.
 
@@ -79,7 +103,7 @@ class SkipTimes(Value):
     send_backward_s: PredictedSeconds
 
 
-class Skip(Value):
+class Skip(_Sends):
     """Values that one stage sends to a later one past the stages between, which do not read them.
 
     Values that no skip names are relayed: every stage between passes them on to its neighbour. One that several stages
@@ -90,6 +114,8 @@ class Skip(Value):
         receiver: the next stage that reads them.
         values: their names.
         times: one entry for each distinct micro-batch size of the plan.
+        copied: shares of a message's seconds in which its sender and its receiver copy it and do not compute, together
+            less than 1. Files leave it out where neither does.
     """
 
     sender: Index
@@ -171,7 +197,7 @@ class StageMemory(Value):
         )
 
 
-class Stage(Value):
+class Stage(_Sends):
     """A contiguous run of layers on one device.
 
     Attributes:
@@ -188,6 +214,9 @@ class Stage(Value):
         all_reduce_s: predicted seconds of averaging its gradients over the replicas; 0 for one replica.
         optimizer_s: predicted seconds of the optimizer step.
         memory: predicted peak bytes.
+        copied: of messages between the stage and the next one, in both directions, the shares of their seconds in which
+            sender and receiver copy them and do not compute, together less than 1. Files leave it out where neither
+            does.
     """
 
     first_layer: Index

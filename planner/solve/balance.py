@@ -11,8 +11,8 @@ from planner.cost.hosts import Placement
 from planner.cost.layer_costs import Floats
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
-from planner.cost.transfers import boundary_s
-from planner.kernel.makespan import B, W, makespan_s, walked_s
+from planner.cost.transfers import Shares, boundary_s, copied_shares
+from planner.kernel.makespan import B, W, makespan_s, walked_s, with_copies
 from planner.plan.order_text import order_of_text
 from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
@@ -136,7 +136,16 @@ def passes_seconds(problem: Problem, candidate: Candidate, stages: tuple[StageCh
     )
     if splits:
         seconds[B] -= seconds[W]
-    return seconds
+    return with_copies(seconds, shares_of(problem, placement, len(stages)))
+
+
+def shares_of(problem: Problem, placement: Placement, stages: int) -> list[Shares]:
+    """What of messages the ends copy, after each stage but the last one."""
+    near, hosts = copied_shares(problem.link), placement.hosts
+    if hosts is None:
+        return [near] * (stages - 1)
+    ranks, far = len(placement.members), copied_shares(hosts.between)
+    return [far if placement.is_far((number - 1) % ranks, number % ranks) else near for number in range(1, stages)]
 
 
 def placement_of(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> Placement:
@@ -163,6 +172,8 @@ def stage_seconds(
     problem: Problem, size: int, stages: tuple[StageChoice, ...], *, splits: bool, placement: Placement | None = None
 ) -> Floats:
     """Seconds of F, R, B, SEND_F, SEND_B and W, which is a part of B, of every stage for that size, shape (6, K).
+
+    Passes are without copies, and messages with them.
 
     Args:
         problem: that the stages are of.

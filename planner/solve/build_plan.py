@@ -8,6 +8,7 @@ from planner.cost.messages import Carrier
 from planner.cost.skips import Route, neighbour_s, plan_skips, stage_skips
 from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.cost.time_ledger import end_s, layer_seconds
+from planner.cost.transfers import Shares
 from planner.kernel.makespan import SEND_B, SEND_F
 from planner.plan.held import Held, most_held
 from planner.plan.order_text import order_of_text
@@ -16,7 +17,7 @@ from planner.plan.prediction import Prediction
 from planner.plan.schedules import SCHEDULES
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageMemory, StageTimes
-from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, stage_seconds
+from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, shares_of, stage_seconds
 from planner.solve.counts import left_out_s
 from planner.solve.problem import Problem
 from profiler.device import Device, Link
@@ -97,6 +98,7 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
     if splits:
         names.append("weight_s")
     ranks = len(found.stages) // found.candidate.ring.chunks
+    copied = [*shares_of(problem, placement, len(found.stages)), (0.0, 0.0)]
     stages = []
     for index, choice in enumerate(found.stages):
         members = placement.members[index % ranks]
@@ -117,6 +119,7 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
                 times,
                 routes,
                 far=placement.rings_far(index % ranks),
+                copied=copied[index],
             )
         )
     return tuple(stages)
@@ -143,6 +146,7 @@ def _stage(
     routes: Sequence[Route],
     *,
     far: bool,
+    copied: Shares,
 ) -> Stage:
     profile = problem.costs.profile
     first, stop, count = choice.first, choice.stop, found.candidate.split.count
@@ -163,6 +167,7 @@ def _stage(
         all_reduce_s=all_reduce_s,
         optimizer_s=optimizer_s,
         memory=_moments(problem, found, index, held, routes).largest,
+        copied=copied,
     )
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
 from planner.cost.stage_memory import stage_moments
 from planner.cost.time_ledger import layer_seconds
-from planner.cost.transfers import boundary_s
-from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, makespan_s
+from planner.cost.transfers import Shares, boundary_s, copied_shares
+from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, makespan_s, with_copies
 from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
 from planner.solve.balance import Balance, StageChoice, end_seconds, evaluate_s
@@ -119,6 +119,11 @@ class ChunkPlans:
         outputs_s, gradients_s = zip(*between, strict=True)
         return np.array(outputs_s), np.array(gradients_s)
 
+    @cached_property
+    def shares(self) -> Shares:
+        """What of messages their senders and receivers copy."""
+        return copied_shares(self.problem.link)
+
     def _sums(self, name: str) -> Floats:
         kinds = [group.device.kind for group in self.problem.classes]
         return np.array(
@@ -156,7 +161,7 @@ class ChunkPlans:
             seconds[SEND_B, :, size] = gradients_s[size][first]
             if self._splits:
                 seconds[W, :, size] = _between(self.weight_s[size], group, first, stop)
-        return np.repeat(seconds, self._counts, axis=2)
+        return np.repeat(with_copies(seconds, [self.shares] * (self.stages - 1)), self._counts, axis=2)
 
     def end_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """Of the slowest rank's all-reduce and optimizer step."""

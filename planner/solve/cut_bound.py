@@ -1,9 +1,9 @@
 """What no plan of a candidate takes less than, whatever its cuts; and the cuts that it would have.
 
 The makespan is no less than any path from pass to pass, and a path's length is a weighted sum of the stages' seconds
-and messages. Of prefix sums F over the layers a stage takes F(its end) - F(its start), so a weighted sum of paths is a
-sum over the cuts of what depends on the place of that cut alone. Its least over all cuts in order is found by going
-through them once, and with weights that add up to 1 it is a lower bound:
+and messages. Of prefix sums F over the layers a stage takes F(its end) - F(its start), and what it copies of messages
+there, so a weighted sum of paths is a sum over the cuts of what depends on the place of that cut alone. Its least over
+all cuts in order is found by going through them once, and with weights that add up to 1 it is a lower bound:
 
     min over cuts of max over paths  >=  max over weights of min over cuts of the weighted paths.
 
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
+from planner.cost.transfers import copies_s
 from planner.kernel.critical_path import longest_path
 from planner.kernel.cut_walk import free_ends, least_cuts
 from planner.kernel.turns import turns_of
@@ -110,7 +111,12 @@ class CutBound:
         if plans.ranks > 1:
             messages = np.array(plans.messages_s)[:, :, places]
         messages[..., [0, -1]] = 0.0
-        self._messages = messages[:, 0]
+        copied = np.zeros((2, len(sized), len(places)))
+        copied[:, :2] = copies_s(plans.shares, messages[:1, 0], messages[1:, 0])
+        self._begins, self._ends = self._sums - copied[0], self._sums + copied[1]
+        self._messages = (1 - sum(plans.shares)) * messages[:, 0]
+        if any(plans.shares):
+            sized[:2] = [np.concatenate(both, axis=1) for both in zip(sized[:2], messages, strict=True)]
         larger = np.arange(count) < candidate.split.number_largest
         self._shares, self._send_shares = (
             np.array([np.where(larger, 1.0, _least_ratio(small, large)) for large, small in both])
@@ -256,7 +262,8 @@ class CutBound:
         of_stages, of_messages = weights[: self._kinds], weights[self._kinds :]
         always_s = float(of_stages[:, -1] @ self._sums[:, -1])
         costs = np.zeros((self._stages, len(self._places)))
-        costs[:-1] = (of_stages[:, :-1] - of_stages[:, 1:]).T @ self._sums + of_messages[:, :-1].T @ self._messages
+        costs[:-1] = of_stages[:, :-1].T @ self._ends - of_stages[:, 1:].T @ self._begins
+        costs[:-1] += of_messages[:, :-1].T @ self._messages
         limit_s = self._limit_s(enough_s) * (1 + 1e-9) / CERTAINTY - always_s - self._end_s
         least_s, ends = least_cuts(costs, half.free, limit_s)
         return least_s + always_s, tuple(map(int, ends[:-1])) if least_s < np.inf else None
@@ -309,7 +316,7 @@ class CutBound:
         """Of the stages between these places, and of the messages there."""
         ends = np.array((0, *cuts, len(self._places) - 1))
         seconds = np.zeros((self._kinds + 2, self._stages))
-        seconds[: self._kinds] = np.diff(self._sums[:, ends], axis=1)
+        seconds[: self._kinds] = self._ends[:, ends[1:]] - self._begins[:, ends[:-1]]
         seconds[self._kinds :, :-1] = self._messages[:, ends[1:-1]]
         return seconds
 

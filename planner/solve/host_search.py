@@ -180,18 +180,22 @@ def _within(problem: Problem, deadline: Deadline) -> Problem:
 
 
 def _fastest(hosts: Hosts) -> Link:
-    """A link over which no message takes longer than over either."""
-    return _of_both(hosts, min, max)
+    """A link over which no message is longer under way than over either, and that nobody copies for."""
+    return _of_both([_under_way(link) for link in (hosts.link, hosts.between)], min, max)
+
+
+def _under_way(link: Link) -> Link:
+    """What is left of messages without copies at both ends."""
+    return link.slowed(1 - sum(link.copied)).model_copy(update={"sender_share": 0.0, "receiver_share": 0.0})
 
 
 def _slowest(hosts: Hosts) -> Link:
     """A link that is about as slow as the slower one for each message."""
-    return _of_both(hosts, max, min)
+    return _of_both([hosts.link, hosts.between], max, min)
 
 
-def _of_both(hosts: Hosts, time: Callable[..., float], rate: Callable[..., float]) -> Link:
+def _of_both(both: Sequence[Link], time: Callable[..., float], rate: Callable[..., float]) -> Link:
     """Where both links' seconds are lines between two sizes, so are theirs; the smaller ones bend down between them."""
-    both = hosts.link, hosts.between
     known = {size for link in both for size, _ in link.measured}
     sizes = sorted({1, *known}) if known else []
     return Link(

@@ -18,11 +18,11 @@ import numpy as np
 from planner.cost.layer_costs import Floats
 from planner.kernel.candidate_stages import make_arcs
 from planner.kernel.front import before_bounds, step_bound_s
-from planner.kernel.tables import Tables
+from planner.kernel.tables import BACKWARD_STEADY, FORWARD_STEADY, Tables
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.problem import Candidate, Problem
-from planner.solve.tables import make_tables, pass_seconds, recompute_share
+from planner.solve.tables import make_tables, message_seconds, pass_seconds, recompute_share
 
 
 def alike(one: Candidate, other: Candidate) -> bool:
@@ -72,10 +72,14 @@ def _tables(problem: Problem, fewest: Candidate, most: Candidate) -> Tables:
         return np.concatenate((np.zeros((len(layers), 1)), np.cumsum(layers, axis=1)), axis=1)
 
     steady = {name: least(one[name], other[name]) for name in ("forward", "backward", "steady_recompute")}
+    copies, of_most = (message_seconds(problem, candidate)["copies"] for candidate in (fewest, most))
+    for row in (FORWARD_STEADY, BACKWARD_STEADY):
+        copies[:, row] = np.minimum(copies[:, row], ratio * of_most[:, row])
     return room._replace(
         **one
         | steady
         | {
+            "copies": copies,
             "recompute_share": recompute_share(np.diff(one["sized"][-2:]), steady["steady_recompute"]),
             "large": np.array([fewest.split.number_largest, most.split.number_largest]),
             "small": np.array([one.split.count - one.split.number_largest for one in (fewest, most)]),

@@ -10,7 +10,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, LayerSeconds, prefix_sums
 from planner.cost.stage_sums import stage_sums
 from planner.cost.time_ledger import end_s, layer_seconds
-from planner.cost.transfers import boundary_s
+from planner.cost.transfers import boundary_s, copied_shares, copies_s
 from planner.kernel.listed import PassSums
 from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables
 from planner.plan.micro_batches import MicroBatches
@@ -84,7 +84,7 @@ def make_tables(problem: Problem, candidate: Candidate) -> Tables:
         limit=device_bytes[:, None] - memory.always,
         capacity=np.array([min(most, group.capacity(candidate.replicas)) for group in problem.classes]),
         **pass_seconds(problem, candidate),
-        **_message_seconds(problem, candidate),
+        **message_seconds(problem, candidate),
         **_end_seconds(problem, candidate, kinds),
         **_whole_stages(problem, candidate, kinds),
         **_rules(problem),
@@ -134,9 +134,10 @@ def pass_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
+def message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     """Those of what crosses boundaries."""
-    split = candidate.split
+    split, shares = candidate.split, copied_shares(problem.link)
+    under_way = 1 - sum(shares)
     out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
     out_small, back_small = boundary_s(problem.link, problem.at_boundaries(split.smallest))
     rounds = SCHEDULES[candidate.schedule].objective is Objective.ROUNDS
@@ -144,13 +145,18 @@ def _message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     inside = problem.rules.allowed.copy()
     inside[[0, -1]] = False
     both = np.stack([out_large + back_large, out_small + back_small])
+    steady = (after_first_mean if rounds else steady_mean)(split, out_large, out_small)
+    steady_back = steady_mean(split, back_large, back_small)
+    outputs = np.stack([out_large, out_small, steady, np.maximum(out_large, out_small)])
+    gradients = np.stack([back_large, back_small, steady_back])
     return {
         "crossing": out_large + np.minimum(back_large, back_small) if rounds else crossing_least,
         "crossing_least": crossing_least,
         "around_crossing": both[:, inside].min(axis=1, initial=np.inf) if inside.any() else np.zeros(2),
-        "forward_link": steady_mean(split, out_large, out_small),
-        "backward_link": steady_mean(split, back_large, back_small),
-        "sized_links": np.stack([out_large, out_small, back_large, back_small]),
+        "forward_link": under_way * steady,
+        "backward_link": under_way * steady_back,
+        "sized_links": under_way * np.stack([out_large, out_small, back_large, back_small]),
+        "copies": copies_s(shares, outputs, gradients),
     }
 
 

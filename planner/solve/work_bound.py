@@ -11,7 +11,7 @@ from planner.cost.layer_costs import Floats, prefix_sums
 from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
 from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, pooled_bytes
 from planner.cost.time_ledger import layer_seconds
-from planner.cost.transfers import boundary_s
+from planner.cost.transfers import boundary_s, copied_shares
 from planner.kernel.bottleneck import ROUNDING, least_bottleneck
 from planner.kernel.recompute_bounds import least_recompute_s
 from planner.plan.schedules import SCHEDULES, Objective
@@ -132,9 +132,10 @@ def _link_seconds(problem: Problem, candidate: Candidate, passes: tuple[Floats, 
         (split.number_largest - 1) * more + (split.count - split.number_largest) * less
         for more, less in zip(larger, smaller, strict=True)
     )
+    under_way = 1 - sum(copied_shares(problem.link))
     if SCHEDULES[candidate.schedule].objective is Objective.FLOW_SHOPS:
-        return there + back
-    longer: Floats = np.maximum(there, back)
+        return under_way * (there + back)
+    longer: Floats = under_way * np.maximum(there, back)
     if SCHEDULES[candidate.schedule].objective is Objective.ROUNDS:
         allowed = problem.rules.allowed
         more_s, less_s = (

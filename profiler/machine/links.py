@@ -8,6 +8,9 @@ a loop that does nothing else [measured]. One transfer is from there to when the
     rank 0   | layers | send >|                      | layers | send >|
     rank 1   |                |> has it | layers | send >|
 
+What either end spends on its copy is time in which a stage computes nothing: of a transfer of 64 KiB 0.45 at the sender
+and 0.3 at the receiver [measured].
+
 Anything else is carried by threads of its own, or by the device; then half a round trip is one transfer, and both ends
 compute meanwhile, as they do in training: on a machine of two cores that halves the bandwidth of sockets between its
 processes [measured]. A thread of its own computes here, which never waits as one that trains would; so gloo's threads
@@ -26,7 +29,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -42,8 +45,23 @@ from profiler.machine.ring import Incoming, Outgoing
 from profiler.machine.ring_meeting import Wanted, meet
 from profiler.machine.workers import run_workers
 
-Turn: TypeAlias = Callable[[int], float]
-"""Sends and receives so many bytes; gives the seconds of a transfer, or what makes them with the other end's."""
+
+class Lap(NamedTuple):
+    """Seconds of a transfer, or what makes them with the other end's.
+
+    Attributes:
+        transfer_s: until the other end has the message.
+        sending_s: in which the thread of its sender copies it; 0 where something else does.
+        receiving_s: the same of its receiver.
+    """
+
+    transfer_s: float
+    sending_s: float = 0.0
+    receiving_s: float = 0.0
+
+
+Turn: TypeAlias = Callable[[int], Lap]
+"""Sends and receives so many bytes."""
 
 SIZES_BYTES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 SLOTS_AT_LEAST, SLOTS_BYTES = 4, 4 * 2**20
@@ -55,6 +73,8 @@ MOST_ROUNDS = 20
 FEWEST_ROUNDS = 3
 WORST_LINE = 0.2
 """A line that is further from a measured size is not used [chosen]."""
+MOST_COPIED = 0.95
+"""Of a transfer, at both ends together [chosen]: what wakes the receiver takes a while."""
 BYTES_OF_A_SIZE = 32 * 2**20  # sent of each size if that is between the fewest and the most rounds
 
 
@@ -79,10 +99,20 @@ def measure_link(cluster: Cluster, *, timeout_s: float = 60.0) -> Link:
             "other devices, or pass Cluster(devices=..., link=Link(...)), as for a pipeline in one process"
         )
     threads = max(1, *(device.threads for device in pair))
-    seconds, _ = run_workers(
+    laps, _ = run_workers(
         ping_pong, [(device,) for device in pair], threads=threads, timeout_s=timeout_s, users_modules=False
     )
-    return fit_link(SIZES_BYTES, seconds)
+    return fit_link(SIZES_BYTES, [lap.transfer_s for lap in laps]).model_copy(update=shares_copied(laps))
+
+
+def shares_copied(laps: Sequence[Lap]) -> dict[str, float]:
+    """The shares of a link that its ends copy: of messages of all sizes the median."""
+    sender, receiver = (
+        statistics.median(copied_s / lap.transfer_s for lap, copied_s in zip(laps, copies_s, strict=True))
+        for copies_s in ([lap.sending_s for lap in laps], [lap.receiving_s for lap in laps])
+    )
+    less = min(1.0, MOST_COPIED / (sender + receiver)) if sender + receiver else 1.0
+    return {"sender_share": sender * less, "receiver_share": receiver * less}
 
 
 def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
@@ -106,8 +136,8 @@ def fit_link(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     return Link(latency_s=float(latency_s), bytes_per_s=unit / unit_s, error=error, measured=tuple(sorted(table)))
 
 
-def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = MOST_ROUNDS) -> list[float]:
-    """Median seconds of one transfer for each size, of at most `rounds`; runs in both processes of a world of two.
+def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: int = MOST_ROUNDS) -> list[Lap]:
+    """Medians of one transfer for each size, of at most `rounds`; runs in both processes of a world of two.
 
     Sizes take turns, so that a moment in which the machine is busy does not fall on one of them alone.
     """
@@ -119,15 +149,17 @@ def ping_pong(device: Device, sizes_bytes: Sequence[int] = SIZES_BYTES, rounds: 
     rings = _rings(rank) if backend.is_host else None
     if rings is not None:
         turn = _through_memory(rank, *rings, outgoing)
-        return _between_ends(_laps(turn, sizes_bytes, rounds))
+        found = _laps(turn, sizes_bytes, rounds)
+        means = (_between_ends([[lap[part] for lap in laps] for laps in found]) for part in range(len(Lap._fields)))
+        return [Lap(*lap) for lap in zip(*means, strict=True)]
     with _computing(place):
-        laps = _laps(_there_and_back(rank, outgoing, incoming), sizes_bytes, rounds)
-    return [statistics.median(seconds) for seconds in laps]
+        found = _laps(_there_and_back(rank, outgoing, incoming), sizes_bytes, rounds)
+    return [Lap(statistics.median(lap.transfer_s for lap in laps)) for laps in found]
 
 
-def _laps(turn: Turn, sizes_bytes: Sequence[int], rounds: int) -> list[list[float]]:
+def _laps(turn: Turn, sizes_bytes: Sequence[int], rounds: int) -> list[list[Lap]]:
     """What the turns of each size gave, without those that warm up."""
-    seconds: list[list[float]] = [[] for _ in sizes_bytes]
+    seconds: list[list[Lap]] = [[] for _ in sizes_bytes]
     for number in range(WARM_UPS + rounds):
         turn(sizes_bytes[0])  # after a long wait the other end sleeps
         for size, laps in zip(sizes_bytes, seconds, strict=True):
@@ -177,26 +209,28 @@ def _through_memory(rank: int, there: Outgoing, back: Incoming, outgoing: torch.
     """A turn gives when the other end's message was here, less when this end began to send its own."""
     work = busy_work(HOST, rows=ROWS_BETWEEN)
 
-    def send(size: int) -> float:
+    def send(size: int) -> tuple[float, float]:
         message = outgoing[:size]
         work()
         message.fill_(rank)  # the last layer leaves it
-        begun_s = time.perf_counter()
+        begun_s, spent_s = time.perf_counter(), time.thread_time()
         there.room(size).memory[:size].copy_(message)
         there.send(0)
-        return begun_s
+        return begun_s, time.thread_time() - spent_s
 
-    def receive(size: int) -> float:
-        back.arrived(0).memory[:size].clone()
+    def receive(size: int) -> tuple[float, float]:
+        slot = back.arrived(0)
+        spent_s = time.thread_time()
+        slot.memory[:size].clone()
         back.release()
-        return time.perf_counter()
+        return time.perf_counter(), time.thread_time() - spent_s
 
-    def turn(size: int) -> float:
+    def turn(size: int) -> Lap:
         if rank == 0:
-            begun_s, here_s = send(size), receive(size)
+            (begun_s, sending_s), (here_s, receiving_s) = send(size), receive(size)
         else:
-            here_s, begun_s = receive(size), send(size)
-        return here_s - begun_s
+            (here_s, receiving_s), (begun_s, sending_s) = receive(size), send(size)
+        return Lap(here_s - begun_s, sending_s, receiving_s)
 
     return turn
 
@@ -205,7 +239,7 @@ def _between_ends(own: Sequence[Sequence[float]]) -> list[float]:
     """The median of both transfers of a turn for each size, at both ends.
 
     Where each end knows when it had the other's message, less when it began to send its own, the sum of both ends is
-    that of both transfers.
+    that of both transfers; and that of what each spends on a copy is that of both copies.
     """
     both = torch.tensor([seconds for laps in own for seconds in laps], dtype=torch.float64)
     torch.distributed.all_reduce(both)
@@ -215,7 +249,7 @@ def _between_ends(own: Sequence[Sequence[float]]) -> list[float]:
 def _there_and_back(rank: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> Turn:
     """A turn takes two transfers. Rank 0 sends first: NCCL runs messages between two ranks one after the other."""
 
-    def turn(size: int) -> float:
+    def turn(size: int) -> Lap:
         message, room = [outgoing[:size]], [incoming[:size]]
         begun_s = time.perf_counter()
         if rank == 0:
@@ -227,6 +261,6 @@ def _there_and_back(rank: int, outgoing: torch.Tensor, incoming: torch.Tensor) -
             finish(start_receive(room, source=0, tag=0))
             finish(start_send(message, to=0, tag=0))
         backend_of(outgoing.device).synchronize(outgoing.device)
-        return (time.perf_counter() - begun_s) / 2
+        return Lap((time.perf_counter() - begun_s) / 2)
 
     return turn

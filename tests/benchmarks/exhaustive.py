@@ -34,7 +34,7 @@ class Small(NamedTuple):
         end_s: optimizer step of layers [i, j), shape (C, L + 1, L + 1).
         kind: of each device, shape (D,).
         limit: bytes of each device, shape (D,).
-        link: latency and bytes per second.
+        link: latency and bytes per second, and of a message's seconds the shares that sender and receiver copy.
         one_f_one_b: whether the schedule is 1F1B.
         mode: 0 to choose segments, 1 to recompute all, 2 to recompute nothing.
     """
@@ -45,7 +45,7 @@ class Small(NamedTuple):
     end_s: Any
     kind: Any
     limit: Any
-    link: tuple[float, float]
+    link: tuple[float, float, float, float]
     one_f_one_b: bool
     mode: int
 
@@ -132,7 +132,7 @@ def _small(
         end_s,
         np.array([kinds.index(device.kind) for device in devices]),
         np.array([float(device.memory_bytes) for device in devices]),
-        (link.latency_s, link.bytes_per_s),
+        (link.latency_s, link.bytes_per_s, link.sender_share, link.receiver_share),
         schedule == "1f1b",
         ("auto", "always", "never").index(recompute),
     )
@@ -375,13 +375,24 @@ def _step_s(
             busy[R, stage, size] = again[2 * size]
             # what crosses does not depend on the device: the first one's costs say it
             sent = small.costs[small.kind[0], size]
-            busy[SEND_F, stage, size] = _message_s(small.link, sent[OUTPUT, stop - 1]) if stage < stages - 1 else 0.0
-            busy[4, stage, size] = _message_s(small.link, sent[GRADIENT, first - 1]) if stage > 0 else 0.0
+            leaving, coming = small.link[2], small.link[3]
+            under_way = 1 - leaving - coming
+            busy[SEND_F, stage, size], busy[4, stage, size] = 0.0, 0.0
+            if stage < stages - 1:
+                output_s = _message_s(small.link, sent[OUTPUT, stop - 1])
+                busy[SEND_F, stage, size] = under_way * output_s
+                busy[F, stage, size] += leaving * output_s
+                busy[B, stage, size] += coming * _message_s(small.link, sent[GRADIENT, stop - 1])
+            if stage > 0:
+                gradient_s = _message_s(small.link, sent[GRADIENT, first - 1])
+                busy[4, stage, size] = under_way * gradient_s
+                busy[B, stage, size] += leaving * gradient_s
+                busy[F, stage, size] += coming * _message_s(small.link, sent[OUTPUT, first - 1])
     return walk_s(actions[which], busy, small.sizes) + end_s
 
 
 @compiled
-def _message_s(link: tuple[float, float], size_bytes: float) -> float:
+def _message_s(link: tuple[float, float, float, float], size_bytes: float) -> float:
     return link[0] + size_bytes / link[1] if size_bytes > 0 else 0.0
 
 

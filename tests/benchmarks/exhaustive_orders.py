@@ -74,12 +74,28 @@ def _any_order_below(
         many = split.number_largest
         seconds = np.repeat(np.stack(by_size, axis=2), [many, split.count - many], axis=2)
         seconds[B] -= seconds[W]
+        _copy(seconds, problem)
         end_s = max(sum(end_seconds(problem, candidate, stage)) for stage in stages)
         one = order_below(np.ascontiguousarray(seconds), room, limit_s - end_s, most_nodes)
         if one == SOME:
             return SOME
         verdict = one if one == UNKNOWN else verdict
     return verdict
+
+
+def _copy(seconds: Any, problem: Problem) -> None:
+    """What the ends of a message copy is theirs, and the link's no more."""
+    link = problem.link
+    if link is None:
+        return
+    for stage in range(seconds.shape[1] - 1):
+        output_s, gradient_s = seconds[SEND_F, stage].copy(), seconds[SEND_B, stage + 1].copy()
+        seconds[F, stage] += link.sender_share * output_s
+        seconds[F, stage + 1] += link.receiver_share * output_s
+        seconds[B, stage + 1] += link.sender_share * gradient_s
+        seconds[B, stage] += link.receiver_share * gradient_s
+        seconds[SEND_F, stage] -= (link.sender_share + link.receiver_share) * output_s
+        seconds[SEND_B, stage + 1] -= (link.sender_share + link.receiver_share) * gradient_s
 
 
 def _room(problem: Problem, candidate: Candidate, ring: Ring, stage: int, layers: Any, group: int, flag: bool) -> Any:

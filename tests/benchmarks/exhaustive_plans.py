@@ -152,8 +152,11 @@ def _steps_s(asked: Asked, plans: Plans, path: Path, count: int) -> Any:
 def _seconds(asked: Asked, plans: Plans, stage: int, kind: ActionKind, size: int) -> Any:
     """Of one action in each plan."""
     first, stop = plans.edges[:, stage], plans.edges[:, stage + 1]
+    (link,) = asked.profile.links
+    leaving, coming = link.sender_share, link.receiver_share
     if kind in SENDS:
-        return asked.messages[kind, size][stop if kind is ActionKind.SEND_F else first]
+        return (1 - leaving - coming) * asked.messages[kind, size][stop if kind is ActionKind.SEND_F else first]
+    outputs, gradients = (asked.messages[sent, size] for sent in SENDS)
     ranks = plans.kinds.shape[1]
     found = np.zeros(len(first))
     for position, name in enumerate(plans.kind_names):
@@ -166,6 +169,10 @@ def _seconds(asked: Asked, plans: Plans, stage: int, kind: ActionKind, size: int
             ActionKind.W: weights,
         }
         found += by_kind[kind] * (plans.kinds[:, stage % ranks] == position)
+    if kind is ActionKind.F:
+        found += coming * outputs[first] + leaving * outputs[stop]
+    if kind in {ActionKind.B, ActionKind.I}:
+        found += leaving * gradients[first] + coming * gradients[stop]
     return found
 
 

@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
     pipe, losses = train(Plan.load(folder / "plan.json"))
     table = pipe.measured()
     sent = {row.what: row.measured for row in table.itertuples() if str(row.what).startswith("send_")}
-    link = fit_link(SIZES_BYTES, ping_pong(HERE, SIZES_BYTES, rounds=5))
+    link = fit_link(SIZES_BYTES, [lap.transfer_s for lap in ping_pong(HERE, SIZES_BYTES, rounds=5)])
     result = {"losses": losses, "sent_s": sent, "latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
     (folder / f"result-{dist.get_rank()}.json").write_text(json.dumps(result))
 

@@ -11,7 +11,7 @@ from profiler.device import Device, Link
 from profiler.errors import InfeasibleError
 from profiler.record import Profile
 from tests.benchmarks.exhaustive import best_of_all
-from tests.planner.made_up import build_profile
+from tests.planner.made_up import build_profile, copied_of, copying
 
 CLOSE = 1e-9
 MOST_LAYERS, MOST_DEVICES, MOST_MICRO_BATCHES = 9, 4, 8
@@ -88,7 +88,12 @@ def _problem(random: Any) -> tuple[Profile, list[Device]]:
         ],
         buffers=random.integers(0, 5, layers).tolist(),
         optimizer=(float(random.choice([0, 1 / 64])), float(random.choice([0, 1, 2]))),
-        links=(Link(latency_s=int(random.integers(0, 8)) / 16, bytes_per_s=float(random.choice([8, 64, 1024]))),),
+        links=(
+            copying(
+                Link(latency_s=int(random.integers(0, 8)) / 16, bytes_per_s=float(random.choice([8, 64, 1024]))),
+                copied_of(int(size_bytes.sum())),
+            ),
+        ),
         input_bytes=int(random.integers(0, 4)),
         reserve_bytes=int(random.integers(0, 10)),
     )

@@ -14,7 +14,7 @@ from planner.solve import cut_climb
 from profiler import Device, Profile
 from profiler.device import Link
 from profiler.errors import InfeasibleError
-from tests.planner.made_up import build_profile
+from tests.planner.made_up import build_profile, copied_of, copying
 
 PROBLEMS = 600
 ALL_CUTS = 10**6
@@ -36,9 +36,10 @@ def profile_of(chance: random.Random, layers: int) -> Profile:
         output = chance.randint(1, 20)
         rows.append([forward_s, forward_s, backward_s, chance.randint(0, 40), chance.randint(0, 10), output, output])
     rows[-1][5:] = [0, 0]
+    link = Link(latency_s=chance.choice([0.0, 0.05, 0.2]), bytes_per_s=chance.choice([1e9, 100.0]))
     return build_profile(
         {("a", size): [[value * size for value in row] for row in rows] for size in (1, 2)},
-        links=(Link(latency_s=chance.choice([0.0, 0.05, 0.2]), bytes_per_s=chance.choice([1e9, 100.0])),),
+        links=(copying(link, copied_of(int(sum(row[5] for row in rows)))),),
         reserve_bytes=10,
         parameters=[(chance.randint(0, 60), True) for _ in range(layers)],
         readers=[(layer,) for layer in range(layers)],

@@ -27,7 +27,7 @@ from profiler.errors import InfeasibleError
 from tests.benchmarks.exhaustive_orders import any_below
 from tests.benchmarks.exhaustive_plans import Asked, least_s, step_s
 from tests.benchmarks.kept_rows import kept
-from tests.planner.made_up import build_profile
+from tests.planner.made_up import build_profile, copied_of, copying
 
 pytestmark = pytest.mark.benchmark
 PROBLEMS = 500
@@ -41,7 +41,7 @@ MOST_UNDECIDED = 0.25
 """Part of the problems that may be too many orders for the search [chosen]."""
 
 
-def profile_of(chance: random.Random, layers: int, kinds: tuple[str, ...]) -> Profile:
+def profile_of(chance: random.Random, layers: int, kinds: tuple[str, ...], *, copies: bool = True) -> Profile:
     """Unlike layers, or equal ones, with messages, parameters, what they keep and what waits for their gradients."""
     equal = chance.random() < 0.25
     rows = []
@@ -53,13 +53,14 @@ def profile_of(chance: random.Random, layers: int, kinds: tuple[str, ...]) -> Pr
         rows.append([forward_s, again_s, backward_s, chance.randint(0, 40), chance.randint(0, 10), output, output])
     rows[-1][5:] = [0, 0]
     speed = {kind: chance.uniform(0.5, 1.5) if number else 1.0 for number, kind in enumerate(kinds)}
+    link = Link(latency_s=chance.choice([0.0, 0.05, 0.3]), bytes_per_s=chance.choice([1e9, 100.0, 20.0]))
     return build_profile(
         {
             (kind, size): [[*(v * speed[kind] * size for v in row[:3]), *(v * size for v in row[3:])] for row in rows]
             for kind in kinds
             for size in (1, 2)
         },
-        links=(Link(latency_s=chance.choice([0.0, 0.05, 0.3]), bytes_per_s=chance.choice([1e9, 100.0, 20.0])),),
+        links=(copying(link, copied_of(int(sum(row[5] for row in rows))) if copies else (0.0, 0.0)),),
         reserve_bytes=10,
         parameters=[(chance.randint(0, 60), chance.random() < 0.9) for _ in range(layers)],
         readers=[(layer,) for layer in range(layers)],
@@ -68,14 +69,19 @@ def profile_of(chance: random.Random, layers: int, kinds: tuple[str, ...]) -> Pr
     )
 
 
-def drawn(schedule: str, seed: int, *, small: bool) -> tuple[Profile, list[Device], dict[str, Any]]:
-    """A problem: profile, devices and settings; memory binds in half of them, on unlike devices in unlike ways."""
+def drawn(
+    schedule: str, seed: int, *, small: bool, copies: bool = True
+) -> tuple[Profile, list[Device], dict[str, Any]]:
+    """A problem: profile, devices and settings; memory binds in half of them, on unlike devices in unlike ways.
+
+    In three of five the ends of messages copy them, unless they must not.
+    """
     chance = random.Random(seed)
     chunks = chance.randint(2, MOST_CHUNKS) if SCHEDULES[schedule].most_chunks > 1 else 1
     fewest = 2 * chunks if chunks > 1 else 2
     layers = chance.randint(fewest, 7 if small else MOST_LAYERS)
     kinds = ("a", "b") if chance.random() < 0.4 else ("a",)
-    profile = profile_of(chance, layers, kinds)
+    profile = profile_of(chance, layers, kinds, copies=copies)
     number = chance.randint(2, 3 if small else MOST_DEVICES)
     devices = [Device(name="a", kind=chance.choice(kinds), memory_bytes=ROOMY) for _ in range(number)]
     count = chance.randint(2, 5 if small else MOST_COUNT)

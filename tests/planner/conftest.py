@@ -15,7 +15,7 @@ from planner.plan.simulator import Durations, simulate
 from profiler.device import Device, Link
 from profiler.record import Profile
 from profiler.skip_value import SkipValue
-from tests.planner.made_up import FIELDS, build_profile
+from tests.planner.made_up import COPIED, FIELDS, build_profile, copying
 
 
 @st.composite
@@ -47,7 +47,12 @@ def small_profiles(
         readers=[draw(reads) for _ in range(layers)],
         buffers=[draw(st.integers(0, 5)) for _ in range(layers)],
         optimizer=(draw(st.sampled_from([0.0, 1 / 64])), draw(st.sampled_from([0.0, 1.0, 2.0]))),
-        links=(Link(latency_s=draw(seconds), bytes_per_s=draw(st.sampled_from([8.0, 64.0]))),),
+        links=(
+            copying(
+                Link(latency_s=draw(seconds), bytes_per_s=draw(st.sampled_from([8.0, 64.0]))),
+                draw(st.sampled_from(COPIED)),
+            ),
+        ),
         input_bytes=draw(st.integers(0, 3)),
         reserve_bytes=draw(st.integers(0, 10)),
     )
@@ -203,6 +208,37 @@ class Oracle:
 
         whole = [[span] for span in ranges]
         back, inside = sums("backward_s", whole), sums("recompute_s", [segments[:-1] for segments in chosen])
+        link = self.profile.links[0]
+        under_way = 1 - link.sender_share - link.receiver_share
+        outputs = [[self._send("output_bytes", stop - 1, s, ranges) for s in sizes] for _, stop in ranges]
+        gradients = [[self._send("output_gradient_bytes", first - 1, s, ranges) for s in sizes] for first, _ in ranges]
+        hops = {
+            ends: [
+                [self._link_s(sum(self._value_bytes(value, s) for value in values)) for s in sizes],
+                [
+                    self._link_s(sum(self._value_bytes(value, s) for value in values if value.has_gradient))
+                    for s in sizes
+                ],
+            ]
+            for ends, values in self._hops(ranges).items()
+        }
+        # of every stage and micro-batch what it copies forward and backward: what comes in, and what goes out
+        copied = [[[0.0] * len(sizes) for _ in ranges] for _ in range(2)]
+        sent: list[Any] = [(k, k + 1, outputs[k], gradients[k + 1]) for k in range(len(ranges) - 1)]
+        sent += [(*ends, *messages) for ends, messages in hops.items()]
+        for sender, receiver, there, back_there in sent:
+            for batch in range(len(sizes)):
+                copied[0][sender][batch] += link.sender_share * there[batch]
+                copied[0][receiver][batch] += link.receiver_share * there[batch]
+                copied[1][receiver][batch] += link.sender_share * back_there[batch]
+                copied[1][sender][batch] += link.receiver_share * back_there[batch]
+
+        def added(*tables: Any) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(*tables, strict=True))
+
+        def rest(rows: Any) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(under_way * one for one in row) for row in rows)
+
         return simulate(
             make_schedule(
                 schedule,
@@ -212,26 +248,12 @@ class Oracle:
                 skips=sorted(self._hops(ranges)),
             ),
             Durations(
-                forward_s=sums("forward_s", whole),
+                forward_s=added(sums("forward_s", whole), copied[0]),
                 recompute_s=sums("recompute_s", [segments[-1:] for segments in chosen]),
-                backward_s=tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(back, inside, strict=True)),
-                send_forward_s=tuple(
-                    tuple(self._send("output_bytes", stop - 1, s, ranges) for s in sizes) for _, stop in ranges
-                ),
-                send_backward_s=tuple(
-                    tuple(self._send("output_gradient_bytes", first - 1, s, ranges) for s in sizes)
-                    for first, _ in ranges
-                ),
-                skips={
-                    ends: (
-                        tuple(self._link_s(sum(self._value_bytes(value, s) for value in values)) for s in sizes),
-                        tuple(
-                            self._link_s(sum(self._value_bytes(value, s) for value in values if value.has_gradient))
-                            for s in sizes
-                        ),
-                    )
-                    for ends, values in self._hops(ranges).items()
-                },
+                backward_s=added(back, inside, copied[1]),
+                send_forward_s=rest(outputs),
+                send_backward_s=rest(gradients),
+                skips={ends: (rest(messages)[0], rest(messages)[1]) for ends, messages in hops.items()},
             ),
         ).makespan_s
 

@@ -87,6 +87,20 @@ def build_profile(
     )
 
 
+COPIED = ((0.0, 0.0), (0.0, 0.0), (0.375, 0.25), (0.5, 0.0), (0.125, 0.75))
+"""Shares of a message's seconds that its ends copy: many links leave them nothing to copy."""
+
+
+def copying(link: Link, copied: tuple[float, float]) -> Link:
+    """A link whose ends copy these shares."""
+    return link.model_copy(update={"sender_share": copied[0], "receiver_share": copied[1]})
+
+
+def copied_of(number: int) -> tuple[float, float]:
+    """Some of `COPIED` for a number that was drawn for something else."""
+    return COPIED[number % len(COPIED)]
+
+
 @cache
 def most_held(schedule: ScheduleName, number: int, micro_batches: int) -> int:
     """Most micro-batches that a stage has under way, counted in its list of actions; its number is from the end."""

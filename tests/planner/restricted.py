@@ -15,7 +15,7 @@ from planner.solve import limits, segment_choices
 from profiler.device import Cluster, Device, Link
 from profiler.errors import InfeasibleError
 from profiler.record import Profile
-from tests.planner.made_up import build_profile
+from tests.planner.made_up import COPIED, build_profile, copying
 
 CLOSE = 1e-8
 SIZES = (1, 5, 14)
@@ -94,7 +94,12 @@ def problems(
         parameters=[(pick.randint(0, 60), pick.random() < 0.8) for _ in range(parameters)],
         readers=[sorted({pick.randrange(parameters)}) for _ in range(layers)],
         optimizer=(pick.choice([0.0, 1 / 64]), pick.choice([0.0, 2.0])),
-        links=(Link(latency_s=pick.randint(0, 8) / 16, bytes_per_s=pick.choice([8.0, 64.0, 1024.0])),),
+        links=(
+            copying(
+                Link(latency_s=pick.randint(0, 8) / 16, bytes_per_s=pick.choice([8.0, 64.0, 1024.0])),
+                pick.choice(COPIED),
+            ),
+        ),
         input_bytes=pick.randint(0, 3),
         reserve_bytes=pick.randint(0, 10),
         weights=[(pick.uniform(0, 0.6), pick.uniform(0, 1.2)) for _ in range(layers)],
@@ -111,7 +116,9 @@ def problems(
         for _ in range(draw(st.integers(2, most_devices)))
     )
     per_stage = draw(st.sampled_from([1, 1, 2, 4]))
-    far = Link(latency_s=pick.randint(0, 16) / 16, bytes_per_s=pick.choice([4.0, 16.0, 64.0]))
+    far = copying(
+        Link(latency_s=pick.randint(0, 16) / 16, bytes_per_s=pick.choice([4.0, 16.0, 64.0])), pick.choice(COPIED)
+    )
     cluster = Cluster(devices=devices)
     if hosts:
         per_host = draw(st.integers(1, max(1, len(devices) - 1)))

@@ -14,7 +14,7 @@ from planner.plan.simulator import Durations, simulate
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError
 from profiler.record import Profile
-from tests.planner.made_up import build_profile
+from tests.planner.made_up import build_profile, copied_of, copying
 
 CLOSE = 1e-9
 WITHIN = 0.01
@@ -69,21 +69,19 @@ def best_s(profile: Profile, given: Cluster, batch: int, count: int, schedule: A
             def sent(way: Link, size_bytes: float) -> float:
                 return way.latency_s + size_bytes / way.bytes_per_s if size_bytes else 0.0
 
-            durations = Durations(
-                forward_s=each([size * sum(cost.forward_s for cost in part) for part in parts]),
-                recompute_s=each([0.0] * stages),
-                backward_s=each([size * sum(cost.backward_s for cost in part) for part in parts]),
-                send_forward_s=each(
-                    [*(sent(way, size * part[-1].output_bytes) for way, part in zip(pairs, parts, strict=False)), 0.0]
-                ),
-                send_backward_s=each(
-                    [0.0]
-                    + [
-                        sent(way, size * part[-1].output_gradient_bytes)
-                        for way, part in zip(pairs, parts, strict=False)
-                    ]
-                ),
-            )
+            forward = [size * sum(cost.forward_s for cost in part) for part in parts]
+            backward = [size * sum(cost.backward_s for cost in part) for part in parts]
+            there, back = [0.0] * stages, [0.0] * stages
+            for k, way in enumerate(pairs):
+                output_s = sent(way, size * parts[k][-1].output_bytes)
+                gradient_s = sent(way, size * parts[k][-1].output_gradient_bytes)
+                forward[k] += way.sender_share * output_s
+                forward[k + 1] += way.receiver_share * output_s
+                backward[k + 1] += way.sender_share * gradient_s
+                backward[k] += way.receiver_share * gradient_s
+                under_way = 1 - way.sender_share - way.receiver_share
+                there[k], back[k + 1] = under_way * output_s, under_way * gradient_s
+            durations = Durations(*map(each, (forward, [0.0] * stages, backward, there, back)))
             order = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages)
             ends = []
             for k, (first, stop) in enumerate(pairwise(edges)):
@@ -108,6 +106,7 @@ def compared(seed: int) -> float:
     fast = Link(latency_s=int(random.integers(0, 4)) / 64, bytes_per_s=float(random.choice([64, 1024])))
     slow = Link(latency_s=int(random.integers(0, 16)) / 16, bytes_per_s=float(random.choice([4, 16, 64])))
     schedule = str(random.choice(["gpipe", "1f1b"]))
+    fast, slow = copying(fast, copied_of(seed)), copying(slow, copied_of(seed // 7))
     profile, given_ = made_up(random, layers, batch), cluster(devices, per_host, fast, slow)
     plan = plan_from_profile(
         profile, given_, batch_size=batch, micro_batches=count, micro_batches_per_stage=1, recompute="never",

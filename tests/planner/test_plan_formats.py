@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from planner.plan.actions import ActionKind
 from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan
 from planner.plan.plan_schema import PARTS
-from planner.plan.simulator import simulate_plan
+from planner.plan.simulator import Durations, simulate_plan
 from planner.plan.stage import Segment
 from profiler.errors import PlanFileError
 from profiler.sample_spec import ConstantLeaf, TensorLeaf
@@ -128,6 +128,23 @@ def _first(plan: Plan) -> None:
     assert plan.prediction.doubt is None
 
 
+def _copies(plan: Plan) -> None:
+    """The ends of messages copy half and a quarter of their seconds, also of what skips a stage."""
+    assert [stage.copied for stage in plan.stages] == [(0.5, 0.25), (0.5, 0.25), (0.0, 0.0)]
+    assert plan.skips[0].copied == (0.5, 0.25)
+    message_s, skipping_s = plan.stages[0].times_at(1).send_forward_s, plan.skips[0].times_at(1).send_forward_s
+    assert (message_s, skipping_s) == (0.01, 0.5)
+    durations = Durations.of(plan)
+    assert [row[0] for row in durations.forward_s] == pytest.approx(
+        [1 + (message_s + skipping_s) / 2, 2 + message_s / 2 + message_s / 4, 1 + (message_s + skipping_s) / 4]
+    )
+    assert [row[0] for row in durations.backward_s] == pytest.approx(
+        [2 + (message_s + skipping_s) / 4, 4 + message_s / 2 + message_s / 4, 2 + (message_s + skipping_s) / 2]
+    )
+    assert [row[0] for row in durations.send_forward_s] == pytest.approx([message_s / 4, message_s / 4, 0])
+    assert [row[0] for row in durations.skips[0, 2]] == pytest.approx([skipping_s / 4] * 2)
+
+
 MEANINGS: dict[str, Callable[[Plan], None]] = {
     "plan-1": _version_1,
     "plan-2": _first,
@@ -139,6 +156,7 @@ MEANINGS: dict[str, Callable[[Plan], None]] = {
     "plan-2-shared-optimizer": _shared_optimizer,
     "plan-2-unused": _unused,
     "plan-2-sample": _sample,
+    "plan-2-copies": _copies,
 }
 
 

@@ -20,10 +20,12 @@ from profiler.machine.links import (
     SLOTS_AT_LEAST,
     SLOTS_BYTES,
     WORST_LINE,
+    Lap,
     _between_ends,
     fit_link,
     measure_link,
     rounds_of,
+    shares_copied,
 )
 from profiler.machine.local import local_devices
 
@@ -111,6 +113,36 @@ def test_two_workers_measure_their_link() -> None:
     link = measure_link(local_devices(["cpu", "cpu"]))
     assert link.bytes_per_s > 1e6
     assert link.latency_s < 1.0
+    assert link.sender_share > 0.01  # they copy what they say to each other
+    assert link.receiver_share > 0.01
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=9))
+def test_shares_that_ends_copy_are_medians_and_leave_something_to_the_link(
+    laps: list[tuple[float, float, float]],
+) -> None:
+    link = Link(latency_s=0.0, bytes_per_s=1.0)
+    shares = shares_copied([Lap(whole_s, whole_s * out, whole_s * into) for whole_s, out, into in laps])
+    sender, receiver = (median(lap[place] for lap in laps) for place in (1, 2))
+    less = min(1.0, 0.95 / max(1e-9, sender + receiver))
+    assert shares == pytest.approx({"sender_share": sender * less, "receiver_share": receiver * less})
+    copying = Link.model_validate({**link.model_dump(), **shares})
+    assert Link.model_validate_json(copying.to_json()) == copying
+    assert copying.slowed(2.0).copied == copying.copied
+
+
+def test_a_link_without_copies_is_written_as_before() -> None:
+    assert (
+        Link(latency_s=0.0, bytes_per_s=1.0).to_json()
+        == '{\n "bytes_per_s": 1.0,\n "error": 0.0,\n "latency_s": 0.0\n}\n'
+    )
+
+
+def test_ends_do_not_copy_for_all_of_a_message_s_seconds() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"sender_share is 0\.5 and receiver_share 0\.5; both together are less than 1"
+    ):
+        Link(latency_s=0.0, bytes_per_s=1.0, sender_share=0.5, receiver_share=0.5)
 
 
 def test_a_cuda_device_has_no_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,10 @@ from planner.plan.simulator import simulate_plan
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balance import evaluate_s
 from planner.solve.build_plan import make_plan
+from planner.solve.chunk_plans import ChunkPlans
+from planner.solve.chunk_search import candidates
+from planner.solve.cut_bound import CutBound
+from planner.solve.deadline import Deadline
 from profiler.device import Link
 from profiler.errors import PlanFileError
 from tests.benchmarks.test_exhaustive_schedules import against_all_orders, against_all_plans, drawn
@@ -72,6 +78,21 @@ def test_shares_that_leave_the_link_nothing_are_refused(device: Any) -> None:
     text = plan.to_json().replace("0.25\n", "0.5\n")
     with pytest.raises(PlanFileError, match=r"copied is \[0.5, 0.5\]; both shares together are less than 1"):
         type(plan).parse_json(text, source="here", error=PlanFileError)
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_short_messages_are_copied_faster_also_where_layers_take_as_long(device: Any, count: int) -> None:
+    """The bound knows of small micro-batches what part of a large one they take at least, layers and copies alike."""
+    rows = {("a", size): [(1, 1, 2, 0, 0, 8 * size, 8 * size)] * 5 + [(1, 1, 2, 0, 0, 0, 0)] for size in (1, 2)}
+    profile = build_profile(rows, links=(ENDS,))
+    asked: Any = {"micro_batches": count, "micro_batches_per_stage": 1, "schedule": "interleaved", "chunks": 2}
+    problem = make_problem(profile, [device(), device()], batch_size=count + 1, optimizer=None, settings=asked)
+    (candidate,) = candidates(problem)
+    plans = ChunkPlans(problem, candidate)
+    least = min(plans.step_s((*inner, 6), (0, 0)) for inner in combinations(range(1, 6), plans.stages - 1))
+    bound = CutBound(plans)
+    assert bound.tightened(60, Deadline(None)) <= least * (1 + ROUNDING)
+    assert bound.halved(1_000, Deadline(None), np.inf) <= least * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-lean", "zb-h1", "zb"])

@@ -51,7 +51,15 @@ def work_bound_s(problem: Problem, candidate: Candidate) -> float:
 
 def least_s(problem: Problem) -> float:
     """What no plan is below, of any schedule, R and M that there are; infinite where there is none."""
-    return min((work_bound_s(problem, candidate) for candidate in problem.candidates()), default=np.inf)
+    least = np.inf
+    of_others: dict[tuple[int, int, bool, Objective], WorkBound] = {}
+    for candidate in problem.candidates():
+        record = SCHEDULES[candidate.schedule]
+        alike = candidate.replicas, candidate.split.count, record.splits_backward, record.objective
+        bound = of_others[alike] = of_others.get(alike) or work_bound(problem, candidate)
+        if bound.step_s() < least:
+            least = min(least, bound.step_s(pooled_recompute_s(problem, candidate)))
+    return least
 
 
 def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:

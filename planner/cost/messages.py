@@ -99,8 +99,18 @@ class Message:
         posted = self._ahead(receives_ahead(self.distance), np.minimum(*self.gradients), most)
         sent = self._ahead(SENDS_AHEAD, np.minimum(*self.outputs), most)
         on_the_way = np.minimum(posted + 1, count) * gradients + sent * outputs
-        in_slots = self._slots(outputs, most) + outputs + gradients  # one is copied into its slot, and one read
-        return self._by_carrier(on_the_way, in_slots)
+        return self._by_carrier(on_the_way, self._slots(outputs, most) + self.at_hand(sender=True))
+
+    def at_hand(self, *, sender: bool) -> Floats:
+        """Of the bytes under way at an end in shared memory, those that are there while that stage computes alone.
+
+        One message is copied into its slot and, at the stage that sends outputs, one gradient is read.
+
+        Args:
+            sender: whether it is that stage.
+        """
+        outputs, gradients = (np.maximum(*both) for both in (self.outputs, self.gradients))
+        return outputs + gradients if sender else gradients
 
     def at_receiver(
         self, most: int, micro_batches: MicroBatches, flying: int | Indices, *, keeps_all: bool = False
@@ -118,7 +128,7 @@ class Message:
         """
         gradients = np.maximum(*self.gradients)
         on_the_way = self._ahead(SENDS_AHEAD, np.minimum(*self.gradients), most) * gradients
-        in_slots = self._slots(gradients, most) + gradients  # one is copied into its slot
+        in_slots = self._slots(gradients, most) + self.at_hand(sender=False)
         if not keeps_all:
             large, small = self.outputs
             posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small), most)

@@ -72,9 +72,11 @@ class StageMoments:
 
     Attributes:
         classes: by field of `StageMemory`, one number for all moments or one for each.
+        at_hand: of messages under way those bytes that are there while the stage computes.
     """
 
     classes: Mapping[str, Floats]
+    at_hand: float = 0.0
 
     @property
     def totals(self) -> Floats:
@@ -84,7 +86,7 @@ class StageMoments:
     @property
     def passing(self) -> Floats:
         """The part of them that is there while the stage computes."""
-        return self.classes["transient"]
+        return self.classes["transient"] + self.at_hand
 
     @property
     def largest(self) -> StageMemory:
@@ -101,8 +103,11 @@ def together(chunks: Sequence[StageMoments], computing: Sequence[int]) -> StageM
         computing: which chunk that is, at each.
     """
     classes = {name: np.array(sum(chunk.classes[name] for chunk in chunks)) for name in StageMemory.model_fields}
-    passing = [np.broadcast_to(chunk.passing, len(computing)) for chunk in chunks]
-    return StageMoments({**classes, "transient": np.array([passing[chunk][at] for at, chunk in enumerate(computing)])})
+    transient = [np.broadcast_to(chunk.classes["transient"], len(computing)) for chunk in chunks]
+    classes["transient"] = np.array([transient[chunk][at] for at, chunk in enumerate(computing)])
+    at_hand = np.array([chunk.at_hand for chunk in chunks])
+    classes["receive_buffers"] = classes["receive_buffers"] - at_hand.sum() + at_hand[list(computing)]
+    return StageMoments(classes)
 
 
 def stage_memory(
@@ -180,7 +185,7 @@ def stage_moments(
             found["gradients"] = found["gradients"] + end_bytes
         else:
             found["transient"] = found["transient"] + np.maximum(0.0, end_bytes - passing)
-    return StageMoments(found)
+    return StageMoments(found, stage.at_hand())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,6 +215,13 @@ class _Stage:
             return counted
         of_places: Floats = counted[:, self._places(row.of)].sum(axis=1)
         return of_places
+
+    def at_hand(self) -> float:
+        """Of what the rows count for messages under way, the bytes that are there while it computes."""
+        ends = ((Of.FIRST_BOUNDARY, False), (Of.LAST_BOUNDARY, True))
+        messages = [(message, sender) for of, sender in ends for message in self._messages(of)]
+        shared = [one.at_hand(sender=sender) for one, sender in messages if one.carrier is Carrier.SLOTS]
+        return float(sum(shared))
 
     def _places(self, of: Of) -> list[int]:
         """The layers, or the layers before the boundaries, of which a row is."""

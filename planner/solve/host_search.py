@@ -10,13 +10,16 @@ which K and R they have:
 
 From the plans of both far ones each cut in turn is moved to where the simulator, which knows each boundary's own link,
 finds the step shortest. The same is done for each K and R of a few more, since how many boundaries leave a host depends
-on these. The fastest plan that fits is taken; its bound is the smaller one of near and far.
+on these. Where devices are left over, which stage is the last one on a host also depends on how many of them are those
+at the front, and the same plans are tried on later ones. The fastest plan that fits is taken; its bound is the smaller
+one of near and far.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product, takewhile
@@ -25,6 +28,7 @@ import numpy as np
 
 from planner.cost.hosts import Hosts
 from planner.plan.plan import Plan
+from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
 from planner.rules import FREE
 from planner.search_watch import besides, others_follow
@@ -32,6 +36,7 @@ from planner.solve import skip_search
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balance import Balance, evaluate_s
 from planner.solve.deadline import Deadline
+from planner.solve.order_start import with_own_orders
 from planner.solve.problem import Problem
 from planner.solve.work_bound import least_s
 from profiler.device import Link
@@ -96,7 +101,8 @@ def _with_own_links(
     def look_near(starts: Sequence[Balance]) -> None:
         """First with cuts for their own links; when time is up, at what may be the best: to make one takes seconds."""
         nonlocal best
-        for start in (*(with_moved_cuts(problem, one, deadline) for one in starts), *starts):
+        moved = [with_moved_cuts(problem, one, deadline) for one in starts]
+        for start in (*moved, *_with_made_orders(problem, moved, deadline), *starts):
             if start not in plans and not (deadline.over and start.step_s >= _step_s(best)):
                 plans[start] = improver.nearest(start)
                 best = min(best, plans[start], key=_step_s)
@@ -112,7 +118,44 @@ def _with_own_links(
         if best is not None and (deadline.over or _step_s(best) <= lower_bound_s * (1 + skip_search.CLOSE_ENOUGH)):
             break
         best = min(best, improver.better(start, dispensable=best is not None), key=_step_s)
+    for later in _on_later_devices(problem):
+        improver = skip_search.CutImprover(later, skip_search.values_of(later), lower_bound_s, deadline)
+        moved = [with_moved_cuts(later, start, deadline) for start in plans if _has_devices(later, start)]
+        for start in (*moved, *_with_made_orders(later, moved, deadline)):
+            if deadline.over or _step_s(best) <= lower_bound_s:
+                return best
+            if evaluate_s(later, start.candidate, start.stages, start.orders) < _step_s(best):
+                best = min(best, improver.nearest(start), key=_step_s)
     return best
+
+
+def _with_made_orders(problem: Problem, plans: Sequence[Balance], deadline: Deadline) -> Iterator[Balance]:
+    """The plans of one stage a rank with orders that are made for their own links, of each schedule that makes them."""
+    made = [name for name in problem.settings.schedules if SCHEDULES[name].made_for_plan]
+    for plan, name in product(plans, made):
+        if not deadline.over and plan.candidate.ring.chunks == 1 and len(plan.stages) > 1:
+            moved = with_moved_cuts(problem, replace(plan, orders=()), deadline) if plan.orders else plan
+            found = with_own_orders(problem, moved, name, deadline)
+            if found is not None:
+                yield found
+
+
+def _on_later_devices(problem: Problem) -> Iterator[Problem]:
+    """The problem without the first device, without the first two, and so on to the last one of the first host."""
+    assert problem.hosts is not None
+    if (problem.rules.pinned != FREE).any():
+        return
+    for first in range(1, min(problem.hosts.devices_per_host, len(problem.devices))):
+        left = tuple(
+            replace(one, members=tuple(member for member in one.members if member >= first)) for one in problem.classes
+        )
+        yield replace(problem, classes=left)
+
+
+def _has_devices(problem: Problem, found: Balance) -> bool:
+    """Whether there are enough of each class for all stages and replicas."""
+    used = Counter(stage.device_class for stage in found.stages)
+    return all(used[place] <= one.capacity(found.candidate.replicas) for place, one in enumerate(problem.classes))
 
 
 def with_moved_cuts(problem: Problem, found: Balance, deadline: Deadline) -> Balance:

@@ -42,7 +42,17 @@ def made_up(random: Any, layers: int, batch: int) -> Profile:
 
 
 def best_s(profile: Profile, given: Cluster, batch: int, count: int, schedule: Any, replicas: int) -> float:
-    """The fastest of all cuts: every replica on devices that follow each other, every message by its own pair."""
+    """The fastest of all cuts: on devices that follow each other, from any one on, every message by its own pair."""
+    return min(
+        best_from_s(skipped, profile, given, batch, count, schedule, replicas)
+        for skipped in range(len(given.devices) + 1 - replicas)
+    )
+
+
+def best_from_s(
+    skipped: int, profile: Profile, given: Cluster, batch: int, count: int, schedule: Any, replicas: int
+) -> float:
+    """The same without so many devices at the front."""
     assert given.link is not None
     assert given.between is not None
     assert given.devices_per_host is not None
@@ -51,13 +61,13 @@ def best_s(profile: Profile, given: Cluster, batch: int, count: int, schedule: A
     costs = [cost for cost in profile.costs if cost.micro_batch_size == 1]
 
     def link(devices: list[tuple[int, ...]]) -> Link:
-        far = any(len({device // per_host for device in group}) > 1 for group in devices)
+        far = any(len({(skipped + device) // per_host for device in group}) > 1 for group in devices)
         assert given.link is not None
         assert given.between is not None
         return given.between if far else given.link
 
     found = np.inf
-    for stages in range(1, min(len(given.devices) // replicas, layers, count) + 1):
+    for stages in range(1, min((len(given.devices) - skipped) // replicas, layers, count) + 1):
         pairs = [link([(r * stages + k, r * stages + k + 1) for r in range(replicas)]) for k in range(stages - 1)]
         for cuts in combinations(range(1, layers), stages - 1):
             edges = (0, *cuts, layers)
@@ -160,6 +170,15 @@ def test_the_cut_where_few_bytes_cross_lies_between_hosts() -> None:
     asked: Any = {"batch_size": 8, "micro_batches": 8, "micro_batches_per_stage": 1, "recompute": "never"}
     plan = plan_from_profile(profile, cluster(4, 2, FAST_LINK, SLOW_LINK), stages=4, schedule="1f1b", **asked)
     assert plan.stages[1].stop_layer == 4
+    sent = [stage.times[0].send_forward_s for stage in plan.stages]
+    assert sent == [40 / 1024, 0.5 + 1 / 8, 40 / 1024, 0.0]
+
+
+def test_what_is_left_over_is_at_the_front_where_that_moves_the_border_of_hosts() -> None:
+    """On hosts of 3 and 2 devices four stages had three of them on the first; one device less was a faster plan."""
+    profile = even([40, 1, 40, 0])
+    asked: Any = {"batch_size": 4, "micro_batches": 4, "micro_batches_per_stage": 1, "recompute": "never"}
+    plan = plan_from_profile(profile, cluster(5, 3, FAST_LINK, SLOW_LINK), stages=4, schedule="1f1b", **asked)
     sent = [stage.times[0].send_forward_s for stage in plan.stages]
     assert sent == [40 / 1024, 0.5 + 1 / 8, 40 / 1024, 0.0]
 

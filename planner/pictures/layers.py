@@ -141,7 +141,8 @@ def plot_balance(plan: Plan, ax: Axes | None = None) -> Axes:
     axes.axhline(mean, color=ink(axes), linestyle="--", label="mean")
     for row in rows if plan.ranks <= MOST_BUSY_TEXTS else ():
         place = max(bottom[row], mean)  # above the line, which would strike the text through
-        axes.text(row, place, f"{bottom[row] / mean - 1:+.0%}", ha="center", va="bottom", fontsize=8)
+        apart = round(100 * (bottom[row] / mean - 1)) or 0  # no "-0%"
+        axes.text(row, place, f"{apart:+d}%" if apart else "0%", ha="center", va="bottom", fontsize=8)
     slowest = max(rows, key=lambda row: bottom[row])
     axes.set_xticks([*some(plan.ranks)])
     axes.set_xlabel(row_kind(plan))

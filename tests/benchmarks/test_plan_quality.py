@@ -262,7 +262,7 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> None:
     axes.set_yticks(range(len(results)), list(results))
     axes.set_xlabel("measured step over the fastest measured one")
     axes.xaxis.set_major_formatter("{x:+.0%}")
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)  # no mark is under it
     figure.savefig(HERE / "measured_regret.png", dpi=90, bbox_inches="tight")
     pyplot.close(figure)
     figure, axes = pyplot.subplots(figsize=(5, 5))

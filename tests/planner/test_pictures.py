@@ -248,6 +248,19 @@ def test_balance_names_the_slowest(plan: Plan, axes: Axes) -> None:
     assert axes.get_title().startswith("balance: stage 2 takes 1.4")
 
 
+def test_a_stage_at_the_mean_is_no_less_than_it(plan: Plan, axes: Axes) -> None:
+    """A stage just below the mean was labelled -0%."""
+    times = plan.stages[0].times[0]
+    less = times.model_copy(update={"forward_s": 0.9999 * times.forward_s})
+    first, *others = plan.stages
+    stages = [
+        first.model_copy(update={"times": (less,)}),
+        *(one.model_copy(update={"times": (times,)}) for one in others),
+    ]
+    plot_balance(plan.model_copy(update={"stages": tuple(stages)}), axes)
+    assert {text.get_text() for text in axes.texts} == {"0%"}
+
+
 @pytest.fixture
 def frame() -> pandas.DataFrame:
     rows = [(4.0, 10, 1), (2.0, 30, 2), (3.0, 40, 4), (1.0, 50, 8), (float("nan"), float("nan"), 0)]

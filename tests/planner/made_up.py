@@ -87,7 +87,7 @@ def build_profile(
     )
 
 
-COPIED = ((0.0, 0.0), (0.0, 0.0), (0.375, 0.25), (0.5, 0.0), (0.125, 0.75))
+COPIED = ((0.0, 0.0), (0.0, 0.0), (0.375, 0.25), (0.5, 0.0), (0.125, 0.75), (0.0625, 0.125))
 """Shares of a message's seconds that its ends copy: many links leave them nothing to copy."""
 
 

@@ -1,5 +1,6 @@
 """Messages that their ends copy: what it costs them, and plans against all that there are, priced by themselves."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from planner import plan_from_profile
 from planner.from_profile import make_problem
-from planner.plan.simulator import simulate_plan
+from planner.plan.simulator import Durations, simulate_plan
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balance import evaluate_s
 from planner.solve.build_plan import make_plan
@@ -20,6 +21,7 @@ from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.chunk_search import candidates
 from planner.solve.cut_bound import CutBound
 from planner.solve.deadline import Deadline
+from planner.solve.work_bound import work_bound_s
 from profiler.device import Link
 from profiler.errors import PlanFileError
 from tests.benchmarks.test_exhaustive_schedules import against_all_orders, against_all_plans, drawn
@@ -93,6 +95,31 @@ def test_short_messages_are_copied_faster_also_where_layers_take_as_long(device:
     bound = CutBound(plans)
     assert bound.tightened(60, Deadline(None)) <= least * (1 + ROUNDING)
     assert bound.halved(1_000, Deadline(None), np.inf) <= least * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_cuts_are_the_best_where_messages_take_as_long_as_stages(oracle: Any, device: Any, schedule: str) -> None:
+    """Three stages must be: then links may be what limits a step, by what messages are under way."""
+    by_links = 0
+    for seed in range(40):
+        chance = random.Random(seed)
+        rows = [(s := chance.choice([0.25, 0.5, 1.0]), s, 2 * s, 0, 0, b := chance.randint(8, 60), b) for _ in range(6)]
+        rows[-1] = (*rows[-1][:5], 0, 0)
+        link = copying(Link(latency_s=0.0, bytes_per_s=8.0), chance.choice([COPIED[2], COPIED[-1], COPIED[-1]]))
+        sizes = {("a", size): [[size * value for value in row] for row in rows] for size in (1, 2)}
+        profile, devices, count = build_profile(sizes, links=(link,)), (device(),) * 3, chance.choice([6, 24])
+        batch = count + chance.choice([0, 2])
+        asked: Any = {"micro_batches": count, "micro_batches_per_stage": 1, "stages": 3, "schedule": schedule}
+        plan = plan_from_profile(profile, devices, batch_size=batch, **asked)
+        said, times = plan.prediction, Durations.of(plan)
+        price = oracle(profile, devices, batch, "auto", 1, (schedule,)).step_s
+        best_s = min(price((0, *cuts, 6), count, devices, schedule) for cuts in combinations(range(1, 6), 2))
+        assert said.step_s == pytest.approx(best_s, rel=ROUNDING)
+        assert said.lower_bound_s == pytest.approx(best_s, rel=ROUNDING)
+        problem = make_problem(profile, devices, batch_size=batch, optimizer=None, settings=asked)
+        assert work_bound_s(problem, next(problem.candidates())) <= best_s * (1 + ROUNDING)
+        by_links += max(map(max, times.send_forward_s)) > max(map(max, times.forward_s))
+    assert by_links >= 10
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-lean", "zb-h1", "zb"])

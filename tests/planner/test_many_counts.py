@@ -9,12 +9,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.from_profile import make_problem
+from planner.kernel.tables import BACKWARD_STEADY, FORWARD_STEADY
 from planner.solve.many_counts import _tables, alike, bound_of_all_s
 from planner.solve.problem import Candidate, Problem
 from planner.solve.tables import make_tables
 from tests.planner.restricted import Asked, planned, problems
 
 CLOSE = 1e-9
+STEADY = [FORWARD_STEADY, BACKWARD_STEADY]
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
@@ -72,6 +74,8 @@ def test_seconds_and_memory_are_the_least_of_all_and_no_less(data: st.DataObject
         for name in ("forward", "backward", "steady_recompute"):
             mine, theirs = (np.diff(getattr(tables, name)) * tables.steady for tables in (found, one))
             assert (mine <= theirs * (1 + CLOSE) + CLOSE).all(), name
+        copies = (found.copies[:, STEADY] * found.steady, one.copies[:, STEADY] * one.steady)
+        assert (copies[0] <= copies[1] * (1 + CLOSE) + CLOSE).all()
         for name in ("passing", "crossing", "trainable_bytes", "stepped_bytes", "forward_most"):
             assert np.array_equal(getattr(found, name), getattr(one, name)), name
         for name, mine in found.memory._asdict().items():

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -136,6 +137,44 @@ def test_an_interrupt_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("planner.plan.plan.Plan.load", interrupted)
     done = CliRunner().invoke(command.main, ["show", PLAN])
     assert (done.exit_code, done.stderr) == (130, "autoplan: interrupted\n")
+
+
+READS_A_FILE = [
+    ["show", "{}"],
+    ["explain", "{}"],
+    ["diff", "{}", PLAN],
+    ["validate", "{}"],
+    ["plot", "{}", "--json"],
+    ["what-if", "{}", "--devices", "2", "--batch-size", "8"],
+    ["run", "{}", f"{__file__}:autoplan"],
+    ["export", "{}", f"{__file__}:autoplan", "--to", "torchgpipe"],
+]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("arguments", READS_A_FILE, ids=lambda arguments: str(arguments[0]))
+def test_which_signal_ends_which_command(arguments: list[str], number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C with 130, as the page says; the others as they end any program, at once and without a word."""
+    (tmp_path / "plan.json").write_text("{}")
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    code = f"""
+import signal, time
+from profiler import value
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what a shell starts in the background ignores some
+    signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+value._bytes_of = lambda path: (open({str(begun)!r}, "w"), time.sleep(600))  # a slow disk
+from executor.command import main
+main({[argument.format(tmp_path / "plan.json") for argument in arguments]!r})"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with begun.open():  # returns when the command reads
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=120)
+    assert output == ""
+    told = (130, "autoplan: interrupted\n") if number == signal.SIGINT else (-number, "")
+    assert (process.returncode, errors) == told
 
 
 def test_warnings_of_ours_come_without_our_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ from executor.state.shared_loss import SharedLoss
 from executor.state.shared_state import share_state
 from executor.state.sharing import Shares, owners
 from executor.state.tied import forget_gradients, sum_gradients
+from executor.watch.holes import give_holes_back
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
 from executor.world import check_world_size, group_on_host, join, wait_limit
@@ -152,6 +153,7 @@ class Pipeline:
         self.rank, world_size = join()
         self.watch = Watch(self.rank, world_size, timeout_s=limit_s)
         given = {"the plan": _digest(plan.to_json()), "the seed": str(seed), "the transport": transport}
+        give_holes_back(self)
         with self.watch.call(Phase.CONSTRUCTION, given):
             check_world_size(plan, world_size)
             self._layout = layout_of(plan, self.rank, world_size)

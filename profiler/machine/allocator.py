@@ -38,6 +38,11 @@ def give_back_freed_memory() -> None:
         library.malloc_trim(0)
 
 
+def has_glibc() -> bool:
+    """Whether there is anything that could be given back."""
+    return _glibc() is not None
+
+
 def _glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None

@@ -19,11 +19,22 @@ from profiler.torch_private import allocations_in, reports_to_a_profiler
 
 T = TypeVar("T")
 
-FOR_TENSORS = 0.8
-"""Of a worker's memory: as much as 0.15 of what tensors take stays in holes between them, and libraries need the rest.
+FOR_TENSORS = 0.95
+"""Of a worker's memory: the rest is room in which holes between tensors come up until they are given back [chosen]."""
+OWN_BYTES = 3 * 2**30 // 20
+COMMON_BYTES = 2**30 // 4
+"""What a worker holds besides: code, libraries and the graph, of its own 70 to 150 MiB; and what all workers of one
+`launch` have from the process that starts them [measured with GPTs and AmoebaNet-Ds, `tests/benchmarks`]."""
 
-Measured on GPTs of 2, 12 and 20 blocks: 8 to 15 % and 0.35 GiB, of which workers of one `launch` share 0.25.
-"""
+
+def for_tensors(share_bytes: int, common_bytes: int = COMMON_BYTES) -> int:
+    """What tensors may take of a worker's memory.
+
+    Args:
+        share_bytes: that the worker may hold.
+        common_bytes: its part of what all workers hold together.
+    """
+    return max(share_bytes // 10, int(FOR_TENSORS * share_bytes) - OWN_BYTES - common_bytes)
 
 
 class Cpu(Backend):
@@ -44,7 +55,8 @@ class Cpu(Backend):
         """A worker, with its share of the memory of the machine or of the container."""
         kind = f"{self.type}/{counted(threads, 'thread')}"
         share = min(machine_bytes() // sharing, process_bytes() or machine_bytes())
-        return Device(name=self.type, kind=kind, memory_bytes=int(FOR_TENSORS * share), threads=threads)
+        memory_bytes = for_tensors(share, COMMON_BYTES // sharing)
+        return Device(name=self.type, kind=kind, memory_bytes=memory_bytes, threads=threads)
 
     def context_bytes(self, device: torch.device) -> int:
         """Nothing."""

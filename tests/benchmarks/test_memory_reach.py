@@ -5,9 +5,8 @@
 Each process is in a control group of its own that may hold 1 GiB, the interpreter and torch included; one that takes
 more is killed (for that the groups of Linux must be writable: run it as root, or it is skipped). A model trains if 3
 steps with AdamW pass: as plain PyTorch, with K = 1, where only recompute and micro-batches help, and with K = 2 and 4,
-each planned by `autoplan` from the model on meta tensors. The planner is told what two smaller models of the kind leave
-of 1 GiB: libraries take a part, and holes between tensors. Sizes grow until there is no plan. The table is in
-memory_reach.md.
+each planned by `autoplan` from the model on meta tensors, for devices of the memory that a worker of 1 GiB is taken to
+have. Sizes grow until there is no plan. The table is in memory_reach.md.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import InfeasibleError, Plan, PlanError, autoplan
+from profiler.machine.cpu import for_tensors
 from profiler.run.loss import LossFunction
 from tests.benchmarks.kept_rows import kept
 from tests.models.amoebanet import AmoebaNet
@@ -41,8 +41,8 @@ STEPS = 3
 STAGES = (1, 2, 4)
 PLAIN = "plain PyTorch"
 MODELS = os.environ.get("MODELS", "GPT,AmoebaNet-D").split(",")
-SMALLER = {"GPT": (2, 12), "AmoebaNet-D": (1, 4)}
-"""Sizes of each model from which what a worker holds is known."""
+FOR_TENSORS_BYTES = for_tensors(LIMIT_BYTES, common_bytes=0)
+"""What a device of so much memory is taken to have; what workers have in common is not charged to them here."""
 FINENESS = 1.1
 """Sizes that differ by less are not told apart."""
 
@@ -113,34 +113,14 @@ def train(plan: Plan, name: str, size: int) -> tuple[float, int]:
     return float(loss), resident_bytes(group)
 
 
-def plan_of(name: str, size: int, stages: int, limit_bytes: int | None) -> Plan:
+def plan_of(name: str, size: int, stages: int) -> Plan:
     x, y, loss_fn = data_of(name)
     with torch.device("meta"):
         model = model_of(name, size)
     return autoplan(
         model, x, ["cpu"] * stages, batch_size=len(x), loss_fn=loss_fn, target=y, stages=stages,
-        memory_limit=limit_bytes, time_budget_s=2.0, progress=False,
+        memory_limit=FOR_TENSORS_BYTES, time_budget_s=2.0, progress=False,
     )  # fmt: skip
-
-
-def left_bytes(name: str) -> int:
-    """Of the limit, for what the planner counts, by what workers held that trained two models.
-
-    A worker holds its libraries, and for each byte of tensors some in holes between them: a line through two points.
-    """
-    (few, little), (many, much) = (held_by(name, size) for size in SMALLER[name])
-    each = (much - little) / (many - few)
-    print(
-        f"\na worker with {name} holds {(little - each * few) / 2**20:.0f} MiB, and {each:.3f} times what is predicted"
-    )
-    return int((LIMIT_BYTES - (little - each * few)) / each)
-
-
-def held_by(name: str, size: int) -> tuple[int, int]:
-    """Bytes that are predicted for a worker that trains such a model alone, and those that it held."""
-    plan = plan_of(name, size, 1, None)
-    [(_, held)] = launch(train, plan, (name, size))
-    return plan.device_memories[0].total, held
 
 
 def trains_plain(name: str, size: int) -> bool:
@@ -154,9 +134,9 @@ def trains_plain(name: str, size: int) -> bool:
     return not done.returncode
 
 
-def fits(name: str, size: int, stages: int, limit_bytes: int) -> bool:
+def fits(name: str, size: int, stages: int) -> bool:
     try:
-        plan_of(name, size, stages, limit_bytes)
+        plan_of(name, size, stages)
     except InfeasibleError:
         return False
     return True
@@ -173,17 +153,15 @@ def largest(possible: Callable[[int], bool], low: int = 0) -> int:
     return low
 
 
-def reach(name: str, stages: int, limit_bytes: int, fewer: int) -> dict[str, Any]:
+def reach(name: str, stages: int, fewer: int) -> dict[str, Any]:
     """The row of a model and a number of workers; no stages: plain PyTorch. With fewer workers size `fewer` trains."""
     if not stages:
         size = largest(lambda one: kept(f"plain {name} {one}", partial(trains_plain, name, one)))
         return {"model": name, "with": PLAIN, "size": size, "parameters": parameters_of(name, size)}
-    planned = largest(
-        lambda one: kept(f"fits {name} {stages} {one}", partial(fits, name, one, stages, limit_bytes)), low=fewer
-    )
+    planned = largest(lambda one: kept(f"fits {name} {stages} {one}", partial(fits, name, one, stages)), low=fewer)
     size, said = planned, []
     while size > 0:
-        plan = plan_of(name, size, stages, limit_bytes)
+        plan = plan_of(name, size, stages)
         try:
             ranks = launch(train, plan, (name, size), timeout_s=240)
             break
@@ -202,11 +180,9 @@ def reach(name: str, stages: int, limit_bytes: int, fewer: int) -> dict[str, Any
 def test_more_workers_train_larger_models() -> None:
     rows = []
     for name in MODELS:
-        limit_bytes = kept(f"left {name}", partial(left_bytes, name))
-        print(f"\n{name}: left of a worker's 1 GiB: {limit_bytes / 2**20:.0f} MiB")
         fewer = 0
         for stages in (0, *STAGES):
-            rows.append(kept(f"reach {name} {stages}", partial(reach, name, stages, limit_bytes, fewer)))
+            rows.append(kept(f"reach {name} {stages}", partial(reach, name, stages, fewer)))
             fewer = rows[-1]["size"]
             print(rows[-1], flush=True)
     frame = pandas.DataFrame(rows)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from profiler.machine.cpu import FOR_TENSORS
-from profiler.machine.host_memory import machine_bytes, process_bytes
+from profiler.machine.cpu import COMMON_BYTES, OWN_BYTES, for_tensors
+from profiler.machine.host_memory import machine_bytes, process_bytes, room
 from profiler.machine.local import local_devices
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -49,7 +49,14 @@ def test_without_groups_there_is_the_machine(tmp_path: Path) -> None:
 
 def test_workers_share_what_there_is() -> None:
     sizes = [device.memory_bytes for device in local_devices(["cpu"] * 4).devices]
-    assert sizes == [int(FOR_TENSORS * min(machine_bytes() // 4, process_bytes() or machine_bytes()))] * 4
+    share_bytes = min(machine_bytes() // 4, process_bytes() or machine_bytes())
+    assert sizes == [for_tensors(share_bytes, COMMON_BYTES // 4)] * 4
+
+
+def test_libraries_take_more_of_less() -> None:
+    assert for_tensors(16 * 2**30, 0) > 0.94 * (16 * 2**30)
+    assert for_tensors(2**30) < 2**30 - OWN_BYTES - COMMON_BYTES
+    assert for_tensors(256 * MIB) == 256 * MIB // 10
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_DATA"), reason="the system has no such limit")
@@ -60,3 +67,31 @@ def test_a_process_has_no_more_than_its_limit() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) == 512 * MIB
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "expected"),
+    [
+        ("0::/", {"memory.max": "64", "memory.current": "20", "memory.stat": "anon 5\nactive_file 9"}, (64, 44)),
+        ("0::/", {"memory.max": "64", "memory.current": "60", "memory.stat": "active_file 9\ninactive_file 3"},
+         (64, 16)),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "64", "memory/memory.usage_in_bytes": "60",
+                        "memory/memory.stat": "active_file 9\ntotal_active_file 7\n"}, (64, 11)),
+        ("0::/a", {"a/memory.max": "64", "a/memory.current": "1", "memory.max": "80", "memory.current": "79",
+                   "memory.stat": "anon 79"}, (80, 1)),
+        ("0::/", {"memory.max": "64"}, (2000 * 1024, 1990 * 1024)),
+        ("0::/", {"memory.max": "max"}, (2000 * 1024, 1990 * 1024)),
+    ],
+)  # fmt: skip
+def test_room_is_what_is_left_where_least_is(
+    tmp_path: Path, own: str, said: dict[str, str], expected: tuple[int, int]
+) -> None:
+    limited(tmp_path, own, said)
+    (tmp_path / "machine").write_text("MemTotal: 2000 kB\nMemFree: 1 kB\nMemAvailable: 1990 kB\n")
+    assert room(tmp_path / "groups", tmp_path / "own", tmp_path / "machine") == expected
+
+
+def test_without_a_word_of_the_system_all_is_left(tmp_path: Path) -> None:
+    assert room(tmp_path, tmp_path / "nothing", tmp_path / "nothing") == (PHYSICAL, PHYSICAL)
+    whole, left = room()
+    assert 0 < left <= whole <= PHYSICAL

@@ -3,20 +3,25 @@
     plan.prediction.doubt                     # shares by which step and memory may differ
     plan.prediction.doubt.lines(step_s)       # the same in words
 
-Of a stage's seconds these are in doubt, each as a share, and all add up, for what disturbs one layer disturbs others:
+Of a stage's seconds these are in doubt, each as a share. What all layers have in common adds up:
 
     the model of a step itself                                        MODEL
-    spread of the layers' timings (interquartile range / median)      x OF_SPREAD and OF_SPREAD_LONGER, by seconds
     slowdown of the device meanwhile, which was divided out           x OF_SLOWDOWN
     a line between two measured sizes                                 half of what lies between its extremes
     a data sheet instead of a measurement                             its own error
 
+What varies by chance adds in squares:
+
+    drift of the pace from step to step, as a reference between the layers has it
+    the laps of each layer, independent of each other, in M micro-batches and in the profile's medians
+
 The step has the doubt of the stage that can delay it most, and of the links' seconds their error of fit. A step is
-longer, but not shorter, by what the executor's own code takes; and what scatters makes it longer rather than shorter:
-all wait for the slowest pass.
+longer, but not shorter, by what the executor's own code takes.
 """
 
 from __future__ import annotations
+
+from math import sqrt
 
 import numpy as np
 
@@ -26,15 +31,18 @@ from planner.plan.prediction import Doubt
 from planner.plan.stage import Stage
 from profiler.precision import recipe_of
 from profiler.quantities import MOST_RELATIVE
+from profiler.timing.sweeps import FEWEST_SWEEPS
 
 MODEL = 0.04
 """Steps of five models in quiet hours lay within this of what was predicted [measured]."""
-OF_SPREAD = 0.6
-"""Nine of ten of normally distributed values lie within 1.2 interquartile ranges around their mean, and a step is the
-sum of many [chosen]."""
-OF_SPREAD_LONGER = 1.5
-"""Of steps alone on their machine, 19 of 20 took at most 1.02 to 1.28 of what was predicted, where layers' spread was
-0.07 to 0.16; and 19 of 20 at least 0.91 to 1.01 [measured, see the table of `tests/benchmarks/test_doubt.py`]."""
+NORMAL = 1.349
+"""Interquartile range of normally distributed values, in their standard deviations."""
+NINE_OF_TEN = 1.645
+"""Standard deviations around their mean in which nine of ten of them lie."""
+MORE = 1.1
+"""Of that, as spread and drift are known from a few seconds [chosen]."""
+OF_A_MEDIAN = 1.57 / FEWEST_SWEEPS
+"""Variance of the median of the fewest laps that a profile takes, in those of a lap."""
 OF_SLOWDOWN = 0.25
 """What was divided out is right to a quarter [chosen, see the table of `tests/benchmarks/test_doubt.py`]."""
 OF_TABLE = 0.2
@@ -57,16 +65,13 @@ def with_doubt(plan: Plan, costs: CostModel) -> Plan:
     prediction = plan.prediction
     busy_s = [_busy_s(plan, stage) for stage in plan.stages]
     optimizer = prediction.optimizer_s / prediction.step_s
-    less, more = (
-        (1 - optimizer) * _of_passes(plan, busy_s, costs, of_spread) + optimizer * MODEL + _of_links(plan, costs)
-        for of_spread in (OF_SPREAD, OF_SPREAD_LONGER)
-    )
+    off = (1 - optimizer) * _of_passes(plan, busy_s, costs) + optimizer * MODEL + _of_links(plan, costs)
     overhead_s = plan.M * OVERHEAD_S * (plan.K // plan.ranks)
     in_parts = plan.chunks > 1 or any(times.weight_s for stage in plan.stages for times in stage.times)
     loose = in_parts or recipe_of(plan.sample.precision) is not None
     found = Doubt(
-        step_less=min(1.0, less),
-        step_more=min(MOST_RELATIVE, more + overhead_s / prediction.step_s),
+        step_less=min(1.0, off),
+        step_more=min(MOST_RELATIVE, off + overhead_s / prediction.step_s),
         memory_less=LESS_MEMORY_OF_PARTS if loose else LESS_MEMORY,
         memory_more=0.0,
         slowdown=max(costs.slowdown(device.kind) for stage in plan.stages for device in stage.devices),
@@ -81,15 +86,15 @@ def _busy_s(plan: Plan, stage: Stage) -> float:
     return sum(by_size[size] for size in plan.micro_batch_sizes)
 
 
-def _of_passes(plan: Plan, busy_s: list[float], costs: CostModel, of_spread: float) -> float:
+def _of_passes(plan: Plan, busy_s: list[float], costs: CostModel) -> float:
     """The share of the seconds of all passes that is in doubt, by the stage that can delay a step most."""
     size = max(plan.micro_batch_sizes)
-    off_s = [_of_stage(stage, costs, size, of_spread) * own_s for stage, own_s in zip(plan.stages, busy_s, strict=True)]
+    off_s = [_of_stage(stage, costs, size, plan.M) * own_s for stage, own_s in zip(plan.stages, busy_s, strict=True)]
     return max(off_s) / max(busy_s) if max(busy_s) > 0 else MODEL
 
 
-def _of_stage(stage: Stage, costs: CostModel, size: int, of_spread: float) -> float:
-    """The share of a stage's seconds that is in doubt, with micro-batches of that size."""
+def _of_stage(stage: Stage, costs: CostModel, size: int, passes: int) -> float:
+    """The share of a stage's seconds that is in doubt, with so many micro-batches of that size."""
     kind = stage.device.kind
     estimated = {estimate.device_kind: estimate.error for estimate in costs.profile.estimates}
     layers = slice(stage.first_layer, stage.stop_layer)
@@ -102,8 +107,9 @@ def _of_stage(stage: Stage, costs: CostModel, size: int, of_spread: float) -> fl
     of_line = max(0.0, whole_s - float(lower_s)) / whole_s / 2 if share else 0.0
     if kind in estimated:
         return max(MODEL, estimated[kind]) + of_line
-    spread = float((seconds * costs.spread(kind, above)[layers]).sum()) / whole_s
-    return MODEL + of_spread * spread + OF_SLOWDOWN * costs.slowdown(kind) + of_line
+    of_laps = np.sqrt(((seconds * costs.spread(kind, above)[layers]) ** 2).sum()) / whole_s / NORMAL
+    by_chance = np.hypot(costs.drift(kind), NINE_OF_TEN * of_laps * sqrt(1 / passes + OF_A_MEDIAN))
+    return MODEL + OF_SLOWDOWN * costs.slowdown(kind) + of_line + MORE * float(by_chance)
 
 
 def _seconds(costs: CostModel, kind: str, size: int) -> Floats:

@@ -296,6 +296,7 @@ def layer_costs(
                     weight_kept_bytes=timing.weight_kept_bytes,
                     spread=timing.spread,
                     slowdown=timing.slowdown,
+                    drift=timing.drift,
                     kept_bytes=memory[size][index].kept_bytes,
                     transient_bytes=memory[size][index].transient_bytes,
                     in_stage=memory[size][index].in_stage,

@@ -193,6 +193,8 @@ class LayerCost(Value):
         spread: relative spread of the timings, (third quartile - first quartile) / median of forward + backward.
         slowdown: by what share a reference took longer meanwhile than at the device's usual pace, because others used
             it or its clock fell: 0.5 for half as long again. It is divided out of the seconds.
+        drift: by what share nine of ten steps are slower or faster than the device's usual pace, all layers alike, if
+            nothing else uses it.
         kept_bytes: bytes created by this layer that are kept until the backward pass, in distinct storages; parameters
             and what enters the layer are not counted. Stages keep at most the sum of their layers'.
         transient_bytes: the largest bytes that tensors occupy in addition to the kept ones during the layer's forward
@@ -215,6 +217,7 @@ class LayerCost(Value):
     weight_kept_bytes: Bytes = 0
     spread: RelativeError
     slowdown: RelativeError = 0.0
+    drift: RelativeError = 0.0
     kept_bytes: Bytes
     transient_bytes: Bytes
     in_stage: InStage | None = None

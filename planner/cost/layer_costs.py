@@ -218,6 +218,10 @@ class CostModel:
             self._slowdowns[device_kind] = max((cost.slowdown for row in rows for cost in row), default=0.0)
         return self._slowdowns[device_kind]
 
+    def drift(self, device_kind: str) -> float:
+        """By what share the usual pace of that kind of device varies between steps, at the worst."""
+        return max((cost.drift for row in self._rows_of(device_kind) for cost in row), default=0.0)
+
     def splits_backward(self, device_kind: str) -> bool:
         """Whether gradients of parameters were measured apart on that kind of device."""
         return any(cost.weight_s for rows in self._rows_of(device_kind) for cost in rows)

@@ -5,7 +5,7 @@
     (forward,) = watch.take()
     # when all is timed: seconds, as if the device had been as fast as it usually was
     forward_s = forward * watch.to_usual
-    watch.slowdown
+    watch.slowdown, watch.drift
 
 A lap of the reference is warmed up by an untimed one, for the layers before have taken its place in the caches: without
 that it took 1.2 to 1.5 times as long between layers as by itself, by layer, and GPT's passes came out up to 27 % too
@@ -49,6 +49,9 @@ AROUND = 5
 
 SCATTER = 0.15
 """On a machine with nothing else to do nine of ten paces are less than 0.08 to 0.12 over the quartile [measured]."""
+
+OF_A_STEP = 32
+"""Paces whose mean is that of a step: with laps of the reference in 3 % of the time, a fifth of a second [chosen]."""
 
 
 def _products(factor: Tensor, times: int) -> None:
@@ -121,6 +124,19 @@ class PacedStopwatch:
         drift = float(np.mean(self._paces)) / _usual(self._paces) if self._paces else 1.0
         return max(0.0, drift / (1 - min(0.99, self._watch.lost_share())) - 1)
 
+    @property
+    def drift(self) -> float:
+        """By what share nine of ten steps are slower or faster than the usual pace, on a device without other work.
+
+        No pace that is more than `SCATTER` over the first quartile counts: others had the device, see `slowdown`.
+        """
+        paces = np.array(self._paces)
+        quiet = paces[_is_quiet(paces)] if len(paces) else paces
+        blocks = quiet[: len(quiet) // OF_A_STEP * OF_A_STEP].reshape(-1, OF_A_STEP).mean(axis=1)
+        if len(blocks) < 2:
+            return 0.0
+        return float(np.quantile(np.abs(blocks / _usual(self._paces) - 1), 0.9))
+
     def lost_share(self) -> float:
         """Of the time of all laps, the share for which others had the device."""
         return self._watch.lost_share()
@@ -147,4 +163,9 @@ def _usual(paces: Sequence[float]) -> float:
     if not paces:
         return 1.0
     all_of_them = np.array(paces)
-    return float(all_of_them[all_of_them <= (1 + SCATTER) * np.quantile(all_of_them, 0.25)].mean())
+    return float(all_of_them[_is_quiet(all_of_them)].mean())
+
+
+def _is_quiet(paces: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which paces are the device's own."""
+    return np.asarray(paces <= (1 + SCATTER) * np.quantile(paces, 0.25))

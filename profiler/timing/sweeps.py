@@ -58,6 +58,7 @@ class LayerTiming:
         backward_s: median of backward passes, as part of a stage.
         spread: interquartile range of forward and backward together, as a share of their median.
         slowdown: by what share all laps took longer than at the device's usual pace, which the times are given at.
+        drift: by what share nine of ten steps differ from that pace, on a device without other work.
         workspace_bytes: the most that a kernel allocated inside itself; None where nobody looked.
         weight_s: the part of `backward_s` that can be a pass of its own.
         split_s: by how much all passes together take longer if it is one.
@@ -68,6 +69,7 @@ class LayerTiming:
     backward_s: float
     spread: float
     slowdown: float = 0.0
+    drift: float = 0.0
     workspace_bytes: int | None = None
     weight_s: float = 0.0
     split_s: float = 0.0
@@ -228,7 +230,7 @@ class _Turns:
 
     def summaries(self) -> dict[int, list[LayerTiming]]:
         """The times of all layers, of each size that was swept at least once."""
-        scale, slowdown = self._watch.to_usual, self._watch.slowdown
+        scale, slowdown, drift = self._watch.to_usual, self._watch.slowdown, self._watch.drift
         return {
             size: [
                 replace(
@@ -236,6 +238,7 @@ class _Turns:
                     forward_s=timing.forward_s * scale,
                     backward_s=timing.backward_s * scale,
                     slowdown=slowdown,
+                    drift=drift,
                 )
                 for timing in _summary(self._keys, sweep.windows, self._laps[size])
             ]

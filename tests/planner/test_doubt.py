@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from planner import Plan, plan_from_profile
-from planner.doubt import LESS_MEMORY, LESS_MEMORY_OF_PARTS, MODEL
+from planner.doubt import LESS_MEMORY, LESS_MEMORY_OF_PARTS, MODEL, NINE_OF_TEN, NORMAL
+from planner.plan.actions import make_schedule
 from planner.plan.prediction import Doubt
+from planner.plan.simulator import Durations, simulate
 from profiler.device import Cluster, Device, Link
 from profiler.record import Estimate, Profile
+from profiler.timing.sweeps import FEWEST_SWEEPS
 from tests.planner.made_up import build_profile
 
 DEVICES = tuple(Device(name="cpu", kind="a", memory_bytes=2**40) for _ in range(2))
@@ -48,6 +52,7 @@ def test_a_quiet_profile_leaves_the_models_doubt() -> None:
     ("more", "settings"),
     [
         ({"spread": 0.2}, {}),
+        ({"drift": 0.02}, {}),
         ({"slowdown": 0.5}, {}),
         ({}, {"batch_size": 16}),  # micro-batches of 2, between 1 and 4
         ({"link_error": 0.5, "message": 100}, {}),
@@ -57,6 +62,19 @@ def test_each_cause_counts(more: dict[str, Any], settings: dict[str, Any]) -> No
     quiet, other = doubt_of(profile_with()), doubt_of(profile_with(**more), **settings)
     assert other.step_less > quiet.step_less + 0.01
     assert other.step_more > quiet.step_more + 0.01
+
+
+def test_what_layers_have_by_chance_adds_in_squares_and_what_is_common_adds_up() -> None:
+    quiet = doubt_of(profile_with()).step_less
+
+    def more(**changes: Any) -> float:
+        return doubt_of(profile_with(**changes)).step_less - quiet
+
+    assert more(spread=0.2, drift=0.05) == pytest.approx(np.hypot(more(spread=0.2), more(drift=0.05)))
+    assert more(slowdown=0.1, drift=0.05) == pytest.approx(more(slowdown=0.1) + more(drift=0.05))
+    fewer, many = (profile_of(np.ones((2, count)), spread=0.2, drift=0.0) for count in (4, 16))
+    chances = [doubt_of(profile, stages=1).step_less - quiet for profile in (fewer, many)]
+    assert chances[0] == pytest.approx(2 * chances[1])
 
 
 def test_a_data_sheet_has_its_own_error() -> None:
@@ -84,3 +102,56 @@ def test_it_is_in_the_file() -> None:
     again = Plan.parse_json(plan.to_json(), source="file", error=ValueError)  # type: ignore[arg-type]
     assert again == plan
     assert again.prediction.doubt == plan.prediction.doubt
+
+
+@pytest.mark.parametrize(
+    ("stages", "alone", "common"), [(1, 0.1, 0.0), (2, 0.1, 0.0), (2, 0.02, 0.03), (4, 0.15, 0.02), (2, 0.0, 0.05)]
+)
+def test_nine_of_ten_steps_lie_inside_and_the_interval_is_no_wider_than_that_takes(
+    stages: int, alone: float, common: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers' laps that vary independently by `alone`, all of a step alike by `common` (standard deviations)."""
+    monkeypatch.setattr("planner.doubt.MODEL", 0.0)
+    monkeypatch.setattr("planner.doubt.OVERHEAD_S", 0.0)
+    inside, taken, wide = [], [], []
+    for seed in range(25):
+        generator = np.random.default_rng(seed)
+        true_s = generator.uniform(0.5, 1.5, (2, 24))  # forward and backward of each layer
+        laps_s = true_s * (1 + alone * generator.standard_normal((FEWEST_SWEEPS, 2, 24)))
+        plan = plan_from_profile(
+            profile_of(np.median(laps_s, axis=0), spread=NORMAL * alone * COMBINED, drift=NINE_OF_TEN * common),
+            Cluster(devices=DEVICES[:1] * stages), batch_size=8, stages=stages, schedule="1f1b",
+            micro_batches=8, micro_batches_per_stage=1, recompute="never",
+        )  # fmt: skip
+        doubt, predicted_s = plan.prediction.doubt, plan.prediction.step_s
+        assert doubt is not None
+        for _ in range(32):
+            step_s = (1 + common * generator.standard_normal()) * drawn_step_s(plan, true_s, alone, generator)
+            inside.append(-doubt.step_less <= step_s / predicted_s - 1 <= doubt.step_more)
+            taken.append(step_s / predicted_s)
+        wide.append(doubt.step_less + doubt.step_more)
+    least, most = np.quantile(taken, (0.05, 0.95))
+    assert np.mean(inside) >= 0.9
+    assert np.mean(wide) <= 1.75 * (most - least)
+
+
+COMBINED = 1 / np.sqrt(2)
+"""Relative deviation of a forward and a backward pass together, where each has 1."""
+
+
+def profile_of(seconds: Any, spread: float, drift: float) -> Profile:
+    rows = {("a", 1): [(forward, forward, backward, 8, 8, 0, 0) for forward, backward in seconds.T]}
+    made = build_profile(rows, links=(Link(latency_s=0.0, bytes_per_s=1e9),), weights=None)
+    changes = {"spread": spread, "drift": drift}
+    return made.model_copy(update={"costs": tuple(cost.model_copy(update=changes) for cost in made.costs)})
+
+
+def drawn_step_s(plan: Plan, true_s: Any, alone: float, generator: np.random.Generator) -> float:
+    passes_s = true_s * (1 + alone * generator.standard_normal((plan.M, 2, true_s.shape[1])))
+    forward, backward = (
+        tuple(tuple(passes_s[:, way, stage.first_layer : stage.stop_layer].sum(axis=1)) for stage in plan.stages)
+        for way in (0, 1)
+    )
+    nothing = ((0.0,) * plan.M,) * plan.K
+    order = make_schedule("1f1b", stages=plan.K, micro_batches=plan.M, recompute=(False,) * plan.K)
+    return simulate(order, Durations(forward, nothing, backward, nothing, nothing)).makespan_s

@@ -79,6 +79,7 @@ def test_noise_is_left_alone(timed: Any) -> None:
     assert seconds == pytest.approx([WORK_S] * 1200)
     assert watch.to_usual == 1.0
     assert watch.slowdown < 1e-6
+    assert watch.drift < 1e-6
 
 
 def test_bursts_are_divided_out(timed: Any) -> None:
@@ -114,6 +115,13 @@ def test_a_pace_that_scatters_by_itself_counts_in_the_mean(timed: Any, period_s:
     seconds, watch = timed(MadeUp(lambda now: 1.0 + 0.12 * (now / period_s % 1.0), noise=0.1))
     assert sum(seconds) == pytest.approx(1.06 * 1200 * WORK_S, rel=0.015)
     assert watch.slowdown < 0.02
+
+
+def test_a_pace_that_drifts_is_in_doubt_and_bursts_of_others_are_not(timed: Any) -> None:
+    _, drifting = timed(MadeUp(lambda now: 1.0 + 0.06 * (now / 3.0 % 1.0), noise=0.02))
+    assert 0.015 < drifting.drift < 0.04
+    _, burst = timed(MadeUp(lambda now: 1.7 if now % 0.4 > 0.2 else 1.0, noise=0.02))
+    assert burst.drift < 0.02
 
 
 def test_the_reference_takes_little_time(timed: Any) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,12 @@ from profiler.tracing.sequence import BoundaryValue, LayerSequence
 MATRIX_EFFICIENCY = 0.65
 """Share of the printed FLOP/s that large matrix products reach in training [assumed; 0.9 and more fits published runs
 on A100 without pipeline, see `tests/benchmarks/published_runs.md`]."""
+UNALIGNED_EFFICIENCY = 0.4
+"""Of that rate, what products reach whose rows do not begin at multiples of `ALIGNED_BYTES`, such as logits of 50,257
+words [fitted: 0.4 to 240 published runs without pipeline, see `tests/benchmarks/published_runs.md`]."""
+ALIGNED_BYTES = 16
+"""What matrix units load at once; for rows that begin elsewhere libraries have slower kernels (NVIDIA, "Matrix
+multiplication background user's guide", table 1)."""
 MEMORY_EFFICIENCY = 0.75
 """Share of the printed bandwidth that operations reach that only move data [assumed]."""
 LAUNCH_S = 2e-6
@@ -55,6 +61,8 @@ WITHOUT_DATA = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 """Operations that only take memory: no kernel runs for them."""
+PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
+"""Products of matrices."""
 WIDEST_FIT = np.log(100.0)
 """Fitted rates lie within this factor of those that the fit starts from."""
 MARGIN = 2.0
@@ -77,6 +85,7 @@ class Rates:
         launch_s: least seconds of an operation.
         dispatch_s: seconds in which the host asks for one, while the device works on earlier ones; 0 where the host
             computes itself.
+        unaligned: share of their rates that products of two-byte numbers reach whose rows are not aligned.
     """
 
     float32_flops_per_s: float
@@ -87,6 +96,7 @@ class Rates:
     memory_bytes_per_s: float
     launch_s: float
     dispatch_s: float = 0.0
+    unaligned: float = 1.0
 
     @classmethod
     def of(cls, kind: str) -> Rates:
@@ -101,6 +111,7 @@ class Rates:
             memory_bytes_per_s=MEMORY_EFFICIENCY * sheet.memory_bytes_per_s,
             launch_s=LAUNCH_S,
             dispatch_s=0.0 if sheet.compiles else DISPATCH_S,
+            unaligned=1.0 if sheet.compiles else UNALIGNED_EFFICIENCY,
         )
 
 
@@ -117,12 +128,14 @@ class Operations:
         flops: multiply-adds counted as two.
         size_bytes: read and written.
         rate: index of the arithmetic's rate among the fields of `Rates`.
+        aligned: whether it may be as fast as that.
     """
 
     names: tuple[str, ...]
     flops: np.ndarray[Any, np.dtype[np.float64]]
     size_bytes: np.ndarray[Any, np.dtype[np.float64]]
     rate: np.ndarray[Any, np.dtype[np.intp]]
+    aligned: np.ndarray[Any, np.dtype[np.bool_]]
 
     def seconds(self, rates: Rates) -> np.ndarray[Any, np.dtype[np.float64]]:
         """What each operation takes.
@@ -135,10 +148,13 @@ class Operations:
                 "the model multiplies in float64, which a device of the cluster has no arithmetic for; plan it in "
                 "float32, or take other devices"
             )
-        return self._seconds(np.array(astuple(rates)))
+        return self._seconds(np.array(astuple(rates)), rates.unaligned)
 
-    def _seconds(self, rates: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        arithmetic = np.divide(self.flops, rates[self.rate], out=np.zeros(len(self.flops)), where=self.flops > 0)
+    def _seconds(
+        self, rates: np.ndarray[Any, np.dtype[np.float64]], unaligned: float
+    ) -> np.ndarray[Any, np.dtype[np.float64]]:
+        reached = rates[self.rate] * np.where(self.aligned, 1.0, unaligned)
+        arithmetic = np.divide(self.flops, reached, out=np.zeros(len(self.flops)), where=self.flops > 0)
         return np.asarray(np.maximum(np.maximum(arithmetic, self.size_bytes / rates[MEMORY]), rates[LAUNCH]))
 
 
@@ -165,7 +181,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen: list[tuple[str, float, float, int]] = []
+        self._seen: list[tuple[str, float, float, int, bool]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -180,14 +196,26 @@ class _Meter(TorchDispatchMode):
         formula = FLOP_FORMULAS.get(func.overloadpacket)
         flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
         size_bytes = sum(item.nbytes for item in {id(item): item for item in (*read, *written)}.values())
-        self._seen.append((schema_of(func).name, flops, float(size_bytes), _rate(schema_of(func).name, read)))
+        name = schema_of(func).name
+        aligned = all(map(_is_aligned, (*read, *written))) if name in PRODUCTS else True
+        self._seen.append((name, flops, float(size_bytes), _rate(name, read), aligned))
         return out
 
     def take(self) -> Operations:
         """What was noted since the last call."""
-        names, flops, size_bytes, rate = zip(*self._seen, strict=True) if self._seen else ((), (), (), ())
+        columns = zip(*self._seen, strict=True) if self._seen else ((), (), (), (), ())
+        names, flops, size_bytes, rate, aligned = columns
         self._seen = []
-        return Operations(tuple(names), np.array(flops), np.array(size_bytes), np.array(rate, dtype=np.intp))
+        return Operations(
+            tuple(names), np.array(flops), np.array(size_bytes), np.array(rate, dtype=np.intp), np.array(aligned, bool)
+        )
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether each row begins where matrix units can load; numbers of four and more bytes are not asked for it."""
+    if tensor.dim() < 2 or tensor.element_size() != 2:
+        return True
+    return max(tensor.stride()[-2:]) * tensor.element_size() % ALIGNED_BYTES == 0
 
 
 def _rate(name: str, read: Sequence[Tensor]) -> int:
@@ -309,6 +337,7 @@ def _between(below: Operations, above: Operations, share: float) -> Operations:
         on_line(below.flops, above.flops, share),
         on_line(below.size_bytes, above.size_bytes, share),
         below.rate,
+        below.aligned,
     )
 
 
@@ -431,11 +460,14 @@ def fitted_rates(
         np.concatenate([part.flops for part in parts]),
         np.concatenate([part.size_bytes for part in parts]),
         np.concatenate([part.rate for part in parts]),
+        np.concatenate([part.aligned for part in parts]),
     )
     truth = np.array(times)
 
     def predicted(logarithms: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        return np.bincount(owner, everything._seconds(np.exp(logarithms)), len(truth)).astype(np.float64)
+        return np.bincount(owner, everything._seconds(np.exp(logarithms), start.unaligned), len(truth)).astype(
+            np.float64
+        )
 
     weights = np.sqrt(truth / truth.sum())  # what takes long counts
 
@@ -444,6 +476,6 @@ def fitted_rates(
 
     begin = np.log(astuple(start)[: LAUNCH + 1])
     found = least_squares(residuals, begin, bounds=(begin - WIDEST_FIT, begin + WIDEST_FIT))
-    rates = Rates(*(float(value) for value in np.exp(found.x)))
+    rates = replace(Rates(*(float(value) for value in np.exp(found.x))), unaligned=start.unaligned)
     error = MARGIN * float(np.abs(predicted(found.x) - truth).sum() / truth.sum())
     return rates, error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY = 50_304  # GPT-2's, rounded up to a multiple of 128
+VOCABULARY = 50_257  # GPT-2's; not rounded up, as vTrain's `src/config.py` has it
 DROPOUT = 0.1
 
 

@@ -1,6 +1,7 @@
 """Devices from data sheets, and costs that are counted instead of measured."""
 
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -105,8 +106,33 @@ def test_an_operation_takes_the_longest_of_arithmetic_memory_and_launch():
         np.array([1000.0, 1000.0, 0.0, 0.0, 1000.0]),
         np.array([10.0, 10.0, 70.0, 0.0, 10.0]),
         np.array([0, 1, 0, 0, 4]),
+        np.array([True, True, True, True, True]),
     )
     assert operations.seconds(rates).tolist() == [10.0, 20.0, 7.0, 0.5, 40.0]
+    slower = replace(operations, aligned=np.array([False, True, False, True, True]))
+    assert slower.seconds(replace(rates, unaligned=0.25)).tolist() == [40.0, 20.0, 7.0, 0.5, 40.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "width", "aligned"), [(5_032, 64, True), (5_025, 64, False), (5_032, 60, False), (5_028, 64, False)]
+)
+def test_rows_that_do_not_begin_where_matrix_units_load_are_slower(words: int, width: int, aligned: bool):
+    """As of a vocabulary that nobody rounded up: forward, and both products of the backward pass."""
+    model = nn.Sequential(nn.Linear(8, width, bias=False), nn.Linear(width, words, bias=False)).bfloat16()
+    x = torch.zeros(8, 8, dtype=torch.bfloat16)
+    for operations, count in zip(_both_ways(model, x), (1, 2), strict=True):
+        products = operations.flops == operations.flops.max()
+        assert products.sum() == count
+        assert (operations.aligned[products] == aligned).all()
+    assert all(operations.aligned.all() for operations in _both_ways(model.float(), x.float()))
+
+
+def _both_ways(model: nn.Module, x: torch.Tensor) -> tuple[Operations, Operations]:
+    sequence = trace(model, x)
+    inputs = micro_batch(sequence, x, len(x), CPU)
+    with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=CPU) as runner:
+        work = work_of_layers(sequence, runner, len(x))
+    return work[-1].forward, work[-1].backward
 
 
 def test_a_fit_finds_the_rates_that_times_were_made_with():
@@ -120,6 +146,7 @@ def test_a_fit_finds_the_rates_that_times_were_made_with():
             10 ** generator.uniform(4, 9, count) * (generator.random(count) < 0.6),
             10 ** generator.uniform(3, 7, count),
             generator.integers(0, 3, count),
+            np.ones(count, bool),
         )
 
     layers = [LayerWork(some(), some(), some(), 0) for _ in range(60)]
@@ -328,7 +355,13 @@ def test_attention_that_drops_is_priced_as_accelerators_run_it() -> None:
 
 
 def _operations(*seconds: float) -> Operations:
-    return Operations(("a",) * len(seconds), np.zeros(len(seconds)), np.array(seconds), np.full(len(seconds), FLOAT32))
+    return Operations(
+        ("a",) * len(seconds),
+        np.zeros(len(seconds)),
+        np.array(seconds),
+        np.full(len(seconds), FLOAT32),
+        np.ones(len(seconds), bool),
+    )
 
 
 def _layer(*seconds: float) -> LayerWork:

@@ -101,6 +101,7 @@ def autoplan(
     samples = given if batch_size is None else batch_size
     asked = Settings.of(cluster.devices, samples, settings)
     check_loss(loss_fn, target)
+    _check_names(sample, loss_fn)
     _check_rows(target, given)
     with untouched(model):
         sequence = trace(
@@ -128,6 +129,19 @@ def autoplan(
             cache=cache,
         )
     return plan_from_profile(measured, cluster, batch_size=samples, progress=progress, **settings)
+
+
+def _check_names(sample: Any, loss_fn: Any) -> None:
+    """A model that no `Pipeline.step` could be called with is noticed before it is planned, and not when it trains.
+
+    Raises:
+        ArgumentError: it takes an argument by the name of what the loss function compares with.
+    """
+    if loss_fn is not None and isinstance(sample, dict) and "target" in sample:
+        raise ArgumentError(
+            "the sample gives the model an argument 'target' by keyword, and Pipeline.step takes what the loss "
+            "function compares with by this name; give the model's arguments by position, as a tuple"
+        )
 
 
 def _check_rows(target: Any, samples: int) -> None:

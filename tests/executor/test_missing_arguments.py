@@ -155,3 +155,13 @@ def test_what_does_not_belong_together_is_noticed_before_the_model_is_traced(
     monkeypatch.setattr(automatic, "trace", None)
     with pytest.raises(ArgumentError, match=message):
         autoplan(nn.Linear(6, 5), X, 1, progress=False, **given)
+
+
+def test_a_model_that_no_step_could_be_called_with_is_noticed_before_it_is_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`autoplan plan` made a plan, and `autoplan run` refused the model."""
+    monkeypatch.setattr(automatic, "trace", None)
+    sample = {"source": X, "target": X}
+    with pytest.raises(ArgumentError, match=r"an argument 'target' by keyword, .* by position"):
+        autoplan(nn.Linear(6, 5), sample, 1, loss_fn=functional.cross_entropy, target=Y, progress=False)

@@ -7,6 +7,8 @@ from functools import lru_cache
 from operator import ge
 from typing import TypeAlias, TypeVar
 
+import numpy as np
+
 from planner.plan.orders import Order, PassKind, pass_of
 
 Held: TypeAlias = tuple[int, int]
@@ -65,19 +67,16 @@ def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
     >>> most_held(zb_h1_order(1, 3, 8, 1), 8)
     ((2, 1),)
     """
-    flying = waiting = 0
-    seen: set[Held] = set()
-    for number in order:
-        kind, _, _ = pass_of(number, micro_batches)
-        if kind is PassKind.FORWARD:
-            flying += 1
-            seen.add((flying, waiting))
-        elif kind is PassKind.BACKWARD:
-            seen.add((flying, waiting))
-            flying, waiting = flying - 1, waiting + 1
-        else:
-            waiting -= 1
-    return _most(seen)
+    kinds = np.asarray(order) // micro_batches
+    forward, backward, weights = (np.cumsum(kinds == kind) for kind in PassKind)
+    goes_back = (kinds == PassKind.BACKWARD).astype(np.int64)
+    flying, waiting = forward - backward + goes_back, backward - weights - goes_back
+    need = kinds != PassKind.WEIGHTS
+    most_waiting = np.full(micro_batches + 1, -1)
+    np.maximum.at(most_waiting, flying[need], waiting[need])
+    of_more_flying = np.maximum.accumulate(most_waiting[::-1])[::-1]
+    most = np.flatnonzero(most_waiting > np.append(of_more_flying[1:], -1))
+    return tuple(zip(most.tolist(), most_waiting[most].tolist(), strict=True))
 
 
 _Counts = TypeVar("_Counts", bound=tuple[int, ...])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -107,7 +108,7 @@ class _Search:
         self._timed = problems[0].settings.time_limit_s is not None
         self._best = reached
         self._lower_s = np.inf if reached is None else reached.lower_bound_s
-        self._work, self._in_vain = 0, 0
+        self._work, self._in_vain, self._patience = 0, 0, problems[0].patience
         self._began_s = time.monotonic()
         self._climbs: dict[int, _Climbed] = {}
         self._best_plans: ChunkPlans | None = None
@@ -129,7 +130,7 @@ class _Search:
         while self._queue:
             entry = heapq.heappop(self._queue)
             self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s), self._patience_s)
-            searched = self._timed or self._in_vain < PATIENCE
+            searched = self._timed or self._in_vain < PATIENCE * self._patience
             ends = self._over and (self._in_vain > 0 or self._best is not None)
             if entry.bound_s > self._reached_s * (1 + TIE) or ends or not searched:
                 self._lower_s = min(self._lower_s, entry.bound_s)
@@ -160,7 +161,7 @@ class _Search:
     @property
     def _spent(self) -> bool:
         """Whether bounds took what they may."""
-        return self._over or (not self._timed and self._work >= MOST_WORK)
+        return self._over or (not self._timed and self._work >= MOST_WORK * self._patience)
 
     @property
     def _patience_s(self) -> float:
@@ -168,7 +169,7 @@ class _Search:
         if not self._climbs:
             return np.inf
         each_s = (time.monotonic() - self._began_s) / len(self._climbs)
-        return max(0, PATIENCE - self._in_vain) * each_s
+        return max(0, PATIENCE * self._patience - self._in_vain) * each_s
 
     def _begin_with(self, problem: Problem, start: Balance | None) -> None:
         """The stages of another schedule's plan are the first ones that orders are made for."""
@@ -251,7 +252,7 @@ class _Search:
         wanted = [
             (key, round(place) - 1) for key, group in groups.items() for place in np.geomspace(1, len(group), PROBES)
         ]
-        for _ in range(PROBE_ROUNDS):
+        for _ in range(math.ceil(PROBE_ROUNDS * self._patience)):
             for key, place in dict.fromkeys(wanted):
                 if (key, place) not in known:
                     least_s = min(known.values(), default=self._reached_s)

@@ -7,8 +7,6 @@ from functools import lru_cache
 from operator import ge
 from typing import TypeAlias, TypeVar
 
-import numpy as np
-
 from planner.plan.orders import Order, PassKind, pass_of
 
 Held: TypeAlias = tuple[int, int]
@@ -67,16 +65,21 @@ def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
     >>> most_held(zb_h1_order(1, 3, 8, 1), 8)
     ((2, 1),)
     """
-    kinds = np.asarray(order) // micro_batches
-    forward, backward, weights = (np.cumsum(kinds == kind) for kind in PassKind)
-    goes_back = (kinds == PassKind.BACKWARD).astype(np.int64)
-    flying, waiting = forward - backward + goes_back, backward - weights - goes_back
-    need = kinds != PassKind.WEIGHTS
-    most_waiting = np.full(micro_batches + 1, -1)
-    np.maximum.at(most_waiting, flying[need], waiting[need])
-    of_more_flying = np.maximum.accumulate(most_waiting[::-1])[::-1]
-    most = np.flatnonzero(most_waiting > np.append(of_more_flying[1:], -1))
-    return tuple(zip(most.tolist(), most_waiting[most].tolist(), strict=True))
+    flying = waiting = 0
+    most_waiting: dict[int, int] = {}  # by micro-batches in flight
+    for number in order:
+        if number >= 2 * micro_batches:
+            waiting -= 1
+            continue
+        goes_back = number >= micro_batches
+        flying += not goes_back
+        most_waiting[flying] = max(most_waiting.get(flying, 0), waiting)
+        flying, waiting = flying - goes_back, waiting + goes_back
+    held: list[Held] = []
+    for flying in sorted(most_waiting, reverse=True):
+        if not held or most_waiting[flying] > held[-1][1]:
+            held.append((flying, most_waiting[flying]))
+    return tuple(reversed(held))
 
 
 _Counts = TypeVar("_Counts", bound=tuple[int, ...])

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from planner.plan.orders import Order
 from profiler.errors import ArgumentError
 from profiler.text import counted
 
 _LETTERS = "FIW"
 """Of the passes of a split backward pass, in the order of `PassKind`."""
-_CODES = np.frombuffer(_LETTERS.encode(), dtype=np.uint8)
 
 
 def order_text(order: Order, micro_batches: int) -> str:
@@ -26,7 +23,7 @@ def order_text(order: Order, micro_batches: int) -> str:
     >>> order_text((0, 3, 1, 4, 6, 2, 5, 7, 8), 3)
     'FIFIWFIWW'
     """
-    return _CODES[np.asarray(order, dtype=np.int64) // micro_batches].tobytes().decode()
+    return "".join(_LETTERS[number // micro_batches] for number in order)
 
 
 def order_of_text(text: str, micro_batches: int) -> Order:
@@ -38,15 +35,16 @@ def order_of_text(text: str, micro_batches: int) -> Order:
     >>> order_of_text("FFIWIW", 2), order_of_text("FFIWIW", 1)
     ((0, 1, 2, 4, 3, 5), (0, 1, 2))
     """
-    whole = len(text) // len(_LETTERS)
-    kinds = np.argmax(np.frombuffer(text.encode(), dtype=np.uint8)[:, None] == _CODES, axis=1)
-    of_kind = np.zeros(len(kinds), dtype=np.int64)  # which of its kind each pass is
-    for kind in range(len(_LETTERS)):
-        of_kind[kinds == kind] = np.arange(np.count_nonzero(kinds == kind))
+    whole, done = len(text) // len(_LETTERS), [0] * len(_LETTERS)
     order: list[int] = []
     for first in range(0, micro_batches, whole):
-        there = of_kind < min(whole, micro_batches - first)
-        order += (kinds * micro_batches + first + of_kind)[there].tolist()
+        stop = min(first + whole, micro_batches)
+        done = [first] * len(_LETTERS)
+        for letter in text:
+            kind = _LETTERS.index(letter)
+            if done[kind] < stop:
+                order.append(kind * micro_batches + done[kind])
+                done[kind] += 1
     return tuple(order)
 
 

@@ -216,6 +216,33 @@ def test_orders_that_are_made_finish_fit_and_are_not_below_the_bound(seed):
     assert any_order_s(seconds, most) <= found[0] * (1 + ROUGH) <= walked_s(orders, seconds) * (1 + 2 * ROUGH)
 
 
+def moments_of_order(order, count):
+    """What is in flight and what waits, at each pass that is no pass of weights, by looking at all passes before it."""
+    done = [[0] * 3]
+    for number in order:
+        done.append([many + (kind == number // count) for kind, many in enumerate(done[-1])])
+    return {
+        (before[0] + (number < count) - before[1], before[1] - before[2])
+        for number, before in zip(order, done[:-1], strict=True)
+        if number < 2 * count
+    }
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_an_order_holds_is_what_no_other_moment_has_as_much_of(seed):
+    chance = random.Random(seed)
+    count, done = chance.randint(1, 9), [0, 0, 0]
+    order: list[int] = []
+    while len(order) < 3 * count:
+        kind = chance.randrange(3)
+        if done[kind] < (count, *done)[kind]:
+            order.append(kind * count + done[kind])
+            done[kind] += 1
+    moments = moments_of_order(order, count)
+    most = {one for one in moments if not any(one != two and one[0] <= two[0] and one[1] <= two[1] for two in moments)}
+    assert most_held(tuple(order), count) == tuple(sorted(most))
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_no_order_at_all_is_below_the_bound(seed):
     chance = random.Random(seed)

@@ -173,6 +173,7 @@ def _profile_of(
         reserve_bytes=reserve_bytes,
         estimates=tuple(estimates),
         work=_work(sequence),
+        whole=sequence.whole,
     )
 
 

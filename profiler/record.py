@@ -290,6 +290,7 @@ class Profile(Value):
         estimates: kinds of device whose times were estimated from a data sheet, not measured.
         skips: values that may go past stages; None in profiles that do not say.
         work: what the model computes; None where no operation's FLOPs are known. Then files leave it out.
+        whole: of a model that is one layer, why it cannot be cut, for people. Files leave it out of others.
     """
 
     file_kind: ClassVar[str] = "profile"
@@ -306,6 +307,7 @@ class Profile(Value):
     estimates: tuple[Estimate, ...] = ()
     skips: tuple[SkipValue, ...] | None = None
     work: Work | None = None
+    whole: str = ""
 
     def to_json(self, *, without: frozenset[str] = frozenset()) -> str:
         """See `Value.to_json`; the costs, nearly all of it, are written one by one, in a third of the time."""
@@ -319,6 +321,8 @@ class Profile(Value):
         fields: dict[str, Any] = serialize(self)
         if self.work is None:
             fields.pop("work", None)
+        if not self.whole:
+            fields.pop("whole", None)
         return fields
 
     @model_validator(mode="after")

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from planner.plan.plan import Plan
-from profiler.errors import ForeignPlanError, NotTraceableError, PlanError, PlanFileError
+from profiler.errors import ArgumentError, ForeignPlanError, NotTraceableError, PlanError, PlanFileError
 from profiler.text import counted
 from profiler.tracing.dataflow import skip_users
 from profiler.tracing.sequence import LayerSequence
+from profiler.tracing.tracing import check_model as check_is_model
 from profiler.tracing.tracing import trace
 
 
@@ -20,13 +21,20 @@ def traced_as_planned(model: nn.Module, plan: Plan) -> LayerSequence:
     """The model's layers, traced as the plan says.
 
     Raises:
-        PlanError: the model cannot be traced, or is not called as the plan's sample says.
+        ForeignPlanError: it is not called as the plan's sample says.
+        PlanError: it cannot be traced, or is no model.
     """
+    check_is_model(model)
     try:
         return trace(model, plan.sample, progress=False)
     except NotTraceableError as problem:
         said = f"{problem}; if the plan was made for another model, plan again for this one"
         raise NotTraceableError(said) from problem
+    except ArgumentError as problem:
+        raise ForeignPlanError(
+            f"the plan was made for another model than this {type(model).__name__}: {problem}; plan again for this "
+            "model, or give the one that was planned for"
+        ) from problem
     except PlanError:
         raise
     except Exception as problem:

@@ -113,6 +113,12 @@ def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
     )
 
 
+def _few_layers(problem: Problem) -> str:
+    whole = problem.costs.profile.whole
+    why = f": {whole}" if whole else ""
+    return f"the model has {counted(problem.layers, 'layer')}, and a stage holds at least 1{why}"
+
+
 def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
     """Why there are not more stages: what allows no more, or that more are not faster."""
     settings, per_stage = problem.settings, problem.settings.micro_batches_per_stage
@@ -122,7 +128,7 @@ def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
     reasons = (
         (settings.stages is not None, f"stages is {settings.stages}"),
         (settings.max_stages == plan.K < groups * settings.chunks, f"max_stages is {settings.max_stages}"),
-        (problem.layers == plan.K, f"the model has {counted(problem.layers, 'layer')}, and a stage holds at least 1"),
+        (problem.layers == plan.K, _few_layers(problem)),
         (
             groups == plan.ranks,
             f"R = {plan.replicas} needs as many equal devices for each stage, which makes at most K = {groups}",

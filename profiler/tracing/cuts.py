@@ -29,6 +29,8 @@ from profiler.tracing.node_facts import NodeFacts
 LARGEST_PART = 1 / 8
 SMALLEST_PART = 1 / 256
 SMALLEST_INNER_PART = 1 / 32
+MOST_OF_THE_WORK = 0.95
+"""Share of one operation that explains by itself why a model is one layer [chosen]."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,32 @@ def layer_starts(body: Body, keep_together: Sequence[str] = (), *, stages: int =
         if fine_for >= stages:
             return starts
         fine_for *= 2
+
+
+def why_one_layer(body: Body, keep_together: Sequence[str] = ()) -> str:
+    """What keeps a model that is one layer from being cut, for people.
+
+    Args:
+        body: that has no position to cut it at.
+        keep_together: paths of modules that no cut may part.
+    """
+    work, inner = _Work(body), set(range(1, len(body.nodes)))
+    shares = [work.mean_share(place, place + 1) for place in range(len(body.nodes))]
+    largest = max(range(len(shares)), key=shares.__getitem__)
+    if shares[largest] >= MOST_OF_THE_WORK or not inner:
+        node = body.nodes[largest]
+        where = f" of module {path}" if (path := next(reversed(module_stack(node)), "")) else ""
+        return (
+            f"operation {node.target}{where} does {shares[largest]:.0%} of its work, and no operation can be cut (of "
+            "recurrent modules, all num_layers are one)"
+        )
+    if inner <= _inside(body, keep_together):
+        return f"keep_together holds {', '.join(keep_together)} together"
+    if inner <= _between_users_of_written_sources(body):
+        return "its first and its last operation touch a buffer or an input that it writes"
+    if not allowed_positions(body, keep_together):
+        return "a cut anywhere would part what is written in place, or send what is no tensor"
+    return "where it could be cut, one side would have next to none of the work"
 
 
 def _parted(

@@ -160,6 +160,7 @@ class LayerSequence:
         sample: how to call the model, and what traced it (`sample.front_end`).
         refusals: front end -> why it did not serve; empty if the first did, or if the sample said which to take.
         fingerprint: equal when graph, layers and shapes are.
+        whole: of a model that is one layer, why it cannot be cut; else empty.
     """
 
     layers: tuple[Layer, ...]
@@ -180,6 +181,7 @@ class LayerSequence:
     sample: SampleSpec
     refusals: Mapping[str, str]
     fingerprint: str
+    whole: str = ""
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -222,7 +224,8 @@ class LayerSequence:
         return (
             f"LayerSequence({counted(len(self), 'layer')}, {distinct} distinct, {elements:,} parameters, "
             f"{self.fingerprint}, "
-            f"{self.sample.means}{'; left out of its output: ' * bool(foreign)}{', '.join(foreign)})"
+            f"{self.sample.means}{'; left out of its output: ' * bool(foreign)}{', '.join(foreign)}"
+            f"{f'; one layer, since {self.whole}' if self.whole else ''})"
         )
 
     def to_frame(self) -> pandas.DataFrame:

@@ -41,7 +41,7 @@ from profiler.tracing.build_layer import (
     value_text,
 )
 from profiler.tracing.computing_model import computing_model
-from profiler.tracing.cuts import Body, layer_starts
+from profiler.tracing.cuts import Body, layer_starts, why_one_layer
 from profiler.tracing.evaluation_cuts import stage_starts
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.front_ends import Served, graph_of
@@ -127,6 +127,8 @@ def trace(
         counters = take_out_counters(served.graph.module.graph)
         body = _body(served)
         sequence = _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
+        if len(sequence) == 1:
+            sequence = replace(sequence, whole=why_one_layer(body, spec.keep_together))
         done(Part.LAYERS)
     return sequence
 

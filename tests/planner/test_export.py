@@ -434,3 +434,17 @@ def test_engines_that_schedules_name_are_targets() -> None:
     named = {engine for record in SCHEDULES.values() for engine in record.elsewhere}
     assert named <= TARGETS.keys()
     assert schedules_of("deepspeed") == ("1f1b",)
+
+
+class _OfThreeInputs(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x + y + z
+
+
+def test_a_model_that_is_called_otherwise_is_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    _, plan = planned("plain", "torchgpipe")
+    with pytest.raises(ForeignPlanError, match=r"made for another model than this _OfThreeInputs: .*argument: 'y'"):
+        plan.export("torchgpipe", _OfThreeInputs())
+    with pytest.raises(ArgumentError, match=r"the model is a int; pass a torch.nn.Module"):
+        plan.export("torchgpipe", 3)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import fmean
+from math import fsum
 from typing import TYPE_CHECKING, NamedTuple
 
 from planner.plan.simulator import Durations, simulate
@@ -45,5 +45,6 @@ def _level(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]
     """The same time for all stages and micro-batches: their mean."""
     if not rows:
         return ()
-    mean_s = fmean(value for row in rows for value in row)
+    seconds = [value for row in rows for value in row]
+    mean_s = fsum(seconds) / len(seconds)
     return tuple((mean_s,) * len(row) for row in rows)

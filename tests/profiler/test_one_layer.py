@@ -8,6 +8,7 @@ from torch import nn
 
 from planner import Cluster, plan_from_profile
 from profiler import Profile, profile, trace
+from profiler.errors import ProfileError
 
 
 class Written(nn.Module):
@@ -16,7 +17,7 @@ class Written(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.register_buffer("seen", torch.zeros(8))
+        self.seen = nn.Buffer(torch.zeros(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Write before, read after."""
@@ -49,7 +50,7 @@ def test_one_layer_says_why(model: nn.Module, sample: Any, keep_together: list[s
 def test_its_plan_says_so_too() -> None:
     sequence, cluster = trace(GRU, torch.zeros(8, 3, 8)), Cluster.of("2xA100-40GB")
     measured = profile(sequence, cluster, loss_fn=lambda output, _: output[0].mean(), target=torch.zeros(8))
-    loaded = Profile.parse_json(measured.to_json(), source="here", error=ValueError)
+    loaded = Profile.parse_json(measured.to_json(), source="here", error=ProfileError)
     assert loaded == measured
     plan = plan_from_profile(loaded, cluster, batch_size=8)
     assert plan.unused is not None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from executor.batch.calls import Call, Calls
 from executor.batch.feed import Feed
-from executor.batch.modes import loss_scale, refuse_other_modes, refuse_unscaled
+from executor.batch.modes import refuse_other_modes, refuse_unscaled
+from executor.carrier import Carrier
 from executor.checkpoints.run_identity import Run
 from executor.first_step import compared
 from executor.layout import layout_of
@@ -35,9 +36,8 @@ from executor.measure.action_times import TimedAction
 from executor.measure.replanning import Replan, Replanning
 from executor.plan_check import check_arguments, device_of, takes_target
 from executor.recording import Recording
-from executor.run.outputs import check_joinable, whole_output
 from executor.run.runtime import Runtime
-from executor.run.stage_runner import MicroBatch, StageRunner
+from executor.run.stage_runner import StageRunner
 from executor.run.transports import ANY, LIBRARY, transport_for
 from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
@@ -50,7 +50,6 @@ from executor.state.replicas import GradientSum, group_of_peers
 from executor.state.shared_loss import SharedLoss
 from executor.state.shared_state import share_state
 from executor.state.sharing import Shares, owners
-from executor.state.tied import forget_gradients, sum_gradients
 from executor.watch.holes import give_holes_back
 from executor.watch.position import Phase
 from executor.watch.watch import Watch
@@ -60,8 +59,6 @@ from planner.plan.plan import Plan
 from profiler.arguments import fits_its_arguments
 from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
-from profiler.observe.ambient import as_in_training
-from profiler.observe.random_states import preserved
 from profiler.quantities import MOST_MICRO_BATCHES, check_count
 from profiler.run.loss import LossFunction
 from profiler.tracing.computing_model import computing_model
@@ -206,16 +203,17 @@ class Pipeline:
         push_nobody_off()
         self._owners = owners(self._sequence, plan, layout, self._placement)
         owner_of = [self._owners.get(name) for name, _ in self._placement.parameters]
-        self._gradients = GradientSum(self._placement.collectors(), layout, group, owner_of)
+        gradients = GradientSum(self._placement.collectors(), layout, group, owner_of)
         named = self._placement.named_parameters()
         self._shares = Shares(((named[name], owner) for name, owner in self._owners.items()), layout, group)
         if plan.shard_optimizer and not layout.alone:
             after_each_step(self, Pipeline._exchange)
-        self._mover = BufferMover(layout, group)
-        self._loss = SharedLoss(layout, self._device, through_memory=wanted != LIBRARY)
-        self.watch.add_wait(self._loss.interrupt)
+        shared = SharedLoss(layout, self._device, through_memory=wanted != LIBRARY)
+        self.watch.add_wait(shared.interrupt)
         self._calls = Calls(self._computing, plan, layout, self._sequence, devices, self._placement)
         self._feed = Feed(self._calls, layout, self.watch, on_host)
+        carried_by = (self._calls, self._runners, self._runtime, self._placement)
+        self._carrier = Carrier(layout, devices, *carried_by, gradients, shared, BufferMover(layout, group))
         self._steps = 0
         self._recording = Recording(plan, layout, self._device, self._runtime, self._placement, self.watch)
         self._stand_in = nn.Parameter(torch.empty(0))
@@ -324,29 +322,13 @@ class Pipeline:
             refuse_lost_hooks(self._placement)
             self._placement.round_masters()
             self._compare_first_step(args, kwargs, target)
-            self._begin(scaler, accumulate=accumulate)
-            loss = self._trained(call)
+            loss = self._carrier.train(call, self._steps, scaler, accumulate)
             self._steps += 1
             self._feed.end()
             self.watch.log.step = self._steps
         said = self._recording.said_after(self._steps, self._replanning)
         if said:
             warnings.warn(said, stacklevel=2)
-        return loss
-
-    def _trained(self, call: Call) -> Tensor:
-        """The loss of a training step, whose gradients and statistics are then where they belong."""
-        forget_gradients(self._placement.tied)
-        with self._placement.adding_up(), self._gradients.of_a_step():
-            with as_in_training(), preserved(self._devices.values()):
-                for batches in call.own:
-                    self._runtime.run(self._calls.program(call, batches), batches)
-                    sum_gradients(self._placement.tied, self._layout.process)
-                    self._gradients.add_replica()
-            loss = self._loss.of(self._own_losses(call.own))  # first, since others may wait for it
-            self._gradients.end()
-            for runner in self._runners.values():
-                self._mover.move(runner, call.own, call.counts)
         return loss
 
     def _outside_of_model(self, target: Any, kwargs: dict[str, Any]) -> Any:
@@ -378,8 +360,7 @@ class Pipeline:
         """
         target = self._outside_of_model(target, kwargs)
         with self.watch.call(Phase.PREPARATION, self._feed.given("evaluate", args, kwargs, target)):
-            call = self._evaluated("evaluate", args, kwargs, target)
-            loss = self._loss.of(self._own_losses(call.own))
+            loss = self._carrier.evaluate(self._called("evaluate", args, kwargs, target), self._steps)
             self._feed.end()
         return loss
 
@@ -410,28 +391,15 @@ class Pipeline:
             NotTraceableError: in evaluation mode the model reads parameters elsewhere than in training.
         """
         with self.watch.call(Phase.PREPARATION, self._feed.given("predict", args, kwargs, None)):
-            call = self._evaluated("predict", args, kwargs, None)
-            own = [batch for batches in call.own for batch in batches]
-            runner = self._runners.get(self.plan.K - 1)
-            output = None
-            if runner is not None:
-                parts = [runner.take_output(batch) for batch in own]
-                output = whole_output(call.sequence, parts, [batch.size for batch in own])
-            self._loss.of([])  # there is none, but all wait for it, and end together if the last stage fails
+            output = self._carrier.predict(self._called("predict", args, kwargs, None), self._steps)
             self._feed.end()
         return output
 
-    def _evaluated(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
-        """A call in evaluation mode, carried out; the last stage's runner holds its losses, or its outputs."""
+    def _called(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
+        """A call in evaluation mode, before it is carried out."""
         refuse_other_modes(self.plan, self._devices.values(), self._frozen)
-        keep_outputs = kind == "predict"
         call = self._feed.call(kind, args, kwargs, target, training=False)
         self._placement.round_masters()
-        if keep_outputs:
-            check_joinable(call.sequence, sum(call.counts))
-        self._begin(None, keep_outputs=keep_outputs)
-        for batches in call.own:
-            self._runtime.run(self._calls.program(call, batches), batches)
         return call
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -513,19 +481,6 @@ class Pipeline:
     def watch_memory(self) -> AbstractContextManager[None]:
         """Measure the peak memory of the steps inside, for `measured`; on CPU this slows them down."""
         return self._recording.watching_memory()
-
-    def _begin(self, scaler: torch.amp.GradScaler | None, *, accumulate: int = 1, keep_outputs: bool = False) -> None:
-        scale = None if scaler is None else loss_scale(scaler, self._layout, self._device)
-        if accumulate > 1:
-            scale = (torch.ones((), device=self._device) if scale is None else scale) / accumulate
-        self._loss.begin()
-        for runner in self._runners.values():
-            runner.begin(self._steps, scale, keep_outputs=keep_outputs)
-
-    def _own_losses(self, own: Sequence[Sequence[MicroBatch]]) -> list[Tensor]:
-        """By replica of this process, if it runs the last stage."""
-        runner = self._runners.get(self.plan.K - 1)
-        return [] if runner is None else [runner.loss(batches) for batches in own]
 
 
 def _digest(text: str) -> str:

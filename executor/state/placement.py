@@ -100,25 +100,15 @@ def place(
         originals: the user's parameters by name; master weights are these where they have the type of such.
     """
     held = {name: _trained(sequence, name, originals.get(name, own)) for name, own in sequence.parameters.items()}
-    stages = layout.stages
-    layers_of = {stage: range(plan.stages[stage].first_layer, plan.stages[stage].stop_layer) for stage in stages}
-    used = {
-        (name, devices[stage])
-        for stage in stages
-        for layer in layers_of[stage]
-        for name in sequence.layers[layer].parameters
-    }
-    ordered = [(name, device) for name in sequence.parameters for device in devices.values() if (name, device) in used]
-    needed = {stage: buffer_names(sequence, layers_of[stage]) for stage in stages}
+    layers_of = {stage: range(plan.stages[stage].first_layer, plan.stages[stage].stop_layer) for stage in layout.stages}
+    ordered = _where_read(sequence, layers_of, devices)
+    needed = {stage: buffer_names(sequence, layers) for stage, layers in layers_of.items()}
     bare = _without_memory(
         [(name, device, held[name]) for name, device in ordered]
-        + [(name, devices[stage], sequence.buffers[name]) for stage in stages for name in needed[stage]]
+        + [(name, devices[stage], sequence.buffers[name]) for stage, names in needed.items() for name in names]
     )
     made = materialize(bare) if bare else {}
-    parameters = {
-        (name, device): _parameter(held[name], device, made.get((name, device)))
-        for name, device in dict.fromkeys(ordered)
-    }
+    parameters = {(name, device): _parameter(held[name], device, made.get((name, device))) for name, device in ordered}
     computing = {
         (name, device): _computing(sequence.parameters[name], device)
         for (name, device), parameter in parameters.items()
@@ -131,34 +121,62 @@ def place(
     collecting = {
         stage: {
             (layer, name): _collecting(sequence, name, collectors[name, devices[stage]])
-            for layer in layers_of[stage]
+            for layer in layers
             for name in sequence.layers[layer].parameters
         }
-        for stage in stages
+        for stage, layers in layers_of.items()
     }
     return Placement(
         parameters=parameters,
-        buffers={
-            stage: {
-                name: made.get((name, devices[stage]), buffer).to(devices[stage], buffer.dtype)
-                for name, buffer in sequence.buffers.items()
-                if name in needed[stage]
-            }
-            for stage in stages
-        },
-        read_by={
-            stage: {
-                (layer, name): adding_to(tensor, computing[name, devices[stage]])
-                if tensor.dtype != sequence.parameters[name].dtype
-                else tensor
-                for (layer, name), tensor in own.items()
-            }
-            for stage, own in collecting.items()
-        },
+        buffers={stage: _buffers(sequence, names, devices[stage], made) for stage, names in needed.items()},
+        read_by={stage: _read(sequence, own, devices[stage], computing) for stage, own in collecting.items()},
         tied=_tied(sequence, plan, layout, collectors, collecting),
         rounded=tuple((tensor, parameters[key]) for key, tensor in computing.items()),
         cast=tuple((own, parameters[key]) for key, own in collectors.items() if own is not parameters[key]),
     )
+
+
+def _where_read(
+    sequence: LayerSequence, layers_of: Mapping[int, range], devices: Mapping[int, torch.device]
+) -> list[tuple[str, torch.device]]:
+    """Each parameter with each device whose layers read it, in the order of parameters and then of stages."""
+    used = {
+        (name, devices[stage])
+        for stage, layers in layers_of.items()
+        for layer in layers
+        for name in sequence.layers[layer].parameters
+    }
+    each = ((name, device) for name in sequence.parameters for device in devices.values())
+    return [*dict.fromkeys(key for key in each if key in used)]
+
+
+def _buffers(
+    sequence: LayerSequence,
+    names: Collection[str],
+    device: torch.device,
+    made: Mapping[tuple[str, torch.device], Tensor],
+) -> dict[str, Tensor]:
+    """Those of a stage, on its device."""
+    return {
+        name: made.get((name, device), buffer).to(device, buffer.dtype)
+        for name, buffer in sequence.buffers.items()
+        if name in names
+    }
+
+
+def _read(
+    sequence: LayerSequence,
+    collecting: Mapping[tuple[int, str], Tensor],
+    device: torch.device,
+    computing: Mapping[tuple[str, torch.device], Tensor],
+) -> dict[tuple[int, str], Tensor]:
+    """What a stage's layers read for their parameters, from what collects the gradients of these."""
+    return {
+        (layer, name): adding_to(tensor, computing[name, device])
+        if tensor.dtype != sequence.parameters[name].dtype
+        else tensor
+        for (layer, name), tensor in collecting.items()
+    }
 
 
 def _without_memory(tensors: Sequence[tuple[str, torch.device, Tensor]]) -> dict[str, set[torch.device]]:

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import noop_context_fn
 from torch.utils.hooks import RemovableHandle
 
 from profiler.errors import NotTraceableError
 from profiler.observe.elsewhere import arrays_reached
-from profiler.observe.gradients_so_far import READS_GRADIENT, GradientsLeftAlone
-from profiler.observe.outside_world import outside_told
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import (
     Place,
@@ -38,19 +32,14 @@ from profiler.observe.source_place import (
     setting_advice,
 )
 from profiler.torch_private import (
-    BACKWARD_PASS,
-    CHECKPOINT,
-    INFERENCE_MODE,
-    SAVED_TENSORS_HOOKS,
     HigherOrderOperator,
     OpOverload,
     has_backward_hooks,
     has_backward_hooks_of_all_modules,
     schema_of,
 )
+from profiler.tracing.lost_gradients import TRACING, lost_gradients_refused
 from profiler.tracing.writes import statistics_arguments, written_arguments
-
-_TRACING: ContextVar[bool] = ContextVar("a model is being traced, in this thread", default=False)
 
 
 @contextlib.contextmanager
@@ -64,17 +53,17 @@ def refused(model: nn.Module) -> Iterator[None]:
     """
     handles = _refuse_hooks(model)
     before = python_and_numpy_states()
-    token = _TRACING.set(True)
+    token = TRACING.set(True)
     draws: list[Place] = []
     try:
-        with _lost_gradients_refused(model), _noted_draws(model, draws):
+        with lost_gradients_refused(model), _noted_draws(model, draws):
             yield
     except Exception as problem:
         if draws and before != python_and_numpy_states():  # what went wrong later may follow from what was drawn
             raise _draws(model, draws) from problem
         raise
     finally:
-        _TRACING.reset(token)
+        TRACING.reset(token)
         for handle in handles:
             handle.remove()
     if before != python_and_numpy_states():
@@ -93,91 +82,12 @@ def _draws(model: nn.Module, places: Sequence[Place]) -> NotTraceableError:
 
 
 @contextlib.contextmanager
-def _lost_gradients_refused(model: nn.Module) -> Iterator[None]:
-    """Within, what changes gradients and is no operation is refused where it happens.
-
-    Each is noticed at the one place in torch that all ways to it pass, so that it does not matter by what name a model
-    reaches it.
-    """
-
-    def refuse(what: str) -> NoReturn:
-        place = place_now(model)
-        raise NotTraceableError(
-            f"cannot trace the model: in {place}: the forward pass {what}, which a graph would lose; express it by "
-            f"operations, or {keep_together_advice(place.modules)}",
-            modules=place.modules,
-            functions=place.functions,
-        )
-
-    make_handle = RemovableHandle.__init__
-
-    def made_handle(handle: RemovableHandle, *args: Any, **kwargs: Any) -> None:
-        caller = sys._getframe(1).f_code.co_name
-        if _TRACING.get() and not any(kind in caller for kind in _HOOKS_OF_THE_FORWARD_PASS):
-            refuse("registers a hook on a gradient")
-        make_handle(handle, *args, **kwargs)
-
-    push_hooks = SAVED_TENSORS_HOOKS.original
-
-    def pushed_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        if _TRACING.get() and not str(getattr(pack, "__module__", "")).startswith("torch."):
-            refuse("has hooks on tensors saved for the backward pass (saved_tensors_hooks)")
-        push_hooks(pack, unpack)
-
-    checkpointed = CHECKPOINT.original
-
-    def uncheckpointed(function: Any, preserve: bool, context: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """The plan decides what is recomputed; of checkpoints in checkpoints export makes regions without gradient."""
-        if _TRACING.get() and context is noop_context_fn:
-            yield
-        else:
-            yield from checkpointed(function, preserve, context, *args, **kwargs)
-
-    run_backward = BACKWARD_PASS.original
-
-    def ran_backward(*args: Any, **kwargs: Any) -> Any:
-        if _TRACING.get():
-            refuse("runs a backward pass (torch.autograd.grad, backward)")
-        return run_backward(*args, **kwargs)
-
-    inference_mode = INFERENCE_MODE.original
-
-    def region(enabled: bool) -> Any:
-        """A graph holds regions without gradient, and none of inference mode; what they compute is the same."""
-        return torch.no_grad() if _TRACING.get() and enabled else inference_mode(enabled)
-
-    def outside(what: str) -> None:
-        if _TRACING.get():
-            refuse(what)
-
-    parameters = {id(parameter) for parameter in model.parameters()}
-
-    def is_trained(tensor: torch.Tensor) -> bool:
-        stands_in = isinstance(tensor, FakeTensor) and tensor.is_leaf and tensor.requires_grad
-        return _TRACING.get() and (stands_in or id(tensor) in parameters)
-
-    with (
-        outside_told(outside),
-        GradientsLeftAlone(is_trained, partial(refuse, READS_GRADIENT)),
-        mock.patch.object(RemovableHandle, "__init__", made_handle),
-        SAVED_TENSORS_HOOKS.replaced_by(pushed_hooks),
-        CHECKPOINT.replaced_by(uncheckpointed),
-        BACKWARD_PASS.replaced_by(ran_backward),
-        INFERENCE_MODE.replaced_by(region),
-    ):
-        yield
-
-
-_HOOKS_OF_THE_FORWARD_PASS = ("forward", "state_dict", "_registration_hook")  # in the names of what registers them
-
-
-@contextlib.contextmanager
 def _noted_draws(model: nn.Module, places: list[Place]) -> Iterator[None]:
     """Within, places are noted where the forward pass calls `random.random`, `numpy.random.rand` and the like."""
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
-            if _TRACING.get():
+            if TRACING.get():
                 places.append(place_now(model))
             return function(*args, **kwargs)
 
@@ -203,7 +113,7 @@ def _refuse_hooks(model: nn.Module) -> list[RemovableHandle]:
             raise _has_backward_hook(model, name, name.rpartition(".")[0])
 
     def refuse(name: str, *_: Any) -> None:
-        if _TRACING.get():
+        if TRACING.get():
             raise _has_backward_hook(model, name or "the model", name)
 
     return [

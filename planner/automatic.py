@@ -12,8 +12,10 @@ from planner.plan.plan import Plan
 from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings, takes_settings
 from profiler.cache import CacheSetting
+from profiler.device import Cluster
 from profiler.errors import ArgumentError
 from profiler.machine.local import Devices, local_devices
+from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, measured_sizes
 from profiler.observe.untouched import untouched
 from profiler.precision import precision_named, refuse_with_autocast
 from profiler.quantities import check_seconds
@@ -120,6 +122,7 @@ def autoplan(
             cluster,
             sample=sample,
             batch_size=samples,
+            micro_batch_sizes=_sizes(asked, cluster, sequence.sample.only_micro_batch_size),
             loss_fn=loss_fn,
             target=target,
             optimizer=optimizer,
@@ -129,6 +132,17 @@ def autoplan(
             cache=cache,
         )
     return plan_from_profile(measured, cluster, batch_size=samples, progress=progress, **settings)
+
+
+def _sizes(asked: Settings, cluster: Cluster, only: int | None) -> tuple[int, ...] | None:
+    """Micro-batch sizes to measure where settings ask for larger ones than are measured by default; else None."""
+    if asked.micro_batch_sizes is not None:
+        largest = max(asked.micro_batch_sizes)
+    else:
+        count = asked.micro_batches or min(asked.micro_batches_per_stage, MICRO_BATCHES_PER_STAGE)
+        largest = -(-asked.batch_size // (count * (asked.replicas or 1)))
+    usual = measured_sizes(asked.batch_size, None, cluster)
+    return None if only is not None or largest <= usual[-1] else (*usual, largest)
 
 
 def _check_names(sample: Any, loss_fn: Any) -> None:

@@ -73,7 +73,7 @@ class Replanning:
         self._said = ratio
         said = (
             f"a step takes {seconds_text(lasted_s)} before the optimizer, {ratio:.3g} times the "
-            f"{seconds_text(predicted_s)} that were predicted, which were in doubt by {less:.0%} to {more:.0%}"
+            f"{seconds_text(predicted_s)} that were predicted, and {1 - less:.2g} to {1 + more:.2g} times were in doubt"
         )
         return f"{said}; {self._other_plan(recorded)}"
 

@@ -335,5 +335,6 @@ def link_sheet(name: str) -> LinkSheet:
         ArgumentError: it is not in the table.
     """
     if not isinstance(name, str) or name.lower() not in LINKS:
-        raise ArgumentError(f"no data sheet of a link {shown(name)}; known are {', '.join(LINKS)}")
+        hint = meant(str(name).lower(), LINKS)
+        raise ArgumentError(f"no data sheet of a link {shown(name)}{hint}; known are {', '.join(LINKS)}")
     return LINKS[name.lower()]

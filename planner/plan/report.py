@@ -155,7 +155,7 @@ def headline(plan: Plan, width: int, spoken: Callable[[str], str] = str) -> list
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
         f"{rate_text(prediction.samples_per_s)} samples/s"
         + (f", {count_text(prediction.tokens_per_s)} tokens/s" if prediction.tokens_per_s else ""),
-        *(prediction.doubt.lines(prediction.step_s) if prediction.doubt is not None else []),
+        *(map(spoken, prediction.doubt.lines(prediction.step_s)) if prediction.doubt is not None else []),
         *_work_lines(plan),
         _bubble_text(plan),
         *_precision_lines(plan),

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from executor.commands.option_words import in_settings
 from planner import Plan, plan_from_profile
 from planner.doubt import LESS_MEMORY, LESS_MEMORY_OF_PARTS, MODEL, NINE_OF_TEN, NORMAL
 from planner.plan.actions import make_schedule
 from planner.plan.prediction import Doubt
+from planner.plan.report import plan_report
 from planner.plan.simulator import Durations, simulate
 from profiler.device import Cluster, Device, Link
 from profiler.record import Estimate, Profile
@@ -95,6 +97,9 @@ def test_the_report_says_it_and_asks_for_a_quiet_hour() -> None:
     assert "slower than usual" not in calm
     assert "the devices were 45% slower than usual while they were profiled" in busy.replace("\n  ", " ")
     assert 'cache="off"' in busy
+    typed = plan_report(plan_of(profile_with(slowdown=0.45)), spoken=in_settings)
+    assert "--cache off" in typed
+    assert 'cache="off"' not in typed
 
 
 def test_it_is_in_the_file() -> None:

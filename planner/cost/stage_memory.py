@@ -91,8 +91,11 @@ class StageMoments:
     @property
     def largest(self) -> StageMemory:
         """The moment at which all classes together need most."""
-        most = int(np.argmax(self.totals))
-        return StageMemory(**{name: int(found[most if len(found) > 1 else 0]) for name, found in self.classes.items()})
+        return self.at(int(np.argmax(self.totals)))
+
+    def at(self, moment: int) -> StageMemory:
+        """One of the moments."""
+        return StageMemory(**{name: int(kept[moment if len(kept) > 1 else 0]) for name, kept in self.classes.items()})
 
 
 def together(chunks: Sequence[StageMoments], computing: Sequence[int]) -> StageMoments:

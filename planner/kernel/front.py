@@ -88,6 +88,24 @@ def before_bounds(arcs: Arcs) -> Floats:
 
 
 @compiled
+def may_reach(arcs: Arcs) -> bool:
+    """Whether stages lead from the start to the end, as many as there may be, whatever devices they are on.
+
+    That is less than `before_bounds` says, and takes a tenth of its time.
+    """
+    in_flight_indices, classes, positions = arcs.length.shape
+    fewest = np.full(positions, arcs.most_stages + 1)
+    fewest[0] = 0
+    for stop in range(1, positions):
+        for in_flight_index in range(in_flight_indices):
+            for device in range(classes):
+                for step in range(arcs.length[in_flight_index, device, stop]):
+                    if arcs.need[arcs.offset[in_flight_index, device, stop] + step] != IMPOSSIBLE:
+                        fewest[stop] = min(fewest[stop], fewest[stop - 1 - step] + 1)
+    return bool(fewest[-1] <= arcs.most_stages)
+
+
+@compiled
 def _lowest(arcs: Arcs) -> Indices:
     """For each choice of devices a position such that no stages on them reach from further in front to the end."""
     used, total = used_numbers(arcs.capacity)

@@ -68,7 +68,7 @@ class _Walk(NamedTuple):
 
 
 @compiled
-def listed(seconds: Floats, room: Room, lead: Indices, most: Indices, patience: float) -> Indices:
+def listed(seconds: Floats, room: Room, lead: Indices, most: Indices, patience: float, below_s: float) -> Indices:
     """The passes of all stages.
 
     Args:
@@ -77,9 +77,11 @@ def listed(seconds: Floats, room: Room, lead: Indices, most: Indices, patience: 
         lead: micro-batches in flight up to which a forward pass goes before a backward pass, shape (K,).
         most: micro-batches in flight at most, shape (K,).
         patience: part of a pass of weights, or of a forward pass beyond the lead, that a stage rather waits.
+        below_s: orders that take as long are not gone through to the end.
 
     Returns:
-        Numbers of passes, shape (K, 3 M); -1 in all of them if some stage cannot hold one micro-batch.
+        Numbers of passes, shape (K, 3 M); -1 in all of them if some stage cannot hold one micro-batch, and in the last
+        ones of some stage if they take too long.
     """
     _, stages, count = seconds.shape
     orders = np.full((stages, 3 * count), NOTHING)
@@ -98,10 +100,13 @@ def listed(seconds: Floats, room: Room, lead: Indices, most: Indices, patience: 
     walk.input_s[0] = 0.0
     walk.gradient_s[stages - 1] = 0.0
     walk.wake_s[0] = 0.0
+    left_s = np.zeros(stages)
+    for stage in range(stages):
+        left_s[stage] = seconds[F, stage].sum() + seconds[B, stage].sum() + seconds[W, stage].sum()
     for _ in range(4 * stages * 3 * count):
         stage = int(np.argmin(walk.wake_s))
         now_s = walk.wake_s[stage]
-        if now_s == np.inf:
+        if now_s == np.inf or now_s + left_s[stage] >= below_s:
             break
         kind = _chosen(walk, seconds, room, stage, now_s, lead[stage], most[stage], patience, orders)
         if kind == NOTHING:
@@ -111,6 +116,7 @@ def listed(seconds: Floats, room: Room, lead: Indices, most: Indices, patience: 
         batch = walk.done[kind, stage]
         turns_around = place > 0 and kind == 1 and orders[stage, place - 1] == batch
         orders[stage, place] = kind * count + batch
+        left_s[stage] -= seconds[W if kind == 2 else B if kind else F, stage, batch]
         _begin(walk, seconds, stage, now_s, kind, turns_around)
     return orders
 

@@ -13,7 +13,7 @@ from planner.plan.orders import Order
 from profiler.errors import ArgumentError
 from profiler.text import counted
 
-_LETTERS = "FIW"
+LETTERS = "FIW"
 """Of the passes of a split backward pass, in the order of `PassKind`."""
 
 
@@ -23,7 +23,7 @@ def order_text(order: Order, micro_batches: int) -> str:
     >>> order_text((0, 3, 1, 4, 6, 2, 5, 7, 8), 3)
     'FIFIWFIWW'
     """
-    return "".join(_LETTERS[number // micro_batches] for number in order)
+    return "".join(LETTERS[number // micro_batches] for number in order)
 
 
 def order_of_text(text: str, micro_batches: int) -> Order:
@@ -35,13 +35,13 @@ def order_of_text(text: str, micro_batches: int) -> Order:
     >>> order_of_text("FFIWIW", 2), order_of_text("FFIWIW", 1)
     ((0, 1, 2, 4, 3, 5), (0, 1, 2))
     """
-    whole, done = len(text) // len(_LETTERS), [0] * len(_LETTERS)
+    whole, done = len(text) // len(LETTERS), [0] * len(LETTERS)
     order: list[int] = []
     for first in range(0, micro_batches, whole):
         stop = min(first + whole, micro_batches)
-        done = [first] * len(_LETTERS)
+        done = [first] * len(LETTERS)
         for letter in text:
-            kind = _LETTERS.index(letter)
+            kind = LETTERS.index(letter)
             if done[kind] < stop:
                 order.append(kind * micro_batches + done[kind])
                 done[kind] += 1
@@ -60,14 +60,14 @@ def check_order_texts(texts: Sequence[str], stages: int, micro_batches: int) -> 
             f"orders has {counted(len(texts), 'entry')} for {counted(stages, 'stage')}; each has its own"
         )
     for stage, text in enumerate(texts):
-        counts = [text.count(letter) for letter in _LETTERS]
-        if counts != [micro_batches] * len(_LETTERS) or len(text) != sum(counts):
-            listed = ", ".join(f"{many} of {letter}" for letter, many in zip(_LETTERS, counts, strict=True))
+        counts = [text.count(letter) for letter in LETTERS]
+        if counts != [micro_batches] * len(LETTERS) or len(text) != sum(counts):
+            listed = ", ".join(f"{many} of {letter}" for letter, many in zip(LETTERS, counts, strict=True))
             raise ArgumentError(
                 f"the order of stage {stage} has {counted(len(text), 'pass')}, {listed}; M = {micro_batches} asks for "
                 f"{micro_batches} of each"
             )
-        done = dict.fromkeys(_LETTERS, 0)
+        done = dict.fromkeys(LETTERS, 0)
         for place, letter in enumerate(text):
             done[letter] += 1
             if not done["F"] >= done["I"] >= done["W"]:
@@ -78,7 +78,7 @@ def check_order_texts(texts: Sequence[str], stages: int, micro_batches: int) -> 
 def _check_progress(texts: Sequence[str]) -> None:
     """Refuse orders in which all wait for each other."""
     last = len(texts) - 1
-    done = [dict.fromkeys(_LETTERS, 0) for _ in texts]
+    done = [dict.fromkeys(LETTERS, 0) for _ in texts]
     place = [0] * len(texts)
     waiting = [*range(len(texts))]
     while waiting:

@@ -127,7 +127,9 @@ def _start(problem: Problem, best: Balance | None) -> Balance | None:
         less = replace(less, time_limit_s=settings.time_limit_s * TIME_OF_START)
     with besides(0.0), others_follow():
         return balance_any(
-            replace(problem, settings=less, patience=problem.patience * SHARE_OF_START, dispensable=True)
+            replace(
+                problem, settings=less, patience=problem.patience * SHARE_OF_START, dispensable=True, below_s=np.inf
+            )
         )
 
 

@@ -13,9 +13,9 @@ from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.cost.transfers import Shares, boundary_s, copied_shares
 from planner.kernel.makespan import B, W, makespan_s, walked_s, with_copies
-from planner.plan.order_text import order_of_text
 from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
+from planner.solve.order_arrays import orders_of
 from planner.solve.problem import Candidate, Problem
 
 TIE = 1e-12
@@ -118,8 +118,7 @@ def evaluate_s(
     end_s = max(sum(ends[rank::ranks]) for rank in range(ranks))
     if not orders:
         return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + end_s
-    passes = np.array([order_of_text(text, candidate.split.count) for text in orders], dtype=np.int64)
-    return walked_s(passes, seconds) + end_s
+    return walked_s(orders_of(orders, candidate.split.count), seconds) + end_s
 
 
 def passes_seconds(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> Floats:

@@ -115,7 +115,7 @@ class _Balancer:
         """Whether no part may have a better plan, or time is up."""
         least_s = self._queue.least_s()
         step_s = min((one.step_s for one in (self._best, self._reached) if one is not None), default=np.inf)
-        if least_s == np.inf or least_s > step_s * (1 + TIE):
+        if least_s == np.inf or least_s > min(step_s, self._problem.below_s) * (1 + TIE):
             return True
         if step_s == np.inf:
             in_vain = self._in_vain_s > MOST_S * self._problem.patience
@@ -235,16 +235,21 @@ class _Balancer:
             self._bounding_s, self._bounded_s = 0.0, self._queue.least_s()
 
     def _look_for_any(self, entry: Waiting) -> None:
-        """Some plan, in the smallest part with the least bounds; where there is none, its parts are looked at alone."""
-        part = entry.part
+        """Some plan, in the smallest part with the least bounds; where there is none, its parts are looked at alone.
+
+        Where such a plan was looked for in vain, it is found out first whether any may fit.
+        """
+        part, search, in_vain = entry.part, self._search_of(entry.part), bool(self._plans)
+        if in_vain and not search.fits():
+            self._in_vain_s += search.spent_s
+            return
         while parts := part.parts(self._problem):
             part = min(parts, key=lambda one: one.bound_s(self._problem))
         self._take(part, self._dive(part))
         if self._best is not None:
             self._queue.push(entry.bound_s, entry.part, bounded=entry.bounded)
             return
-        search = self._search_of(entry.part)
-        if search.fits():
+        if in_vain or search.fits():
             self._divide(entry)
         self._in_vain_s += search.spent_s
 

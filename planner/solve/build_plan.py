@@ -10,8 +10,7 @@ from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.cost.transfers import Shares
 from planner.kernel.makespan import SEND_B, SEND_F
-from planner.plan.held import Held, most_held
-from planner.plan.order_text import order_of_text
+from planner.plan.held import Held
 from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction
 from planner.plan.schedules import SCHEDULES
@@ -19,6 +18,7 @@ from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, shares_of, stage_seconds
 from planner.solve.counts import left_out_s
+from planner.solve.order_arrays import held_in, orders_of
 from planner.solve.problem import Problem
 from profiler.device import Device, Link
 from profiler.record import Profile
@@ -152,7 +152,7 @@ def _stage(
     first, stop, count = choice.first, choice.stop, found.candidate.split.count
     names = dict.fromkeys(name for layer in profile.layers[first:stop] for name in layer.parameters)
     elements = {parameter.name: parameter.elements for parameter in profile.parameters}
-    held = most_held(order_of_text(found.orders[index], count), count) if found.orders else ()
+    held = held_in(orders_of(found.orders[index : index + 1], count)[0], count) if found.orders else ()
     all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice, far=far)
     return Stage(
         first_layer=first,
@@ -204,7 +204,7 @@ def _under_way(found: Balance) -> tuple[int, ...]:
     Rings have no more slots; the search, which makes the orders, counts as if all micro-batches might be in flight.
     """
     count = found.candidate.split.count
-    held = (most_held(order_of_text(order, count), count) for order in reversed(found.orders))
+    held = (held_in(order, count) for order in orders_of(found.orders[::-1], count))
     return tuple(max(flying for flying, _ in moments) for moments in held)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.candidate_stages import Arcs, make_arcs
-from planner.kernel.front import before_bounds, step_bound_s
+from planner.kernel.front import before_bounds, may_reach, step_bound_s
 from planner.kernel.listed import PassSums, listed_steps_s
 from planner.kernel.search import FoundPlans, search
 from planner.kernel.tables import Tables
@@ -34,6 +34,8 @@ from planner.solve.work_bound import work_bound_s
 
 GUESSES = (1.01, 1.03, 1.06, 1.1, 1.2, 1.5, np.inf)
 """Factors on the lower bound within which the first search looks for a plan [fitted]."""
+GUESSES_IN_VAIN = 2
+"""Of these, after which it is found out what a plan that fits takes at least, if any does [chosen]."""
 MOST_ROUNDS = 5
 """Searches that may ask for more stages to be looked at."""
 CLOSE_ENOUGH = 1e-3
@@ -66,7 +68,7 @@ def first_balance(problem: Problem, candidate: Candidate, deadline: Deadline) ->
     """Some plan with that schedule, R and M that fits, and not the best; None when none was found in time."""
     limits = Limits.at(1)
     search = CandidateSearch(problem, candidate, limits, limits.segments(), deadline)
-    return search.first(work_bound_s(problem, candidate))
+    return search.first(work_bound_s(problem, candidate)) if search.fits() else None
 
 
 class CandidateSearch:
@@ -117,7 +119,9 @@ class CandidateSearch:
 
     def fits(self) -> bool:
         """Whether some plan may fit."""
-        return bool(self._bounded(np.inf)[2] < np.inf)
+        arcs = make_arcs(self._tables, np.inf)
+        self._arcs += len(arcs.need) + arcs.length.size
+        return bool(may_reach(arcs)) and bool(step_bound_s(arcs, before_bounds(arcs)[0, -1]) < np.inf)
 
     def run(self, incumbent: Balance, *, proves: bool = False) -> Result:
         """The best plan below the incumbent's step time; with `proves` none is looked for that cannot be proven."""
@@ -219,12 +223,18 @@ class CandidateSearch:
 
     def first(self, bound_s: float) -> Balance | None:
         """A first plan, looked for just above the lower bound, then higher."""
+        least_s, in_vain = -np.inf, 0
         for factor in GUESSES:
             limit_s = bound_s * factor if factor < np.inf else np.inf
-            if self._deadline.over:
+            if self._deadline.over or least_s == np.inf:
                 return None
+            if least_s >= limit_s:
+                continue
             arcs, before, root_s = self._bounded(limit_s)
             if not root_s < limit_s:
+                in_vain += 1
+                if in_vain == GUESSES_IN_VAIN:
+                    least_s = self._bounded(np.inf)[2]
                 continue
             choices = SegmentChoices(self._tables, arcs, self._deadline, self._budget)
             if choices.needed > self._limits.few_stages:

@@ -106,7 +106,7 @@ class _Search:
     def __init__(self, problems: Sequence[Problem], reached: Balance | None, start: Balance | None) -> None:
         self._deadline = Deadline(problems[0].settings.time_limit_s)
         self._timed = problems[0].settings.time_limit_s is not None
-        self._best = reached
+        self._best, self._below_s = reached, problems[0].below_s
         self._lower_s = np.inf if reached is None else reached.lower_bound_s
         self._work, self._in_vain, self._patience = 0, 0, problems[0].patience
         self._began_s = time.monotonic()
@@ -156,7 +156,7 @@ class _Search:
 
     @property
     def _reached_s(self) -> float:
-        return np.inf if self._best is None else self._best.step_s
+        return self._below_s if self._best is None else min(self._below_s, self._best.step_s)
 
     @property
     def _spent(self) -> bool:
@@ -255,7 +255,7 @@ class _Search:
         for _ in range(math.ceil(PROBE_ROUNDS * self._patience)):
             for key, place in dict.fromkeys(wanted):
                 if (key, place) not in known:
-                    least_s = min(known.values(), default=self._reached_s)
+                    least_s = min(self._below_s, min(known.values(), default=self._reached_s))
                     known[key, place] = self._probe_s(groups[key][place], least_s * PROBE_MARGIN)
             if not known:
                 break

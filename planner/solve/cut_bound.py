@@ -173,7 +173,16 @@ class CutBound:
         back; gradients of parameters are not waited for, so some may be made meanwhile.
         """
         places, slack = len(self._places), max(0, len(self._places) - self._stages)
-        begin, length = np.arange(places - 1)[:, None], np.arange(1, slack + 1)
+        allowed = self._not_too_long(min(slack, 2 * places // self._stages), enough_s)
+        if allowed[:, -1:].any():  # else no longer one is free
+            allowed = self._not_too_long(slack, enough_s)
+        allowed = allowed[:, : _longest(allowed)]
+        return np.array([allowed[stage : stage + slack] for stage in range(self._stages)])
+
+    def _not_too_long(self, longest: int, enough_s: float) -> NDArray[np.bool_]:
+        """The same by place where they begin and by length, up to so many places."""
+        places = len(self._places)
+        begin, length = np.arange(places - 1)[:, None], np.arange(1, longest + 1)
         end = np.minimum(begin + length, places - 1)
         forward_s, backward_s, *weights_s = self._shares.sum(axis=1)[:, None] * self._sums
         work_s, later_s = forward_s + backward_s, sum(weights_s, start=np.zeros(places))
@@ -181,9 +190,9 @@ class CutBound:
         demanded = np.cumsum(self._plans.problem.rules.demanded[self._places])
         alone_s = self._sums[0][begin] + work_s[end] - work_s[begin] + self._end_s
         alone_s = alone_s + np.maximum(later_s[end] - later_s[begin], back_s[begin])
-        allowed = (alone_s * CERTAINTY < enough_s) & (demanded[end - 1] == demanded[begin]) & (begin + length < places)
-        allowed = allowed[:, : _longest(allowed)]
-        return np.array([allowed[stage : stage + slack] for stage in range(self._stages)])
+        inside = (demanded[end - 1] == demanded[begin]) & (begin + length < places)
+        allowed: NDArray[np.bool_] = (alone_s * CERTAINTY < enough_s) & inside
+        return allowed
 
     def _raise(self, enough_s: float) -> None:
         """The bound of all halves together; places that were left out are above `enough_s` and no more is known."""

@@ -7,20 +7,20 @@ after those of inputs it holds no more than before, and takes no longer but for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from planner.cost.stage_memory import stage_memory
+from planner.cost.stage_memory import StageMoments, stage_moments
 from planner.kernel.list_scheduler import Room
-from planner.plan.held import most_held
-from planner.plan.order_text import order_text
+from planner.plan.held import Held
 from planner.plan.schedules import Ring, ScheduleName
-from planner.plan.stage import StageMemory
 from planner.solve.any_order import any_order_s
 from planner.solve.balance import Balance, evaluate_s, passes_seconds
 from planner.solve.deadline import Deadline
+from planner.solve.order_arrays import held_in, texts_of
 from planner.solve.own_order_plans import room_of
 from planner.solve.own_orders import best_orders
 from planner.solve.problem import Problem
@@ -39,7 +39,7 @@ def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, dea
     split = candidate.split
     memories = [
         partial(
-            stage_memory,
+            stage_moments,
             problem.costs,
             problem.parameters,
             device := problem.classes[stage.device_class].device,
@@ -58,7 +58,7 @@ def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, dea
     ]
     limits = [problem.classes[stage.device_class].device.memory_bytes for stage in plan.stages]
 
-    def bytes_of(index: int, *held: tuple[int, int]) -> StageMemory:
+    def bytes_of(index: int, held: Sequence[Held]) -> StageMoments:
         return memories[index](held=held)
 
     rooms = [room_of(partial(bytes_of, index), limits[index], split.count) for index in range(len(plan.stages))]
@@ -67,8 +67,8 @@ def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, dea
     found = best_orders(seconds, Room(*map(np.array, zip(*rooms, strict=True))), least_s, deadline)
     if found is None:
         return None
-    orders = [tuple(order) for order in found[1].tolist()]
-    if any(bytes_of(index, *most_held(order, split.count)).total > limits[index] for index, order in enumerate(orders)):
+    held = [held_in(order, split.count) for order in found[1]]
+    if any(bytes_of(index, each).largest.total > limits[index] for index, each in enumerate(held)):
         return None
-    texts = tuple(order_text(order, split.count) for order in orders)
+    texts = texts_of(found[1], split.count)
     return Balance(candidate, plan.stages, evaluate_s(problem, candidate, plan.stages, texts), 0.0, texts)

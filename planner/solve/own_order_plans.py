@@ -19,14 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.cost.stage_memory import stage_memory
+from planner.cost.stage_memory import StageMoments, stage_moments
 from planner.kernel.list_scheduler import Room
-from planner.plan.held import Held, most_held
-from planner.plan.order_text import order_of_text, order_text
-from planner.plan.stage import StageMemory
+from planner.plan.held import Held
 from planner.solve.any_order import any_order_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
 from planner.solve.deadline import NO_DEADLINE, Deadline
+from planner.solve.order_arrays import held_in, orders_of, texts_of
 from planner.solve.own_orders import best_orders, moved
 from planner.solve.problem import Candidate, Problem
 
@@ -61,17 +60,22 @@ class StageRoom(NamedTuple):
         return self.flying + (count - 1) * max(self.flying, self.waiting) <= self.free
 
 
-def room_of(memory: Callable[..., StageMemory], limit: int, count: int) -> StageRoom:
+def room_of(
+    memory: Callable[[Sequence[Held]], StageMoments], limit: int, count: int, *, always: bool = True
+) -> StageRoom:
     """What a stage may hold on a device of so many bytes.
 
     Args:
         memory: its bytes where it holds so many micro-batches in flight, and waiting for gradients of parameters.
         limit: bytes of the device.
         count: micro-batches of a step.
+        always: whether that is asked for where there is room for all micro-batches, too.
     """
-    one, two, before, last = (
-        memory((many, many if count > 1 else 0)) for many in (1, min(2, count), max(1, count - 1), count)
-    )
+    many = (1, min(2, count), max(1, count - 1), count)
+    at = memory([*((one, one if count > 1 else 0) for one in many), (count, 0), (1, count - 1)])
+    one, two, before, last, *all_there = (at.at(moment) for moment in range(len(many) + 2))
+    if not always and all(each.total <= limit for each in all_there):
+        return StageRoom(np.inf, 0.0, 0.0)
     flying = max(two.activations - one.activations, last.activations - before.activations)
     waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
     return StageRoom(float(limit - one.total + flying + waiting), float(flying), float(waiting))
@@ -118,7 +122,7 @@ class OwnOrderPlans(ChunkPlans):
         seconds = self.seconds(choice.stops, choice.classes, choice.recompute)
         rooms, least_s = self._rooms_of(choice.stops, choice.classes, choice.recompute, seconds)
         count = self.candidate.split.count
-        orders = np.array([order_of_text(text, count) for text in choice.orders], dtype=np.int64)
+        orders = orders_of(choice.orders, count)
         end_s = self.end_s(choice.stops, choice.classes)
         found = self._choice(moved((choice.step_s - end_s, orders), seconds, rooms, least_s), choice)
         return found if found.step_s < choice.step_s and self._fits(found) else choice
@@ -128,16 +132,16 @@ class OwnOrderPlans(ChunkPlans):
         count = self.candidate.split.count
         starts = (0, *choice.stops)
         return self.candidate.split.equal or all(
-            self._memory(
+            self._moments(
                 stage,
                 group := choice.classes[stage],
                 starts[stage],
                 starts[stage + 1],
                 choice.recompute[stage],
-                *most_held(order_of_text(text, count), count),
-            ).total
+                held_in(order, count),
+            ).largest.total
             <= self.problem.classes[group].device.memory_bytes
-            for stage, text in enumerate(choice.orders)
+            for stage, order in enumerate(orders_of(choice.orders, count))
         )
 
     def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
@@ -199,16 +203,16 @@ class OwnOrderPlans(ChunkPlans):
         """With the fastest order found, if any may take less than `below_s`."""
         seconds = self.seconds(stops, classes, recompute)
         rooms, least_s = self._rooms_of(stops, classes, recompute, seconds)
-        if least_s + self.end_s(stops, classes) >= below_s:
+        end_s = self.end_s(stops, classes)
+        if least_s + end_s >= below_s:
             return None
-        found = best_orders(seconds, rooms, least_s, self.deadline)
+        found = best_orders(seconds, rooms, least_s, self.deadline, below_s - end_s)
         return None if found is None else self._choice(found, ChunkChoice(np.inf, stops, classes, recompute))
 
     def _choice(self, found: tuple[float, Indices], plan: ChunkChoice) -> ChunkChoice:
         """A plan with these orders."""
         makespan_s, orders = found
-        count = self.candidate.split.count
-        texts = tuple(order_text(tuple(order), count) for order in orders.tolist())
+        texts = texts_of(orders, self.candidate.split.count)
         return replace(plan, step_s=makespan_s + self.end_s(plan.stops, plan.classes), orders=texts)
 
     def _rooms_of(
@@ -227,21 +231,23 @@ class OwnOrderPlans(ChunkPlans):
         first, group = stops[stage - 1] if stage else 0, classes[stage]
         key = stage, group, first, stops[stage], recomputed
         if key not in self._rooms:
-            count = self.candidate.split.count
-            all_bytes = self._memory(*key, (count, 0), (1, count - 1)).total
-            fits = all_bytes <= self.problem.classes[group].device.memory_bytes
-            self._rooms[key] = StageRoom(np.inf, 0.0, 0.0) if fits else self.limited_room(*key)
+            self._rooms[key] = self.limited_room(*key, always=False)
         return self._rooms[key]
 
-    def limited_room(self, stage: int, group: int, first: int, stop: int, recomputed: bool) -> StageRoom:
-        """The same, also where there is room for all micro-batches."""
-        memory = partial(self._memory, stage, group, first, stop, recomputed)
-        return room_of(memory, self.problem.classes[group].device.memory_bytes, self.candidate.split.count)
+    def limited_room(
+        self, stage: int, group: int, first: int, stop: int, recomputed: bool, *, always: bool = True
+    ) -> StageRoom:
+        """The same; `always` where there is room for all micro-batches, too."""
+        memory = partial(self._moments, stage, group, first, stop, recomputed)
+        limit = self.problem.classes[group].device.memory_bytes
+        return room_of(memory, limit, self.candidate.split.count, always=always)
 
-    def _memory(self, stage: int, group: int, first: int, stop: int, recomputed: bool, *held: Held) -> StageMemory:
-        """Bytes of a stage that holds so many micro-batches, at the moment that needs most."""
+    def _moments(
+        self, stage: int, group: int, first: int, stop: int, recomputed: bool, held: Sequence[Held]
+    ) -> StageMoments:
+        """Bytes of a stage that holds so many micro-batches, at each of these moments."""
         device = self.problem.classes[group].device
-        return stage_memory(
+        return stage_moments(
             self.problem.costs,
             self.problem.parameters,
             device,

@@ -105,7 +105,7 @@ def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
         return None
     sizes = frozenset(size for one in hopeful for size in (one.split.largest, one.split.smallest))
     settings = replace(loose.settings, time_limit_s=time_limit_s, micro_batch_sizes=sizes)
-    found = best_plan(replace(loose, settings=settings, patience=SHARE_OF_TIME, dispensable=True))
+    found = best_plan(replace(loose, settings=settings, patience=SHARE_OF_TIME, dispensable=True, below_s=limit_s))
     if found is None or found.prediction.step_s > limit_s or per_stage * found.K <= found.M:
         return None
     return LooserPlan(

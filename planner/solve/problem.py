@@ -78,6 +78,7 @@ class Problem:
         patience: what a search without a time limit may take in vain, in parts of what is usual.
         dispensable: whether there is a plan already that this one's is compared with: then the search ends without any
             when time is up.
+        below_s: a plan whose step takes as long is of no use.
     """
 
     costs: CostModel
@@ -91,6 +92,7 @@ class Problem:
     short_messages: bool = True
     patience: float = 1.0
     dispensable: bool = False
+    below_s: float = math.inf
     ring: Link | None = None
     hosts: Hosts | None = None
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.from_profile import make_problem
 from planner.kernel.candidate_stages import IMPOSSIBLE, KEEPS, make_arcs
-from planner.kernel.front import before_bounds, step_bound_s
+from planner.kernel.front import before_bounds, may_reach, step_bound_s
 from planner.plan.schedules import SCHEDULES
 from planner.solve.tables import make_tables
 from tests.planner.conftest import WHOLE
@@ -58,6 +58,7 @@ def test_no_fast_plan_is_lost_and_none_is_below_the_bound(profiles, oracle, devi
     for below_s in (np.inf, np.median([*plans.values()]) * (1 + ROUNDING)) if plans else (np.inf,):
         arcs = make_arcs(tables, below_s)
         bound_s = step_bound_s(arcs, before_bounds(arcs)[0, -1])
+        assert may_reach(arcs) or bound_s == np.inf
         for cuts, step_s in plans.items():
             if step_s < below_s:
                 assert bound_s <= step_s * (1 + ROUNDING)

@@ -20,6 +20,7 @@ from planner.solve.build_plan import make_plan
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.deadline import NO_DEADLINE
 from planner.solve.many_devices import balance_any
+from planner.solve.order_arrays import held_in, orders_of, texts_of
 from planner.solve.order_start import with_own_orders
 from planner.solve.own_orders import best_orders
 from profiler import Device
@@ -203,9 +204,14 @@ def test_orders_that_are_made_finish_fit_and_are_not_below_the_bound(seed):
     stages, count = chance.randint(1, 5), chance.randint(1, 9)
     seconds, room = seconds_of(chance, stages, count), rooms(chance, stages)
     lead = np.array([chance.randint(1, count) for _ in range(stages)])
-    orders = listed(seconds, room, lead, np.maximum(lead, chance.randint(1, count)), chance.choice([0.0, 0.5, 1.0]))
+    how = lead, np.maximum(lead, chance.randint(1, count)), chance.choice([0.0, 0.5, 1.0])
+    orders = listed(seconds, room, *how, np.inf)
     found = best_orders(seconds, room)
     assert found is not None
+    below_s = walked_s(orders, seconds) * chance.uniform(0.5, 1.5)
+    until = listed(seconds, room, *how, below_s)
+    ends = (until[:, -1] != NOTHING).all()
+    assert np.array_equal(until, orders) if ends else below_s <= walked_s(orders, seconds)
     for made in (orders, found[1]):
         for stage, order in enumerate(made.tolist()):
             text = order_text(tuple(order), count)
@@ -240,7 +246,11 @@ def test_what_an_order_holds_is_what_no_other_moment_has_as_much_of(seed):
             done[kind] += 1
     moments = moments_of_order(order, count)
     most = {one for one in moments if not any(one != two and one[0] <= two[0] and one[1] <= two[1] for two in moments)}
-    assert most_held(tuple(order), count) == tuple(sorted(most))
+    assert most_held(tuple(order), count) == held_in(np.array(order), count) == tuple(sorted(most))
+    texts = texts_of(np.array([order]), count)
+    assert texts == (order_text(tuple(order), count),)
+    for other in (count, count + 1):
+        assert orders_of(texts, other).tolist() == [[*order_of_text(texts[0], other)]]
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -259,7 +269,7 @@ def test_a_stage_without_room_for_one_micro_batch_has_no_order():
     seconds = np.ones((6, 2, 3))
     room = Room(np.array([9.0, 0.5]), np.ones(2), np.ones(2))
     assert best_orders(seconds, room) is None
-    assert (listed(seconds, room, np.array([2, 1]), np.array([3, 3]), 0.0) == NOTHING).all()
+    assert (listed(seconds, room, np.array([2, 1]), np.array([3, 3]), 0.0, np.inf) == NOTHING).all()
 
 
 @pytest.mark.parametrize(("ahead", "over"), [(1, 1.0), (2, 0.0)])

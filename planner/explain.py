@@ -21,7 +21,7 @@ from planner.cost.ledger import Counts, classes_that_count
 from planner.plan.actions import ActionKind
 from planner.plan.explanation import Explanation
 from planner.plan.plan import Plan
-from planner.plan.simulator import Timeline, simulate_plan
+from planner.plan.simulator import Durations, Timeline, simulate_plan
 from planner.sentences import sentences_on
 from planner.settings import SettingKeywords
 from profiler.arguments import fits_its_arguments
@@ -51,8 +51,9 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             bandwidth or batch, or a device more, each of which is planned for `planner.sentences.SEARCH_S`.
 
     Returns:
-        `sentences`, and columns: `forward_s`, `backward_s` (recompute included) and the longest transfers from the
-        stage for the largest micro-batch; `bottleneck`, whether the stage or its link takes the longest of all in
+        `sentences`, and columns: `forward_s`, `backward_s` (recompute included), both with what the stage copies of
+        messages, and the longest transfers from the stage, without what their ends copy, for the largest micro-batch;
+        `bottleneck`, whether the stage or its link takes the longest of all in
         `"forward"`, `"backward"`, `"both"` or `""`; `busy`, the share of the time before the optimizer that it
         computes, and `memory_share` of its device, both with all chunks of its rank; `recomputed_layers`;
         `memory_binds`, whether its memory costs time: it recomputes, or (with the profile) has no room for one layer
@@ -65,7 +66,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     problem = None if profile is None else problem_of(plan, profile)
     timeline = simulate_plan(plan)
     size = max(plan.micro_batch_sizes)
-    rows = [_row(plan, index, size) for index in range(plan.K)]
+    durations, largest = Durations.of(plan), plan.micro_batch_sizes.index(size)
+    rows = [_row(plan, durations, index, largest) for index in range(plan.K)]
     frame = pandas.DataFrame(rows).rename_axis("stage")
     forward = frame[["forward_s", "send_forward_s"]].max(axis=1)
     backward = frame["backward_s"].combine(frame["send_backward_s"], max)
@@ -106,19 +108,20 @@ def _full(plan: Plan, frame: pandas.DataFrame) -> list[bool]:
     ]
 
 
-def _row(plan: Plan, index: int, size: int) -> dict[str, Any]:
+def _row(plan: Plan, durations: Durations, index: int, largest: int) -> dict[str, Any]:
+    """A stage with one of the largest micro-batches."""
     stage = plan.stages[index]
-    times = stage.times_at(size)
-    ahead = [skip.times_at(size).send_forward_s for skip in plan.skips if skip.sender == index]
-    back = [skip.times_at(size).send_backward_s for skip in plan.skips if skip.receiver == index]
+    skips = durations.skips.items()
+    ahead = [outputs[largest] for (sender, _), (outputs, _) in skips if sender == index]
+    back = [gradients[largest] for (_, receiver), (_, gradients) in skips if receiver == index]
     return {
         "first_layer": stage.first_layer,
         "stop_layer": stage.stop_layer,
         "device": stage.device.name,
-        "forward_s": times.forward_s,
-        "backward_s": times.backward_s + times.recompute_s,
-        "send_forward_s": max(times.send_forward_s, *ahead, 0.0),
-        "send_backward_s": max(times.send_backward_s, *back, 0.0),
+        "forward_s": durations.forward_s[index][largest],
+        "backward_s": durations.backward_s[index][largest] + durations.recompute_s[index][largest],
+        "send_forward_s": max(durations.send_forward_s[index][largest], *ahead, 0.0),
+        "send_backward_s": max(durations.send_backward_s[index][largest], *back, 0.0),
         "recomputed_layers": sum(segment.stop - segment.first for segment in stage.recompute),
     }
 

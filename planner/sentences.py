@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas
 
+from planner.bottleneck import limit_of
 from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
 from planner.plan.units import seconds_text
@@ -45,24 +46,29 @@ def sentences_on(plan: Plan, frame: pandas.DataFrame, problem: Problem | None) -
 
 
 def _limit(plan: Plan, frame: pandas.DataFrame, problem: Problem | None) -> str:
-    computing = frame["forward_s"] + frame["backward_s"]
-    sending = frame[["send_forward_s", "send_backward_s"]].max(axis=1)  # each direction has a link of its own
-    slowest = int(computing.to_numpy().argmax())
+    """What the step would gain most by, were it faster."""
+    limit = limit_of(plan)
+    ranks = plan.ranks
+    each = (frame["forward_s"] + frame["backward_s"]).to_numpy()
+    computing = [float(each[rank::ranks].sum()) for rank in range(ranks)]
     bubble = f"devices idle {plan.prediction.bubble:.0%} of the time"
-    if float(sending.max()) > float(computing.max()):
-        stage = int(sending.to_numpy().argmax())
+    if limit.is_link:
+        there, back = (frame[column].to_numpy() for column in ("send_forward_s", "send_backward_s"))
+        sending_s = max(float(there[limit.rank :: ranks].sum()), float(back[(limit.rank + 1) % ranks :: ranks].sum()))
+        longer = ", longer than any stage computes" if sending_s > max(computing) else ""
         return (
-            f"The link after stage {stage} limits the step: a micro-batch's messages take "
-            f"{seconds_text(float(sending[stage]))}, longer than any stage computes, and {bubble}."
+            f"The link after stage {limit.rank} limits the step: a micro-batch's messages take "
+            f"{seconds_text(sending_s)}{longer}, and {bubble}."
         )
-    mean_s = float(computing.mean())
-    over = float(computing[slowest]) / mean_s - 1 if mean_s else 0.0
+    own_s, mean_s = computing[limit.rank], sum(computing) / ranks
+    over = own_s / mean_s - 1 if mean_s else 0.0
     than = f", {over:.0%} longer than the mean" if over >= UNLIKE else ""
-    why = "; ".join(_why(plan, slowest, float(computing[slowest]), problem))
+    why = "" if plan.chunks > 1 else "; ".join(_why(plan, limit.rank, own_s, problem))
+    stages = [*range(limit.rank, plan.K, ranks)]
+    name = f"Stage {stages[0]}" if plan.chunks == 1 else f"What stages {', '.join(map(str, stages))} do"
     return (
-        f"Stage {slowest} on {plan.stages[slowest].device.name} limits the step: it computes "
-        f"{seconds_text(float(computing[slowest]))} for each of {plan.M} micro-batches{than}"
-        f"{f' ({why})' if why else ''}, and {bubble}."
+        f"{name} on {plan.stages[limit.rank].device.name} limits the step: it computes {seconds_text(own_s)} for each "
+        f"of {plan.M} micro-batches{than}{f' ({why})' if why else ''}, and {bubble}."
     )
 
 
@@ -72,6 +78,10 @@ def _why(plan: Plan, stage: int, whole_s: float, problem: Problem | None) -> Ite
     recompute_s = one.times_at(size).recompute_s
     if recompute_s >= NOTABLE * whole_s:
         yield f"{recompute_s / whole_s:.0%} of it to recompute"
+    times = one.times_at(size)
+    copies_s = whole_s - times.forward_s - times.backward_s - recompute_s
+    if copies_s >= NOTABLE * whole_s:
+        yield f"{copies_s / whole_s:.0%} of it to copy messages"
     if problem is None or one.stop_layer - one.first_layer == 1:
         return
     seconds = layer_seconds(problem.costs, one.device.kind, size)

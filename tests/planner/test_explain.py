@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner import bottleneck
 from planner.explain import what_if
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
+from planner.plan.simulator import Durations, simulate
 from planner.plan.units import seconds_text
 from profiler.device import Cluster, Link
 from profiler.errors import ForeignPlanError, PlanFileError
+from tests.planner.made_up import build_profile
 
 
 @pytest.fixture
@@ -214,3 +217,46 @@ def test_a_slow_link_is_said_to_limit_the_step(profile, device):
         plan_from_profile(slow, [device()], batch_size=24).explain().sentences[1]
         == "There is one stage: no cut to move."
     )
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.0), (0.45, 0.45)])
+def test_what_is_said_to_limit_the_step_is_what_the_simulator_gains_most_by(profile_of, device, shares):
+    """Messages that both ends copy keep these from computing, and their links idle: the link was blamed for it."""
+    link = Link(latency_s=2.0, bytes_per_s=1e6, sender_share=shares[0], receiver_share=shares[1])
+    rows = {("a", size): [[value * size for value in (0.25, 0.25, 0.5, 10, 4, 8, 8)]] * 6 for size in (1, 8)}
+    profile = profile_of(rows, links=(link,))
+    plan = plan_from_profile(
+        profile, Cluster(devices=(device(),) * 3, link=link), batch_size=12, micro_batches=12, stages=3,
+        schedule="1f1b", cut_at=["blocks.2", "blocks.4"],
+    )  # fmt: skip
+    explanation = plan.explain()
+    said = "Stage 1 on" if any(shares) else "The link after stage"
+    assert explanation.sentences[0].startswith(said)
+    assert ("of it to copy messages" in explanation.sentences[0]) == any(shares)
+    passes = explanation["forward_s"] + explanation["backward_s"]
+    assert passes[1] == pytest.approx(1.5 + 2 * sum(shares) * plan.stages[0].times[0].send_forward_s)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_else_brings_more_than_what_limits_the_step(device, schedule, seed, monkeypatch):
+    monkeypatch.setattr(bottleneck, "SEARCH_S", 600.0)
+    random = np.random.default_rng(seed)
+    layers = random.uniform(0.1, 1.0, (6, 7))
+    rows = {("a", size): [[value * size for value in layer] for layer in layers] for size in (1, 2)}
+    shares = random.uniform(0.0, 0.4, 2) * (seed % 2)
+    link = Link(latency_s=0.0, bytes_per_s=1.0, sender_share=shares[0], receiver_share=shares[1])
+    asked: dict[str, Any] = {"chunks": 2, "stages": 6} if schedule == "interleaved" else {"stages": 3}
+    asked |= {"batch_size": 12, "micro_batches": 12, "schedule": schedule, "recompute": "never"}
+    cluster = Cluster(devices=(device(),) * 3, link=link)
+    plan = plan_from_profile(build_profile(rows, links=(link,)), cluster, **asked)
+    durations, ranks = Durations.of(plan), plan.ranks
+    whole_s = simulate(plan.actions(), durations).makespan_s
+    every = [
+        whole_s - simulate(plan.actions(), faster(durations, rank, ranks)).makespan_s
+        for faster in (bottleneck._faster_device, bottleneck._faster_link)
+        for rank in range(ranks)
+    ]
+    limit = bottleneck.limit_of(plan)
+    assert limit.gain_s == pytest.approx(max(every))
+    assert limit.gain_s == pytest.approx(every[limit.rank + ranks * limit.is_link])

@@ -4,7 +4,7 @@
 
 Rates are those of dense arithmetic (without structured sparsity). Memory is what torch finds on such a device where
 that is known (`TOTAL_GIB`), and else the manufacturer's GB of 1e9 bytes. What training reaches of the rates is in
-`profiler.timing.analytic`.
+`profiler.timing.roofline`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class DataSheet(Value):
         link: usual kind of connection of neighbours in one host, see `LINKS`.
         source: document that prints these figures.
         compiles: whether programs for it are compiled as a whole, so that nobody asks for single operations.
+        matrix_share: of the printed rates, what the largest matrix products reach, see `MATRIX_SHARES`.
     """
 
     memory_bytes: int = Field(gt=0)
@@ -51,6 +52,7 @@ class DataSheet(Value):
     link: str
     source: str
     compiles: bool = False
+    matrix_share: float = Field(default=0.8, gt=0, le=1)
 
     def flops_per_s(self, dtype: str) -> float:
         """Of matrix products in a dtype, torch name without the prefix; 0 where the device has no such arithmetic."""
@@ -209,12 +211,34 @@ _PRINTED: Final = MappingProxyType(
         "TPUv5p-95GB": _sheet(95, 2765, 459, 459, 459, None, "tpuv5p", _CLOUD_TPU, compiles=True),
     }
 )
-DATA_SHEETS: Final = MappingProxyType(
+MATRIX_SHARES: Final = MappingProxyType(
     {
-        name: sheet.model_copy(update={"memory_bytes": int(TOTAL_GIB[name] * GIB)}) if name in TOTAL_GIB else sheet
-        for name, sheet in _PRINTED.items()
+        "A100-40GB": 0.859,
+        "A100-80GB": 0.859,
+        "H100-80GB": 0.801,
+        "H200-141GB": 0.803,
+        "GH200-96GB": 0.830,
+        "GH200-144GB": 0.830,
+        "B200-180GB": 0.776,
+        "MI300X-192GB": 0.601,
     }
 )
+"""Best of all shapes in bfloat16, of the printed rate: the others keep the usual 0.8 [assumed]. From S. Bekman, Machine
+Learning Engineering, "Maximum Achievable Matmul FLOPS comparison table"
+(https://github.com/stas00/ml-engineering/tree/master/compute/accelerator)."""
+
+
+def _as_found(name: str, printed: DataSheet) -> DataSheet:
+    """With what programs were seen to find and reach, where somebody has."""
+    seen: dict[str, float] = {}
+    if name in TOTAL_GIB:
+        seen["memory_bytes"] = int(TOTAL_GIB[name] * GIB)
+    if name in MATRIX_SHARES:
+        seen["matrix_share"] = MATRIX_SHARES[name]
+    return printed.model_copy(update=seen)
+
+
+DATA_SHEETS: Final = MappingProxyType({name: _as_found(name, sheet) for name, sheet in _PRINTED.items()})
 
 
 class LinkSheet(Value):

@@ -69,7 +69,7 @@ def profile(
     Args:
         sequence: the traced model.
         devices: see `local_devices`. One device of each kind is measured, the one with the least memory. Devices from
-            data sheets (`Cluster.of`) are not: their times are estimated, see `profiler.timing.analytic`.
+            data sheets (`Cluster.of`) are not: their times are estimated, see `profiler.timing.roofline`.
         sample: real values for the model's inputs; made-up ones can be unlike them (integers are 0).
         batch_size: samples of a mini-batch; the traced sample's by default.
         micro_batch_sizes: sizes to measure. By default powers of two up to a quarter of the batch, and the largest

@@ -55,7 +55,7 @@ def _add(main: Tensor, leaf: Tensor) -> None:
     total = main.grad
     if total is None:
         main.grad = gradient.to(main.dtype)
-    elif _flat(total) and _flat(gradient) and total.numel() > CAST_ELEMENTS:
+    elif total.is_cpu and _flat(total) and _flat(gradient) and total.numel() > CAST_ELEMENTS:
         parts = zip(total.view(-1).split(CAST_ELEMENTS), gradient.view(-1).split(CAST_ELEMENTS), strict=True)
         for part, added in parts:
             part.add_(added)

@@ -17,16 +17,8 @@ from profiler.record import Estimate, OptimizerCost
 from profiler.run.inputs import fake_runner
 from profiler.text import counted
 from profiler.timing.accelerator_kernels import AcceleratorKernels
-from profiler.timing.analytic import (
-    ERROR,
-    LayerWork,
-    Rates,
-    estimate_of,
-    estimated_optimizer,
-    seconds_of,
-    work_between,
-    work_of_layers,
-)
+from profiler.timing.counted_work import LayerWork, work_between, work_of_layers
+from profiler.timing.roofline import ERROR, Rates, estimate_of, estimated_optimizer, seconds_of
 from profiler.timing.sweeps import LayerTiming
 from profiler.tracing.computing_model import added_type, main_like
 from profiler.workload import Workload

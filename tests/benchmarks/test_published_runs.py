@@ -35,7 +35,8 @@ from profiler.record import OptimizerCost
 from profiler.run.inputs import fake_runner, micro_batch
 from profiler.timing import estimate
 from profiler.timing.accelerator_kernels import AcceleratorKernels
-from profiler.timing.analytic import LayerWork, Rates, estimated_optimizer, seconds_of, work_of_layers
+from profiler.timing.counted_work import LayerWork, work_of_layers
+from profiler.timing.roofline import Rates, estimated_optimizer, seconds_of
 from tests.models.amoebanet import AmoebaNet
 from tests.models.megatron_gpt import VOCABULARY, MegatronGPT, token_loss
 

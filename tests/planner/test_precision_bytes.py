@@ -16,8 +16,8 @@ from profiler import Cluster, Device, Profile, profile, trace
 from profiler.observe.workspace_table import SMALL_BYTES
 from profiler.precision import CAST_ELEMENTS, RECIPES
 from profiler.sample_spec import SampleSpec
-from profiler.timing.analytic import Rates, estimated_optimizer
 from profiler.timing.optimizers import optimizer_cost
+from profiler.timing.roofline import Rates, estimated_optimizer
 
 WIDTH, BLOCKS = 64, 4
 SETTINGS: dict[str, Any] = {"stages": 1, "batch_size": 8, "progress": False}

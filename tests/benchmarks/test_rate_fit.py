@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from profiler import Cluster, Device, LayerSequence, Profile, profile, trace
 from profiler.record import LayerCost
 from profiler.run.inputs import fake_runner, micro_batch
-from profiler.timing.analytic import LayerWork, Rates, fitted_rates, seconds_of, work_of_layers
+from profiler.timing.counted_work import LayerWork, work_of_layers
+from profiler.timing.rate_fit import fitted_rates
+from profiler.timing.roofline import Rates, seconds_of
 from tests.models.densenet import DenseNet
 from tests.models.transformer import Translator
 from tests.models.unet import UNet

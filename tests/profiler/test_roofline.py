@@ -16,17 +16,11 @@ from profiler import ArgumentError, Cluster, Device, Link, profile, trace
 from profiler.datasheets import DATA_SHEETS, LINK_EFFICIENCY, LINKS
 from profiler.machine.local import local_devices
 from profiler.record import LayerCost, Profile
+from profiler.run import main_gradients
 from profiler.run.inputs import fake_runner, micro_batch
-from profiler.timing.analytic import (
-    FLOAT32,
-    LayerWork,
-    Operations,
-    Rates,
-    estimated_optimizer,
-    fitted_rates,
-    seconds_of,
-    work_of_layers,
-)
+from profiler.timing.counted_work import Arithmetic, LayerWork, Operations, work_of_layers
+from profiler.timing.rate_fit import fitted_rates
+from profiler.timing.roofline import Rates, estimated_optimizer, operation_seconds, seconds_of
 
 CPU = torch.device("cpu")
 
@@ -99,6 +93,42 @@ def test_work_is_counted_by_hand():
     assert work.forward.size_bytes[product] == 4 * (4 * 16 + 16 * 32 + 32 + 4 * 32)
 
 
+@pytest.mark.parametrize(
+    ("model", "shape", "forward", "backward"),
+    [
+        (nn.BatchNorm2d(8), (4, 8, 4, 4), 3, 5),  # what a channel's sums need is read once more with them
+        (nn.GroupNorm(2, 8), (4, 8, 4, 4), 3, 5),
+        (nn.LayerNorm(8), (64, 8), 2, 5),  # its sums are of a row, which stays; weight and bias have their own kernel
+    ],
+)
+def test_what_is_read_twice_counts_twice(model: nn.Module, shape: tuple[int, ...], forward: int, backward: int) -> None:
+    x = torch.randn(*shape)
+    before = nn.Linear(8, 8) if len(shape) == 2 else nn.Conv2d(8, 8, 1)  # it needs a gradient of its output
+    sequence = trace(nn.Sequential(before, model), x)
+    inputs = micro_batch(sequence, x, shape[0], CPU)
+    with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=CPU) as runner:
+        *_, work = work_of_layers(sequence, runner, shape[0])
+    for operations, times in ((work.forward, forward), (work.backward, backward)):
+        norm = next(k for k, name in enumerate(operations.names) if "_norm" in name)
+        assert operations.size_bytes[norm] / x.nbytes == pytest.approx(times, abs=0.3)  # and a little for parameters
+
+
+def test_a_gradient_that_the_host_adds_in_pieces_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(4, 64)
+
+    def names() -> tuple[str, ...]:
+        sequence = trace(model, x, precision="bf16-mixed")
+        inputs = micro_batch(sequence, x, 4, CPU)
+        with fake_runner(sequence, inputs, loss_fn=None, target=None, has_loss=False, device=CPU) as runner:
+            (work,) = work_of_layers(sequence, runner, 4)
+        return work.backward.names
+
+    whole = names()
+    monkeypatch.setattr(main_gradients, "CAST_ELEMENTS", 1024)
+    assert names() == whole
+    assert whole.count("aten::add_") == 1
+
+
 def test_an_operation_takes_the_longest_of_arithmetic_memory_and_launch():
     rates = Rates(100.0, 50.0, 200.0, 150.0, 25.0, 10.0, 0.5)
     operations = Operations(
@@ -108,9 +138,9 @@ def test_an_operation_takes_the_longest_of_arithmetic_memory_and_launch():
         np.array([0, 1, 0, 0, 4]),
         np.array([True, True, True, True, True]),
     )
-    assert operations.seconds(rates).tolist() == [10.0, 20.0, 7.0, 0.5, 40.0]
+    assert operation_seconds(operations, rates).tolist() == [10.0, 20.0, 7.0, 0.5, 40.0]
     slower = replace(operations, aligned=np.array([False, True, False, True, True]))
-    assert slower.seconds(replace(rates, unaligned=0.25)).tolist() == [40.0, 20.0, 7.0, 0.5, 40.0]
+    assert operation_seconds(slower, replace(rates, unaligned=0.25)).tolist() == [40.0, 20.0, 7.0, 0.5, 40.0]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +389,7 @@ def _operations(*seconds: float) -> Operations:
         ("a",) * len(seconds),
         np.zeros(len(seconds)),
         np.array(seconds),
-        np.full(len(seconds), FLOAT32),
+        np.full(len(seconds), Arithmetic.FLOAT32),
         np.ones(len(seconds), bool),
     )
 

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from profiler.machine.backend import HOST
 from profiler.precision import CAST_ELEMENTS
 from profiler.torch_private import copy_all
 
@@ -55,7 +56,7 @@ def _add(main: Tensor, leaf: Tensor) -> None:
     total = main.grad
     if total is None:
         main.grad = gradient.to(main.dtype)
-    elif total.is_cpu and _flat(total) and _flat(gradient) and total.numel() > CAST_ELEMENTS:
+    elif total.device.type == HOST.type and _flat(total) and _flat(gradient) and total.numel() > CAST_ELEMENTS:
         parts = zip(total.view(-1).split(CAST_ELEMENTS), gradient.view(-1).split(CAST_ELEMENTS), strict=True)
         for part, added in parts:
             part.add_(added)

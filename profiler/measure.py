@@ -134,7 +134,7 @@ def _measured(
     measured = [measured_kind(workload, device, cluster, remembered) for device in devices]
     workload.bar.reached(workload.bar.total)  # short of time there were fewer sweeps
     costs = [cost for costs, _ in measured for cost in costs]
-    reserve_bytes = max(context_bytes(device) for device in devices)
+    reserve_bytes = max(context_bytes(device, len(workload.sequence.operations)) for device in devices)
     return _profile_of(workload, costs, [optimizer for _, optimizer in measured], links, reserve_bytes)
 
 

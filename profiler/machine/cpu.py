@@ -21,10 +21,13 @@ T = TypeVar("T")
 
 FOR_TENSORS = 0.95
 """Of a worker's memory: the rest is room in which holes between tensors come up until they are given back [chosen]."""
-OWN_BYTES = 3 * 2**30 // 20
+OWN_BYTES = 2**30 // 10
 COMMON_BYTES = 2**30 // 4
-"""What a worker holds besides: code, libraries and the graph, of its own 70 to 150 MiB; and what all workers of one
-`launch` have from the process that starts them [measured with GPTs and AmoebaNet-Ds, `tests/benchmarks`]."""
+"""What a worker holds besides: code and libraries of its own, and what all workers of one `launch` have from the
+process that starts them [measured with GPTs and AmoebaNet-Ds, `tests/benchmarks`]."""
+OPERATION_BYTES = 50 * 2**10
+"""What tracing leaves in a worker for each operation of the model, in arenas of Python's objects that have holes
+[measured: 28 KiB with GPTs, 50 to 52 KiB with AmoebaNet-Ds]."""
 
 
 def for_tensors(share_bytes: int, common_bytes: int = COMMON_BYTES) -> int:
@@ -58,9 +61,9 @@ class Cpu(Backend):
         memory_bytes = for_tensors(share, COMMON_BYTES // sharing)
         return Device(name=self.type, kind=kind, memory_bytes=memory_bytes, threads=threads)
 
-    def context_bytes(self, device: torch.device) -> int:
-        """Nothing."""
-        return 0
+    def context_bytes(self, device: torch.device, operations: int) -> int:
+        """The traced graph; libraries are no part of what a worker has for tensors."""
+        return operations * OPERATION_BYTES
 
     def use(self, device: torch.device) -> None:
         """There is but one."""

@@ -53,7 +53,7 @@ class Cuda(Backend):
         properties = torch.cuda.get_device_properties(index)
         return Device(name=f"{self.type}:{index}", kind=properties.name, memory_bytes=properties.total_memory)
 
-    def context_bytes(self, device: torch.device) -> int:
+    def context_bytes(self, device: torch.device, operations: int) -> int:
         """Its context, and what cuBLAS allocates for itself at the first product and keeps."""
         torch.cuda.init()
         workspaces = _product_workspaces(device)

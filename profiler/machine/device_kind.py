@@ -58,8 +58,13 @@ class Backend(ABC):
         """What the planner is told of a device that `sharing` workers have together."""
 
     @abstractmethod
-    def context_bytes(self, device: torch.device) -> int:
-        """Memory that a process occupies on it before it holds any tensor, other processes' included."""
+    def context_bytes(self, device: torch.device, operations: int) -> int:
+        """Memory that a process occupies on it before it holds any tensor, other processes' included.
+
+        Args:
+            device: of this kind.
+            operations: of the model that the process has traced.
+        """
 
     @abstractmethod
     def use(self, device: torch.device) -> None:

@@ -83,13 +83,17 @@ def torch_device(device: Device) -> torch.device:
     return _here(device.name)
 
 
-def context_bytes(device: Device) -> int:
+def context_bytes(device: Device, operations: int) -> int:
     """Memory of a local device that a process occupies before it holds any tensor.
 
     What other processes hold on the device counts too, for it is not there to be used.
+
+    Args:
+        device: of this machine.
+        operations: of the model that the process has traced.
     """
     place = torch_device(device)
-    return backend_of(place).context_bytes(place)
+    return backend_of(place).context_bytes(place, operations)
 
 
 def described(device: torch.device, threads: int, sharing: int) -> Device:

@@ -286,8 +286,8 @@ class Profile(Value):
         fingerprint: of the `LayerSequence` that was measured; a plan carries it on.
         sample: what the model was called with, as the executor needs it to trace again.
         input_bytes: bytes of the model's inputs for one sample of the batch; a rank holds the whole mini-batch.
-        reserve_bytes: memory of a process before any stage is loaded (a CUDA context and its allocator's reserve; on CPU
-            the traced graph).
+        reserve_bytes: memory of a process before any stage is loaded: a CUDA context and its allocator's reserve; on
+            CPU the traced graph.
         estimates: kinds of device whose times were estimated from a data sheet, not measured.
         skips: values that may go past stages; None in profiles that do not say.
         work: what the model computes; None where no operation's FLOPs are known. Then files leave it out.

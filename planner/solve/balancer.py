@@ -237,9 +237,10 @@ class _Balancer:
     def _look_for_any(self, entry: Waiting) -> None:
         """Some plan, in the smallest part with the least bounds; where there is none, its parts are looked at alone.
 
-        Where such a plan was looked for in vain, it is found out first whether any may fit.
+        Where that was in vain before, and all stages are soon listed, it is found out first whether any may fit.
         """
-        part, search, in_vain = entry.part, self._search_of(entry.part), bool(self._plans)
+        part, search = entry.part, self._search_of(entry.part)
+        in_vain = bool(self._plans) and SCHEDULES[part.candidate.schedule].keeps_all
         if in_vain and not search.fits():
             self._in_vain_s += search.spent_s
             return

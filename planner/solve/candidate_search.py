@@ -68,7 +68,7 @@ def first_balance(problem: Problem, candidate: Candidate, deadline: Deadline) ->
     """Some plan with that schedule, R and M that fits, and not the best; None when none was found in time."""
     limits = Limits.at(1)
     search = CandidateSearch(problem, candidate, limits, limits.segments(), deadline)
-    return search.first(work_bound_s(problem, candidate)) if search.fits() else None
+    return search.first(work_bound_s(problem, candidate))
 
 
 class CandidateSearch:
@@ -233,7 +233,8 @@ class CandidateSearch:
             arcs, before, root_s = self._bounded(limit_s)
             if not root_s < limit_s:
                 in_vain += 1
-                if in_vain == GUESSES_IN_VAIN:
+                # where each number from the end has stages of its own, to list them all takes long
+                if in_vain == GUESSES_IN_VAIN and not arcs.by_number:
                     least_s = self._bounded(np.inf)[2]
                 continue
             choices = SegmentChoices(self._tables, arcs, self._deadline, self._budget)

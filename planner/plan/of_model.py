@@ -28,7 +28,7 @@ def traced_as_planned(model: nn.Module, plan: Plan) -> LayerSequence:
     try:
         return trace(model, plan.sample, progress=False)
     except NotTraceableError as problem:
-        said = f"{problem}; if the plan was made for another model, plan again for this one"
+        said = f"the plan may be of another model, then plan again for this {type(model).__name__}: {problem}"
         raise NotTraceableError(said) from problem
     except ArgumentError as problem:
         raise ForeignPlanError(

@@ -132,7 +132,7 @@ def test_a_plan_of_a_model_that_is_called_otherwise_is_told(plan_for: Callable[.
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
     plan = plan_for(trace(model, X), [2], batch_size=8, micro_batches=4)
     assert Pipeline(model, plan).plan == plan
-    with pytest.raises(NotTraceableError, match="may be of another model, then plan again for this .*: cannot trace"):
+    with pytest.raises(NotTraceableError, match=r"may be of another model, then plan again for this .*: cannot trace"):
         Pipeline(nn.Linear(3, 3), plan)
 
 

@@ -3,6 +3,8 @@
 Posting far ahead matters: gloo writes a message inside the sender's call if it knows of the receive. Otherwise a thread
 of its own does so later, on a core that computes, and a step of short micro-batches took twice as long [measured].
 A receive takes 25 us to post, so none is posted before its process would wait anyway, and then some at a time.
+
+Where messages arrive in the order of their calls, the program says when each is posted: `executor.run.one_order`.
 """
 
 from __future__ import annotations
@@ -49,16 +51,38 @@ class Distributed:
         cls, layout: Layout, skips: Sequence[tuple[int, int]], devices: Mapping[int, torch.device]
     ) -> Distributed:
         """Between any processes that torch has joined."""
-        return cls(layout, skips, in_order=backend_of(devices[layout.stages[0]]).keeps_order)
+        device = devices[layout.stages[0]]
+        made = cls(layout, skips, in_order=backend_of(device).keeps_order)
+        made.meet(device)
+        return made
 
     def __init__(self, layout: Layout, skips: Sequence[tuple[int, int]] = (), *, in_order: bool) -> None:
         self._layout = layout
+        self._in_order = in_order
         self._groups = _groups_by_channel(layout, skips) if in_order else {}
         self._ends: dict[int, End] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._unposted: list[_Inbox] = []
         self._sent: dict[int, deque[tuple[Pending, Sequence[Tensor]]]] = {}
         self.waiting_since_s: float | None = None
+
+    def meet(self, device: torch.device) -> None:
+        """Send a first message on each channel that has a communicator of its own, in the same order in all processes.
+
+        The first message makes the communicator, and its call returns when the process at the other end has called,
+        too. Receives that are posted ahead would wait so for one another: of three ranks the middle one for the last,
+        whose first forward pass it has not sent yet.
+
+        Args:
+            device: of this process.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        for ends, group in self._groups.items():
+            sender, receiver = (self._layout.process_of[stage] for stage in ends)
+            if sender == self._layout.process:
+                finish(end_at(receiver, group).send([byte], 0))
+            else:
+                finish(end_at(sender, group).receive([byte], 0))
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -82,7 +106,12 @@ class Distributed:
             if inbox is None:
                 inbox = self._inboxes[transfer.channel] = _Inbox(transfer.at_least, transfer.ahead)
             inbox.expected.append(transfer)
-        self._unposted = list(self._inboxes.values())
+        self._unposted = [] if self._in_order else list(self._inboxes.values())
+
+    def post(self, transfers: Sequence[Transfer]) -> None:
+        """Post receives whose turn it is, where messages arrive in the order of their calls."""
+        for transfer in transfers:
+            self._post(self._inboxes[transfer.channel], 1)
 
     def _post_first(self) -> None:
         """Without them two processes might wait for each other: the order of actions counts on them."""
@@ -91,7 +120,8 @@ class Distributed:
             self._post(inbox, inbox.at_least)
 
     def _post(self, inbox: _Inbox, at_most: int) -> None:
-        for _ in range(min(at_most, len(inbox.expected), inbox.ahead - len(inbox.posted))):
+        room = at_most if self._in_order else inbox.ahead - len(inbox.posted)
+        for _ in range(min(at_most, len(inbox.expected), room)):
             transfer = inbox.expected.popleft()
             buffers = transfer.form.buffers()
             inbox.posted[transfer.tag] = buffers, self._end(transfer).receive(buffers, transfer.tag)
@@ -113,7 +143,7 @@ class Distributed:
             self._post_first()
         inbox = self._inboxes[transfer.channel]
         buffers, pending = inbox.posted.pop(transfer.tag)
-        if inbox.expected:
+        if inbox.expected and not self._in_order:
             self._post(inbox, POSTED_AT_A_TIME)
         self.waiting_since_s = time.perf_counter()
         finish(pending)

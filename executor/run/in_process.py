@@ -36,6 +36,9 @@ class InProcess:
         """Drop what an aborted step left."""
         self._messages.clear()
 
+    def post(self, transfers: Sequence[Transfer]) -> None:
+        """Nothing is posted in one process."""
+
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Move the message to the receiver's device."""
         device = transfer.device

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from executor.layout import Layout
 from executor.run.message import MessageForm, TensorSpec
+from executor.run.one_order import in_one_order
 from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from executor.run.stage_runner import StageLayers
 from executor.run.transport import Transfer
 from executor.watch.position import ActionNumbers, numbers_of
-from planner.plan.actions import COMPUTING, SENDS_AHEAD, Action, ActionKind, most_in_flight, receives_ahead
+from planner.plan.actions import COMPUTING, SENDS_AHEAD, Action, ActionKind, Schedule, most_in_flight, receives_ahead
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
+from profiler.machine.backend import backend_of
 from profiler.tracing.sequence import BoundaryValue
 
 _GRADIENTS = frozenset({ActionKind.RECV_B, ActionKind.SEND_B})
@@ -57,6 +60,7 @@ class Instruction:
         layers: of its stage.
         move: of a SEND or RECV.
         keep: of an F: whether it keeps what the last recomputed segment saves.
+        posts: receives from other processes that are posted before; where messages come in the order of their calls.
         numbers: of the action, as the journal holds it.
         receives: whether it is a RECV.
         waits: whether it waits for another process.
@@ -67,6 +71,7 @@ class Instruction:
     layers: StageLayers
     move: Move | None
     keep: bool
+    posts: tuple[Transfer, ...] = ()
     numbers: ActionNumbers = field(init=False)
     receives: bool = field(init=False)
     waits: bool = field(init=False)
@@ -115,24 +120,29 @@ def compiled_program(
         sizes: samples of each micro-batch of one replica.
         training: with backward passes, else forward only.
     """
-    lists = _lists(plan, layout, len(sizes), training=training)
-    recomputed = {(action.stage, action.micro_batch) for action in lists if action.kind is ActionKind.R}
-    moves = _Moves(plan, layout, layers, devices, sizes, lists, training)
+    lists, own = _lists(plan, layout, len(sizes), training=training)
+    actions, posted = tuple(lists[own]), dict[int, Sequence[Action]]()
+    if not layout.alone and backend_of(devices[layout.stages[0]]).keeps_order:
+        found = in_one_order(lists, own, _ticks(plan), partial(_most_under_way, plan))
+        actions, posted = found.actions, dict(found.posts)
+    recomputed = {(action.stage, action.micro_batch) for action in actions if action.kind is ActionKind.R}
+    moves = _Moves(plan, layout, layers, devices, sizes, actions, training)
     instructions = []
     remote = []
-    for action in lists:
+    for index, action in enumerate(actions):
         move = None
         if action.kind not in COMPUTING:
             move = moves.of(action)
             if move.is_remote and action.kind in RECEIVES:
                 remote.append(move.transfer)
         keep = (action.stage, action.micro_batch) not in recomputed
-        instructions.append(Instruction(action, layers[action.stage], move, keep))
-    return Program(tuple(instructions), lists, tuple(remote), training)
+        posts = tuple(moves.of(one).transfer for one in posted.get(index, ()))
+        instructions.append(Instruction(action, layers[action.stage], move, keep, posts))
+    return Program(tuple(instructions), actions, tuple(remote), training)
 
 
-def _lists(plan: Plan, layout: Layout, micro_batches: int, *, training: bool) -> tuple[Action, ...]:
-    """This process's actions in order."""
+def _lists(plan: Plan, layout: Layout, micro_batches: int, *, training: bool) -> tuple[Schedule, int]:
+    """The actions of each rank in order, and which of these lists is this process's."""
     schedule = plan.actions(micro_batches)
     if not training:
         # values do not skip stages then
@@ -143,11 +153,28 @@ def _lists(plan: Plan, layout: Layout, micro_batches: int, *, training: bool) ->
         )
     own = plan.stages[layout.stages[0]].rank
     if plan.chunks > 1 and not layout.alone:
-        return schedule[own]
-    if len(layout.stages) == 1:
-        return schedule[layout.stages[0]]
+        return schedule, own
+    if len(schedule) == plan.ranks and not layout.alone:
+        return schedule, layout.stages[0]
     rank_of = (0,) * len(schedule) if layout.alone else tuple(stage.rank for stage in plan.stages)
-    return rank_lists(schedule, rank_of, _seconds(plan))[0 if layout.alone else own]
+    return rank_lists(schedule, rank_of, _seconds(plan)), 0 if layout.alone else own
+
+
+def _most_under_way(plan: Plan, receive: Action) -> int | None:
+    """How many messages of a channel may be under way, as a plan's memory has it."""
+    if receive.kind is ActionKind.RECV_F and SCHEDULES[plan.schedule].keeps_all:
+        return None
+    return receives_ahead(abs(receive.other_end.stage - receive.stage))
+
+
+def _ticks(plan: Plan) -> Callable[[Action], int]:
+    """Predicted times in whole numbers."""
+    seconds = _seconds(plan)
+    kinds = (ActionKind.F, ActionKind.R, ActionKind.B, ActionKind.I, ActionKind.W)
+    table = {(kind, stage): seconds(Action(stage, kind, 0)) for kind in kinds for stage in range(plan.K)}
+    longest = max(table.values())
+    ticks = {key: max(1, round(1000 * taken / longest)) if longest else 1 for key, taken in table.items()}
+    return lambda action: ticks[action.kind, action.stage]
 
 
 def _seconds(plan: Plan) -> Callable[[Action], float]:

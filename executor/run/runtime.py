@@ -53,6 +53,8 @@ class Runtime:
         self._remote.begin(program.remote)
         for instruction in program.instructions:
             note(instruction.numbers)
+            if instruction.posts:
+                self._remote.post(instruction.posts)
             if profiled:
                 with torch.profiler.record_function(str(instruction.action)):
                     carry_out(instruction)

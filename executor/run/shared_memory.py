@@ -86,6 +86,10 @@ class SharedMemory:
                 self._incoming[transfer.channel] = self._rings.incoming.get(_pair(transfer))
         self._others.begin([transfer for transfer in receives if self._incoming[transfer.channel] is None])
 
+    def post(self, transfers: Sequence[Transfer]) -> None:
+        """Rings need no receives ahead of time."""
+        self._others.post([transfer for transfer in transfers if self._incoming[transfer.channel] is None])
+
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Copy the message into a slot; before, wait until one is free."""
         channel = transfer.channel

@@ -89,6 +89,9 @@ class Transport(Protocol):
     def begin(self, receives: Sequence[Transfer]) -> None:
         """Get ready for these receives, in their order."""
 
+    def post(self, transfers: Sequence[Transfer]) -> None:
+        """Post these receives, which are the next of their channels; where a program says when."""
+
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors."""
 

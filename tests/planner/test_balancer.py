@@ -3,14 +3,16 @@
 `test_brute_force.py` and `make bench` try more problems, with an oracle that is compiled.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.from_profile import plan_from_profile
+from planner.from_profile import make_problem, plan_from_profile
 from planner.solve import balancer
+from planner.solve.host_search import best_plan
 from profiler.device import Link
 from profiler.errors import InfeasibleError
 
@@ -49,7 +51,7 @@ def check(profile, devices, best_s, **asked):
     assert all(stage.memory.total <= device.memory_bytes for stage in plan.stages for device in stage.devices)
 
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
 @given(st.data())
@@ -101,6 +103,31 @@ def test_segments_of_a_long_stage(profiles, oracle, device, data):
     devices = draw_devices(data, device, oracle, profile, 8, most=1)[:1]
     best_s = oracle(profile, (device("a", devices[0].memory_bytes),), 8).best_step_s([4])
     check(profile, [device("a", devices[0].memory_bytes)], best_s, batch_size=8, micro_batches=4, schedule="gpipe")
+
+
+@given(st.data())
+@settings(max_examples=16, suppress_health_check=SLOW)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_a_plan_below_a_limit_is_found_where_there_is_one(profiles, oracle, device, schedule, data):
+    """What the report says of other schedules and rules is looked for only if it takes less than the plan at hand."""
+    profile = data.draw(profiles(most_layers=6))
+    devices = draw_devices(data, device, oracle, profile, 8)
+    asked = {"schedule": schedule, "micro_batches_per_stage": 1}
+    if schedule == "interleaved":
+        assume(len(profile.layers) > 3 and len(devices) > 1)
+        asked["chunks"] = 2
+    problem = make_problem(profile, devices, batch_size=8, optimizer=None, settings=asked)
+    whole = best_plan(problem)
+    if whole is None:
+        assert best_plan(replace(problem, below_s=1e6)) is None
+        return
+    best_s = whole.prediction.step_s
+    found = best_plan(replace(problem, below_s=best_s * (1 + 1e-6)))
+    assert found is not None
+    assert found.prediction.step_s <= best_s * (1 + 1e-6)
+    share = data.draw(st.sampled_from([0.3, 0.7, 1 - 1e-6]))
+    none = best_plan(replace(problem, below_s=best_s * share))
+    assert none is None or none.prediction.step_s >= whole.prediction.lower_bound_s * (1 - CLOSE)
 
 
 def test_without_time_the_roomiest_candidate_comes_first(profile_of, device, monkeypatch):

@@ -48,6 +48,9 @@ MOST_WORK, STAGES_OF_WORK = 1_000, 32
 PATIENCE = 4
 """Candidates that are searched in vain before the search ends, those left out of which all cuts are tried, if there is
 no time limit."""
+SOME_IN_VAIN = 4
+"""Candidates looked at in vain after which bounds are made no better until there is a plan [chosen: of 521 candidates
+of a Llama of 70B parameters on 64 devices none fits under zb-h1, and their bounds took 105 of 120 s]."""
 MOST_LOOKED_AT = 12
 """Candidates, spread over all, of which one is named that is near to fitting."""
 FEW_RANKS = 2
@@ -111,6 +114,7 @@ class _Search:
         self._work, self._in_vain, self._patience = 0, 0, problems[0].patience
         self._began_s = time.monotonic()
         self._climbs: dict[int, _Climbed] = {}
+        self._probed_in_vain = 0
         self._best_plans: ChunkPlans | None = None
         self._in_segments = False  # whether there is a plan of which no search of cuts says what it takes
         self._queue: list[_Waiting] = []
@@ -138,7 +142,9 @@ class _Search:
             if entry.search is None:
                 self._push_with_a_rank_less(entry.plans)
             if not (
-                self._spent or (entry.search is not None and (entry.search.done or entry.bound_s > self._reached_s))
+                self._spent
+                or self._fits_nowhere_yet
+                or (entry.search is not None and (entry.search.done or entry.bound_s > self._reached_s))
             ):
                 self._tightened(entry)
             elif entry.position not in self._climbs:
@@ -162,6 +168,11 @@ class _Search:
     def _spent(self) -> bool:
         """Whether bounds took what they may."""
         return self._over or (not self._timed and self._work >= MOST_WORK * self._patience)
+
+    @property
+    def _fits_nowhere_yet(self) -> bool:
+        """Whether no plan was found where some were looked for: then bounds, which leave out memory, are of no use."""
+        return self._best is None and self._probed_in_vain + len(self._climbs) >= SOME_IN_VAIN
 
     @property
     def _patience_s(self) -> float:
@@ -259,6 +270,7 @@ class _Search:
                     known[key, place] = self._probe_s(groups[key][place], least_s * PROBE_MARGIN)
             if not known:
                 break
+            self._probed_in_vain = len(known) if min(known.values()) == np.inf else 0
             best_key, best = min(known, key=lambda at: (known[at], at))
             tried = sorted(place for key, place in known if key == best_key)
             at = tried.index(best)

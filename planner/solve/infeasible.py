@@ -26,14 +26,20 @@ MOST_CANDIDATES = 12
 """How many schedules, R and M are looked at for each question; they are spread over all, both ends included."""
 MOST_CURES_S = 10.0
 """Seconds in which cures are tried [chosen]: each asks whether a plan fits, which of large problems takes that long."""
+MOST_NEAREST_S = 4.0
+"""Seconds in which the plan is looked for that is nearest to fitting, of one candidate at least [chosen]."""
 CLASSES_NAMED = 3
 """How many classes of memory a message names."""
 
 
 def nothing_fits_text(problem: Problem) -> str:
     """Which stage of the least bad plan does not fit, by how much and why, and what would help."""
-    tried = [(least_bad(make_tables(problem, candidate)), candidate) for candidate in _some(problem)]
-    nearest, candidate = min(tried, key=lambda pair: pair[0].over_bytes)
+    looking = Deadline(MOST_NEAREST_S)
+    tried: list[tuple[LeastBad, Candidate]] = []
+    for candidate in reversed(_some(problem)):  # the most micro-batches, which keep least, first
+        if not (tried and looking.over):
+            tried.append((least_bad(make_tables(problem, candidate)), candidate))
+    nearest, candidate = min(reversed(tried), key=lambda pair: pair[0].over_bytes)
     if not np.isfinite(nearest.over_bytes):
         return (
             "no plan satisfies all rules on these devices, whatever the memory: there are fewer equal devices than "

@@ -92,8 +92,9 @@ def no_plan_text(problem: Problem) -> str:
     if values_of(problem):
         return "no plan was found that fits with values that skip stages; with all of them relayed, " + text
     given_s = problem.settings.time_limit_s
-    limit_s = MOST_CURES_S if given_s is None else min(MOST_CURES_S, given_s)
-    direct = replace(problem, settings=replace(problem.settings, skips="direct", time_limit_s=limit_s))
+    limit_s = MOST_CURES_S / 2 if given_s is None else min(MOST_CURES_S / 2, given_s)
+    settings = replace(problem.settings, skips="direct", time_limit_s=limit_s)
+    direct = replace(problem, settings=settings, dispensable=True)
     if problem.costs.profile.skips and values_of(direct) and best_plan(direct) is not None:
         return f'{text}. Or set skips="direct": values then go past stages that do not read them, and it fits'
     return text

@@ -134,6 +134,10 @@ def _is_of(frame: FrameType, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
+OWN_GENERATOR = "from a torch.Generator of the model's own, which a recomputed pass would draw anew"
+OWN_GENERATOR_CURE = "draw from torch's own generator (leave generator out)"
+
+
 def explanation(model: nn.Module, problem: BaseException, place: Place) -> str:
     """What cannot be traced, where, and what to do."""
     words = str(problem)
@@ -150,6 +154,8 @@ def explanation(model: nn.Module, problem: BaseException, place: Place) -> str:
     elif "fake tensor in the exported program constant" in words:
         cause = "somewhere in it a tensor is made of another by no operation of torch's, which a graph would freeze"
         cure = f"{keep_together_advice(place.modules)}, or make it by an operation (detach, clone)"
+    elif str(torch.Generator) in words:  # torch 2.11 has no place for one in a graph
+        cause, cure = f"it draws random numbers {OWN_GENERATOR}", OWN_GENERATOR_CURE
     else:
         lines = (line.strip() for line in words.splitlines())
         cause = next((line for line in lines if line), type(problem).__name__)

@@ -24,6 +24,8 @@ from profiler.errors import NotTraceableError
 from profiler.observe.elsewhere import arrays_reached
 from profiler.observe.random_states import python_and_numpy_states
 from profiler.observe.source_place import (
+    OWN_GENERATOR,
+    OWN_GENERATOR_CURE,
     Place,
     keep_together_advice,
     place_now,
@@ -193,9 +195,8 @@ def refuse_own_generators(root: fx.GraphModule) -> None:
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if _given_generator(node):
                 raise NotTraceableError(
-                    f"cannot trace the model: in {place_of_node(node)}: {node.target} draws random numbers from a "
-                    "torch.Generator of the model's own, which a recomputed pass would draw anew; draw from torch's "
-                    "own generator (leave generator out)"
+                    f"cannot trace the model: in {place_of_node(node)}: {node.target} draws random numbers "
+                    f"{OWN_GENERATOR}; {OWN_GENERATOR_CURE}"
                 )
 
 

@@ -1,6 +1,6 @@
 """Predicted steps, passes and bytes of unlike models against measured ones, on one card.
 
-    pytest tests/gpu/test_accuracy.py -s
+    pytest tests/gpu/test_predictions_on_a_card.py -s
 
 Each model is profiled, planned and trained: as one stage that keeps all and as one that recomputes all, whose steps are
 the prediction's, and as four stages of one process, which take turns on the card, so that their passes are. Memory is

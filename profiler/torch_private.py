@@ -194,6 +194,21 @@ def unknown_value_errors() -> tuple[type[Exception], ...]:
     return (GuardOnDataDependentSymNode,)
 
 
+@contextlib.contextmanager
+def registration_hooks_stay() -> Iterator[None]:
+    """Afterwards every module has the hooks on registrations that it had before.
+
+    An export that fails leaves one behind, which refuses for a buffer what is not traced (seen in torch 2.11).
+    """
+    hooks = module_file._global_buffer_registration_hooks
+    before = {*hooks}
+    try:
+        yield
+    finally:
+        for key in {*hooks} - before:
+            del hooks[key]
+
+
 def has_side_effect(operator: Any) -> None:
     """Keep calls of an operator in graphs though nothing reads what it returns."""
     from torch.fx.node import has_side_effect as register

@@ -37,6 +37,7 @@ from profiler.torch_private import (
     depends_on_data,
     lazy_graph_modules,
     parsed_move,
+    registration_hooks_stay,
 )
 from profiler.tracing import progress
 from profiler.tracing.batch_dependence import BatchQuestions, same_for_one_sample
@@ -201,6 +202,7 @@ def _exported(
                 MODULE_CALL.replaced_by(_called),
                 mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
                 lazy_graph_modules(),
+                registration_hooks_stay(),
             ):
                 program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
                 progress.done(Part.MODULES)

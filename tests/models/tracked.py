@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def allocations() -> Iterator[list[int]]:
     """Bytes that the allocator gave (positive) and took back (negative) inside, in order; filled at the end."""
     record: list[int] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as kineto:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as kineto:
         yield record
     events = [event for event in kineto.profiler.kineto_results.events() if event.name() == "[memory]"]
     record.extend(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))

@@ -29,6 +29,9 @@ T = TypeVar("T")
 WITHOUT_HOLES = 8 / 9
 """Of a card's memory, what stages may fill: free blocks between others take the rest. On an H200 a GPT held 1.125 times
 what it had allocated; to train at all, a DenseNet needed 1.1 times that and a U-Net 1.03 times [measured]."""
+COMMUNICATORS, COMMUNICATOR_BYTES = 5, 19 * 2**20
+"""Of NCCL: to and from each neighbour, and of all ranks; and what one takes of the card in each rank [measured on an
+H200, over sockets: 17 to 19 MiB]."""
 SPIN_S = 2e-3  # head start of the first round, before it is known how long its launches take
 SPIN_MARGIN = 1.5  # later head starts last this times as long as the launches of the round before
 SPIN_AT_MOST_S = 0.25
@@ -59,11 +62,12 @@ class Cuda(Backend):
         )
 
     def context_bytes(self, device: torch.device, operations: int) -> int:
-        """Its context, and what cuBLAS allocates for itself at the first product and keeps."""
+        """Its context, what cuBLAS allocates for itself at the first product and keeps, and NCCL's communicators."""
         torch.cuda.init()
         workspaces = _product_workspaces(device)
         free, total = torch.cuda.mem_get_info(device)
-        return int(total - free - torch.cuda.memory_reserved(device) + workspaces)
+        taken = total - free - torch.cuda.memory_reserved(device) + workspaces
+        return int(taken) + COMMUNICATORS * COMMUNICATOR_BYTES
 
     def use(self, device: torch.device) -> None:
         """NCCL, too, works on the current device."""

@@ -34,6 +34,8 @@ from planner.solve.problem import Candidate, Problem
 SHARE_OF_START, TIME_OF_START = 0.25, 0.5
 """Of the usual patience, and of a time limit, that the search for a plan to start from has [chosen: with 64 devices and
 15 s a quarter did not do, and without it the step took eight times as long]."""
+LEAST_START_S = 2.0
+"""Seconds under which none is looked for if there is a plan already [chosen: with 64 devices one takes 2 s]."""
 CHUNKS_TRIED = (2, 3, 4)
 """Chunks a rank that are tried where they are to be chosen [chosen: more send more, and gain ever less]."""
 
@@ -122,9 +124,10 @@ def _start(problem: Problem, best: Balance | None) -> Balance | None:
         return None
     if best is not None and best.candidate.schedule in lean:
         return best
-    less = replace(settings, schedules=lean, time_limit_s=None)
-    if settings.time_limit_s is not None:
-        less = replace(less, time_limit_s=settings.time_limit_s * TIME_OF_START)
+    limit_s = None if settings.time_limit_s is None else settings.time_limit_s * TIME_OF_START
+    if limit_s is not None and limit_s < LEAST_START_S and problem.dispensable:
+        return None
+    less = replace(settings, schedules=lean, time_limit_s=limit_s)
     with besides(0.0), others_follow():
         return balance_any(
             replace(

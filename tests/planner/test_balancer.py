@@ -112,7 +112,7 @@ def test_a_plan_below_a_limit_is_found_where_there_is_one(profiles, oracle, devi
     """What the report says of other schedules and rules is looked for only if it takes less than the plan at hand."""
     profile = data.draw(profiles(most_layers=6))
     devices = draw_devices(data, device, oracle, profile, 8)
-    asked = {"schedule": schedule, "micro_batches_per_stage": 1}
+    asked: Any = {"schedule": schedule, "micro_batches_per_stage": 1}
     if schedule == "interleaved":
         assume(len(profile.layers) > 3 and len(devices) > 1)
         asked["chunks"] = 2

@@ -50,6 +50,9 @@ def one_f_one_b_order(rank: int, ranks: int, micro_batches: int, chunks: int) ->
     return _in_turns(range(micro_batches), range(micro_batches, 2 * micro_batches), ahead)
 
 
+LEAD_OF_LARGER_GROUPS = 2
+
+
 def interleaved_order(lead: int) -> Callable[[int, int, int, int], Order]:
     """The passes of 1F1B over all chunks of a rank, for any M.
 
@@ -61,7 +64,9 @@ def interleaved_order(lead: int) -> Callable[[int, int, int, int], Order]:
 
     Args:
         lead: passes that a rank is ahead of the next one. With 1 nothing waits as long as messages take no time, and a
-            rank keeps what it keeps with 1F1B; with 2 a message may take as long as a pass of a chunk.
+            rank keeps what it keeps with 1F1B; with 2 a message may take as long as a pass of a chunk. Where groups are
+            larger than one for each rank it is 2: with 1, five ranks and 14 micro-batches, more messages would have to
+            be under way than a rank sends before one is received, and all would wait for each other.
     """
 
     def order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
@@ -74,7 +79,8 @@ def interleaved_order(lead: int) -> Callable[[int, int, int, int], Order]:
         backward = [
             (chunks + c) * micro_batches + m for group in groups for c in reversed(range(chunks)) for m in group
         ]
-        return _in_turns(forward, backward, (chunks - 1) * sizes[0] + lead * (ranks - 1 - rank))
+        passes_ahead = lead if sizes[0] <= ranks else max(lead, LEAD_OF_LARGER_GROUPS)
+        return _in_turns(forward, backward, (chunks - 1) * sizes[0] + passes_ahead * (ranks - 1 - rank))
 
     return order
 

@@ -173,7 +173,7 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         interleaved_order(lead=1),
         min,
         Objective.ROUNDS,
-        "the same with the lead of 1F1B, and so with its memory; ours",
+        "the same with the lead of 1F1B, and so with its memory, if the ranks divide M (or M is smaller); ours",
         MOST_CHUNKS,
     ),
     "zb-h1": ScheduleRecord(

@@ -259,7 +259,8 @@ def _timings(
     watch = backend_of(place).stopwatch(place)
     for size, of_layers in timings.items():
         in_haste = not workload.time_budget_s
-        parts = measured_weights(workload.sequence, runners[size], size, watch, in_haste=in_haste)
+        layer_s = [timing.forward_s + timing.backward_s for timing in of_layers]
+        parts = measured_weights(workload.sequence, runners[size], size, watch, layer_s, in_haste=in_haste)
         timings[size] = [
             replace(
                 timing,

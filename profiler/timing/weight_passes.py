@@ -9,7 +9,7 @@ together longer than F and B, for small layers much; that counts in W, but for w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -20,12 +20,13 @@ from torch import Tensor
 from profiler.machine.stopwatches import Stopwatch
 from profiler.run.layer_runner import LayerRunner, backward, keep
 from profiler.run.split_backward import DeferredWeights
+from profiler.timing.repeats import collecting_no_garbage
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
 ROUNDS = 3
 """Passes of each distinct layer that count, at most; one more warms up."""
 ENOUGH_S = 0.3
-"""After so much of them no further one is made: of layers that take long one says enough, even the first [chosen]."""
+"""No more are made than take so long: of layers that take long one says enough, even the first [chosen]."""
 ENOUGH_IN_HASTE_S = 0.03
 """The same where no second is given to repeat anything [chosen]."""
 
@@ -48,7 +49,13 @@ NOTHING = WeightPass(0.0, 0.0, 0)
 
 
 def measured_weights(
-    sequence: LayerSequence, runner: LayerRunner, size: int, watch: Stopwatch, *, in_haste: bool = False
+    sequence: LayerSequence,
+    runner: LayerRunner,
+    size: int,
+    watch: Stopwatch,
+    layer_s: Sequence[float],
+    *,
+    in_haste: bool = False,
 ) -> list[WeightPass]:
     """By layer; equal layers are measured once, on values that are made up.
 
@@ -57,6 +64,8 @@ def measured_weights(
         runner: with a micro-batch, on real tensors.
         size: of the micro-batch.
         watch: of their device.
+        layer_s: seconds of each layer's forward and backward pass, by which passes are as many as they are: by the
+            passes themselves, one that the system interrupts would be the only one.
         in_haste: with as few repeats as can be.
     """
     enough_s = ENOUGH_IN_HASTE_S if in_haste else ENOUGH_S
@@ -69,7 +78,10 @@ def measured_weights(
         if any(deferred) and key not in known:
             runner.hold(range(layer.index, layer.index + 1))
             values = {value.name: _made_up(value, size, runner.device) for value in sequence.boundaries[layer.index]}
-            known[key] = _measured(runner, layer.index, values, watch, enough_s)
+            round_s = 2 * layer_s[layer.index]
+            rounds = int(min(ROUNDS, enough_s / round_s)) if round_s else ROUNDS
+            with collecting_no_garbage():
+                known[key] = _measured(runner, layer.index, values, watch, rounds)
         found.append(known.get(key, NOTHING))
     return found
 
@@ -83,25 +95,22 @@ def _made_up(value: BoundaryValue, size: int, device: torch.device) -> Tensor:
 
 
 def _measured(
-    runner: LayerRunner, index: int, values: Mapping[str, Tensor], watch: Stopwatch, enough_s: float
+    runner: LayerRunner, index: int, values: Mapping[str, Tensor], watch: Stopwatch, rounds: int
 ) -> WeightPass:
+    """With so many passes that count; with none the one that warms up does."""
     shares, more = [], []
     kept_bytes = 0
-    spent_s = 0.0
-    for number in range(1 + ROUNDS):
+    for number in range(1 + rounds):
         watch.lap(watch.lap(partial(gone_forward, runner, index, values, None, None)))
         store = runner.store(index, watching=not number)
         watch.lap(watch.lap(partial(gone_forward, runner, index, values, None, store)))
         kept_bytes = kept_bytes or store.kept_bytes()
         watch.lap(store.run)
         forward_s, whole_s, split_forward_s, inputs_s, weights_s = watch.take()
-        spent_s += forward_s + whole_s + split_forward_s + inputs_s + weights_s
         if whole_s:
             inputs_s += max(0.0, split_forward_s - forward_s)
             shares.append(max(0.0, 1 - inputs_s / whole_s))
             more.append(max(0.0, (inputs_s + weights_s) / whole_s - 1))
-        if spent_s > enough_s:
-            break
     return WeightPass(median(shares[1:] or shares or [0.0]), median(more[1:] or more or [0.0]), kept_bytes)
 
 

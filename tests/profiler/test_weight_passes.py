@@ -10,7 +10,7 @@ from torch import nn
 from profiler import trace
 from profiler.run.inputs import micro_batch, real_runner
 from profiler.run.parameter_pool import ParameterPool
-from profiler.timing.weight_passes import ENOUGH_S, ROUNDS, measured_weights
+from profiler.timing.weight_passes import ENOUGH_S, ROUNDS, WeightPass, measured_weights
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -37,16 +37,35 @@ class Told:
 
 
 @pytest.mark.parametrize(
-    ("first_s", "later_s", "rounds", "share", "more"),
+    ("layer_s", "rounds", "share", "more"),
     [
-        (ENOUGH_S / 100, ENOUGH_S / 100, 1 + ROUNDS, 0.5, 0.0),  # the first warms up
-        (ENOUGH_S / 2, ENOUGH_S, 2, 0.5, 0.0),
-        (2 * ENOUGH_S, ENOUGH_S, 1, 0.25, 0.25),  # the first one counts where it is the only one
+        (ENOUGH_S / 100, 1 + ROUNDS, 0.5, 0.0),  # the first warms up
+        (0.0, 1 + ROUNDS, 0.5, 0.0),
+        (ENOUGH_S / 2, 2, 0.5, 0.0),
+        (ENOUGH_S, 1, 0.25, 0.25),  # the first one counts where it is the only one
     ],
 )
-def test_a_layer_that_takes_long_is_split_once(
-    first_s: float, later_s: float, rounds: int, share: float, more: float
-) -> None:
+def test_a_layer_that_takes_long_is_split_once(layer_s: float, rounds: int, share: float, more: float) -> None:
+    watch = Told(lambda number: [1.0, 1.0, 1.0, 0.5, 0.5] if number else [1.0, 1.0, 1.0, 0.75, 0.5])
+    found = measured_linear(watch, layer_s)
+    assert watch.rounds == rounds
+    assert (found.share, found.more) == pytest.approx((share, more))
+
+
+@pytest.mark.parametrize("interrupted", range(1 + ROUNDS))
+@pytest.mark.parametrize("lap", range(LAPS))
+def test_one_pass_that_the_system_interrupts_counts_for_nothing(interrupted: int, lap: int) -> None:
+    def seconds(number: int) -> list[float]:
+        laps = [0.001, 0.001, 0.001, 0.0005, 0.0005]
+        laps[lap] += (number == interrupted) * 10 * ENOUGH_S
+        return laps
+
+    found = measured_linear(Told(seconds), 0.002)
+    assert (found.share, found.more) == pytest.approx((0.5, 0.0))
+
+
+def measured_linear(watch: Told, layer_s: float) -> WeightPass:
+    """What a model of one layer leaves for W, by this watch."""
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     sequence = trace(model, x)
     runner = real_runner(
@@ -58,13 +77,5 @@ def test_a_layer_that_takes_long_is_split_once(
         has_loss=False,
         device=CPU,
     )
-
-    def seconds(number: int) -> list[float]:
-        lap_s = (later_s if number else first_s) / LAPS
-        whole, inputs, weights = (1.0, 0.5, 0.5) if number else (1.0, 0.75, 0.5)
-        return [lap_s, lap_s * whole, lap_s, lap_s * inputs, lap_s * weights]
-
-    watch = Told(seconds)
-    (found,) = measured_weights(sequence, runner, 2, watch)
-    assert watch.rounds == rounds
-    assert (found.share, found.more) == pytest.approx((share, more))
+    (found,) = measured_weights(sequence, runner, 2, watch, [layer_s])
+    return found

@@ -17,7 +17,7 @@ from planner.solve.candidate_search import CandidateSearch, first_balance
 from planner.solve.chunk_search import PROBE_ROUNDS, PROBES, chunk_balance
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import UNLIMITED, Deadline
-from planner.solve.host_search import with_moved_cuts
+from planner.solve.own_links import with_moved_cuts
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
 from profiler.device import Link

@@ -1,0 +1,250 @@
+"""Plans for several hosts near those that were found with one link: cuts, devices and M for each boundary's own link.
+
+    plans of problems with one link
+      cuts moved, orders made for them          where few bytes cross between hosts
+      cuts moved again, recompute anew          of the fastest ones
+      another M, one or two stages elsewhere    of the fastest ones, and of what comes of that
+      on later devices                          where some are left over, others than the first may be
+
+Steps are the simulator's, which knows each boundary's own link; plans that do not fit do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, islice, pairwise, product, takewhile
+
+import numpy as np
+
+from planner.plan.plan import Plan
+from planner.plan.schedules import SCHEDULES
+from planner.plan.stage import Segment
+from planner.rules import FREE
+from planner.solve import skip_search
+from planner.solve.balance import Balance, StageChoice, evaluate_s
+from planner.solve.deadline import Deadline
+from planner.solve.order_start import with_own_orders
+from planner.solve.other_counts import promising
+from planner.solve.problem import Candidate, Problem
+
+MOST_PLANS = 10
+"""Plans that more is tried with [chosen]."""
+MOST_LOOKED = 40
+"""Plans beside which others are looked at [chosen]."""
+MOST_WAYS = 400
+"""Ways to lay the cuts of a plan that are all tried [chosen]."""
+MOST_MOVES, REACH = 8, 2
+"""How often the cuts of a plan are moved, and by how many places at a time [chosen]."""
+FEW_COUNTS = 16
+"""M that are all tried, each with cuts of its own; of more the one with which the plan is fastest as it is [chosen]."""
+MOST_DEVICES = 64
+"""Other classes of devices that the stages of a plan are tried on [chosen]."""
+
+
+class OwnLinks:
+    """The fastest plan that was come to.
+
+    Args:
+        problem: with hosts.
+        lower_bound_s: no plan is faster.
+        deadline: when none is tried any more.
+
+    Attributes:
+        best: it; None before one was found that fits.
+    """
+
+    def __init__(self, problem: Problem, lower_bound_s: float, deadline: Deadline) -> None:
+        self.best: Plan | None = None
+        self._problem = problem
+        self._lower_bound_s = lower_bound_s
+        self._deadline = deadline
+        self._improver = self._improver_of(problem)
+        self._plans: dict[Balance, Plan | None] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is to be tried."""
+        return self._deadline.over or step_s(self.best) <= self._lower_bound_s
+
+    def look_near(self, starts: Sequence[Balance]) -> None:
+        """First with cuts for their own links; when time is up, at what may be the best: to make one takes seconds."""
+        moved = [with_moved_cuts(self._problem, one, self._deadline) for one in starts]
+        for start in (*moved, *_with_made_orders(self._problem, moved, self._deadline), *starts):
+            if start not in self._plans and not (self._deadline.over and start.step_s >= step_s(self.best)):
+                self._note(start, self._improver.nearest(start))
+
+    def improve(self) -> None:
+        """The fastest plans with other cuts, recompute, M and devices, and all of them on later devices."""
+        for start in sorted(self._plans, key=lambda start: step_s(self._plans[start]))[:MOST_PLANS]:
+            close = step_s(self.best) <= self._lower_bound_s * (1 + skip_search.CLOSE_ENOUGH)
+            if self.best is not None and (self._deadline.over or close):
+                break
+            better = self._improver.better(start, dispensable=self.best is not None)
+            self.best = min(self.best, better, key=step_s)
+        looked: set[Balance] = set()
+        while not self.done and len(looked) < min(MOST_LOOKED, len(self._plans)):
+            waiting = [start for start in self._plans if start not in looked]
+            start = min(waiting, key=lambda one: (step_s(self._plans[one]), one.step_s))
+            looked.add(start)
+            self._look_beside(start)
+        self._look_at_later_devices()
+
+    def _look_beside(self, start: Balance) -> None:
+        beside: Iterable[Balance] = _beside(self._problem, replace(start, orders=()), self._deadline)
+        if start.orders:
+            beside = _with_made_orders(self._problem, [*beside], self._deadline)
+        for other in beside:
+            if other not in self._plans and other.step_s < step_s(self.best):
+                plan = self._improver.nearest(other) or self._improver.better(other, dispensable=True)
+                self._note(other, plan)
+
+    def _look_at_later_devices(self) -> None:
+        for later in _on_later_devices(self._problem):
+            improver = self._improver_of(later)
+            moved = [with_moved_cuts(later, one, self._deadline) for one in self._plans if _has_devices(later, one)]
+            for start in (*moved, *_with_made_orders(later, moved, self._deadline)):
+                if self.done:
+                    return
+                if evaluate_s(later, start.candidate, start.stages, start.orders) < step_s(self.best):
+                    self.best = min(self.best, improver.nearest(start), key=step_s)
+
+    def _note(self, start: Balance, plan: Plan | None) -> None:
+        self._plans[start] = plan
+        self.best = min(self.best, plan, key=step_s)
+
+    def _improver_of(self, problem: Problem) -> skip_search.CutImprover:
+        values = skip_search.values_of(problem)
+        return skip_search.CutImprover(problem, values, self._lower_bound_s, self._deadline)
+
+
+def _with_made_orders(problem: Problem, plans: Sequence[Balance], deadline: Deadline) -> Iterator[Balance]:
+    """The plans of one stage a rank with orders that are made for their own links, of each schedule that makes them."""
+    made = [name for name in problem.settings.schedules if SCHEDULES[name].made_for_plan]
+    for plan, name in product(plans, made):
+        if not deadline.over and plan.candidate.ring.chunks == 1 and len(plan.stages) > 1:
+            moved = with_moved_cuts(problem, replace(plan, orders=()), deadline) if plan.orders else plan
+            found = with_own_orders(problem, moved, name, deadline)
+            if found is not None:
+                yield found
+
+
+def _beside(problem: Problem, start: Balance, deadline: Deadline) -> Iterator[Balance]:
+    """The plan, without orders of its own, with other M, and with one or two stages elsewhere.
+
+    Which these are depends on which boundaries leave a host: with one link for all other ones may be the best.
+    """
+    if (problem.rules.pinned != FREE).any() or len(start.stages) == 1:
+        return
+    stages, candidate = start.stages, start.candidate
+    counts = [
+        one for one in problem.candidates() if one != candidate and replace(one, split=candidate.split) == candidate
+    ]
+    counts.sort(key=lambda one: one.split.count)
+    if len(counts) > FEW_COUNTS:
+        now_s = evaluate_s(problem, candidate, stages)
+        found = promising(counts, partial(_step_with, problem, stages), partial(_may_have, problem, stages), now_s)
+        counts = [] if found is None else [found]
+    for one in counts:
+        if _may_have(problem, stages, one):
+            yield with_moved_cuts(problem, replace(start, candidate=one), deadline)
+    for classes in islice(_other_devices([stage.device_class for stage in stages], len(problem.classes)), MOST_DEVICES):
+        others = zip(stages, classes, strict=True)
+        other = replace(start, stages=tuple(replace(stage, device_class=place) for stage, place in others))
+        if _has_devices(problem, other):
+            yield with_moved_cuts(problem, other, deadline)
+
+
+def _step_with(problem: Problem, stages: tuple[StageChoice, ...], candidate: Candidate) -> float:
+    return evaluate_s(problem, candidate, stages)
+
+
+def _may_have(problem: Problem, stages: Sequence[StageChoice], candidate: Candidate) -> bool:
+    return len(stages) <= problem.most_stages(candidate.replicas, candidate.split.count)
+
+
+def _other_devices(classes: Sequence[int], count: int) -> Iterator[list[int]]:
+    """Classes of stages where two are exchanged, or one is another of so many."""
+    for one, other in combinations(range(len(classes)), 2):
+        if classes[one] != classes[other]:
+            yield [classes[{one: other, other: one}.get(place, place)] for place in range(len(classes))]
+    for place, other in product(range(len(classes)), range(count)):
+        if classes[place] != other:
+            yield [*classes[:place], other, *classes[place + 1 :]]
+
+
+def _on_later_devices(problem: Problem) -> Iterator[Problem]:
+    """The problem without the first device, without the first two, and so on to the last one of the first host."""
+    assert problem.hosts is not None
+    if (problem.rules.pinned != FREE).any():
+        return
+    for first in range(1, min(problem.hosts.devices_per_host, len(problem.devices))):
+        left = tuple(
+            replace(one, members=tuple(member for member in one.members if member >= first)) for one in problem.classes
+        )
+        yield replace(problem, classes=left)
+
+
+def _has_devices(problem: Problem, found: Balance) -> bool:
+    """Whether there are enough of each class for all stages and replicas."""
+    used = Counter(stage.device_class for stage in found.stages)
+    return all(used[place] <= one.capacity(found.candidate.replicas) for place, one in enumerate(problem.classes))
+
+
+def with_moved_cuts(problem: Problem, found: Balance, deadline: Deadline) -> Balance:
+    """The balance with the cuts that are the fastest where each boundary takes its own link, whatever fits.
+
+    All cuts where there are few, else those that moves of one or of two neighbouring ones lead to; when time is up, the
+    best of those that were tried.
+    """
+    rules, whole = problem.rules, problem.settings.recompute == "always"
+    stops = tuple(stage.stop for stage in found.stages)
+    if len(stops) == 1 or (rules.pinned != FREE).any() or found.orders:
+        return found
+    places = [int(place) for place in np.flatnonzero(rules.allowed)[1:-1]]
+    needed = {int(place) for place in np.flatnonzero(rules.demanded)}
+
+    def moved(cuts: Sequence[int]) -> Balance:
+        edges = pairwise((0, *cuts, stops[-1]))
+        stages = tuple(
+            replace(stage, first=first, stop=stop, segments=(Segment(first=first, stop=stop),) if whole else ())
+            for stage, (first, stop) in zip(found.stages, edges, strict=True)
+        )
+        return replace(found, stages=stages, step_s=evaluate_s(problem, found.candidate, stages))
+
+    best, cuts = moved(stops[:-1]), stops[:-1]
+    few = math.comb(len(places), len(cuts)) <= MOST_WAYS
+    for _ in range(1 if few else MOST_MOVES):
+        ways = combinations(places, len(cuts)) if few else _moves(cuts, places)
+        tried = [
+            (moved(way), way) for way in takewhile(lambda _: not deadline.over, ways) if needed <= {0, *way, stops[-1]}
+        ]
+        better, where = min(tried, key=lambda one: one[0].step_s, default=(best, cuts))
+        if better.step_s >= best.step_s:
+            break
+        best, cuts = better, tuple(where)
+    return best
+
+
+def _moves(cuts: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """One or two neighbouring cuts at one of the next places on either side."""
+    at = [bisect_left(places, cut) for cut in cuts]
+    steps = range(-REACH, REACH + 1)
+    for first in range(len(at)):
+        for one, other in product(steps, steps if first + 1 < len(at) else (0,)):
+            moved = [*at]
+            moved[first] += one
+            if first + 1 < len(at):
+                moved[first + 1] += other
+            inside = moved[0] >= 0 and moved[-1] < len(places)
+            if inside and all(before < after for before, after in pairwise(moved)):
+                yield tuple(places[place] for place in moved)
+
+
+def step_s(plan: Plan | None) -> float:
+    """Seconds of its step; infinite where there is none."""
+    return np.inf if plan is None else plan.prediction.step_s

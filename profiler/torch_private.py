@@ -48,7 +48,12 @@ def storage_of(tensor: Tensor) -> int:
 
     `data_ptr` is 0 for all fake tensors, and for all empty ones.
     """
-    return int(tensor.untyped_storage()._cdata)
+    return number_of_storage(tensor.untyped_storage())
+
+
+def number_of_storage(storage: torch.UntypedStorage) -> int:
+    """What `storage_of` says of tensors on it."""
+    return int(storage._cdata)
 
 
 copy_all: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_

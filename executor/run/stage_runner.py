@@ -31,6 +31,7 @@ from executor.run.parameter_hooks import ParameterHooks
 from executor.run.randomness import OF_THE_LOSS, BackwardDraws, Keyed
 from planner.plan.stage import Segment
 from profiler.errors import ArgumentError
+from profiler.machine.backend import HOST, backend_of
 from profiler.observe.drawn_from import drawn_from, is_torchs_own
 from profiler.observe.random_states import generators_of, next_seed, seeded
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
@@ -383,7 +384,11 @@ class StageRunner:
         return pytree.tree_map_only(Tensor, self._here, batch.target)
 
     def _here(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self.device else tensor.to(self.device, non_blocking=True)
+        if tensor.device == self.device:
+            return tensor
+        if tensor.device == HOST:
+            return backend_of(self.device).from_host(tensor, self.device)
+        return tensor.to(self.device, non_blocking=True)
 
     def _keyed(self, micro_batch: int) -> Keyed:
         return Keyed(self._generators, self.seed, self._state.number, micro_batch, self._backward_draws)

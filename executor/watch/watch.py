@@ -9,8 +9,8 @@ A thread next to the training exchanges short messages with all other ranks (`ex
 - A rank that fails tells the others why. A process that ends without a word closes its connections.
 - Every rank says four times a second where it is. From that a rank that has waited longer than the time-out tells which
   one is to blame (`executor.watch.accusation`).
-- To end a wait of gloo, the watch lets a receive of its own time out: gloo then breaks all connections of the process
-  group, and what waits raises. A rank that computes instead is ended after a grace, its error printed before.
+- What waits for a message raises (`executor.watch.ending_waits`). A rank that computes instead is ended after a grace,
+  its error printed before.
 """
 
 from __future__ import annotations
@@ -23,28 +23,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from executor.connect.mesh import Mesh, Notice
 from executor.watch.accusation import Blame
 from executor.watch.agreement import Agreement, Given
 from executor.watch.contents import Contents
+from executor.watch.ending_waits import abort, break_connections, by_abort
 from executor.watch.failure import FirstCause, named
 from executor.watch.position import Logbook, Phase
 from executor.watch.speaking import without_waiting
 from profiler.errors import ExecutionError, PlanError
-from profiler.machine.backend import ends_by_abort
 from profiler.machine.journal import Address, ForeignJournal, journal_of_this_process
 
 BEAT_S = 0.25
 GRACE_S = 0.6  # from the first cause until a rank that cannot be interrupted is ended
 ECHO_S = 1.0  # within which the cause of a broken connection becomes known
-_NEVER = 2**30  # tag of a message that nobody sends
 
 
 class Watch:
@@ -67,6 +64,7 @@ class Watch:
         self._cause: FirstCause | None = None
         self._changed = threading.Condition()  # of the cause, or of what other ranks announced
         self._raised = False
+        self._aborted = False
         self._calling = False
         self._agreement = Agreement(rank, world_size)
         self._contents = Contents(rank)
@@ -119,6 +117,7 @@ class Watch:
                 self._agree(given)
                 self.log.phase(phase)
             yield
+            self._raise_aborted()
         except BaseException as problem:
             self._conclude(problem)
         finally:
@@ -145,6 +144,11 @@ class Watch:
             self._accuse(self._blame.gone(self.log.position, now_s=time.monotonic()))
             if self._cause is not None:
                 raise self._cause.exception()
+
+    def _raise_aborted(self) -> None:
+        """What was received at an abort is garbage, and so is what was computed from it."""
+        if self._aborted:
+            self._raise_known()
 
     def _agree(self, given: Given) -> None:
         number = self.log.calls
@@ -260,8 +264,11 @@ class Watch:
         """Make the training thread raise, or end the process if it cannot."""
         for interrupt in self._interrupts:
             interrupt()
+        ending = [group for group in self._groups if by_abort(group)]
+        self._aborted = bool(ending)
+        abort(ending)
         for group in self._groups:
-            _interrupt(group)
+            break_connections(group)
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
             if self._raised or not self._calling:
@@ -350,20 +357,6 @@ def _journal_at(address: Address) -> ForeignJournal | None:
     with contextlib.suppress(OSError):
         return ForeignJournal(address)
     return None
-
-
-def _interrupt(group: dist.ProcessGroup | None) -> None:
-    """End all waits in a process group with an exception; a group that its user has destroyed has none."""
-    others: list[int] = []
-    with contextlib.suppress(Exception):
-        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        if ends_by_abort(dist.get_backend_config(group)):
-            (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
-    if others:
-        with contextlib.suppress(Exception):
-            work = dist.irecv(torch.zeros(1), others[0], group, _NEVER)
-            assert work is not None
-            work.wait(timedelta(milliseconds=1))
 
 
 def _say_goodbye(mesh: Mesh, log: Logbook, thread: threading.Thread) -> None:

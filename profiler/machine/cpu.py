@@ -79,6 +79,10 @@ class Cpu(Backend):
         """It is there."""
         return tensor, _is_there
 
+    def from_host(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """It is there."""
+        return tensor
+
     def generator(self, device: torch.device) -> torch.Generator:
         """Torch's own."""
         return torch.default_generator

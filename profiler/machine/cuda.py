@@ -12,6 +12,7 @@ lap is measured as well, and a lap took the larger of the two:
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -88,6 +89,16 @@ class Cuda(Backend):
         event.record(torch.cuda.current_stream(tensor.device))
         return copy, event.query
 
+    def from_host(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """By a stream of its own: from memory that is not pinned the host waits until the stream gets to the copy."""
+        stream = _stream_of_copies(device)
+        with torch.cuda.stream(stream):
+            copy = tensor.to(device, non_blocking=True)
+        reader = torch.cuda.current_stream(device)
+        reader.wait_stream(stream)
+        copy.record_stream(reader)
+        return copy
+
     def generator(self, device: torch.device) -> torch.Generator:
         """The card's."""
         torch.cuda.init()
@@ -120,6 +131,11 @@ class Cuda(Backend):
         torch.cuda.reset_peak_memory_stats(device)
         yield found
         found.peak_bytes = torch.cuda.max_memory_allocated(device)
+
+
+@functools.cache
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _product_workspaces(device: torch.device) -> int:

@@ -83,6 +83,13 @@ class Backend(ABC):
         """The tensor in the host's memory, without a wait, and what tells whether its values have arrived there."""
 
     @abstractmethod
+    def from_host(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy on the device of a tensor in the host's memory, for the caller's stream, whose work it does not await.
+
+        The host waits until it is read, if at all; never for what the device has been given before.
+        """
+
+    @abstractmethod
     def generator(self, device: torch.device) -> torch.Generator:
         """What its operations draw random numbers from."""
 

@@ -14,7 +14,7 @@ from profiler.machine.backend import backend_of
 from profiler.observe.both_branches import sees_both_branches
 from profiler.observe.workspace_table import workspace_bytes
 from profiler.record import Workspace
-from profiler.torch_private import schema_of, storage_of
+from profiler.torch_private import number_of_storage, schema_of, storage_of
 
 Peaks = tuple[int, int]  # bytes without and with what kernels may allocate inside themselves
 
@@ -44,6 +44,7 @@ class StorageWatch(TorchDispatchMode):
     ) -> Any:
         arguments = [*strided_in(args), *(strided_in(kwargs.values()) if kwargs else ())]
         storages = {storage_of(item) for item in arguments}
+        storages.update(number_of_storage(item) for item in args if isinstance(item, torch.UntypedStorage))  # of `set_`
         out = func(*args, **(kwargs or {}))
         results = [*strided_in((out,))]
         for item in results:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from profiler.machine.backend import HOST
+from profiler.torch_private import add_all, multiply_all, subtract_all
 
 WHOLE_MOMENTUM = 1.0  # running = (1 - momentum) * running + momentum * batch: the scratch buffer becomes the batch's
 
@@ -24,21 +25,41 @@ def elements_per_channel(values: Tensor) -> Tensor:
     return torch.tensor(count, dtype=torch.float64, device=HOST)
 
 
-def combined(means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance per channel of a mini-batch from those of its micro-batches.
+def combined(
+    means: Sequence[Sequence[Tensor]], variances: Sequence[Sequence[Tensor]], counts: Sequence[Sequence[float]]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Mean and unbiased variance per channel of a mini-batch from those of its micro-batches, of many normalizations.
+
+    One operation is for all normalizations: a card takes longer to be told of them one by one than to compute them, and
+    the numbers go along with it, since to bring a tensor there the host would wait until the card is idle.
 
     Args:
-        means: per micro-batch, shape (channels,).
-        variances: unbiased, per micro-batch, shape (channels,).
-        counts: elements per channel, per micro-batch.
+        means: per micro-batch and normalization, shape (channels,).
+        variances: unbiased, likewise.
+        counts: elements per channel, likewise.
 
     Returns:
-        The two over all elements, by the law of total variance; each of shape (channels,).
+        The two over all elements, by the law of total variance; per normalization, each of shape (channels,).
     """
-    weights = torch.stack(list(counts)).to(device=means[0].device, dtype=means[0].dtype).unsqueeze(1)
-    total = weights.sum()
-    stacked = torch.stack(list(means))
-    mean = (stacked * weights).sum(0) / total
-    within = (torch.stack(list(variances)) * (weights - 1)).sum(0)
-    between = ((stacked - mean) ** 2 * weights).sum(0)
-    return mean, (within + between) / (total - 1)
+    totals = [sum(of_one) for of_one in zip(*counts, strict=True)]
+    mean = _sums([(of_batch, _over(count, totals)) for of_batch, count in zip(means, counts, strict=True)])
+    parts = []
+    for of_batch, spread, count in zip(means, variances, counts, strict=True):
+        rest = [total - 1 for total in totals]
+        parts.append((spread, _over([each - 1 for each in count], rest)))
+        off = subtract_all(of_batch, mean)
+        parts.append((multiply_all(off, off), _over(count, rest)))
+    return mean, _sums(parts)
+
+
+def _over(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    return [above / below for above, below in zip(numerators, denominators, strict=True)]
+
+
+def _sums(parts: Sequence[tuple[Sequence[Tensor], list[float]]]) -> Sequence[Tensor]:
+    """By normalization the sum of tensors times numbers, in their order."""
+    tensors, factors = parts[0]
+    total = multiply_all(tensors, factors)
+    for tensors, factors in parts[1:]:
+        add_all(total, multiply_all(tensors, factors))
+    return total

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +58,13 @@ def number_of_storage(storage: torch.UntypedStorage) -> int:
 
 copy_all: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_
 """Copies tensors to tensors, of other types too; on CUDA in one kernel for many, as torch's optimizers do."""
+
+add_all: Callable[..., object] = torch._foreach_add_
+"""Adds tensors to tensors, or a number to all, in place; this and the next as `copy_all`."""
+subtract_all: Callable[..., Sequence[Tensor]] = torch._foreach_sub
+multiply_all: Callable[..., Sequence[Tensor]] = torch._foreach_mul
+lerp_all: Callable[..., object] = torch._foreach_lerp_
+"""Moves tensors towards tensors in place, by that share of the way."""
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many hold a living tensor's memory, given `tensor.untyped_storage()._cdata`; the call itself is one of them.

@@ -11,6 +11,9 @@ gradient to both sides; so with `h.view(T, D) + position` one piece of memory ma
 and that addition changes all of them. It is torch's own fault: two views of parameters in one sum are trained wrong by
 plain accumulation too. Here the first gradient of a parameter is copied if anything else holds its memory, right after
 the backward pass that brought it; all that could hold it is alive then. Additions come later, into memory of its own.
+
+The gradients of weights that lie one after the other, as those of an LSTM for cuDNN or of `torch.cat`, are parts of one
+block. Of these the last to be looked at is alone with the block by then, and is copied too, or it would keep all of it.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Accumulators:
         """After a backward pass: let the gradients that it brought lie in memory that nothing else holds."""
         if not self._bare:
             return
-        bare = []
+        bare, alone = [], []
+        copies = False
         for parameter in self._bare:
             gradient = parameter.grad
             if gradient is None:
@@ -50,7 +54,20 @@ class Accumulators:
                     parameter.grad = gradient.clone()
             elif use_count(gradient.untyped_storage()._cdata) > _ALONE:  # in place: a call more for each takes 0.5 %
                 parameter.grad = gradient.clone()
+                copies = True
+            else:
+                alone.append(parameter)
+        if copies:
+            _shrink(alone)
         self._bare = bare
+
+
+def _shrink(parameters: Iterable[Tensor]) -> None:
+    """Let gradients that are parts of a block that nothing else holds any more let go of it."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes:
+            parameter.grad = gradient.clone()
 
 
 def _may_be_shared(gradient: Tensor) -> bool:

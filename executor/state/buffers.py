@@ -8,7 +8,8 @@ buffers that layers write form a chain over micro-batches, which replicas cannot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from executor.layout import Layout
 from executor.run.stage_runner import MicroBatch, StageRunner
 from profiler.moments import combined
 from profiler.run.stage_function import Moved
+from profiler.torch_private import add_all, lerp_all
+from profiler.tracing.batch_norm import BatchStatistics
 
 
 class BufferMover:
@@ -50,8 +53,7 @@ class BufferMover:
                 if self._group is not None:
                     dist.broadcast(runner.buffers[name], src=self._layout.peers[0], group=self._group)
             if rows[0]:
-                for column in zip(*self._of_all_replicas(rows, counts), strict=True):
-                    _move_statistics(runner, column)
+                _move_statistics(runner.buffers, self._of_all_replicas(rows, counts))
 
     def _of_all_replicas(self, rows: Sequence[Sequence[Moved]], counts: Sequence[int]) -> list[list[Moved]]:
         """The statistics of all replicas' micro-batches, a row for each."""
@@ -86,10 +88,28 @@ def _unpacked(line: Tensor, like: Sequence[Moved]) -> list[Moved]:
     return row
 
 
-def _move_statistics(runner: StageRunner, column: Sequence[Moved]) -> None:
-    entry = column[0][0]
-    mean, variance = combined([c[1] for c in column], [c[2] for c in column], [c[3] for c in column])
-    runner.buffers[entry.running_mean].lerp_(mean, entry.momentum)
-    runner.buffers[entry.running_var].lerp_(variance, entry.momentum)
-    if entry.num_batches_tracked is not None:
-        runner.buffers[entry.num_batches_tracked].add_(1)
+def _move_statistics(buffers: Mapping[str, Tensor], rows: Sequence[Sequence[Moved]]) -> None:
+    """By those of all micro-batches, a row for each."""
+    _, means, variances, counts = zip(*(zip(*row, strict=True) for row in rows), strict=True)
+    mean, variance = combined(means, variances, [[float(count) for count in of_batch] for of_batch in counts])
+    entries = [moment[0] for moment in rows[0]]
+    for positions in _rounds(entries):
+        momentum = entries[positions[0]].momentum
+        for name, moments in (("running_mean", mean), ("running_var", variance)):
+            moved = [buffers[getattr(entries[position], name)] for position in positions]
+            lerp_all(moved, [moments[position] for position in positions], momentum)
+        counters = [entries[position].num_batches_tracked for position in positions]
+        counted = [buffers[name] for name in counters if name is not None]
+        if counted:
+            add_all(counted, 1)
+
+
+def _rounds(entries: Sequence[BatchStatistics]) -> Iterator[list[int]]:
+    """Positions of those that move by one momentum; a buffer that several move is moved in their order."""
+    times: Counter[str] = Counter()
+    found: dict[tuple[int, float], list[int]] = {}
+    for position, entry in enumerate(entries):
+        times[entry.running_mean] += 1
+        found.setdefault((times[entry.running_mean], entry.momentum), []).append(position)
+    for key in sorted(found):
+        yield found[key]

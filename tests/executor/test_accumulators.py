@@ -170,6 +170,8 @@ def test_gradients_that_share_memory(plan_for: Callable[..., Plan], name: str, s
                 assert_close(model, expected, times)
             held = [memory(p.grad) for p in model.parameters() if p.grad is not None]
             assert len(set(held)) == len(held), cuts
+            for gradient in (p.grad for p in model.parameters() if p.grad is not None and not p.grad.is_sparse):
+                assert gradient.untyped_storage().nbytes() == gradient.nbytes, cuts  # no part of a block that it keeps
 
 
 def test_a_parameter_that_gets_its_gradient_late(plan_for: Callable[..., Plan]) -> None:

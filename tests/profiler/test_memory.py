@@ -14,6 +14,7 @@ from profiler import LayerSequence, profile, trace
 from profiler.memory import by_size
 from profiler.memory.by_size import agree
 from profiler.memory.in_stage import LayerMemory, layer_memory
+from profiler.observe.storage_watch import StorageWatch
 from profiler.run.inputs import fake_runner, input_bytes, micro_batch, real_runner, resized
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
@@ -219,3 +220,15 @@ def test_input_bytes_of_one_sample(traced_case: Callable[[str], Traced]) -> None
     spec = traced_case("masked")[2].sample
     assert input_bytes(spec, None) == 5 * 6 * 4 + 5 * 8
     assert input_bytes(spec, {"label": torch.zeros(4, dtype=torch.int32)}) == 5 * 6 * 4 + 5 * 8 + 4
+
+
+def test_a_tensor_set_onto_memory_that_is_there_takes_none() -> None:
+    """cuDNN's LSTMs look so whether weights lie together: each layer was counted all memory that its weights lie in."""
+    held = torch.zeros(1000)
+    with StorageWatch() as watch:
+        whole = torch.empty(0).set_(held.untyped_storage())
+        part = torch.empty(0).set_(held.untyped_storage(), 10, (20,), (1,))
+        assert watch.peak_bytes == 0
+        made = torch.zeros(20)
+    assert watch.live_bytes == made.nbytes
+    assert [watch.bytes_of(tensor) for tensor in (whole, part, made)] == [None, None, made.nbytes]

@@ -29,6 +29,8 @@ FASTEST_BYTES_PER_S = 2**33
 OFTENEST_S, SELDOMEST_S = 0.003, 1.0
 PAUSES = 10
 """At most one part in so many of the time goes to giving back, where even that does not help [chosen]."""
+LAST = 1 / 32
+"""When less than that is left, half of the time may go to it: slow steps are better than none [chosen]."""
 
 
 class Holes:
@@ -57,7 +59,8 @@ class Holes:
             took_s = time.perf_counter() - begun_s
             whole, left = self._room()
             self._least = min(TIGHT * whole, OF_WHAT_IS_LEFT * left)
-        return min(SELDOMEST_S, max(OFTENEST_S, left / FASTEST_BYTES_PER_S, PAUSES * took_s))
+        pause_s = took_s * (PAUSES if left >= LAST * whole else 1)
+        return min(SELDOMEST_S, max(OFTENEST_S, left / FASTEST_BYTES_PER_S, pause_s))
 
 
 def give_holes_back(owner: object) -> None:

@@ -9,6 +9,7 @@ import pytest
 from planner import from_profile
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
+from planner.plan.simulator import simulate
 from planner.solve import passed_over
 from planner.solve.host_search import best_plan
 from profiler.device import Link
@@ -91,7 +92,6 @@ def test_one_interruption_does_not_say_how_long_a_plan_takes_to_make(
 ) -> None:
     """A garbage collection after tracing took a search nine tenths of its time: 13.07 s a step with a gap of 21 %."""
     calls = itertools.count()
-    simulate = passed_over.simulate
 
     def simulated(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == interrupted:

@@ -4,7 +4,7 @@
       cuts moved, orders made for them          where few bytes cross between hosts
       cuts moved again, recompute anew          of the fastest ones
       another M, one or two stages elsewhere    of the fastest ones, and of what comes of that
-      on later devices                          where some are left over, others than the first may be
+      on later devices                          where some are left over, others than the first; and beside the fastest
 
 Steps are the simulator's, which knows each boundary's own link; plans that do not fit do not count.
 """
@@ -95,23 +95,31 @@ class OwnLinks:
         self._look_at_later_devices()
 
     def _look_beside(self, start: Balance) -> None:
-        beside: Iterable[Balance] = _beside(self._problem, replace(start, orders=()), self._deadline)
-        if start.orders:
-            beside = _with_made_orders(self._problem, [*beside], self._deadline)
-        for other in beside:
+        for other in self._beside(self._problem, start):
             if other not in self._plans and other.step_s < step_s(self.best):
                 plan = self._improver.nearest(other) or self._improver.better(other, dispensable=True)
                 self._note(other, plan)
+
+    def _beside(self, problem: Problem, start: Balance) -> Iterable[Balance]:
+        """Those of `_beside`, with orders of their own where the plan has."""
+        others = _beside(problem, replace(start, orders=()), self._deadline)
+        return _with_made_orders(problem, [*others], self._deadline) if start.orders else others
 
     def _look_at_later_devices(self) -> None:
         for later in _on_later_devices(self._problem):
             improver = self._improver_of(later)
             moved = [with_moved_cuts(later, one, self._deadline) for one in self._plans if _has_devices(later, one)]
-            for start in (*moved, *_with_made_orders(later, moved, self._deadline)):
-                if self.done:
-                    return
-                if evaluate_s(later, start.candidate, start.stages, start.orders) < step_s(self.best):
-                    self.best = min(self.best, improver.nearest(start), key=step_s)
+            starts: Iterable[Balance] = (*moved, *_with_made_orders(later, moved, self._deadline))
+            while starts:
+                fastest = None
+                for start in starts:
+                    if self.done:
+                        return
+                    if evaluate_s(later, start.candidate, start.stages, start.orders) < step_s(self.best):
+                        plan = improver.nearest(start)
+                        if step_s(plan) < step_s(self.best):
+                            self.best, fastest = plan, start
+                starts = () if fastest is None else self._beside(later, fastest)
 
     def _note(self, start: Balance, plan: Plan | None) -> None:
         self._plans[start] = plan
@@ -141,9 +149,9 @@ def _beside(problem: Problem, start: Balance, deadline: Deadline) -> Iterator[Ba
     if (problem.rules.pinned != FREE).any() or len(start.stages) == 1:
         return
     stages, candidate = start.stages, start.candidate
-    counts = [
-        one for one in problem.candidates() if one != candidate and replace(one, split=candidate.split) == candidate
-    ]
+    like = candidate.schedule, candidate.replicas, candidate.ring.chunks
+    splits = {one.split for one in problem.candidates() if (one.schedule, one.replicas, one.ring.chunks) == like}
+    counts = [replace(candidate, split=split) for split in splits - {candidate.split}]
     counts.sort(key=lambda one: one.split.count)
     if len(counts) > FEW_COUNTS:
         now_s = evaluate_s(problem, candidate, stages)

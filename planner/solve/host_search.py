@@ -8,6 +8,8 @@ which K and R they have:
   one of them, all-reduce with the one between: no plan on several hosts is faster than this problem's bound;
 - far with every boundary charged with the link between: its cuts lie where few bytes cross.
 
+Near is solved for each later host, too, whose devices no host before it has all of.
+
 `planner.solve.own_links` looks for faster plans near all of these, with the simulator, which knows each boundary's own
 link. The same is done for each K and R of a few more, since how many boundaries leave a host depends on these. The
 fastest plan that fits is taken; its bound is the smaller one of near and far.
@@ -16,6 +18,7 @@ fastest plan that fits is taken; its bound is the smaller one of near and far.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -24,12 +27,13 @@ import numpy as np
 
 from planner.cost.hosts import Hosts
 from planner.plan.plan import Plan
+from planner.rules import FREE
 from planner.search_watch import besides, others_follow
 from planner.solve import skip_search
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balance import Balance, evaluate_s
 from planner.solve.deadline import Deadline
-from planner.solve.own_links import OwnLinks
+from planner.solve.own_links import OwnLinks, from_device, step_s
 from planner.solve.problem import Problem
 from planner.solve.work_bound import least_s
 from profiler.device import Link
@@ -55,7 +59,7 @@ def best_plan(problem: Problem) -> Plan | None:
     hosts, deadline = problem.hosts, Deadline(problem.settings.time_limit_s)
     limit_s = problem.settings.time_limit_s
     given = problem if limit_s is None else _with_time(problem, limit_s / PARTS)
-    near = _near(given, hosts)
+    near = _near(given, hosts, 0)
     far = replace(given, link=_fastest(hosts), ring=_ring(given, hosts), hosts=None)
     lower_bound_s: float = np.inf
     starts: list[Balance] = []
@@ -77,6 +81,10 @@ def best_plan(problem: Problem) -> Plan | None:
         starts += [found for found in (_balanced(slow),) if found is not None]
         plans = OwnLinks(problem, lower_bound_s, deadline)
         plans.look_near(starts)
+        for later, alone in _on_later_hosts(given, hosts):
+            if not plans.done and least_s(alone) < step_s(plans.best):
+                found = _balanced(_within(replace(alone, dispensable=plans.best is not None), deadline))
+                plans.look_near_on(later, () if found is None else (found,))
         for shape in chain(_shapes(slow, starts), _counts(slow)):
             for link in (far.link, slow.link):
                 if plans.done:
@@ -137,15 +145,31 @@ def _of_both(both: Sequence[Link], time: Callable[..., float], rate: Callable[..
     )
 
 
-def _near(problem: Problem, hosts: Hosts) -> Problem | None:
-    """The problem on the first host, which the first devices of each class are on; None where R does not fit there."""
+def _near(problem: Problem, hosts: Hosts, number: int) -> Problem | None:
+    """The problem on one host; None where R does not fit there."""
+    first = number * hosts.devices_per_host
     if (problem.settings.replicas or 1) > hosts.devices_per_host:
         return None
-    first = [
-        replace(one, members=tuple(member for member in one.members if member < hosts.devices_per_host))
-        for one in problem.classes
-    ]
-    return replace(problem, link=hosts.link, hosts=None, classes=tuple(first))
+    there = range(first, first + hosts.devices_per_host)
+    classes = tuple(
+        replace(one, members=tuple(member for member in one.members if member in there)) for one in problem.classes
+    )
+    return replace(problem, link=hosts.link, hosts=None, classes=classes)
+
+
+def _on_later_hosts(problem: Problem, hosts: Hosts) -> Iterator[tuple[Problem, Problem]]:
+    """The problem from a host on and on it alone, for each whose devices no host before it has all of."""
+    if (problem.rules.pinned != FREE).any():
+        return
+    before: list[list[int]] = []
+    for number in range(math.ceil(len(problem.devices) / hosts.devices_per_host)):
+        alone = _near(problem, hosts, number)
+        if alone is None:
+            return
+        counts = [len(one.members) for one in alone.classes]
+        if number and not any(all(map(operator.le, counts, known)) for known in before):
+            yield from_device(problem, number * hosts.devices_per_host), alone
+        before.append(counts)
 
 
 def _ring(problem: Problem, hosts: Hosts) -> Link:

@@ -105,21 +105,25 @@ class OwnLinks:
         others = _beside(problem, replace(start, orders=()), self._deadline)
         return _with_made_orders(problem, [*others], self._deadline) if start.orders else others
 
+    def look_near_on(self, later: Problem, starts: Sequence[Balance]) -> None:
+        """The same on later devices, and beside each that is the fastest yet."""
+        improver = self._improver_of(later)
+        moved = [with_moved_cuts(later, one, self._deadline) for one in starts]
+        waiting: Iterable[Balance] = (*moved, *_with_made_orders(later, moved, self._deadline), *starts)
+        while waiting:
+            fastest = None
+            for start in waiting:
+                if self.done:
+                    return
+                if evaluate_s(later, start.candidate, start.stages, start.orders) < step_s(self.best):
+                    plan = improver.nearest(start)
+                    if step_s(plan) < step_s(self.best):
+                        self.best, fastest = plan, start
+            waiting = () if fastest is None else self._beside(later, fastest)
+
     def _look_at_later_devices(self) -> None:
         for later in _on_later_devices(self._problem):
-            improver = self._improver_of(later)
-            moved = [with_moved_cuts(later, one, self._deadline) for one in self._plans if _has_devices(later, one)]
-            starts: Iterable[Balance] = (*moved, *_with_made_orders(later, moved, self._deadline))
-            while starts:
-                fastest = None
-                for start in starts:
-                    if self.done:
-                        return
-                    if evaluate_s(later, start.candidate, start.stages, start.orders) < step_s(self.best):
-                        plan = improver.nearest(start)
-                        if step_s(plan) < step_s(self.best):
-                            self.best, fastest = plan, start
-                starts = () if fastest is None else self._beside(later, fastest)
+            self.look_near_on(later, [one for one in self._plans if _has_devices(later, one)])
 
     def _note(self, start: Balance, plan: Plan | None) -> None:
         self._plans[start] = plan
@@ -191,10 +195,14 @@ def _on_later_devices(problem: Problem) -> Iterator[Problem]:
     if (problem.rules.pinned != FREE).any():
         return
     for first in range(1, min(problem.hosts.devices_per_host, len(problem.devices))):
-        left = tuple(
-            replace(one, members=tuple(member for member in one.members if member >= first)) for one in problem.classes
-        )
-        yield replace(problem, classes=left)
+        yield from_device(problem, first)
+
+
+def from_device(problem: Problem, first: int) -> Problem:
+    """The problem without the devices before that one."""
+    left = (tuple(member for member in one.members if member >= first) for one in problem.classes)
+    classes = tuple(replace(one, members=members) for one, members in zip(problem.classes, left, strict=True))
+    return replace(problem, classes=classes)
 
 
 def _has_devices(problem: Problem, found: Balance) -> bool:

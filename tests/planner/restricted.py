@@ -164,7 +164,15 @@ def restrictions(problem: Asked) -> list[Asked]:
     found = [replace(problem, settings=problem.settings | one) for one in changes]
     # The first one stays: its kind says what crosses boundaries. On hosts those behind one that goes would move.
     leaving = range(1 if problem.devices.between is None else most - 1, most)
-    return found + [problem.on(devices[:place] + devices[place + 1 :]) for place in leaving]
+    found += [problem.on(devices[:place] + devices[place + 1 :]) for place in leaving]
+    return found + [problem.on(host) for host in later_hosts(problem.devices)]
+
+
+def later_hosts(cluster: Cluster) -> list[tuple[Device, ...]]:
+    """The devices of each host but the first, where its first device says the same of what crosses boundaries."""
+    devices, per_host = cluster.devices, cluster.devices_per_host or len(cluster.devices)
+    hosts = [devices[first : first + per_host] for first in range(per_host, len(devices), per_host)]
+    return [host for host in hosts if host[0].kind == devices[0].kind]
 
 
 def planned(problem: Asked) -> Plan | None:

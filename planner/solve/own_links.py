@@ -35,7 +35,7 @@ from planner.solve.problem import Candidate, Problem
 MOST_PLANS = 10
 """Plans that more is tried with [chosen]."""
 MOST_LOOKED = 40
-"""Plans beside which others are looked at [chosen]."""
+"""Plans of each K beside which others are looked at [chosen]."""
 MOST_WAYS = 400
 """Ways to lay the cuts of a plan that are all tried [chosen]."""
 MOST_MOVES, REACH = 8, 2
@@ -79,26 +79,33 @@ class OwnLinks:
                 self._note(start, self._improver.nearest(start))
 
     def improve(self) -> None:
-        """The fastest plans with other cuts, recompute, M and devices, and all of them on later devices."""
+        """The fastest plans with other cuts, recompute, M and devices, of each K, and all of them on later devices."""
         for start in sorted(self._plans, key=lambda start: step_s(self._plans[start]))[:MOST_PLANS]:
             close = step_s(self.best) <= self._lower_bound_s * (1 + skip_search.CLOSE_ENOUGH)
             if self.best is not None and (self._deadline.over or close):
                 break
             better = self._improver.better(start, dispensable=self.best is not None)
             self.best = min(self.best, better, key=step_s)
-        looked: set[Balance] = set()
-        while not self.done and len(looked) < min(MOST_LOOKED, len(self._plans)):
-            waiting = [start for start in self._plans if start not in looked]
-            start = min(waiting, key=lambda one: (step_s(self._plans[one]), one.step_s))
-            looked.add(start)
-            self._look_beside(start)
+        steps: dict[int, float] = {}
+        for start, plan in self._plans.items():
+            steps[len(start.stages)] = min(step_s(plan), steps.get(len(start.stages), np.inf))
+        for stages in sorted(steps, key=lambda number: steps[number]):
+            self._improve_with(stages, steps[stages])
         self._look_at_later_devices()
 
-    def _look_beside(self, start: Balance) -> None:
-        for other in self._beside(self._problem, start):
-            if other not in self._plans and other.step_s < step_s(self.best):
-                plan = self._improver.nearest(other) or self._improver.better(other, dispensable=True)
-                self._note(other, plan)
+    def _improve_with(self, stages: int, reached_s: float) -> None:
+        """From one plan of so many stages to the next, also where plans of another number are faster for a while."""
+        looked: set[Balance] = set()
+        while not self.done and len(looked) < MOST_LOOKED:
+            waiting = [one for one in self._plans if len(one.stages) == stages and one not in looked]
+            if not waiting:
+                break
+            start = min(waiting, key=lambda one: (step_s(self._plans[one]), one.step_s))
+            looked.add(start)
+            for other in self._beside(self._problem, start):
+                if other not in self._plans and other.step_s < reached_s:
+                    self._note(other, self._improver.nearest(other) or self._improver.better(other, dispensable=True))
+                    reached_s = min(reached_s, step_s(self._plans[other]))
 
     def _beside(self, problem: Problem, start: Balance) -> Iterable[Balance]:
         """Those of `_beside`, with orders of their own where the plan has."""

@@ -154,7 +154,10 @@ READS_A_FILE = [
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("arguments", READS_A_FILE, ids=lambda arguments: str(arguments[0]))
 def test_which_signal_ends_which_command(arguments: list[str], number: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C with 130, as the page says; the others as they end any program, at once and without a word."""
+    """Ctrl-C with 130, as the page says; the others as they end any program, at once and without a word.
+
+    The command sleeps in parts: a signal that comes just before a sleep does not end it.
+    """
     (tmp_path / "plan.json").write_text("{}")
     begun = tmp_path / "begun"
     os.mkfifo(begun)
@@ -163,7 +166,7 @@ import signal, time
 from profiler import value
 for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what a shell starts in the background ignores some
     signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
-value._bytes_of = lambda path: (open({str(begun)!r}, "w"), time.sleep(600))  # a slow disk
+value._bytes_of = lambda path: (open({str(begun)!r}, "w"), [time.sleep(0.1) for _ in range(6000)])  # a slow disk
 from executor.command import main
 main({[argument.format(tmp_path / "plan.json") for argument in arguments]!r})"""
     process = subprocess.Popen(

@@ -78,6 +78,22 @@ class OwnLinks:
             if start not in self._plans and not (self._deadline.over and start.step_s >= step_s(self.best)):
                 self._note(start, self._improver.nearest(start))
 
+    def look_near_on(self, later: Problem, starts: Sequence[Balance]) -> None:
+        """The same for the problem with later devices alone, and beside each plan that is the fastest yet."""
+        improver = self._improver_of(later)
+        moved = [with_moved_cuts(later, one, self._deadline) for one in starts]
+        waiting: Iterable[Balance] = (*moved, *_with_made_orders(later, moved, self._deadline), *starts)
+        while waiting:
+            fastest = None
+            for start in waiting:
+                if self.done:
+                    return
+                if evaluate_s(later, start.candidate, start.stages, start.orders) < step_s(self.best):
+                    plan = improver.nearest(start)
+                    if step_s(plan) < step_s(self.best):
+                        self.best, fastest = plan, start
+            waiting = () if fastest is None else self._beside(later, fastest)
+
     def improve(self) -> None:
         """The fastest plans with other cuts, recompute, M and devices, of each K, and all of them on later devices."""
         for start in sorted(self._plans, key=lambda start: step_s(self._plans[start]))[:MOST_PLANS]:
@@ -111,22 +127,6 @@ class OwnLinks:
         """Those of `_beside`, with orders of their own where the plan has."""
         others = _beside(problem, replace(start, orders=()), self._deadline)
         return _with_made_orders(problem, [*others], self._deadline) if start.orders else others
-
-    def look_near_on(self, later: Problem, starts: Sequence[Balance]) -> None:
-        """The same on later devices, and beside each that is the fastest yet."""
-        improver = self._improver_of(later)
-        moved = [with_moved_cuts(later, one, self._deadline) for one in starts]
-        waiting: Iterable[Balance] = (*moved, *_with_made_orders(later, moved, self._deadline), *starts)
-        while waiting:
-            fastest = None
-            for start in waiting:
-                if self.done:
-                    return
-                if evaluate_s(later, start.candidate, start.stages, start.orders) < step_s(self.best):
-                    plan = improver.nearest(start)
-                    if step_s(plan) < step_s(self.best):
-                        self.best, fastest = plan, start
-            waiting = () if fastest is None else self._beside(later, fastest)
 
     def _look_at_later_devices(self) -> None:
         for later in _on_later_devices(self._problem):

@@ -260,11 +260,31 @@ def test_no_number_of_micro_batches_makes_unlike_devices_on_hosts_faster(seed: i
 @example(107)  # 22 % slower while of single hosts the first alone was planned for
 @settings(max_examples=2, deadline=None)
 def test_no_later_host_alone_is_faster(seed: int) -> None:
-    assert later_host_alone(seed) <= CLOSE
+    profile, both, asked = on_three_hosts(seed)
+    alone = both.model_copy(update={"devices": both.devices[2:4]})
+    assert step_s(profile, both, **asked) <= step_s(profile, alone, **asked) * (1 + CLOSE)
 
 
-def later_host_alone(seed: int) -> float:
-    """By how much a random problem's plan is slower than that with the devices of the second host alone."""
+@given(st.integers(0, 10**6))
+@example(16)  # 6.8 % slower while the search went on from the fastest plans alone, whatever their K
+@example(19)  # 9.7 %
+@settings(max_examples=1, deadline=None)
+def test_no_number_of_stages_makes_unlike_devices_on_hosts_faster(seed: int) -> None:
+    profile, both, asked = on_three_hosts(seed)
+    found = [step_s(profile, both, stages=stages, **asked) for stages in range(1, 5)]
+    assert step_s(profile, both, **asked) <= min(found) * (1 + CLOSE)
+
+
+def step_s(profile: Profile, devices: Cluster, **asked: Any) -> float:
+    """Seconds of a plan's step; infinite where none fits."""
+    try:
+        return plan_from_profile(profile, devices, **asked).prediction.step_s
+    except (InfeasibleError, ArgumentError):  # for the micro-batches or the layers there are too many stages
+        return np.inf
+
+
+def on_three_hosts(seed: int) -> tuple[Profile, Cluster, dict[str, Any]]:
+    """A random problem of unlike devices, two a host: profile, devices and what is asked."""
     random = np.random.default_rng(seed)
     layers, batch = int(random.integers(4, 10)), int(random.integers(4, 9))
     profile = of_two_kinds(random, layers, batch, weights=[tuple(random.uniform(0, 0.6, 2)) for _ in range(layers)])
@@ -273,14 +293,9 @@ def later_host_alone(seed: int) -> float:
     devices = tuple(Device(name="cpu", kind=kind, memory_bytes=rooms[place % 2]) for place, kind in enumerate("aaabb"))
     near = Link(latency_s=1 / 16, bytes_per_s=64.0)
     far = Link(latency_s=float(random.integers(0, 16) / 16), bytes_per_s=float(random.choice([4, 16])))
-    both = Cluster(devices=devices, link=near, between=far, devices_per_host=2)
-    asked: Any = {"batch_size": batch, "micro_batches_per_stage": 1, "recompute": "never"}
+    asked = {"batch_size": batch, "micro_batches_per_stage": 1, "recompute": "never"}
     asked["schedule"] = str(random.choice(["1f1b", "zb"]))
-    try:
-        alone = plan_from_profile(profile, both.model_copy(update={"devices": devices[2:4]}), **asked)
-    except InfeasibleError:
-        return 0.0
-    return plan_from_profile(profile, both, **asked).prediction.step_s / alone.prediction.step_s - 1
+    return profile, Cluster(devices=devices, link=near, between=far, devices_per_host=2), asked
 
 
 def test_one_link_for_all_is_as_before() -> None:

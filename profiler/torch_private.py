@@ -26,6 +26,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd import Variable
 from torch.autograd.function import _SingleLevelFunction
+from torch.backends.cudnn import rnn
 from torch.fx._symbolic_trace import PH
 from torch.nn.modules import module as module_file
 
@@ -86,6 +87,35 @@ def is_view(tensor: Tensor) -> bool:
 def is_lazy(tensor: Tensor) -> bool:
     """Whether a parameter or buffer has no shape yet, as those of lazy modules before their first call."""
     return nn.parameter.is_lazy(tensor)
+
+
+def flatten_for_cudnn(
+    weights: Sequence[Tensor],
+    per_layer: int,
+    features: int,
+    mode: str,
+    hidden: int,
+    projected: int,
+    layers: int,
+    batch_first: bool,
+    bidirectional: bool,
+) -> None:
+    """Give the weights of a recurrent network memory as cuDNN wants it, as `nn.RNNBase.flatten_parameters` does.
+
+    Args:
+        weights: in the order of `nn.RNNBase`.
+        per_layer: how many of them one direction of a layer has.
+        features: of its input.
+        mode: cuDNN's name of the network.
+        hidden: width of its state.
+        projected: width of a projection; 0 for none.
+        layers: of the network.
+        batch_first: whether samples come before steps.
+        bidirectional: whether it goes both ways.
+    """
+    number = rnn.get_cudnn_mode(mode)
+    sizes = features, number, hidden, projected, layers, batch_first, bidirectional
+    torch._cudnn_rnn_flatten_weight(list(weights), per_layer, *sizes)
 
 
 # Operators.

@@ -15,6 +15,7 @@ from executor.state.tied import TiedParameter, accumulator_of, users_of
 from planner.plan.plan import Plan
 from profiler.machine.backend import HOST
 from profiler.run.main_gradients import adding_to, round_to
+from profiler.run.recurrent_weights import lay_together
 from profiler.tracing.computing_model import adding_dtype, main_dtype
 from profiler.tracing.sequence import LayerSequence
 
@@ -114,6 +115,7 @@ def place(
         for (name, device), parameter in parameters.items()
         if parameter.dtype != sequence.parameters[name].dtype
     }
+    _lay_together(sequence, layers_of, devices, {**parameters, **computing})
     collectors = {
         (name, device): _collector(sequence, name, parameter, computing.get((name, device)))
         for (name, device), parameter in parameters.items()
@@ -134,6 +136,23 @@ def place(
         rounded=tuple((tensor, parameters[key]) for key, tensor in computing.items()),
         cast=tuple((own, parameters[key]) for key, own in collectors.items() if own is not parameters[key]),
     )
+
+
+def _lay_together(
+    sequence: LayerSequence,
+    layers_of: Mapping[int, range],
+    devices: Mapping[int, torch.device],
+    read: Mapping[tuple[str, torch.device], Tensor],
+) -> None:
+    """On each device the weights of recurrent networks, of tensors that were made for it."""
+    for device in {*devices.values()}:
+        layers = {layer for stage, own in layers_of.items() if devices[stage] == device for layer in own}
+        made = {
+            name: tensor
+            for (name, there), tensor in read.items()
+            if there == device and sequence.parameters[name].device != device
+        }
+        lay_together([sequence.layers[layer] for layer in layers], made)
 
 
 def _where_read(

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ H200, over sockets: 17 to 19 MiB]."""
 SPIN_S = 2e-3  # head start of the first round, before it is known how long its launches take
 SPIN_MARGIN = 1.5  # later head starts last this times as long as the launches of the round before
 SPIN_AT_MOST_S = 0.25
+WAITED_FACTOR, WAITED_S = 2.0, 5e-4
+"""Of what a lap took to be enqueued at best, and at least: that long, and the head start is over, is a full queue."""
 SPIN_CYCLES_PER_S = 2e9  # `hold_back` counts clock cycles; a device that clocks lower waits longer, no harm
 
 
@@ -150,45 +152,83 @@ def _product_workspaces(device: torch.device) -> int:
 
 
 class CudaStopwatch:
-    """Times by events on a CUDA device, after a spin kernel; see the head of this file."""
+    """Times by events on a CUDA device, after a spin kernel; see the head of this file.
+
+    A queue takes 1,024 launches, and the host waits once it is full: for the end of the spin kernel, of which the lap
+    knows nothing. Layers with a recurrent network, one operation of hundreds of launches, had been timed at a third of
+    their backward passes for it, and the one at which the queue was full at eight times its own [measured]. So the
+    device is held back for laps of which it is known what it takes to enqueue them; a lap that once took longer begins
+    on an idle device that is not held back.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._launches: list[float] = []
+        self._laps: list[_Lap] = []
+        self._enqueuing_s: dict[Hashable, float] = {}  # by key, at best
+        self._too_long: set[Hashable] = set()  # keys of laps for which a queue had no room
         self._spin_s = SPIN_S
+        self._released: torch.cuda.Event | None = None  # when the device is held back no more; None if it is not
 
-    def lap(self, call: Callable[[], T]) -> T:
+    def lap(self, call: Callable[[], T], key: Hashable = None) -> T:
         """Enqueue it, with an event before and after."""
         stream = torch.cuda.current_stream(self._device)
-        if not self._events:
-            self._hold_back()
+        known_s = self._enqueuing_s.get(key)
+        is_held = known_s is not None and key not in self._too_long
+        if not is_held:
+            torch.cuda.synchronize(self._device)
+            self._released = None
+        elif self._released is None or self._released.query():
+            self._released = self._hold_back(stream)
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
         start = time.perf_counter()
         result = call()
-        self._launches.append(time.perf_counter() - start)
+        enqueuing_s = time.perf_counter() - start
+        over = self._released is not None and self._released.query()
+        if known_s is not None and over and enqueuing_s > max(WAITED_FACTOR * known_s, WAITED_S):
+            self._too_long.add(key)
+            enqueuing_s = known_s
         after.record(stream)
-        self._events.append((before, after))
+        if key is not None:
+            self._enqueuing_s[key] = min(enqueuing_s, known_s or enqueuing_s)
+        self._laps.append(_Lap(before, after, enqueuing_s, is_held))
         return result
 
     def take(self) -> list[float]:
         """Seconds of the laps since the last `take`, in order: on the device, or enqueuing if that took longer."""
         torch.cuda.synchronize(self._device)
-        on_device = [before.elapsed_time(after) / 1e3 for before, after in self._events]
-        seconds = [max(pair) for pair in zip(on_device, self._launches, strict=True)]
-        self._spin_s = min(max(SPIN_S, SPIN_MARGIN * sum(self._launches)), SPIN_AT_MOST_S)
-        self._events, self._launches = [], []
-        return seconds
+        laps, self._laps, self._released = self._laps, [], None
+        held_s = sum(lap.enqueuing_s for lap in laps if lap.is_held)
+        self._spin_s = min(max(SPIN_S, SPIN_MARGIN * held_s), SPIN_AT_MOST_S)
+        return [max(lap.before.elapsed_time(lap.after) / 1e3, lap.enqueuing_s) for lap in laps]
 
     def lost_share(self) -> float:
         """Nobody says when others have the device."""
         return 0.0
 
-    def _hold_back(self) -> None:
+    def _hold_back(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
             hold_back(int(self._spin_s * SPIN_CYCLES_PER_S))
+        released = torch.cuda.Event()
+        released.record(stream)
+        return released
+
+
+class _Lap(NamedTuple):
+    """One call.
+
+    Attributes:
+        before: event before it.
+        after: event after it.
+        enqueuing_s: what it took the host.
+        is_held: whether the device was held back meanwhile.
+    """
+
+    before: torch.cuda.Event
+    after: torch.cuda.Event
+    enqueuing_s: float
+    is_held: bool
 
 
 class CudaMarks:

@@ -1,8 +1,8 @@
 """How work is timed: what measures it, and the ones that go by the clock; others lie with their kind of device.
 
     watch = backend_of(device).stopwatch(device)
-    watch.lap(forward)
-    watch.lap(backward)
+    watch.lap(forward, "forward")
+    watch.lap(backward, "backward")
     forward_s, backward_s = watch.take()
 
 A process that carries out one action after the other sets one mark after each (`Marks`), and reads them later.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -24,8 +24,13 @@ _OF_THIS_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # of Lin
 class Watch(Protocol):
     """Looks at calls one after the other."""
 
-    def lap(self, call: Callable[[], T]) -> T:
-        """Call it and note what it takes."""
+    def lap(self, call: Callable[[], T], key: Hashable = None) -> T:
+        """Call it and note what it takes.
+
+        Args:
+            call: what is looked at.
+            key: equal for laps that do the same; None for one of which nothing is known.
+        """
         ...
 
     def take(self) -> list[float]:
@@ -53,7 +58,7 @@ class ClockStopwatch:
         self._lost_s = 0.0
         self._lasted_s = 0.0
 
-    def lap(self, call: Callable[[], T]) -> T:
+    def lap(self, call: Callable[[], T], key: Hashable = None) -> T:
         """Call it and time it."""
         before = _Moment.now()
         if not self._seconds:

@@ -10,7 +10,7 @@ It has the face of a stopwatch, so a sweep over layers can be watched as well as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,7 @@ class KernelMemory:
         self._device = device
         self._most: list[float] = []
 
-    def lap(self, call: Callable[[], T]) -> T:
+    def lap(self, call: Callable[[], T], key: Hashable = None) -> T:
         """Call it and note the most that an operation took beyond its results."""
         operations = _Operations(self._device)
         with operations:

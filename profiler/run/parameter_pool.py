@@ -11,6 +11,7 @@ as they come in, for kernels are slow on numbers that vanish.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from profiler.machine.allocator import give_back_freed_memory
 from profiler.run.main_gradients import with_gradient
+from profiler.run.recurrent_weights import lay_together, recurrent_weights
 from profiler.tracing.computing_model import adding_dtype, main_like
 from profiler.tracing.sequence import LayerSequence
 
@@ -73,15 +75,19 @@ class ParameterPool(Mapping[Key, Tensor]):
         """Bring the parameters of these layers to the device; where room is short, all others go first."""
         new = [index for index in layers if index not in self._held]
         if self._room is None:
-            self._room = torch.empty(self.capacity_bytes, dtype=torch.uint8, device=self._device)
-        if self._filled_bytes + sum(map(self.bytes_of, new)) > len(self._room):
+            apart = sum(_block_bytes(self._sequence.parameters[name]) for name in self._apart)
+            self._room = torch.empty(self.capacity_bytes - apart, dtype=torch.uint8, device=self._device)
+        if not self._all_fits and self._filled_bytes + sum(map(self.bytes_of, new)) > len(self._room):
             self._held, self._filled_bytes, new = {}, 0, list(layers)
             self._in_turns = True
             if not self.timed:
                 self.tidy()
             assert sum(map(self.bytes_of, new)) <= len(self._room), "a window fits the pool"
         for index in new:
-            self._held[index] = {name: self._placed(name) for name in self._sequence.layers[index].parameters}
+            layer = self._sequence.layers[index]
+            values = {name: self._values(name) for name in layer.parameters}
+            lay_together([layer], {name: values[name] for name in self._apart & values.keys()})
+            self._held[index] = {name: self._trainable(name, value) for name, value in values.items()}
 
     def clear(self) -> None:
         """Remove all parameters from the device."""
@@ -99,17 +105,37 @@ class ParameterPool(Mapping[Key, Tensor]):
         sizes = [self.bytes_of(layer.index) for layer in self._sequence.layers]
         return sum(sizes) if self._room_bytes is None else min(sum(sizes), max(self._room_bytes, *sizes))
 
-    def _placed(self, name: str) -> Tensor:
+    @cached_property
+    def _all_fits(self) -> bool:
+        """Whether no layer gives way to another one."""
+        return self.capacity_bytes == sum(self.bytes_of(layer.index) for layer in self._sequence.layers)
+
+    @cached_property
+    def _apart(self) -> frozenset[str]:
+        """Parameters with memory of their own: what `lay_together` moves."""
+        if not self._all_fits:
+            return frozenset()
+        weights = (one for layer in self._sequence.layers for one in recurrent_weights(layer))
+        names = frozenset(name for one in weights for name in one.names)
+        return frozenset(name for name in names if self._sequence.parameters[name].device != self._device)
+
+    def _values(self, name: str) -> Tensor:
         parameter = self._sequence.parameters[name]
         if parameter.device == self._device:
-            placed = parameter.detach()
+            return parameter.detach()
+        if name in self._apart:
+            flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device=self._device)
         else:
             flat = self._block(parameter)
-            placed = _shaped(flat, parameter)
-            if parameter.is_meta:
-                fill(flat, parameter.shape)
-            else:
-                placed.copy_(parameter.detach())
+        placed = _shaped(flat, parameter)
+        if parameter.is_meta:
+            fill(flat, parameter.shape)
+        else:
+            placed.copy_(parameter.detach())
+        return placed
+
+    def _trainable(self, name: str, placed: Tensor) -> Tensor:
+        parameter = self._sequence.parameters[name]
         placed.requires_grad_(parameter.requires_grad)
         if placed.requires_grad:
             like = self._main(parameter)

@@ -82,7 +82,7 @@ def deferrable(function: Function, parameters: int) -> tuple[bool, ...]:
         function: of the layer, a compiled graph.
         parameters: how many of its placeholders, the first ones, stand for parameters.
     """
-    graph = _graph_of(function)
+    graph = graph_of(function)
     if graph is None:
         return (False,) * parameters
     placeholders = [node for node in graph.nodes if node.op == "placeholder"][:parameters]
@@ -128,7 +128,8 @@ def _with_separated(module: fx.GraphModule, deferred: tuple[bool, ...]) -> fx.Gr
     return fx.GraphModule(dict(module.named_children()), graph, class_name=type(module).__name__)
 
 
-def _graph_of(function: Function) -> fx.Graph | None:
+def graph_of(function: Function) -> fx.Graph | None:
+    """Of a layer's function; None if that is no compiled graph."""
     module = getattr(function, "__self__", None)
     return module.graph if isinstance(module, fx.GraphModule) else None
 

@@ -20,7 +20,7 @@ and one that scatters by itself, as a virtual machine does, as it is in the mean
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import ceil
 from typing import TypeVar
@@ -80,24 +80,24 @@ class PacedStopwatch:
             factor = torch.full((side, side), 1.0 / side, device=device)
             once = partial(_products, factor)
             for _ in range(3):
-                watch.lap(partial(once, 1))
+                watch.lap(partial(once, 1), _products)
             took_s = min(watch.take())
             self.reference_bytes = _bytes_of(side)
             self._reference = partial(once, max(1, ceil(LEAST_S / took_s)) if took_s > 0 else 1)
             if took_s >= LEAST_S:
                 break
         for _ in range(FIRST):
-            watch.lap(self._reference)
+            watch.lap(self._reference, self._reference)
         self._first_s = float(np.median(watch.take()))
         self._paces: list[float] = []
         self._is_reference: list[bool] = []
         self._last = time.perf_counter()
 
-    def lap(self, call: Callable[[], T]) -> T:
+    def lap(self, call: Callable[[], T], key: Hashable = None) -> T:
         """Call it and time it."""
         if time.perf_counter() - self._last >= EVERY * self._first_s:
             self._refer()
-        result = self._watch.lap(call)
+        result = self._watch.lap(call, key)
         self._is_reference.append(False)
         return result
 
@@ -143,7 +143,7 @@ class PacedStopwatch:
 
     def _refer(self) -> None:
         self._reference()
-        self._watch.lap(self._reference)
+        self._watch.lap(self._reference, self._reference)
         self._is_reference.append(True)
         self._last = time.perf_counter()
 

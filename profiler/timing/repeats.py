@@ -77,7 +77,7 @@ def time_call(
     seconds: list[float] = []
     for number in rounds(at_least=warm_ups + at_least, at_most=warm_ups + at_most, budget_s=budget_s):
         prepare()
-        watch.lap(call)
+        watch.lap(call, "call")
         lap = watch.take()
         if number >= warm_ups:
             seconds.extend(lap)

@@ -33,7 +33,7 @@ from profiler.left_out_sizes import Refusals
 from profiler.machine.backend import backend_of
 from profiler.machine.stopwatches import Watch
 from profiler.observe.allocator_record import KernelMemory
-from profiler.run.layer_runner import Kept, LayerRunner, Uncut, backward, keep
+from profiler.run.layer_runner import Kept, LayerRunner, backward, keep
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.sampled_layers import BoundaryValues, swept_layers, windows
 from profiler.run.stage_function import KeptPass, leaves_of, roots_of, run_backward
@@ -317,7 +317,7 @@ class _Sweep:
 
         A brief one takes for the window what its layers take one by one.
         """
-        watch.lap(self._runner.run_prelude)
+        watch.lap(self._runner.run_prelude, (self, "prelude"))
         (prelude_s,) = watch.take()
         layers: dict[int, Pair] = {}
         uncut: list[Pair] = []
@@ -327,7 +327,7 @@ class _Sweep:
             values = self._boundary_values.pass_over(reached, window.start, values)
             self._runner.hold(window)
             if not brief:
-                uncut.append(self._uncut(self._runner.uncut(window.start, window.stop), values, watch))
+                uncut.append(self._uncut(window, values, watch))
             pairs, values = self._one_by_one(window, values, watch)
             if brief:
                 forward, backward = zip(*pairs, strict=True)
@@ -346,7 +346,7 @@ class _Sweep:
         kept: list[Kept] = []
         for index in window:
             entered = self._runner.enter(index, values)
-            computed = watch.lap(partial(self._runner.forward, index, entered))
+            computed = watch.lap(partial(self._runner.forward, index, entered), (self, index, "forward"))
             self._boundary_values.note(index, computed)
             leaving = self._runner.leaving(index, entered, computed)
             kept.append(keep(entered, leaving))
@@ -354,19 +354,20 @@ class _Sweep:
         del entered, computed, leaving
         forward = watch.take()
         gradients = {name: torch.ones_like(values[name]) for name in kept[-1].roots}
-        while kept:
+        for index in reversed(window):
             passed = kept.pop()
-            watch.lap(backward(passed, gradients))
+            watch.lap(backward(passed, gradients), (self, index, "backward"))
             gradients = passed.caught
         return list(zip(forward, reversed(watch.take()), strict=True)), values
 
-    def _uncut(self, layers: Uncut, values: dict[str, Tensor], watch: Watch) -> Pair:
+    def _uncut(self, window: range, values: dict[str, Tensor], watch: Watch) -> Pair:
+        layers = self._runner.uncut(window.start, window.stop)
         leaves = leaves_of(values, layers.function.entering)
         kept = KeptPass(leaves, {})
-        leaving = watch.lap(lambda: self._runner.run_uncut(layers, leaves))
+        leaving = watch.lap(lambda: self._runner.run_uncut(layers, leaves), (self, window, "forward"))
         kept.roots = roots_of(leaving)
         gradients = {name: torch.ones_like(leaving[name]) for name in kept.roots}
         del leaving
-        watch.lap(lambda: run_backward(kept, gradients))
+        watch.lap(lambda: run_backward(kept, gradients), (self, window, "backward"))
         forward_s, backward_s = watch.take()
         return forward_s, backward_s

@@ -101,11 +101,13 @@ def _measured(
     shares, more = [], []
     kept_bytes = 0
     for number in range(1 + rounds):
-        watch.lap(watch.lap(partial(gone_forward, runner, index, values, None, None)))
+        going_back = watch.lap(partial(gone_forward, runner, index, values, None, None), (index, "forward"))
+        watch.lap(going_back, (index, "backward"))
         store = runner.store(index, watching=not number)
-        watch.lap(watch.lap(partial(gone_forward, runner, index, values, None, store)))
+        going_back = watch.lap(partial(gone_forward, runner, index, values, None, store), (index, "split forward"))
+        watch.lap(going_back, (index, "inputs"))
         kept_bytes = kept_bytes or store.kept_bytes()
-        watch.lap(store.run)
+        watch.lap(store.run, (index, "weights"))
         forward_s, whole_s, split_forward_s, inputs_s, weights_s = watch.take()
         if whole_s:
             inputs_s += max(0.0, split_forward_s - forward_s)

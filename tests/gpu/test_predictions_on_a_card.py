@@ -151,6 +151,15 @@ def measured_steps(model: Model, plan: Plan, steps: int = STEPS) -> tuple[Pipeli
     return pipe, seconds[WARM_UPS:], most
 
 
+def row_of_passes(name: str, plan: Plan, pipe: Pipeline) -> None:
+    """Of all passes of the last step, by the card's clock: what is left of the step is its end and the optimizer."""
+    prediction = plan.prediction
+    predicted_s = prediction.step_s - prediction.optimizer_s
+    measured_s = sum(timed.duration_s for timed in pipe.last_step_actions())
+    predicted, measured = f"{predicted_s * 1e3:.1f} ms", f"{measured_s * 1e3:.1f} ms"
+    row(name, plan, "passes of a step", predicted, measured, measured_s / predicted_s)
+
+
 def row_of_bytes(name: str, plan: Plan, most: Mapping[str, int]) -> float:
     """Of what the allocator was asked for, gave out and took from the card; the ratio of the first."""
     predicted = sum(memory.total - memory.reserve for memory in plan.device_memories)
@@ -219,6 +228,7 @@ def test_predictions(name: str) -> None:
     for schedule, recompute in WHOLE:
         plan = plan_of(found, case.batch, 1, schedule, recompute)
         pipe, seconds, most = measured_steps(model, plan)
+        row_of_passes(name, plan, pipe)
         del pipe
         step_s, doubt = plan.prediction.step_s, plan.prediction.doubt
         ratios.append(median(seconds) / step_s)

@@ -37,7 +37,7 @@ class MadeUp:
     def warm_up(self, *_: object) -> None:
         self.is_cold = False
 
-    def lap(self, call: Callable[[], Any]) -> Any:
+    def lap(self, call: Callable[[], Any], key: object = None) -> Any:
         is_reference = isinstance(call, partial)
         work_s = self.REFERENCE_S * (1.4 if self.is_cold else 1.0) if is_reference else call()
         self.is_cold = not is_reference

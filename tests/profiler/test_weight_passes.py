@@ -23,7 +23,7 @@ class Told:
     def __init__(self, seconds: Callable[[int], list[float]]) -> None:
         self.rounds, self._laps, self._seconds = 0, 0, seconds
 
-    def lap(self, call: Callable[[], T]) -> T:
+    def lap(self, call: Callable[[], T], key: object = None) -> T:
         self._laps += 1
         return call()
 

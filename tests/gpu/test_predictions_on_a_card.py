@@ -127,7 +127,11 @@ def row(name: str, plan: Plan, what: str, predicted: str, measured: str, ratio: 
 
 
 def measured_steps(model: Model, plan: Plan, steps: int = STEPS) -> tuple[Pipeline, list[float], dict[str, int]]:
-    """A pipeline after some steps, their seconds with the optimizer's, and the most bytes of the allocator."""
+    """A pipeline after some steps, their seconds with the optimizer's, and the most bytes of the allocator.
+
+    Printed is when the host was through with the step and with the optimizer: where that is when the card is, too, the
+    card waits for the host.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -136,13 +140,18 @@ def measured_steps(model: Model, plan: Plan, steps: int = STEPS) -> tuple[Pipeli
     optimizer = torch.optim.AdamW(pipe.parameters())
     args, kwargs = call_arguments(model.sample)
     seconds = []
+    given: list[tuple[float, float]] = []
     for _ in range(WARM_UPS + steps):
         begun_s = time.perf_counter()
         pipe.step(*args, target=model.target, **kwargs)
+        stepped_s = time.perf_counter() - begun_s
         optimizer.step()
         optimizer.zero_grad()
+        given.append((stepped_s, time.perf_counter() - begun_s))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun_s)
+    host = " and ".join(f"{median(moments) * 1e3:.1f} ms" for moments in zip(*given[WARM_UPS:], strict=True))
+    print(f"the host was through with the step after {host} with the optimizer", flush=True)
     after = torch.cuda.memory_stats()
     most = {
         what: after[f"{what}_bytes.all.peak"] - before[f"{what}_bytes.all.current"]

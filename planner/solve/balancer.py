@@ -85,6 +85,7 @@ class _Balancer:
         self._paths: dict[Part, PathSearch] = {}
         self._left_s = np.inf  # what no plan is below of parts that were searched with the largest limits
         self._in_vain_s = 0.0
+        self._last_took_s = 0.0  # of a time limit
         self._bounding_s, self._bounded_s = 0.0, 0.0  # in vain since what none is below was raised to that
         self._groups: dict[Part, list[Part]] = {}  # those that were bounded together
         self._cut_off = [0, 0, 0]  # proofs in a row, by depth of the part
@@ -102,11 +103,13 @@ class _Balancer:
             part = Part(candidate, self._problem.settings.stages)
             self._queue.push(work.step_s(), part, bounded=bounded, work=work)
         while not self._ended():
+            left_s = self._deadline.left_s
             entry = self._next()
             if entry.level:
                 self._search(entry)
             else:
                 self._look_at(entry)
+            self._last_took_s = 0.0 if left_s == np.inf else left_s - self._deadline.left_s
         if self._best is not None and self._deadline.over:
             self._best = self._with_another_count(self._best)
         return best_of(self._reached, self._best, min(self._left_s, self._queue.least_s()))
@@ -128,7 +131,7 @@ class _Balancer:
         if self._deadline.interrupted:
             return True
         if self._problem.settings.time_limit_s is not None:
-            return self._deadline.over
+            return self._deadline.left_s <= self._last_took_s  # what is one part's is mostly the next one's, too
         return self._in_vain_s > patience_s
 
     def _next(self) -> Waiting:
@@ -237,7 +240,8 @@ class _Balancer:
     def _look_for_any(self, entry: Waiting) -> None:
         """Some plan, in the smallest part with the least bounds; where there is none, its parts are looked at alone.
 
-        Where that was in vain before, and all stages are soon listed, it is found out first whether any may fit.
+        Where that was in vain before, and all stages are soon listed, it is found out first whether any may fit; not at
+        all where there is a plan of others, and no time.
         """
         part, search = entry.part, self._search_of(entry.part)
         in_vain = bool(self._plans) and SCHEDULES[part.candidate.schedule].keeps_all
@@ -250,7 +254,8 @@ class _Balancer:
         if self._best is not None:
             self._queue.push(entry.bound_s, entry.part, bounded=entry.bounded)
             return
-        if in_vain or search.fits():
+        too_late = self._problem.dispensable and search.listing_s > self._deadline.left_s
+        if in_vain or too_late or search.fits():
             self._divide(entry)
         self._in_vain_s += search.spent_s
 

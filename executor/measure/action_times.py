@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ class TimedStep:
 
     Attributes:
         number: counts the steps of this process.
-        began_s: by `time.perf_counter` of this process.
+        began_s: on this process's device, by `time.perf_counter` of this process.
         actions: in order.
     """
 
@@ -57,14 +56,12 @@ class _Step:
 
     Attributes:
         number: counts the steps.
-        began_s: by `time.perf_counter`.
         marks: as many as actions were carried out, and one before them.
         actions: to be carried out.
         since: by number of marks before it the moment when an action began to wait.
     """
 
     number: int
-    began_s: float
     marks: Marks
     actions: Sequence[Action]
     since: dict[int, float] = field(default_factory=dict)
@@ -81,7 +78,7 @@ class ActionTimes:
 
     def start(self, actions: Sequence[Action]) -> Callable[[], None]:
         """Begin a step of these actions; what is returned is called after each of them."""
-        self._current = _Step(self._count, time.perf_counter(), self._backend.marks(), actions)
+        self._current = _Step(self._count, self._backend.marks(), actions)
         self._steps.append(self._current)
         self._count += 1
         return self._current.marks.mark
@@ -95,7 +92,7 @@ class ActionTimes:
 
     def steps(self) -> tuple[TimedStep, ...]:
         """The last steps, oldest first; waits for the device."""
-        return tuple(TimedStep(step.number, step.began_s, _timed(step)) for step in self._steps)
+        return tuple(TimedStep(step.number, step.marks.began_s(), _timed(step)) for step in self._steps)
 
     def read(self) -> tuple[TimedAction, ...]:
         """The actions of the last step that computed."""
@@ -107,7 +104,7 @@ def _timed(step: _Step) -> tuple[TimedAction, ...]:
     """Actions with the marks before and after them; an aborted step has fewer marks."""
     moments = step.marks.seconds()
     starts = [
-        moment if since is None or not step.marks.on_the_host else since - step.began_s
+        moment if since is None or not step.marks.on_the_host else since - step.marks.began_s()
         for moment, since in zip(moments, map(step.since.get, range(1, len(moments) + 1)), strict=True)
     ]
     return tuple(TimedAction(*each) for each in zip(step.actions, starts, moments[1:], strict=False))

@@ -117,7 +117,7 @@ class Marks(Protocol):
     """Moments of one process, the first one at the construction.
 
     Attributes:
-        on_the_host: whether they can be set against `time.perf_counter`.
+        on_the_host: whether the host is at them when it sets them.
     """
 
     on_the_host: bool
@@ -131,6 +131,10 @@ class Marks(Protocol):
 
     def seconds(self) -> list[float]:
         """Of all marks, since the first."""
+        ...
+
+    def began_s(self) -> float:
+        """When the first one was, by `time.perf_counter`."""
         ...
 
 
@@ -153,3 +157,7 @@ class ClockMarks:
     def seconds(self) -> list[float]:
         """Of all marks, since the first."""
         return [moment - self._times[0] for moment in self._times]
+
+    def began_s(self) -> float:
+        """When the first one was, by `time.perf_counter`."""
+        return self._times[0]

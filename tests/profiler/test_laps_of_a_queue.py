@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from profiler.machine import cuda
-from profiler.machine.cuda import CudaStopwatch
+from profiler.machine.cuda import CudaMarks, CudaStopwatch
 
 PLACES = 1024  # of a queue
 RECORD_S = 1e-6
@@ -57,8 +57,11 @@ class Event:
     def __init__(self, **_: object) -> None:
         self.at_s = 0.0
 
-    def record(self, _: object) -> None:
+    def record(self, _: object = None) -> None:
         self.at_s = self.card.launch(RECORD_S, 0.0)
+
+    def synchronize(self) -> None:
+        self.card.now_s = max(self.card.now_s, self.at_s)
 
     def query(self) -> bool:
         return self.at_s <= self.card.now_s
@@ -132,7 +135,23 @@ LAYERS = st.lists(
 
 
 @given(LAYERS)
+@example([Layer(141, 2e-5, 3.8e-5), Layer(871, 1.1e-5, 3e-5), Layer(5, 8.4e-6, 7.5e-6)])
 @settings(max_examples=60)
 def test_any_laps(card: Any, layers: list[Layer]) -> None:
     """Each takes what its device takes, or its host where that is the slower one."""
     assert timed(layers) == pytest.approx([layer.seconds() for layer in layers], rel=0.1, abs=6e-5)
+
+
+@pytest.mark.parametrize("backlog_s", [0.0, 0.02])
+def test_marks_are_where_the_device_is(card: Any, backlog_s: float) -> None:
+    """However far the host is ahead when it sets them, and whatever comes after them."""
+    Event.card = Card(now_s=7.0)
+    Event.card.launch(0.0, backlog_s)
+    marks = CudaMarks()
+    for _ in range(3):
+        Event.card.launch(1e-6, 1e-3)
+        marks.mark()
+    Event.card.launch(1e-6, 0.5)
+    Event.card.now_s += 3.0
+    assert marks.began_s() == pytest.approx(7.0 + backlog_s, abs=1e-5)
+    assert marks.seconds() == pytest.approx([0.0, 1e-3, 2e-3, 3e-3], abs=1e-5)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
 from planner.kernel.recompute_bounds import least_at, price_layer
-from planner.kernel.rounds import NONE_LATE, ROUNDS, Late, late_of, round_s
+from planner.kernel.rounds import NONE_LATE, ROUNDS, Late, RoundSums, late_of, round_s, round_sums
 from planner.kernel.tables import (
     ALWAYS,
     AUTO,
@@ -125,12 +125,15 @@ def make_arcs(tables: Tables, below_s: float) -> Arcs:
     count = int(length.sum())
     need, whole = np.zeros(count, dtype=np.uint8), np.zeros(count, dtype=np.bool_)
     least_recompute_s, terms = np.zeros(count), np.zeros((count, TERMS))
-    facts, late = _Facts(need, whole, least_recompute_s, terms), late_of(tables, length, fewest)
+    facts = _Facts(need, whole, least_recompute_s, terms)
+    sums, late = round_sums(tables), late_of(tables, length, fewest)
     for device in range(classes):
         for stop in range(1, positions):  # whose columns of large matrices are read once for all in-flight indices
             for in_flight_index in range(in_flight_indices):
                 places = offset[in_flight_index, device, stop], length[in_flight_index, device, stop]
-                _fill(tables, late, in_flight_index, device, stop, places, below_s, fewest, facts)
+                _fill(tables, in_flight_index, device, stop, places, below_s, fewest, facts)
+                if tables.objective == ROUNDS:
+                    _fill_rounds(sums, late, in_flight_index, device, stop, places, facts)
     if classes == 1:
         _drop_small(tables.forward[0] + tables.backward[0], tables.most_stages, offset, length, need)
     largest_change, largest_stay = np.zeros(2), np.zeros(2)
@@ -187,7 +190,7 @@ def _reach(tables: Tables, below_s: float, fewest: Indices) -> tuple[Indices, In
     """
     classes, in_flight_indices, positions = tables.memory.kept_layers.shape
     length = np.zeros((in_flight_indices, classes, positions), dtype=np.int64)
-    least_s = _least_pass_s(tables.passing)
+    least_s, sums = _least_pass_s(tables.passing), round_sums(tables)
     ends, begins = np.zeros(positions, dtype=np.bool_), np.zeros(positions, dtype=np.bool_)
     ends[positions - 1] = True
     for in_flight_index in range(in_flight_indices):
@@ -197,7 +200,7 @@ def _reach(tables: Tables, below_s: float, fewest: Indices) -> tuple[Indices, In
                 if not tables.allowed[stop] or (tables.by_number and not ends[stop]):
                     continue
                 hint = length[max(0, in_flight_index - 1), device, stop - 1]
-                longest = _longest(tables, in_flight_index, device, stop, below_s, least_s, hint)
+                longest = _longest(tables, sums, in_flight_index, device, stop, below_s, least_s, hint)
                 length[in_flight_index, device, stop] = longest
                 begins[stop - longest : stop] = True
         ends[:] = begins & tables.allowed
@@ -215,7 +218,14 @@ def _reach(tables: Tables, below_s: float, fewest: Indices) -> tuple[Indices, In
 
 @compiled
 def _longest(
-    tables: Tables, in_flight_index: int, device: int, stop: int, below_s: float, least_s: float, hint: int
+    tables: Tables,
+    sums: RoundSums,
+    in_flight_index: int,
+    device: int,
+    stop: int,
+    below_s: float,
+    least_s: float,
+    hint: int,
 ) -> int:
     """Layers of the longest stage that ends at `stop`, as far as rules, seconds and parameters say; `hint`, perhaps."""
     memory = tables.memory
@@ -237,9 +247,9 @@ def _longest(
     if tables.objective != ROUNDS or first == stop:
         return stop - first
     place, number = min(stop, max(first, stop - hint)), in_flight_index + 1  # longer stages take longer
-    while place > first and least_s + round_s(tables, NONE_LATE, number, device, place - 1, stop, False) < below_s:
+    while place > first and least_s + round_s(sums, NONE_LATE, number, device, place - 1, stop, False) < below_s:
         place -= 1
-    while place < stop and least_s + round_s(tables, NONE_LATE, number, device, place, stop, False) >= below_s:
+    while place < stop and least_s + round_s(sums, NONE_LATE, number, device, place, stop, False) >= below_s:
         place += 1
     return stop - place
 
@@ -282,7 +292,6 @@ def _least_pass_s(passing: Floats) -> float:
 @compiled
 def _fill(
     tables: Tables,
-    late: Late,
     in_flight_index: int,
     device: int,
     stop: int,
@@ -323,7 +332,7 @@ def _fill(
             continue
         need[place] = KEEPS if keeps else RECOMPUTES
         # 2
-        _fill_seconds(tables, late, in_flight_index, device, first, stop, terms[place])
+        _fill_seconds(tables, in_flight_index, device, first, stop, terms[place])
         if keeps or turns_around:
             continue
         # 3
@@ -347,9 +356,23 @@ def _fill(
 
 
 @compiled
-def _fill_seconds(
-    tables: Tables, late: Late, in_flight_index: int, device: int, first: int, stop: int, terms: Floats
+def _fill_rounds(
+    sums: RoundSums, late: Late, in_flight_index: int, device: int, stop: int, places: tuple[int, int], facts: _Facts
 ) -> None:
+    """The column ROUND of the stages that end at `stop`.
+
+    By itself: a call in the loop of `_fill` makes that take five times as long, for all arrays of `Tables` are counted
+    at each turn then.
+    """
+    for step in range(places[1]):
+        place = places[0] + step
+        if facts.need[place] != IMPOSSIBLE:
+            number, first = in_flight_index + 1, stop - 1 - step
+            facts.terms[place, ROUND] = round_s(sums, late, number, device, first, stop, True)
+
+
+@compiled
+def _fill_seconds(tables: Tables, in_flight_index: int, device: int, first: int, stop: int, terms: Floats) -> None:
     """The columns of `Arcs.terms` that are seconds, of one stage."""
     forward = tables.forward[device, stop] - tables.forward[device, first]
     backward = tables.backward[device, stop] - tables.backward[device, first]
@@ -373,7 +396,6 @@ def _fill_seconds(
         terms[BACKWARD] = tables.steady * (forward + backward) - left_out_s
         rest_s = own_least if tables.steady >= number else max(0.0, own_least - forward_most)
         terms[REST] = tables.steady % number * rest_s
-        terms[ROUND] = round_s(tables, late, number, device, first, stop, True)
         terms[THROUGH_LEAST] = own_least + tables.crossing_least[first]
     if tables.trainable_bytes[first, stop] > 0:
         reduce_s = tables.reduce_rate[device] * tables.trainable_bytes[first, stop]

@@ -12,6 +12,8 @@ stages after that position.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
@@ -48,6 +50,19 @@ LEAST_STAY_S, SIZED_FRONT_OPTIMIZER_S, SIZED_FRONT_COLUMNS = 12, 14, 15
 longest stay of large micro-batches, forward and backward, and of the slowest optimizer; and how many there are."""
 
 
+class _Front(NamedTuple):
+    """The fields of `Arcs` that `_lower` reads: to hand over all of them takes several times as long as it does."""
+
+    objective: int
+    steady_recomputes: int
+    more_large: float
+    recompute_share: float
+    backward_link: Floats
+    backward_head: Floats
+    least_recompute_s: Floats
+    terms: Floats
+
+
 @compiled
 def before_bounds(arcs: Arcs) -> Floats:
     """What the stages in front cost at least: at [u, i, :] of layers [0, i), when those after use choice u.
@@ -60,6 +75,16 @@ def before_bounds(arcs: Arcs) -> Floats:
     positions = len(arcs.allowed)
     before = np.full((choices, positions, SIZED_FRONT_COLUMNS if arcs.two_sizes else FRONT_COLUMNS), np.inf)
     lowest = _lowest(arcs)
+    facts = _Front(
+        arcs.objective,
+        arcs.steady_recomputes,
+        arcs.more_large,
+        arcs.recompute_share,
+        arcs.backward_link,
+        arcs.backward_head,
+        arcs.least_recompute_s,
+        arcs.terms,
+    )
     for choice in range(choices - 1, -1, -1):
         if total[choice] > arcs.most_stages:
             continue
@@ -83,7 +108,7 @@ def before_bounds(arcs: Arcs) -> Floats:
                     if arcs.two_sizes:
                         _lower_two_sizes(arcs, device, first, stop, place, before[rest, first], before[choice, stop])
                     else:
-                        _lower(arcs, total[choice] + 1, first, place, before[rest, first], before[choice, stop])
+                        _lower(facts, total[choice] + 1, first, place, before[rest, first], before[choice, stop])
     return before
 
 
@@ -128,17 +153,17 @@ def _lowest(arcs: Arcs) -> Indices:
 
 
 @compiled
-def _lower(arcs: Arcs, number: int, first: int, place: int, front: Floats, here: Floats) -> None:
+def _lower(facts: _Front, number: int, first: int, place: int, front: Floats, here: Floats) -> None:
     """Lower the numbers `here` to those of a front with one more stage after it, the so many-th from the end."""
-    terms = arcs.terms[place]
+    terms = facts.terms[place]
     forward, backward = 0.0, 0.0
-    both = max(0.0, terms[BACKWARD] + arcs.steady_recomputes * arcs.least_recompute_s[place])
-    if arcs.objective == ROUNDS:
-        again = round_recomputes(arcs.more_large, arcs.recompute_share, number)
-        both = max(both, terms[ROUND] + again * arcs.least_recompute_s[place])
-    if arcs.objective == FLOW_SHOPS:
+    both = max(0.0, terms[BACKWARD] + facts.steady_recomputes * facts.least_recompute_s[place])
+    if facts.objective == ROUNDS:
+        again = round_recomputes(facts.more_large, facts.recompute_share, number)
+        both = max(both, terms[ROUND] + again * facts.least_recompute_s[place])
+    if facts.objective == FLOW_SHOPS:
         forward = terms[FORWARD]
-        backward = max(both, arcs.backward_link[first]) + arcs.backward_head[first]
+        backward = max(both, facts.backward_link[first]) + facts.backward_head[first]
         both = forward + backward
     here[FRONT_PASSES_S] = min(here[FRONT_PASSES_S], front[FRONT_PASSES_S] + terms[THROUGH])
     here[FRONT_FORWARD_S] = min(here[FRONT_FORWARD_S], max(front[FRONT_FORWARD_S], forward))

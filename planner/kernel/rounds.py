@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.layer_costs import Indices
+from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
 from planner.kernel.tables import BACKWARD_SIZED, FORWARD_SIZED, Tables, copied_s
 from planner.plan.schedules import Objective
@@ -40,8 +40,34 @@ NONE_LATE = Late(0, 0.0, (0.0, 0.0), 0)
 """As long as nothing is known of them."""
 
 
+class RoundSums(NamedTuple):
+    """The fields of `Tables` that `round_s` reads: to hand over all of them takes seven times as long as it does."""
+
+    large: Indices
+    small: Indices
+    sized: Floats
+    copies: Floats
+    around: Floats
+    around_crossing: Floats
+    first_back: Floats
+
+
 @compiled
-def round_s(tables: Tables, late: Late, number: int, device: int, first: int, stop: int, copies: bool) -> float:
+def round_sums(tables: Tables) -> RoundSums:
+    """Those of these tables."""
+    return RoundSums(
+        tables.large,
+        tables.small,
+        tables.sized,
+        tables.copies,
+        tables.around,
+        tables.around_crossing,
+        tables.first_back,
+    )
+
+
+@compiled
+def round_s(sums: RoundSums, late: Late, number: int, device: int, first: int, stop: int, copies: bool) -> float:
     """What a stage and those after it take beyond one pass of each, if it waits for them with two micro-batches.
 
     Of 1F1B there are at most as many in flight as the stage's number from the end. After the first one is back the
@@ -61,51 +87,50 @@ def round_s(tables: Tables, late: Late, number: int, device: int, first: int, st
     it is no less for more layers.
     """
     forward, forward_small, backward, backward_small = (
-        tables.sized[0, device, stop] - tables.sized[0, device, first],
-        tables.sized[1, device, stop] - tables.sized[1, device, first],
-        tables.sized[2, device, stop] - tables.sized[2, device, first],
-        tables.sized[3, device, stop] - tables.sized[3, device, first],
+        sums.sized[0, device, stop] - sums.sized[0, device, first],
+        sums.sized[1, device, stop] - sums.sized[1, device, first],
+        sums.sized[2, device, stop] - sums.sized[2, device, first],
+        sums.sized[3, device, stop] - sums.sized[3, device, first],
     )
     if copies:
-        forward += copied_s(tables.copies, FORWARD_SIZED, first, stop)
-        forward_small += copied_s(tables.copies, FORWARD_SIZED + 1, first, stop)
-        backward += copied_s(tables.copies, BACKWARD_SIZED, first, stop)
-        backward_small += copied_s(tables.copies, BACKWARD_SIZED + 1, first, stop)
+        forward += copied_s(sums.copies, FORWARD_SIZED, first, stop)
+        forward_small += copied_s(sums.copies, FORWARD_SIZED + 1, first, stop)
+        backward += copied_s(sums.copies, BACKWARD_SIZED, first, stop)
+        backward_small += copied_s(sums.copies, BACKWARD_SIZED + 1, first, stop)
     both, both_small = forward + backward, forward_small + backward_small
-    large, small = tables.large, tables.small
-    around = tables.around[:, -1] - tables.around[:, first] + (number - 1) * tables.around_crossing
-    all_back_s = tables.first_back[-1]
-    back_s = all_back_s - tables.first_back[first]
-    end_s = late.end_s if number <= late.end_number else (0.0, 0.0)
+    # the number of large ones with the smallest and the largest M, and of small ones; scalars, for arrays cost more
+    large, other_large = sums.large[0], sums.large[1]
+    small, other_small = sums.small[0], sums.small[1]
+    fewest, most = min(large, other_large), max(large, other_large)
+    around_s = sums.around[0, -1] - sums.around[0, first] + (number - 1) * sums.around_crossing[0]
+    all_back_s = sums.first_back[-1]
+    back_s = all_back_s - sums.first_back[first]
     # F2 to F(number), and as many of the last backward passes
-    early_large, early_small = min(large[0], large[1], number) - 1, max(0, number - max(large[0], large[1]))
-    late_small = min(number, small[0], small[1])
+    early_large, early_small = min(fewest, number) - 1, max(0, number - most)
+    late_small = min(number, small, other_small)
     left_out_s = early_large * forward + early_small * forward_small
     left_out_s += (number - 1 - early_large - early_small) * max(forward, forward_small) + forward_small
     left_out_s += late_small * backward_small + (number - late_small) * max(backward, backward_small)
     longest_s = 0.0
-    if large.min() > number:
-        one_s = min(
-            (large[0] - 1 - number) * both + small[0] * backward_small,
-            (large[1] - 1 - number) * both + small[1] * backward_small,
-        )
-        longest_s = back_s + around[0] + one_s
-        fewest_s = (min(large[0], large[1]) - 1 - number) * both
-        longest_s = max(longest_s, all_back_s + around[0] + fewest_s)
-        other_s = min((large[0] - 1 - number) * both + end_s[0], (large[1] - 1 - number) * both + end_s[1])
-        longest_s = max(longest_s, all_back_s + around[0] + other_s)
+    if fewest > number:
+        end_s, other_end_s = late.end_s if number <= late.end_number else (0.0, 0.0)
+        stays_s, other_stays_s = (large - 1 - number) * both, (other_large - 1 - number) * both
+        one_s = min(stays_s + small * backward_small, other_stays_s + other_small * backward_small)
+        longest_s = back_s + around_s + one_s
+        fewest_s = (fewest - 1 - number) * both
+        longest_s = max(longest_s, all_back_s + around_s + fewest_s)
+        other_s = min(stays_s + end_s, other_stays_s + other_end_s)
+        longest_s = max(longest_s, all_back_s + around_s + other_s)
         if number <= late.number:
             round_s = min(
-                (large[0] - 1 - number) * both + max(0, small[0] - late.number) * both_small,
-                (large[1] - 1 - number) * both + max(0, small[1] - late.number) * both_small,
+                stays_s + max(0, small - late.number) * both_small,
+                other_stays_s + max(0, other_small - late.number) * both_small,
             )
-            longest_s = max(longest_s, around[0] + late.around_s + round_s)
-    if (large + small).min() > number:
-        stays_s = min(
-            (large[0] - 1) * both + small[0] * both_small,
-            (large[1] - 1) * both + small[1] * both_small,
-        )
-        longest_s = max(longest_s, back_s + around[1] + stays_s - left_out_s)
+            longest_s = max(longest_s, around_s + late.around_s + round_s)
+    if min(large + small, other_large + other_small) > number:
+        stays_s = min((large - 1) * both + small * both_small, (other_large - 1) * both + other_small * both_small)
+        around_s = sums.around[1, -1] - sums.around[1, first] + (number - 1) * sums.around_crossing[1]
+        longest_s = max(longest_s, back_s + around_s + stays_s - left_out_s)
     return longest_s
 
 

@@ -202,6 +202,9 @@ class _Balancer:
             return False
         if part not in self._groups:
             waiting = {one.part for one in self._queue if one.level == 0 and _differ_in_count(one.part, part)}
+            if waiting <= {part}:
+                self._groups[part] = [part]
+                return False
             halves = [sorted({part, *waiting}, key=_count)]
         else:
             group = self._groups[part]

@@ -181,7 +181,7 @@ class _Balancer:
             self._queue.push(max(entry.bound_s, bound_s), part)
         elif self._bounded_with_others(entry):
             return
-        elif self._cut_off[part.depth] >= (1 if self._large else PROOFS_IN_VAIN):
+        elif self._proofs_end(part):
             self._divide(entry)
         else:
             search = self._search_of(part)
@@ -195,6 +195,10 @@ class _Balancer:
                 self._in_vain_s += search.spent_s
                 self._divide(entry._replace(bound_s=max(entry.bound_s, result.lower_bound_s)))
 
+    def _proofs_end(self, part: Part) -> bool:
+        """Whether so many proofs of as large parts were cut off that no more are tried."""
+        return self._cut_off[part.depth] >= (1 if self._large else PROOFS_IN_VAIN)
+
     def _bounded_with_others(self, entry: Waiting) -> bool:
         """Raise the bounds of those that differ in M alone, of halves of those bounded together; False if alone."""
         part = entry.part
@@ -202,7 +206,7 @@ class _Balancer:
             return False
         if part not in self._groups:
             waiting = {one.part for one in self._queue if one.level == 0 and _differ_in_count(one.part, part)}
-            if waiting <= {part}:
+            if waiting <= {part} and not self._proofs_end(part):  # a proof begins with the same bound
                 self._groups[part] = [part]
                 return False
             halves = [sorted({part, *waiting}, key=_count)]

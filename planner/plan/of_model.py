@@ -29,7 +29,7 @@ def traced_as_planned(model: nn.Module, plan: Plan) -> LayerSequence:
         return trace(model, plan.sample, progress=False)
     except NotTraceableError as problem:
         said = f"the plan may be of another model, then plan again for this {type(model).__name__}: {problem}"
-        raise NotTraceableError(said) from problem
+        raise NotTraceableError(said, modules=problem.modules, functions=problem.functions) from problem
     except ArgumentError as problem:
         raise ForeignPlanError(
             f"the plan was made for another model than this {type(model).__name__}: {problem}; plan again for this "

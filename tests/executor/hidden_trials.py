@@ -190,6 +190,7 @@ def refused(problem: PlanError) -> Found:
         return Found(Outcome.REFUSED, text)
     told = (
         r"module '.*' is to be called as it is.* writes its (parameter|buffer) '.*'; use|"
+        r"module '.*' is to be called as it is.* it returns something else: .*; keep|"  # in a plan, so no line is named
         r"torch\.utils\.checkpoint with use_reentrant=True .*; use|"
         r"forward pass of module '.*' makes, replaces or takes away its .*; make|has no shape before the first call|"
         r"\.py:\d+|backward hook|module '.*' is called as it is.*; (make it|use) a buffer|traced twice in a row, its "

@@ -17,6 +17,7 @@ from executor import launch
 from planner.plan.plan import Plan
 from profiler import trace
 from profiler.errors import PlanError
+from profiler.opaque import rehearsal
 from tests.executor.conftest import PlanFor
 from tests.executor.hidden_trials import GOOD, KNOWN, Outcome, Training, batches, by_plan, quietly, tried
 from tests.models.hidden_state import BODIES, hiding
@@ -125,6 +126,20 @@ def test_some_in_two_processes(plan_for: PlanFor) -> None:
 def test_a_proof_by_calls_leaves_parameters_as_they_were() -> None:
     """It ran the user's own model, whose parameter was then clamped."""
     assert tried(["a parameter clamped in the call", "a counter in a weak dictionary"]).outcome == Outcome.REFUSED
+
+
+def test_what_looked_steady_when_planned_and_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two objects in a row may have one address; that the number differs is then noticed when the plan is used."""
+    alike, looked = rehearsal._alike, []
+
+    def at_first(one: object, other: object) -> bool:
+        looked.append(alike(one, other))
+        return len(looked) == 1 or looked[-1]
+
+    monkeypatch.setattr(rehearsal, "_alike", at_first)
+    found = tried(["an object's number, called as it is"])
+    assert found.outcome == Outcome.REFUSED, found.why
+    assert found.why.startswith("NotTraceableError: the plan may be of another model"), found.why
 
 
 def test_whatever_is_drawn_is_drawn_alike() -> None:

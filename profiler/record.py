@@ -359,9 +359,12 @@ class Profile(Value):
         for value in values:
             if value.users[-1] >= len(self.layers):
                 raise ValueError(f"{value.name} is read by layer {value.users[-1]} of {len(self.layers)} layers")
+        crossing: dict[int, list[SkipValue]] = {}  # by the layer after which they do
+        for value in values:
+            for layer in range(value.users[0], value.users[-1]):
+                crossing.setdefault(layer, []).append(value)
         for cost in self.costs if values else ():
-            crossing = [value for value in values if value.users[0] <= cost.layer < value.users[-1]]
-            needed = sum(value.bytes_at(cost.micro_batch_size) for value in crossing)
+            needed = sum(value.bytes_at(cost.micro_batch_size) for value in crossing.get(cost.layer, ()))
             if needed > cost.output_bytes * (1 + 1e-9):
                 raise ValueError(
                     f"after layer {cost.layer}, for {cost.micro_batch_size} samples, skips hold {needed:.0f} bytes "

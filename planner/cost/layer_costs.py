@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from planner.cost.next_kernels import with_next_kernels
 from planner.cost.recurrent_workspace import Rows, with_room
-from planner.cost.stage_bytes import StageBytes, pair_sums
+from planner.cost.stage_bytes import PairBytes, StageBytes, sums_with_pairs
 from planner.cost.stepped_bytes import largest_shares
 from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import ProfileError
@@ -389,10 +389,8 @@ def _unique_sums(layers: int, readers: dict[str, list[int]], sizes: dict[str, in
     """Bytes of distinct parameters in [i, j): all that is read, less every repeated read within the range.
 
     A parameter read by layers u and v, and by none between them, is repeated at v in every range with i <= u and
-    v < j; so the repeats are a two-dimensional prefix sum over the pairs (u, v).
+    v < j; so those are pairs (u, v) of which both layers are in the range.
     """
-    repeats = np.zeros((layers, layers))
-    for name, users in readers.items():
-        for before, after in pairwise(users):
-            repeats[before, after] += sizes[name]
-    return range_sums(_read_bytes(layers, readers, sizes)) - pair_sums(repeats)
+    repeats = [(*both, -sizes[name]) for name, users in readers.items() for both in pairwise(users)]
+    read = _read_bytes(layers, readers, sizes)
+    return sums_with_pairs(read, PairBytes.of(repeats, layers)) if repeats else range_sums(read)

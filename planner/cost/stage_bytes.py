@@ -10,7 +10,7 @@ with `moment` the larger of what is there in the layer's forward and in its back
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -30,6 +30,43 @@ _VECTORS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PairBytes:
+    """Bytes for some pairs of an earlier and a later layer [u, v]; most layers have to do with a few neighbours.
+
+    Attributes:
+        earlier: u of each pair, shape (n,).
+        size_bytes: of each, shape (n,).
+        starts: where the pairs of each v begin, which stand in the order of v, shape (columns + 1,).
+    """
+
+    earlier: NDArray[np.intp]
+    size_bytes: NDArray[np.float64]
+    starts: NDArray[np.intp]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int, int]], columns: int) -> Self:
+        """Of u, v and the bytes of each pair, for v below `columns`."""
+        table = np.array([*pairs], dtype=np.float64).reshape(-1, 3)
+        table = table[np.argsort(table[:, 1], kind="stable")]
+        starts = np.searchsorted(table[:, 1], np.arange(columns + 1))
+        return cls(table[:, 0].astype(np.intp), table[:, 2], starts)
+
+    def at(self, later: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """The earlier layers of those with a later one, and their bytes."""
+        own = slice(self.starts[later], self.starts[later + 1])
+        return self.earlier[own], self.size_bytes[own]
+
+    def column(self, later: int, rows: int) -> NDArray[np.float64]:
+        """The bytes with a later layer, shape (rows,)."""
+        earlier, size_bytes = self.at(later)
+        return _summed(earlier, size_bytes, rows)
+
+    def of_earlier(self, rows: int) -> NDArray[np.float64]:
+        """The bytes of each earlier layer with all later ones, shape (rows,)."""
+        return _summed(self.earlier, self.size_bytes, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StageBytes:
     """The fields of `InStage` for all L layers.
 
@@ -37,14 +74,13 @@ class StageBytes:
         own_bytes: what each layer keeps itself, nothing of it carried, shape (L,).
         held_bytes: shape (L,); so `forward_bytes`, `backward_bytes`, `last_backward_bytes`, `workspace_bytes` and
             `prelude_peak_bytes`.
-        pairs: bytes that a stage keeps if it holds both layers u < v, at [u, v]; negative where both are charged with
-            the same; shape (L, L), and so the next two.
-        waiting_bytes: values of layer u that are there while layer v runs, at [u, v].
-        prelude_bytes: prelude values that are there while layer u runs and wait for layer v >= u, at [u, v].
-        copied_bytes: copies of gradients of layer u's values in layer v's backward pass, at [u, v].
-        returning_bytes: gradients of values after layer u that layer v reads next, at [u, v]; one more column for what
-            only the model's output reads.
-        made_bytes: the storages that these lie on, at [u, v] for those that layer v's backward pass makes, likewise.
+        pairs: bytes that a stage keeps if it holds both layers u < v; negative where both are charged with the same.
+        waiting_bytes: values of layer u that are there while layer v runs.
+        prelude_bytes: prelude values that are there while layer u runs and wait for layer v >= u.
+        copied_bytes: copies of gradients of layer u's values in layer v's backward pass.
+        returning_bytes: gradients of values after layer u that layer v reads next; v = L for what only the model's
+            output reads.
+        made_bytes: the storages that these lie on, for those that layer v's backward pass makes, likewise.
         passing_bytes: the part of these that layer u has nothing to do with, likewise.
         leaves: `InStage.leaf_bytes`, one row an entry: layer, earlier layer, later layer, maker; shape (n, 4).
         leaf_bytes: their bytes, shape (n,).
@@ -57,14 +93,14 @@ class StageBytes:
     last_backward_bytes: NDArray[np.float64]
     workspace_bytes: NDArray[np.float64]
     prelude_peak_bytes: NDArray[np.float64]
-    pairs: NDArray[np.float64]
-    waiting_bytes: NDArray[np.float64]
-    prelude_bytes: NDArray[np.float64]
-    copied_bytes: NDArray[np.float64]
-    returning_bytes: NDArray[np.float64]
-    made_bytes: NDArray[np.float64]
-    passing_bytes: NDArray[np.float64]
-    leaves: NDArray[np.float64]
+    pairs: PairBytes
+    waiting_bytes: PairBytes
+    prelude_bytes: PairBytes
+    copied_bytes: PairBytes
+    returning_bytes: PairBytes
+    made_bytes: PairBytes
+    passing_bytes: PairBytes
+    leaves: NDArray[np.intp]
     leaf_bytes: NDArray[np.float64]
 
     @classmethod
@@ -72,132 +108,161 @@ class StageBytes:
         """From the costs of all layers in their order; a layer without `in_stage` needs its transients all along."""
         layers = len(costs)
         entries = [cost.in_stage or _alone(cost.transient_bytes) for cost in costs]
-        own = np.array([cost.kept_bytes for cost in costs], dtype=np.float64)
-        pairs, waiting, prelude, copied = np.zeros((4, layers, layers))
-        returning, made, passing = np.zeros((3, layers, layers + 1))
-        for index, entry in enumerate(entries):
-            for later, size_bytes in entry.carried_bytes:
-                own[index] -= size_bytes
-                pairs[index, later] += size_bytes
-            for earlier, size_bytes in entry.repeated_bytes:
-                pairs[earlier, index] -= size_bytes
-            for earlier, size_bytes in entry.waiting_bytes:
-                waiting[earlier, index] += size_bytes
-            for later, size_bytes in entry.prelude_bytes:
-                prelude[index, later] += size_bytes
-            for earlier, size_bytes in entry.copied_bytes:
-                copied[earlier, index] += size_bytes
-            for later, size_bytes in entry.returning_bytes:
-                returning[index, later] += size_bytes
-            for later, size_bytes in entry.made_bytes:
-                made[index, later] += size_bytes
-            for later, size_bytes in entry.passing_bytes:
-                passing[index, later] += size_bytes
-        leaves = [(index, *layers, size) for index, entry in enumerate(entries) for *layers, size in entry.leaf_bytes]
+        own = np.array(
+            [
+                cost.kept_bytes - sum(size_bytes for _, size_bytes in entry.carried_bytes)
+                for cost, entry in zip(costs, entries, strict=True)
+            ],
+            dtype=np.float64,
+        )
+
+        def towards(name: str, sign: int = 1) -> list[tuple[int, int, int]]:
+            """Of entries about later layers."""
+            return [(u, v, sign * size) for u, entry in enumerate(entries) for v, size in getattr(entry, name)]
+
+        def back(name: str, sign: int = 1) -> list[tuple[int, int, int]]:
+            """Of entries about earlier layers."""
+            return [(u, v, sign * size) for v, entry in enumerate(entries) for u, size in getattr(entry, name)]
+
+        leaves = [(index, *about) for index, entry in enumerate(entries) for about in entry.leaf_bytes]
         at_leaves = np.array(leaves, dtype=np.float64).reshape(-1, 5)
-        vectors = {name: np.array([getattr(entry, name) for entry in entries], dtype=np.float64) for name in _VECTORS}
         return cls(
             own,
-            **vectors,
-            pairs=pairs,
-            waiting_bytes=waiting,
-            prelude_bytes=prelude,
-            copied_bytes=copied,
-            returning_bytes=returning,
-            made_bytes=made,
-            passing_bytes=passing,
-            leaves=at_leaves[:, :4],
+            **{name: np.array([getattr(entry, name) for entry in entries], dtype=np.float64) for name in _VECTORS},
+            pairs=PairBytes.of([*towards("carried_bytes"), *back("repeated_bytes", -1)], layers),
+            waiting_bytes=PairBytes.of(back("waiting_bytes"), layers),
+            prelude_bytes=PairBytes.of(towards("prelude_bytes"), layers),
+            copied_bytes=PairBytes.of(back("copied_bytes"), layers),
+            returning_bytes=PairBytes.of(towards("returning_bytes"), layers + 1),
+            made_bytes=PairBytes.of(towards("made_bytes"), layers + 1),
+            passing_bytes=PairBytes.of(towards("passing_bytes"), layers + 1),
+            leaves=at_leaves[:, :4].astype(np.intp),
             leaf_bytes=at_leaves[:, 4],
         )
 
     def kept(self) -> NDArray[np.float64]:
         """Bytes that one micro-batch keeps until its backward pass, at [i, j] for a stage of layers [i, j)."""
-        kept: NDArray[np.float64] = _triangle(self.own_bytes) + pair_sums(self.pairs)
-        return kept
+        return sums_with_pairs(self.own_bytes, self.pairs)
 
     def most(self, kept: NDArray[np.float64]) -> NDArray[np.float64]:
         """The most bytes at any moment, inputs and received gradients not counted, at [i, j].
+
+        What a layer needs on top of what is kept grows with the stop: at the layer after it, and at each later one that
+        reads what the layer holds for it. So with each stop those alone are looked at that need more than with the one
+        before, and all stages take L^2 and not L^3.
 
         Args:
             kept: of `kept()`.
         """
         layers = len(self.own_bytes)
-        held = np.concatenate(([0.0], np.cumsum(self.held_bytes)))
-        waiting, copied = np.zeros((2, layers + 1, layers))
-        waiting[:layers] = np.cumsum(self.waiting_bytes[::-1], axis=0)[::-1]  # of layers from i on
-        copied[1:] = np.cumsum(self.copied_bytes, axis=0)  # of layers before i
-        prelude, returning, made, passing = (  # for layers before j
-            np.concatenate((np.zeros((layers, 1)), np.cumsum(by_reader, axis=1)), axis=1)
-            for by_reader in (self.prelude_bytes, self.returning_bytes, self.made_bytes, self.passing_bytes)
-        )
-        shares_before = (self.prelude_bytes, self.made_bytes + self.passing_bytes)
-        newly_forward, newly_backward = (_changed(by_reader) for by_reader in shares_before)
-        there = np.triu(np.ones((layers + 1, layers), dtype=bool))
-        kept_then = np.where(there, kept[:, 1:] - held[1:] + self.workspace_bytes, -np.inf)
-        while_forward, while_backward = kept_then + self.forward_bytes + waiting, kept_then + copied
         most = np.zeros((layers + 1, layers + 1))
-        # Of the layers before a stop only those are looked at that need more than with the stop before; see `_changed`.
-        forward, backward_alone = np.full((2, layers + 1), -np.inf)
+        walk = _Stops(self, kept)
         for stop in range(1, layers + 1):
-            received = passing[:stop, -1] - passing[:stop, stop]
-            inner = self.backward_bytes[:stop] - received
-            moment = np.minimum(inner, self.last_backward_bytes[:stop] + made[:stop, stop])
-            own = newly_backward[stop]
-            np.maximum(backward_alone, (while_backward[:, own] + moment[own]).max(axis=1), out=backward_alone)
-            at_leaves, copies = self._at_leaves(stop)
-            with_copies = while_backward[:stop, at_leaves] + moment[at_leaves] + copies
-            backward = np.maximum(backward_alone[:stop], with_copies.max(axis=1, initial=-np.inf))
-            backward[1:] += returning[: stop - 1, -1] - returning[: stop - 1, stop]  # of what passes the stage by
-            own = newly_forward[stop]
-            np.maximum(forward, (while_forward[:, own] + prelude[own, stop]).max(axis=1), out=forward)
-            computed = np.maximum.accumulate(self.prelude_peak_bytes[:stop][::-1])[::-1]
-            most[:stop, stop] = np.maximum(np.maximum(forward[:stop], backward) + held[stop], computed)
-        return most
-
-    def _at_leaves(self, stop: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """Layers that copy received gradients at leaves in their backward pass, and the bytes.
-
-        Returns:
-            Layers, shape (n,), and at [i, place of the layer] the bytes in stages [i, stop), shape (stop, n).
-        """
-        layer, earlier, later, maker = self.leaves.T
-        entries = np.flatnonzero((layer < stop) & (later < stop) & (maker >= stop))
-        layers, places = np.unique(layer[entries].astype(np.intp), return_inverse=True)
-        copies = np.zeros((stop, len(layers)))
-        for entry, place in zip(entries, places, strict=True):
-            copies[int(earlier[entry]) + 1 :, place] += self.leaf_bytes[entry]
-        return layers, copies
+            most[stop, :stop] = walk.to(stop)
+        return most.T
 
 
-def _changed(by_reader: NDArray[np.float64]) -> list[NDArray[np.intp]]:
-    """For each stop of a stage the layers before it that need more there than with the stop before, shape (L + 1,).
-
-    What a layer needs on top of what is kept grows with the stop: at the layer after it, and at each later one that
-    reads what the layer holds for it. Most hold something for a few neighbours, so that all stages take L^2 and not
-    L^3.
+class _Stops:
+    """Stages that end at one stop after the other: `forward` and `backward` hold what they have needed so far.
 
     Args:
-        by_reader: bytes of layer u that are there for layer v, at [u, v].
+        own: bytes of all layers.
+        kept: of `StageBytes.kept`.
     """
-    layers = len(by_reader)
-    at_once = [np.flatnonzero(by_reader[: stop - 1, stop - 1]) for stop in range(1, layers + 1)]
-    return [np.array([], dtype=np.intp), *(np.append(rows, stop) for stop, rows in enumerate(at_once))]
+
+    def __init__(self, own: StageBytes, kept: NDArray[np.float64]) -> None:
+        layers = len(own.own_bytes)
+        self._own = own
+        self._kept = kept.T
+        self._held = np.concatenate(([0.0], np.cumsum(own.held_bytes)))
+        # of each layer for those before the stop, and for all of them
+        self._prelude, self._returning, self._made, self._passing = np.zeros((4, layers))
+        self._all_returning = own.returning_bytes.of_earlier(layers)
+        self._all_passing = own.passing_bytes.of_earlier(layers)
+        self._leaves = _copying(own.leaves)
+        # by the layer at which the stage begins
+        self._forward, self._backward = np.full((2, layers), -np.inf)
+        self._computed = np.zeros(layers)
+
+    def to(self, stop: int) -> NDArray[np.float64]:
+        """The most bytes of stages from each layer to that stop; stops come one after the other."""
+        own, last = self._own, stop - 1
+        reads = [
+            pairs.at(last) for pairs in (own.prelude_bytes, own.returning_bytes, own.made_bytes, own.passing_bytes)
+        ]
+        sums = self._prelude, self._returning, self._made, self._passing
+        for total, (earlier, size_bytes) in zip(sums, reads, strict=True):
+            np.add.at(total, earlier, size_bytes)
+        prelude, _, made, passing = [earlier.tolist() for earlier, _ in reads]
+        for layer in {last, *made, *passing}:
+            _raise(self._backward, self._in_backward(layer))
+        for layer in {last, *prelude}:
+            _raise(self._forward, self._in_forward(layer))
+        backward = self._backward[:stop].copy()
+        for layer, entries in self._leaves.get(stop, {}).items():
+            copies = _summed(own.leaves[entries, 1] + 1, own.leaf_bytes[entries], stop)
+            _raise(backward, self._in_backward(layer) + np.cumsum(copies)[: layer + 1])
+        backward[1:] += self._all_returning[:last] - self._returning[:last]  # of what passes the stage by
+        _raise(self._computed, np.full(stop, own.prelude_peak_bytes[last]))
+        most: NDArray[np.float64] = np.maximum(self._forward[:stop], backward) + self._held[stop]
+        return np.maximum(most, self._computed[:stop])
+
+    def _in_forward(self, layer: int) -> NDArray[np.float64]:
+        """What is there in the layer's forward pass, in stages from each layer to it on."""
+        waiting = _from_each_on(self._own.waiting_bytes.column(layer, layer + 1))
+        more_bytes = float(self._own.forward_bytes[layer] + self._prelude[layer])
+        return self._there(layer) + waiting + more_bytes
+
+    def _in_backward(self, layer: int) -> NDArray[np.float64]:
+        """The same of its backward pass, but for what passes the stage by and copies at leaves."""
+        received = self._all_passing[layer] - self._passing[layer]
+        last_bytes = self._own.last_backward_bytes[layer] + self._made[layer]
+        copied = self._own.copied_bytes.column(layer, layer + 1)
+        before = np.cumsum(copied) - copied
+        return self._there(layer) + before + float(min(self._own.backward_bytes[layer] - received, last_bytes))
+
+    def _there(self, layer: int) -> NDArray[np.float64]:
+        """What is kept while a layer runs; what stays until the end of the step comes to it for the whole stage."""
+        stays = self._held[layer + 1] - self._own.workspace_bytes[layer]
+        there: NDArray[np.float64] = self._kept[layer + 1, : layer + 1] - stays
+        return there
+
+
+def _raise(most: NDArray[np.float64], found: NDArray[np.float64]) -> None:
+    """Each of the first to what was found, where that is more."""
+    np.maximum(most[: len(found)], found, out=most[: len(found)])
+
+
+def _copying(leaves: NDArray[np.intp]) -> dict[int, dict[int, list[int]]]:
+    """By stop and layer, the entries of `StageBytes.leaves` that have copies there."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for entry, (layer, _, later, maker) in enumerate(leaves.tolist()):
+        for stop in range(max(layer, later) + 1, maker + 1):
+            found.setdefault(stop, {}).setdefault(layer, []).append(entry)
+    return found
+
+
+def sums_with_pairs(own: NDArray[np.float64], pairs: PairBytes) -> NDArray[np.float64]:
+    """Sum of `own[i:j]` and of all pairs of layers in [i, j), at [i, j]; 0 where j <= i, shape (L + 1, L + 1)."""
+    layers = len(own)
+    by_stop = np.zeros((layers + 1, layers + 1))
+    for layer in range(layers):
+        more = pairs.column(layer, layer + 1)
+        more[layer] += own[layer]
+        by_stop[layer + 1, : layer + 1] = by_stop[layer, : layer + 1] + _from_each_on(more)
+    return by_stop.T
+
+
+def _summed(places: NDArray[np.intp], size_bytes: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
+    """The bytes at each place, shape (rows,)."""
+    return np.bincount(places, weights=size_bytes, minlength=rows).astype(np.float64, copy=False)
+
+
+def _from_each_on(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum of each value and those after it."""
+    sums: NDArray[np.float64] = np.cumsum(values[::-1])[::-1]
+    return sums
 
 
 def _alone(transient_bytes: int) -> InStage:
     return InStage(forward_bytes=transient_bytes, backward_bytes=transient_bytes, last_backward_bytes=transient_bytes)
-
-
-def _triangle(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum of `values[i:j]` at [i, j]; 0 where j <= i."""
-    sums = np.concatenate(([0.0], np.cumsum(values)))
-    within_bytes: NDArray[np.float64] = np.maximum(sums[None, :] - sums[:, None], 0.0)
-    return within_bytes
-
-
-def pair_sums(pairs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum of `pairs[u, v]` over all u >= i and v < j at [i, j], for pairs with u < v, shape (L + 1, L + 1)."""
-    layers = len(pairs)
-    within = np.zeros((layers + 1, layers + 1))
-    within[:layers, 1:] = np.cumsum(np.cumsum(pairs[::-1], axis=0)[::-1], axis=1)
-    return within

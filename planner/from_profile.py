@@ -27,7 +27,7 @@ from planner.solve.problem import Problem, device_classes
 from planner.solve.skip_search import no_plan_text
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
-from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S
+from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S, shown
 from profiler.record import Profile
 from profiler.text import counted
 
@@ -117,6 +117,8 @@ def make_problem(
     settings: SettingKeywords,
 ) -> Problem:
     """What the balancer is asked; see `plan_from_profile`."""
+    if not isinstance(profile, Profile):
+        raise ArgumentError(f"profile is {shown(profile)}; pass a Profile, Profile.load(path) reads one from a file")
     given = _device_tuple(devices)
     asked = Settings.of(given, batch_size, settings)
     rules = rules_of(profile.layers, asked)

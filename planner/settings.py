@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, TypeVar, get_args
 
+import numpy as np
+
 from planner.plan.schedules import (
     MOST_CHUNKS,
     SCHEDULES,
@@ -50,6 +52,8 @@ _MOST = {
 }
 
 
+_OF_SEVERAL = frozenset({"micro_batch_sizes", "memory_limit", "keep_together", "cut_at"})
+"""Settings that may be arrays; of others an array would be compared item by item."""
 _ONLY_WHOLE: tuple[tuple[str, str | None], ...] = (("skips", "direct"), ("pinned", None))
 """Settings that are for one stage a rank and a backward pass in one: with that value, or any."""
 
@@ -169,6 +173,9 @@ class Settings:
             near = meant(unknown[0], known)
             raise ArgumentError(f"there is no setting {shown(unknown[0])}{near}; there are {', '.join(known)}")
         given: dict[str, Any] = {name: value for name, value in keywords.items() if value is not None}
+        arrays = [name for name, value in given.items() if isinstance(value, np.ndarray) and name not in _OF_SEVERAL]
+        if arrays:
+            raise ArgumentError(f"{arrays[0]} is {shown(given[arrays[0]])}; give a single value, not an array")
         if not devices:
             raise ArgumentError("got 0 devices; give at least 1")
         check_count("batch_size", batch_size, most=MOST_SAMPLES)

@@ -320,12 +320,36 @@ class Score(NamedTuple):
 
 def device_orders(plans: ChunkPlans) -> Iterator[tuple[int, ...]]:
     """Orders of devices, as classes by rank; all of them where they are few."""
-    replicas, classes = plans.candidate.replicas, plans.problem.classes
-    able = [index for index, group in enumerate(classes) for _ in range(min(plans.ranks, group.capacity(replicas)))]
-    seen: set[tuple[int, ...]] = set()
-    for order in itertools.permutations(able, plans.ranks):
-        if order not in seen:
-            seen.add(order)
-            yield order
-        if len(seen) == MOST_ORDERS or len(classes) == 1:
+    replicas = plans.candidate.replicas
+    able = [min(plans.ranks, group.capacity(replicas)) for group in plans.problem.classes]
+    return itertools.islice(arrangements(able, plans.ranks), MOST_ORDERS)
+
+
+def arrangements(available: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
+    """All different orders of so many of several kinds, the smallest first.
+
+    >>> [*arrangements([2, 1], 2)]
+    [(0, 0), (0, 1), (1, 0)]
+
+    Args:
+        available: how many there are of each kind.
+        length: how many are taken.
+    """
+    left, order = [*available], list[int]()
+    if sum(left) < length:
+        return
+    while True:
+        while len(order) < length:
+            kind = next(kind for kind, number in enumerate(left) if number)
+            order.append(kind)
+            left[kind] -= 1
+        yield tuple(order)
+        larger = None
+        while order and larger is None:
+            last = order.pop()
+            left[last] += 1
+            larger = next((kind for kind in range(last + 1, len(left)) if left[kind]), None)
+        if larger is None:
             return
+        order.append(larger)
+        left[larger] -= 1

@@ -146,11 +146,12 @@ def _of_both(both: Sequence[Link], time: Callable[..., float], rate: Callable[..
 
 
 def _near(problem: Problem, hosts: Hosts, number: int) -> Problem | None:
-    """The problem on one host; None where R does not fit there."""
+    """The problem on one host; None where R does not fit there, or a module must run on another."""
     first = number * hosts.devices_per_host
-    if (problem.settings.replicas or 1) > hosts.devices_per_host:
-        return None
     there = range(first, first + hosts.devices_per_host)
+    elsewhere = {int(device) for device in problem.rules.pinned} - {FREE, *there}
+    if (problem.settings.replicas or 1) > hosts.devices_per_host or elsewhere:
+        return None
     classes = tuple(
         replace(one, members=tuple(member for member in one.members if member in there)) for one in problem.classes
     )

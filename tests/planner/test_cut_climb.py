@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.solve.cut_climb import CutClimb
+from planner.solve.cut_climb import CutClimb, arrangements
 from planner.solve.deadline import NO_DEADLINE, Deadline
 
 
@@ -63,3 +63,15 @@ def test_where_all_cuts_are_tried_time_still_ends() -> None:
     plans.tries_all = True
     assert climb._best_of_all([(0, 0)], below_s=np.inf) == (None, np.inf)
     assert len(asked) == 3 + 4
+
+
+def test_orders_of_unlike_devices_are_all_there_are() -> None:
+    """All permutations of single devices were gone through: of eleven equal ones and another for minutes."""
+    chance = random.Random(1)
+    for _ in range(200):
+        available = [chance.randint(0, 3) for _ in range(chance.randint(1, 3))]
+        length = chance.randint(1, 4)
+        kinds = [kind for kind, number in enumerate(available) for _ in range(number)]
+        assert [*arrangements(available, length)] == sorted({*itertools.permutations(kinds, length)})
+    many = [*itertools.islice(arrangements([1023, 1], 1024), 3)]
+    assert [order.index(1) for order in many] == [1023, 1022, 1021]

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from planner.from_profile import make_problem, plan_from_profile
@@ -229,6 +230,20 @@ def test_a_setting_far_from_what_exists_is_an_argument(profile, device, given):
     with pytest.raises(ArgumentError) as caught:
         plan_from_profile(profile, [device()], **{"batch_size": 16, **given})
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["schedule", "recompute", "skips", "chunks", "replicas", "pinned", "stages"])
+def test_an_array_is_no_single_value(profile, device, name):
+    """Numpy's own error was raised, that an array is neither true nor false."""
+    with pytest.raises(ArgumentError, match=f"{name} is array.*; give a single value, not an array"):
+        plan_from_profile(profile, [device()], **{"batch_size": 16, name: np.array([1, 2])})
+
+
+@pytest.mark.parametrize("no_profile", ["profile.json", None, {"layers": []}])
+def test_a_path_is_no_profile(device, no_profile):
+    """Its layers were asked for, which a text has none of."""
+    with pytest.raises(ArgumentError, match=r"profile is .*; pass a Profile, Profile.load\(path\) reads one"):
+        plan_from_profile(no_profile, [device()], batch_size=16)
 
 
 def test_as_many_micro_batches_are_tried_as_a_plan_may_have(profile_of, device):

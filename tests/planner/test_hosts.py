@@ -1,7 +1,7 @@
 """Devices on several hosts: each boundary and each all-reduce takes the link between the devices that it connects."""
 
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -346,3 +346,27 @@ def test_clusters_that_mean_nothing_are_refused(given_: dict[str, Any], message:
 def test_a_link_between_hosts_needs_hosts() -> None:
     with pytest.raises(ArgumentError, match="link or devices_per_host is missing"):
         Cluster(devices=(Device.of("H100"),), link=FAST_LINK, between=SLOW_LINK)
+
+
+@pytest.mark.parametrize("recompute", ["never", "auto"])
+def test_a_module_may_be_pinned_to_any_host(recompute: Any) -> None:
+    """Those of another host than the first were unknown while plans on that one were looked for."""
+    random = np.random.default_rng(3)
+    profile = made_up(random, 6, 8)
+    given = cluster(4, 2, Link(latency_s=0.01, bytes_per_s=64.0), Link(latency_s=0.5, bytes_per_s=8.0))
+    named = [one.model_copy(update={"name": f"cuda:{number}"}) for number, one in enumerate(given.devices)]
+    given = given.model_copy(update={"devices": tuple(named)})
+    free = plan_from_profile(profile, given, batch_size=8, schedule="1f1b", micro_batches_per_stage=1)
+    for layer, device in product(range(6), range(4)):
+        plan = plan_from_profile(
+            profile,
+            given,
+            batch_size=8,
+            schedule="1f1b",
+            micro_batches_per_stage=1,
+            recompute=recompute,
+            pinned={profile.layers[layer].module_paths[0]: device},
+        )
+        own = next(stage for stage in plan.stages if stage.first_layer <= layer < stage.stop_layer)
+        assert own.device.name == f"cuda:{device}"
+        assert plan.prediction.step_s >= free.prediction.lower_bound_s * (1 - CLOSE)

@@ -5,17 +5,18 @@
     plan = refined.plan                         # only then
 
 What a stage took, as a ratio to what was predicted, holds for each of its layers on that kind of device; layers that
-did not run on a kind of device have the ratio of all that ran on it. Messages do the same to the link. All is scaled by
-how much longer a step takes than its passes explain: they scatter, and the executor's own code takes time. What was not
-seen (the optimizer, links that nobody waited for) stays as it was.
+did not run on a kind of device have the ratio of all that ran on it. Messages do the same to the link, and so to the
+all-reduce that goes over it. All is scaled by how much longer a step takes than its passes explain: they scatter, and
+the executor's own code takes time. What was not seen (the optimizer, links that nobody waited for) stays as it was.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isclose, isfinite
+from math import isclose
 from numbers import Real
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
@@ -224,7 +225,7 @@ def _seen(plan: Plan, measured: pandas.DataFrame) -> Iterator[tuple[int, str, fl
             )
         if stage >= plan.K:
             raise ForeignPlanError(f"measured has stage {stage}, and the plan has {counted(plan.K, 'stage')}")
-        if not (isfinite(seconds) and isfinite(predicted_s) and seconds > 0 and predicted_s > 0):
+        if not (_is_positive(seconds) and _is_positive(predicted_s)):
             continue
         if not sends:
             of_plan = [getattr(plan.stages[int(stage)].times_at(size), what) for size in plan.micro_batch_sizes]
@@ -242,9 +243,14 @@ def _rest(plan: Plan, measured: pandas.DataFrame, ratios: _Ratios) -> float:
     A stage waits for the slowest pass of its neighbours, not for their median, and the executor's own code takes time.
     """
     whole = measured[(measured["what"] == WHOLE) & (measured["stage"] == -1)]["measured"]
-    if len(whole) != 1 or not (isfinite(whole.iloc[0]) and whole.iloc[0] > 0):
+    if len(whole) != 1 or not _is_positive(whole.iloc[0]):
         return 1.0
     return float(whole.iloc[0]) / simulate_plan(_scaled_plan(plan, ratios)).makespan_s
+
+
+def _is_positive(seconds: float) -> bool:
+    """Whether a number is more than 0, and a float may hold it."""
+    return 0 < seconds <= sys.float_info.max
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
@@ -300,7 +306,7 @@ def _scaled_stage(stage: Stage, number: int, ratios: _Ratios) -> Stage:
         seconds = {what: getattr(entry, what) * ratios.at(what, number, stage.device.kind) for what in PASSES}
         seconds["weight_s"] = min(seconds["weight_s"], seconds["backward_s"])
         times.append(_sent(entry.model_copy(update=seconds), ratios))
-    return stage.model_copy(update={"times": tuple(times)})
+    return stage.model_copy(update={"times": tuple(times), "all_reduce_s": stage.all_reduce_s * ratios.link})
 
 
 def _sent(entry: _Times, ratios: _Ratios) -> _Times:

@@ -75,7 +75,8 @@ class ParameterPool(Mapping[Key, Tensor]):
         """Bring the parameters of these layers to the device; where room is short, all others go first."""
         new = [index for index in layers if index not in self._held]
         if self._room is None:
-            apart = sum(_block_bytes(self._sequence.parameters[name]) for name in self._apart)
+            read = (name for layer in self._sequence.layers for name in layer.parameters if name in self._apart)
+            apart = sum(_block_bytes(self._sequence.parameters[name]) for name in read)  # by each layer that reads it
             self._room = torch.empty(self.capacity_bytes - apart, dtype=torch.uint8, device=self._device)
         if not self._all_fits and self._filled_bytes + sum(map(self.bytes_of, new)) > len(self._room):
             self._held, self._filled_bytes, new = {}, 0, list(layers)

@@ -378,13 +378,13 @@ def _signature(
 
 
 def value_text(value: object) -> str:
-    """Shape and dtype of a tensor, the expression of a number, the code of a graph."""
+    """Shape and dtype of a tensor, the expression of a number, the code of a graph (see `arguments_text`)."""
     if isinstance(value, Tensor):
         return f"{symbolic_shape(value)} {value.dtype}"
     if isinstance(value, torch.SymInt):
         return str(symbolic(value))
     if isinstance(value, fx.GraphModule):
-        return value.code
+        return _DEVICE_TEXT.sub(repr(ANY_DEVICE), value.code)
     return type(value).__name__
 
 
@@ -394,9 +394,23 @@ def node_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
 
 
 def arguments_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
-    """An operation's arguments as text, other nodes by the given names."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: _Named(name(argument)))
+    """An operation's arguments as text, other nodes by the given names, and one device for all.
+
+    Which one it is follows from where the model is, while a plan belongs to it wherever it is.
+    """
+
+    def shown(argument: fx.node.Argument) -> fx.node.Argument:
+        if isinstance(argument, fx.Node):
+            return _Named(name(argument))
+        return ANY_DEVICE if isinstance(argument, torch.device) else argument
+
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), shown)
     return f"{args} {dict(sorted(kwargs.items()))}"
+
+
+ANY_DEVICE = torch.device("meta")
+"""As texts show every device."""
+_DEVICE_TEXT = re.compile(r"device\(type='\w+'(, index=\d+)?\)")
 
 
 class _Named(str):

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -235,8 +237,9 @@ def test_a_setting_far_from_what_exists_is_an_argument(profile, device, given):
 @pytest.mark.parametrize("name", ["schedule", "recompute", "skips", "chunks", "replicas", "pinned", "stages"])
 def test_an_array_is_no_single_value(profile, device, name):
     """Numpy's own error was raised, that an array is neither true nor false."""
+    arrays: Any = {name: np.array([1, 2])}
     with pytest.raises(ArgumentError, match=f"{name} is array.*; give a single value, not an array"):
-        plan_from_profile(profile, [device()], **{"batch_size": 16, name: np.array([1, 2])})
+        plan_from_profile(profile, [device()], batch_size=16, **arrays)
 
 
 @pytest.mark.parametrize("no_profile", ["profile.json", None, {"layers": []}])

@@ -6,6 +6,8 @@ from typing import Any
 
 import pandas
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from planner import Plan, plan_from_profile
 from planner.plan.simulator import simulate_plan
@@ -21,7 +23,7 @@ LINK = 3.0
 DEVICES = tuple(Device(name=f"d{number}", kind=kind, memory_bytes=2**30) for number, kind in enumerate("aabb"))
 
 
-def known(forward: dict[str, float], backward: dict[str, float], link: float) -> Profile:
+def known(forward: dict[str, float], backward: dict[str, float], link: float, parameter_bytes: int = 64) -> Profile:
     """Of eight unlike layers on two kinds of device, whose seconds are so many times the true ones."""
     rows = {
         (kind, size): [
@@ -37,7 +39,7 @@ def known(forward: dict[str, float], backward: dict[str, float], link: float) ->
         for size in (1, 4)
     }
     links = (Link(latency_s=1e-5 * link, bytes_per_s=1e8 / link),)
-    return build_profile(rows, parameters=[(64, True)] * 8, readers=[[k] for k in range(8)], links=links)
+    return build_profile(rows, parameters=[(parameter_bytes, True)] * 8, readers=[[k] for k in range(8)], links=links)
 
 
 ONES = {"a": 1.0, "b": 1.0}
@@ -134,6 +136,8 @@ def test_what_cannot_be_used_is_refused() -> None:
         plan.refined(seen.drop(columns="what"))
     with pytest.raises(ArgumentError, match="no pass of any stage"):
         plan.refined(seen.assign(measured=float("nan")))
+    with pytest.raises(ArgumentError, match="no pass of any stage"):  # an OverflowError
+        plan.refined(seen.assign(measured=[10**400] * len(seen)))
     for stage in (-1, 0.5, float("nan"), "0"):  # a stage of -1 was the last one, the others ended in a TypeError
         with pytest.raises(ArgumentError, match="stages are counted from 0"):
             plan.refined(seen.assign(stage=stage))
@@ -158,6 +162,30 @@ def test_a_plan_like_itself_is_searched() -> None:
         found = plan.refined(frame(plan, lambda *_: 1.0))
         assert found.plan.replicas == plan.replicas
         assert found.plan.prediction.step_s <= plan.prediction.step_s * (1 + 1e-9)
+
+
+@given(
+    st.sampled_from([1, 2]),
+    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.lists(st.floats(0.1, 10.0), min_size=6, max_size=6),
+    st.floats(0.1, 10.0),
+)
+def test_the_same_plan_takes_what_was_measured(
+    replicas: int, schedule: str, factors: list[float], whole: float
+) -> None:
+    """Two replicas' all-reduce was scaled in the new plan alone: the same cuts promised 22 % less."""
+    cuts = {"cut_at": ["blocks.2.in", "blocks.5.in", "blocks.6.in"], "stages": 4, "micro_batches": 4}
+    settings: Any = {"replicas": replicas, "recompute": "never", "micro_batches_per_stage": 1, **cuts}
+    settings |= {"schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1}
+    right = known(ONES, ONES, 1.0, parameter_bytes=2_000_000)
+    cluster = Cluster(devices=DEVICES[:2] * 4, link=right.links[0])
+    plan = plan_from_profile(right, cluster, batch_size=16, **settings)
+    seen = frame(plan, lambda stage, what: factors[4 if what.startswith("send") else stage])
+    whole_s = simulate_plan(plan).makespan_s
+    rows = [*seen.itertuples(index=False), (-1, "makespan_s", whole_s, whole_s * whole)]
+    found = plan.refined(pandas.DataFrame(rows, columns=seen.columns), right, cluster, **settings)
+    assert found.plan.prediction.step_s == pytest.approx(found.now_s, rel=1e-9)
+    assert found.gain == pytest.approx(0.0, abs=1e-9)
 
 
 def test_what_passes_do_not_explain_is_in_the_mended_step() -> None:

@@ -1,6 +1,8 @@
 """Parameters and buffers that a model reads from somewhere else than the module that has them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,6 +66,18 @@ def in_a_region(model: Holding, x: Tensor) -> Tensor:
     return x @ model.weight + y
 
 
+class Recurrent(nn.Module):
+    """Its first state is made where its input is."""
+
+    def __init__(self, network: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.network, self.last = network(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.network(x[None])[0][0])
+        return y
+
+
 KINDS = [from_a_dict, from_a_list, from_a_helper, a_buffer, in_a_region]
 
 
@@ -115,3 +129,35 @@ def test_sparse_buffers(used: bool) -> None:
     pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
     pipe.step(X, target=TARGET)
     assert model.second.weight.grad is not None
+
+
+class Making(nn.Module):
+    """It makes a tensor where its input is, in a region of the forward pass or not."""
+
+    def __init__(self, region: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with self.region():
+            made = torch.ones(x.shape[0], 4, device=x.device) * 2
+        y: Tensor = self.last(x + made)
+        return y
+
+
+REGIONS: list[Callable[[], Any]] = [
+    nullcontext,
+    torch.no_grad,
+    lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    torch.enable_grad,
+]
+
+
+@pytest.mark.parametrize("build", [*(partial(Making, region) for region in REGIONS), partial(Recurrent, nn.GRU)])
+def test_a_plan_belongs_to_a_model_on_any_device(build: Callable[[], nn.Module]) -> None:
+    """What made a tensor named its device, so that a plan of a model on the meta device was no plan of the real one."""
+    with torch.device("meta"):
+        on_meta = trace(build(), X.to("meta"))
+    assert on_meta.fingerprint == trace(build(), X).fingerprint

@@ -91,6 +91,21 @@ def test_a_host_computes_with_them_where_they_are() -> None:
     assert before == {name: held.data_ptr() for name, held in sequence.parameters.items()}
 
 
+@pytest.mark.parametrize("room_bytes", [None, 0, 2**30])
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_pool_takes_no_more_than_it_says(twice: bool, room_bytes: int | None) -> None:
+    """Weights of a network that two layers call are there twice, and were left out of the room once."""
+    with torch.device("meta"):
+        sequence = trace(Network("LSTM", twice=twice), torch.empty(SAMPLES, STEPS, FEATURES))
+    pool = ParameterPool(sequence, torch.device("cpu"), room_bytes)
+    for layer in sequence.layers:
+        pool.hold(range(layer.index, layer.index + 1))
+    tensors = [held for kept in pool._held.values() for held in kept.values()]
+    storages = [tensor.untyped_storage() for held in tensors for tensor in (held, held.grad) if tensor is not None]
+    taken_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    assert 0 < taken_bytes <= pool.capacity_bytes
+
+
 @pytest.mark.parametrize(("room_bytes", "laid"), [(None, 1), (0, 0)])
 def test_a_pool_lays_them_together_where_all_layers_fit(room_bytes: int | None, laid: int, calls: Calls) -> None:
     """Else layers take turns in one block, in which they cannot begin a memory of their own."""

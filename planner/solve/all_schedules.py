@@ -8,8 +8,9 @@
 Where orders are made for each plan, the best one of 1F1B is a start (`planner.solve.order_start`).
 
 Each looks for nothing that is slower than the best plan so far. Time that is given is shared equally among the families
-that are left. Where a batch is so large that some numbers of micro-batches were left out (`planner.solve.counts`),
-those beside the best plan's come last.
+that are left. One that has found no plan when its share is over leaves it to the next; if none has any in the end, that
+which needs least memory is looked for however late it is. Where a batch is so large that some numbers of micro-batches
+were left out (`planner.solve.counts`), those beside the best plan's come last.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from planner.solve.many_devices import balance_any
 from planner.solve.order_start import with_own_orders
 from planner.solve.other_counts import promising
 from planner.solve.problem import Candidate, Problem
+from planner.solve.work_bound import least_s
 
 SHARE_OF_START, TIME_OF_START = 0.25, 0.5
 """Of the usual patience, and of a time limit, that the search for a plan to start from has [chosen: with 64 devices and
@@ -48,17 +50,29 @@ def balance_of_all(problem: Problem) -> Balance | None:
     """
     deadline = Deadline(problem.settings.time_limit_s)
     best: Balance | None = None
+    unsettled_s = np.inf  # what no plan is below of families that ended without one when their time was over
     every = [*families(problem)]
     for number, family in enumerate(every):
         plain = is_plain(family[0].settings)
         start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
         shared = [_with_share(one, deadline, len(every) - number) for one in family]
+        own = Deadline(shared[0].settings.time_limit_s)
         done_s = np.inf if best is None else best.lower_bound_s
         last = number == len(every) - 1
+        if not last and problem.settings.time_limit_s is not None:
+            shared = [replace(one, dispensable=True) for one in shared]
         with besides(done_s if last else 0.0), nullcontext() if last else others_follow():
             best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best, start=start)
+        if best is None and own.over:
+            unsettled_s = min(unsettled_s, *map(least_s, shared))
     if best is None:
-        return None
+        late = next((family[0] for family in every[:-1] if is_plain(family[0].settings)), None)
+        if late is None or problem.dispensable or unsettled_s == np.inf:
+            return None
+        best = balance_any(_with_share(late, deadline, 1))
+        if best is None:
+            return None
+    best = replace(best, lower_bound_s=min(best.lower_bound_s, unsettled_s))
     with besides(best.lower_bound_s):
         return _with_counts_beside(problem, best, deadline)
 

@@ -257,8 +257,9 @@ class _Balancer:
             return
         while parts := part.parts(self._problem):
             part = min(parts, key=lambda one: one.bound_s(self._problem))
+        had_time = not self._deadline.over
         self._take(part, self._dive(part))
-        if self._best is not None:
+        if self._best is not None or (had_time and self._deadline.over):
             self._queue.push(entry.bound_s, entry.part, bounded=entry.bounded)
             return
         too_late = self._problem.dispensable and search.listing_s > self._deadline.left_s
@@ -280,10 +281,14 @@ class _Balancer:
     def _dive(self, part: Part) -> Balance | None:
         """A plan of one of the smallest parts, found quickly."""
         if part not in self._plans:
+            had_time = not self._deadline.over
             search = self._alone(part, 0)
-            self._plans[part] = search.first(part.bound_s(self._problem))
+            plan = search.first(part.bound_s(self._problem))
             self._in_vain_s += search.spent_s
             self._large |= search.spent_s > LARGE_S
+            if plan is None and had_time and self._deadline.over:
+                return None  # it was cut off, and may be looked at again
+            self._plans[part] = plan
         return self._plans[part]
 
     def _search(self, entry: Waiting) -> None:
@@ -329,9 +334,13 @@ class _Balancer:
         return CandidateSearch(part.problem(self._problem), part.candidate, Limits.at(1), self._budget, self._deadline)
 
     def _alone(self, part: Part, level: int) -> CandidateSearch:
-        """One that depends on the part alone; without any plan there is nothing to return, however late it is."""
+        """One that depends on the part alone; without any plan there is nothing to return, however late it is.
+
+        One that is begun in time ends when time is up: what needs least memory is then looked at.
+        """
         limits = Limits.at(level)
         heeds = self._best is not None or self._reached is not None or self._problem.dispensable
+        heeds |= not self._deadline.over
         deadline = self._deadline if heeds else Deadline(None, heeds_interrupt=False)
         return CandidateSearch(part.problem(self._problem), part.candidate, limits, limits.segments(), deadline)
 

@@ -32,6 +32,7 @@ from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.order_start import with_own_orders
 from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
+from planner.solve.work_bound import least_s as least_of_all_s
 from profiler.text import counted
 
 PROBES, PROBE_ROUNDS, PROBES_CLIMBED = 12, 3, 2
@@ -122,6 +123,9 @@ class _Search:
         for problem in problems:
             self._begin_with(problem, start)
             for candidate in problem.candidates():
+                if self._deadline.over and self._queue and (problem.dispensable or self._best is not None):
+                    self._lower_s = min(self._lower_s, least_of_all_s(problem))
+                    break
                 ranks = _most_ranks(problem, candidate)
                 if ranks:
                     self._push(problem, replace(candidate, ring=Ring(ranks, problem.settings.chunks)))

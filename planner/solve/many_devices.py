@@ -46,11 +46,11 @@ def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | N
         small = balance(_merged(problem, groups, min))
     plans = [] if small is None else [*_on_members(problem, small, groups)]
     if all(len({one.device.kind for one in group}) == 1 for group in groups):
-        large = balance(_merged(problem, groups, max))
-        if large is None:
+        large = balance(replace(_merged(problem, groups, max), dispensable=problem.dispensable or bool(plans)))
+        if large is None and not plans:
             return reached
-        lower_bound_s = large.lower_bound_s
-        plans += _on_members(problem, large, groups)
+        lower_bound_s = least_s(problem) if large is None else large.lower_bound_s
+        plans += [] if large is None else _on_members(problem, large, groups)
     else:
         lower_bound_s = least_s(problem)
     best: Balance | None = None

@@ -13,6 +13,8 @@ from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.search import search
 from planner.plan.schedules import ScheduleName
 from planner.settings import SettingKeywords
+from planner.solve import all_schedules, chunk_search
+from planner.solve.all_schedules import balance_of_all
 from planner.solve.balancer import balance
 from planner.solve.candidate_search import CandidateSearch, first_balance
 from planner.solve.chunk_search import PROBE_ROUNDS, PROBES, chunk_balance
@@ -143,3 +145,82 @@ def test_not_even_whether_anything_fits_is_found_out_late(profile_of, device, mo
     assert balance(problem) is None
     assert listed
     assert 0.0 < listed[0].listing_s < 0.1
+
+
+ROWS = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 12 for size in (1, 8)}
+LIMIT_S = 0.3
+
+
+@pytest.fixture
+def asked(profile_of, device):
+    """A problem of all schedules with a limit of time."""
+    profile = profile_of(ROWS, links=(Link(latency_s=0.0, bytes_per_s=1e6),), weights=[(0.5, 4)] * 12)
+    settings: SettingKeywords = {"time_limit_s": LIMIT_S}
+    return make_problem(profile, [device()] * 4, batch_size=32, optimizer=None, settings=settings)
+
+
+@pytest.fixture
+def left_s(monkeypatch):
+    """Seconds that each search for a first plan had left; one that has a limit uses it up and finds nothing."""
+    seen, first = [], CandidateSearch.first
+
+    def slow(self, bound_s):
+        seen.append(self._deadline.left_s)
+        if seen[-1] == np.inf:
+            return first(self, bound_s)
+        time.sleep(seen[-1])
+        return None
+
+    monkeypatch.setattr(CandidateSearch, "first", slow)
+    return seen
+
+
+def test_a_first_plan_is_looked_for_until_time_is_up_and_then_where_little_memory_is_needed(asked, left_s):
+    """One search for it, begun in time, went on for 80 s beyond a limit of 5 s, in a part that needs much."""
+    assert balance(plain := replace(asked, settings=replace(asked.settings, schedules=("1f1b",)))) is not None
+    assert left_s[0] <= LIMIT_S
+    assert left_s[-1] == np.inf
+    left_s.clear()
+    assert balance(replace(plain, dispensable=True)) is None
+    assert max(left_s) <= LIMIT_S
+
+
+def test_a_family_without_a_plan_leaves_it_to_the_next(asked, left_s):
+    """It went on for 16 s beyond a limit of 2 s, for a plan that the next one had; and no bound forgets it."""
+    found = balance_of_all(asked)
+    assert found is not None
+    assert max(left_s) <= LIMIT_S
+    best = balance_of_all(replace(asked, settings=replace(asked.settings, time_limit_s=None)))
+    assert best is not None
+    assert found.lower_bound_s <= best.step_s <= found.step_s
+
+
+def test_if_none_has_a_plan_the_first_one_that_fits_is_taken(asked, left_s, monkeypatch):
+    monkeypatch.setattr(all_schedules, "chunk_balance", lambda *_, **__: None)
+    found = balance_of_all(asked)
+    assert found is not None
+    assert left_s[-1] == np.inf
+    assert balance_of_all(replace(asked, dispensable=True)) is None
+
+
+@pytest.mark.parametrize("schedule", ["zb", "interleaved"])
+def test_candidates_are_not_listed_when_time_is_up(profile_of, device, monkeypatch, schedule):
+    """On several hosts all of them were, three times, which took 6 s of a limit of 1 s."""
+    profile = profile_of(ROWS, links=(Link(latency_s=0.0, bytes_per_s=1e6),), weights=[(0.5, 4)] * 12)
+    settings: SettingKeywords = {"schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1}
+    problem = make_problem(profile, [device()] * 4, batch_size=128, optimizer=None, settings=settings)
+    best = chunk_balance(problem)
+    reached = balance(replace(problem, settings=replace(problem.settings, schedules=("1f1b",), chunks=1)))
+    listed, plans_of = [], chunk_search.plans_of
+
+    def noted(*given):
+        listed.append(given)
+        return plans_of(*given)
+
+    monkeypatch.setattr(chunk_search, "plans_of", noted)
+    late = replace(problem, settings=replace(problem.settings, time_limit_s=1e-9))
+    found = chunk_balance(late, reached=reached)
+    assert best is not None
+    assert found is not None
+    assert len(listed) < 8 < len([*problem.candidates()])
+    assert found.lower_bound_s <= min(best.step_s, found.step_s)

@@ -344,14 +344,12 @@ def nothing_fits_text(problem: Problem) -> str:
     rank = max(range(plans.ranks), key=lambda rank: plans.over_bytes(rank, stops, classes))
     device = problem.classes[classes[rank]].device
     more = plans.over_bytes(rank, stops, classes)
-    chunks, fewer = f"{problem.settings.chunks} chunks a rank", "Try fewer chunks"
+    chunks = f"{problem.settings.chunks} chunks a rank"
     if problem.settings.chunks == 1:
-        chunks, fewer = f"schedule {' or '.join(map(repr, problem.settings.schedules))}", "Try another schedule"
+        chunks = f"schedule {' or '.join(map(repr, problem.settings.schedules))}"
     return (
         f"no plan with {chunks} was found that fits the memory. The nearest one has "
         f"{plans.ranks} ranks and M = {counted(plans.candidate.split.count, 'micro-batch')}; its rank {rank} needs "
         f"{bytes_text(device.memory_bytes + more)} and device {device.name} ({device.kind}) has "
-        f"{bytes_text(device.memory_bytes)}: {more} bytes ({bytes_text(more)}) too many. {fewer}"
-        + ("" if problem.settings.recompute == "auto" else ', recompute="auto"')
-        + ", more devices or a smaller batch"
+        f"{bytes_text(device.memory_bytes)}: {more} bytes ({bytes_text(more)}) too many"
     )

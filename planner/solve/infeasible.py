@@ -70,6 +70,21 @@ def nothing_fits_text(problem: Problem) -> str:
     )
 
 
+def lean_cures_text(problem: Problem) -> str:
+    """What would help a problem of schedules that keep more: those that keep least, if need be with a cure.
+
+    Args:
+        problem: with one chunk a rank.
+    """
+    deadline, names = Deadline(MOST_CURES_S), _lean_schedules()
+    plain = [_with(problem, replace(problem.settings, schedules=(name,))) for name in names]
+    fitting = [name for name, one in zip(names, plain, strict=True) if _fits(one, deadline)]
+    if fitting:
+        return f'What would help: schedule="{fitting[0]}"'
+    text = _cures_text([*_cures(plain[0], deadline)], out_of_time=deadline.over)
+    return f'Nor does any with schedule="{names[0]}" fit; with it, {text[0].lower()}{text[1:]}'
+
+
 def _cures_text(cures: Sequence[str], *, out_of_time: bool) -> str:
     untried = f"; there was no time to try all cures ({MOST_CURES_S:.0f} s)" if out_of_time else ""
     if cures:

@@ -62,6 +62,37 @@ def test_every_cure_works_and_none_that_does_is_left_out(profile, device, limit,
             refusal(profile, [device("a", limit)] * count, **{**given, **change})
 
 
+@pytest.mark.parametrize("limit", [150, 500, 700, 900, 1100])
+@pytest.mark.parametrize("recompute", ["auto", "never"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb", 1), ("interleaved", 2)])
+def test_cures_of_schedules_that_keep_more_work(profile_of, device, limit, recompute, schedule, chunks):
+    """Another schedule, more devices and a smaller batch were advised, which nobody had tried."""
+    profile = profile_of(
+        {("a", size): [[size * value for value in ROW]] * LAYERS for size in (1, 16)},
+        parameters=[(64, True)] * LAYERS,
+        readers=[(layer,) for layer in range(LAYERS)],
+        optimizer=(0.001, 2.0),
+        weights=[(0.5, 4)] * LAYERS,
+    )
+    given = {"batch_size": 32, "recompute": recompute}
+    try:
+        plan_from_profile(profile, [device("a", limit)] * 2, schedule=schedule, chunks=chunks, **given)
+        return
+    except InfeasibleError as problem:
+        text = str(problem)
+    named = [(setting, found) for cure, setting in CURES.items() if (found := re.search(cure, text))]
+    assert named
+    given |= {"schedule": "1f1b"}
+    for setting, found in named:
+        change = setting(int(found[1]) if found.groups() else None)
+        count = change.pop("devices", 2)
+        lean = 'Nor does any with schedule="1f1b"' in text
+        if change == {"schedule": "1f1b"} and lean:
+            refusal(profile, [device("a", limit)] * count, **given)
+        else:
+            plan_from_profile(profile, [device("a", limit)] * count, **{**given, **change})
+
+
 def test_the_stage_overflows_by_what_it_needs_more(profile, device):
     """With that many bytes more it fits, and with one byte less it does not."""
     asked: dict[str, Any] = {"batch_size": 16, "recompute": "never", "stages": 2, "micro_batches": 16}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from executor.batch.calls import Call, Calls
 from executor.batch.feed import Feed
-from executor.batch.modes import refuse_other_modes, refuse_unscaled
+from executor.batch.modes import held_parameters, refuse_assigned, refuse_other_modes, refuse_unscaled
 from executor.carrier import Carrier
 from executor.checkpoints.run_identity import Run
 from executor.first_step import compared
@@ -179,6 +179,10 @@ class Pipeline:
             if not held.requires_grad
         ]
         trained = {name: own for name, own in self._placement.named_parameters().items() if own.requires_grad}
+        own_ones = {name: own for name, own in self.named_parameters() if originals.get(name) is own}
+        self._in_the_model = held_parameters(self._model, own_ones)
+        read = {name: originals[name] for name in self._sequence.parameters if name in originals}
+        self._in_the_comparison = held_parameters(self._model, read)
         self._replaced = {name: originals[name] for name, own in trained.items() if originals.get(name, own) is not own}
         if self._replaced:
             before_each_step(self, lambda pipe, optimizer: refuse_replaced(optimizer, pipe._replaced))
@@ -318,6 +322,7 @@ class Pipeline:
             given = {**given, "accumulate": str(accumulate)}
         with self.watch.call(Phase.PREPARATION, given):
             refuse_other_modes(self.plan, self._devices.values(), self._frozen)
+            refuse_assigned(self._in_the_model)
             call = self._feed.call("step", args, kwargs, target, training=True)
             refuse_lost_hooks(self._placement)
             self._placement.round_masters()
@@ -341,9 +346,11 @@ class Pipeline:
     def _compare_first_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
         """In the one process that is always given all data."""
         if self._compares and self.rank == 0:
+            refuse_assigned(self._in_the_comparison)
             batch = self._calls.first_micro_batch(self._calls.understood(args, kwargs, target, training=True))
             self.first_step = compared(self._computing, self._modes, self.plan, batch, self._loss_fn)
         self._compares = False
+        self._in_the_comparison = []
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The mean loss of a batch in evaluation mode: no dropout, batch normalization by running statistics.
@@ -398,6 +405,7 @@ class Pipeline:
     def _called(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         """A call in evaluation mode, before it is carried out."""
         refuse_other_modes(self.plan, self._devices.values(), self._frozen)
+        refuse_assigned(self._in_the_model)
         call = self._feed.call(kind, args, kwargs, target, training=False)
         self._placement.round_masters()
         return call

@@ -1,8 +1,9 @@
-"""What surrounds a call of a pipeline: autocast, frozen parameters and a scaler have to be as planned."""
+"""What surrounds a call of a pipeline: autocast, parameters and a scaler have to be as planned."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from executor.layout import Layout
 from planner.plan.plan import Plan
 from profiler.errors import ArgumentError
 from profiler.precision import recipe_of
-from profiler.text import are
+from profiler.text import are, counted
+from profiler.torch_private import storage_of
 
 
 def refuse_other_modes(
@@ -41,6 +43,45 @@ def refuse_other_modes(
             f"of the parameters that were frozen when the pipeline was constructed, {len(thawed)} "
             f"{are(len(thawed))} not any more, such as {thawed[0]}, and would get no gradient; plan "
             "again for the model as it is, and construct anew"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParameter:
+    """Where a model holds a parameter, and which it was when the pipeline was constructed."""
+
+    name: str
+    module: nn.Module
+    own_name: str
+    parameter: nn.Parameter
+
+
+def held_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[HeldParameter]:
+    """Of a model's parameters, by their names in it."""
+    found = []
+    for name, parameter in parameters.items():
+        path, _, own_name = name.rpartition(".")
+        found.append(HeldParameter(name, model.get_submodule(path), own_name, parameter))
+    return found
+
+
+def refuse_assigned(held: Iterable[HeldParameter]) -> None:
+    """Refuse a model that holds other parameters by now, on other memory: the pipeline goes on with those it had.
+
+    Raises:
+        ArgumentError: naming one of them.
+    """
+    assigned = []
+    for place in held:
+        now = place.module._parameters.get(place.own_name)
+        if now is not None and now is not place.parameter and storage_of(now) != storage_of(place.parameter):
+            assigned.append(place.name)
+    if assigned:
+        raise ArgumentError(
+            f"since the pipeline was constructed, {counted(len(assigned), 'parameter')} of the model, such as "
+            f"{assigned[0]}, {'was' if len(assigned) == 1 else 'were'} replaced by others, as "
+            "load_state_dict(..., assign=True) does, and the pipeline computes with those that it had; load before "
+            "constructing it, or without assign=True"
         )
 
 

@@ -5,18 +5,23 @@ and every process. As its initializer counts, in this order: what the caller pas
 module around it that has one (Hugging Face models); its own `reset_parameters` or `_reset_parameters`, as torch's own
 modules have. After it come those of the modules around it, from the inside out, as where a model is built: GPT-2's
 attention scales down the weights of its output projection. A checkpoint that is loaded afterwards replaces the values.
+
+A module that is parametrized (`torch.nn.utils.parametrizations.weight_norm`) is initialized as it was before: its
+initializer fills the weight, and what the parametrization computes that from follows, as when it was registered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from executor.run.randomness import key, seed_all
 from profiler.errors import ArgumentError
@@ -39,6 +44,7 @@ def materialized(
         model: some of its tensors have no values.
         wanted: names of parameters and buffers, and the devices on which each is wanted.
         initialize: fills the parameters and buffers of the one module that it is called with, not of its children.
+            A parametrized module comes as it was before.
             What it leaves of the persistent ones is NaN, or 0, for a checkpoint to fill; all else left is an error.
         seed: of the random numbers.
 
@@ -51,7 +57,7 @@ def materialized(
         module = model.get_submodule(path)
         for device in sorted({device for name in names.values() for device in wanted[name]}, key=str):
             twin = _twin(module, device)
-            empty = {own: getattr(twin, own) for own in names}
+            empty = {own: getattr(twin, own) for own in names if hasattr(twin, own)}
             versions = {own: tensor._version for own, tensor in empty.items()}
             with preserved([device]), torch.no_grad():
                 seed_all(generators_of(device), key(seed, 0, 0, _number(path)))
@@ -59,10 +65,11 @@ def materialized(
                     initialize(twin)
                 else:
                     _initialize(model, path, twin, living)
+                originals = dict(_originals(module, path, twin))
             for own, name in names.items():
                 if device in wanted[name]:
-                    value = getattr(twin, own)
-                    untouched = value is empty[own] and value._version == versions[own]
+                    value = originals[own] if own in originals else getattr(twin, own)
+                    untouched = own in empty and value is empty[own] and value._version == versions[own]
                     to_load = initialize is not None and own not in not_persistent_buffers(module)
                     if _is_empty(value, untouched) and not to_load:
                         raise _unfilled(own, path)
@@ -90,20 +97,94 @@ def _by_module(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[st
                 f"the model is on the meta device and computes with the constant {name}, which has no values there; "
                 "register it as a buffer of a module that fills it in reset_parameters"
             )
-        path, _, own = first[identity[name]].rpartition(".")
+        path, own = _place(model, first[identity[name]])
         grouped.setdefault(path, {})[own] = name
     return grouped
 
 
+_PARAMETRIZATIONS = "parametrizations"  # the child of a parametrized module that holds what it computes tensors from
+
+
+def _place(model: nn.Module, name: str) -> tuple[str, str]:
+    """The path of the module that fills a tensor, and the name there: a parametrized one fills the originals, too."""
+    path, _, own = name.rpartition(".")
+    table, _, tensor = path.rpartition(".")
+    outer, _, child = table.rpartition(".")
+    if child == _PARAMETRIZATIONS and parametrize.is_parametrized(model.get_submodule(outer), tensor):
+        return outer, f"{child}.{tensor}.{own}"
+    return path, own
+
+
 def _twin(module: nn.Module, device: torch.device) -> nn.Module:
     """The module with tensors of its own on the device, NaN where they can be; children stay as they are."""
-    twin = copy.copy(module)
+    twin = _copied(module)
     twin._parameters = {
         name: None if held is None else nn.Parameter(_empty(held, device), requires_grad=held.requires_grad)
-        for name, held in module._parameters.items()
+        for name, held in twin._parameters.items()
     }
-    twin._buffers = {name: None if held is None else _empty(held, device) for name, held in module._buffers.items()}
+    twin._buffers = {name: None if held is None else _empty(held, device) for name, held in twin._buffers.items()}
     return twin
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A shallow copy; of a parametrized module, which torch lets nobody copy, one as it was before."""
+    if not parametrize.is_parametrized(module):
+        return copy.copy(module)
+    plain: nn.Module = object.__new__(parametrize.type_before_parametrizations(module))
+    vars(plain).update(vars(module))
+    plain._parameters, plain._buffers = dict(module._parameters), dict(module._buffers)
+    plain._modules = {name: part for name, part in module._modules.items() if name != _PARAMETRIZATIONS}
+    for name, held in _parametrizations(module):
+        value = getattr(module, name).detach()
+        if held._parameters:
+            plain._parameters[name] = nn.Parameter(value, requires_grad=False)
+        else:
+            plain._buffers[name] = value
+    return plain
+
+
+def _parametrizations(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The names of a module's parametrized tensors, and what computes each."""
+    return getattr(module, _PARAMETRIZATIONS).named_children() if parametrize.is_parametrized(module) else iter(())
+
+
+def _originals(module: nn.Module, path: str, twin: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What parametrized tensors are computed from, now that a module's twin has values for them.
+
+    Raises:
+        ArgumentError: it does not follow from these.
+    """
+    for name, held in _parametrizations(module):
+        value: Any = getattr(twin, name).detach()
+        tensors = {
+            own: tensor for own, tensor in (*held._parameters.items(), *held._buffers.items()) if tensor is not None
+        }
+        if _is_empty(value, untouched=False):  # left for a checkpoint
+            found = {own: _empty(tensor, value.device) for own, tensor in tensors.items()}
+        else:
+            try:
+                found = _inverted(held, value)
+            except Exception as problem:
+                parts = ", ".join(type(part).__name__ for part in held.children())
+                raise ArgumentError(
+                    f"module {path!r} is on the meta device, and from values of its {name!r} nobody finds what its "
+                    f"parametrization ({parts}) computes that from: {type(problem).__name__}: {problem}; give the "
+                    "model values before it is parametrized: build it on the CPU"
+                ) from problem
+        for own, tensor in found.items():
+            yield f"{_PARAMETRIZATIONS}.{name}.{own}", tensor
+
+
+def _inverted(held: nn.Module, value: Any) -> dict[str, Tensor]:
+    """As `register_parametrization` does it: a part without `right_inverse` counts as one that changes nothing."""
+    for part in reversed([*held.children()]):
+        inverse = getattr(part, "right_inverse", None)
+        if inverse is not None:
+            with contextlib.suppress(NotImplementedError):
+                value = inverse(value)
+    if isinstance(value, Tensor):
+        return {"original": value.clone()}
+    return {f"original{number}": tensor.clone() for number, tensor in enumerate(value)}
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
@@ -130,7 +211,7 @@ def _initialize(model: nn.Module, path: str, twin: nn.Module, living: Collection
     for position, outer in enumerate(paths[1:], start=1):
         if any(name.startswith(f"{outer}." if outer else "") for name in living):
             return
-        around = copy.copy(model.get_submodule(outer))
+        around = _copied(model.get_submodule(outer))
         around._modules = {**around._modules, parts[-position]: twin}
         twin = around
         then = _initializer_of(model, paths[position:], twin)

@@ -16,7 +16,23 @@ def as_in_training() -> Iterator[None]:
 
     A caller's `torch.no_grad`, `torch.inference_mode` or `torch.autocast` would give times of backward passes that
     do nothing, or bytes of another dtype.
+
+    Autocast regions of the model's own cast a weight at each use, as that around the sequence does: torch keeps the
+    casts of leaves within a region, and so adds the gradients of their uses up in the lower precision. But which values
+    are leaves depends on where the model is cut. A region that says `cache_enabled=True` itself keeps them.
     """
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with _recording():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Within, autograd records, and there is no autocast."""
     enabled = [device_type for device_type in BACKENDS if torch.is_autocast_enabled(device_type)]
     if torch.is_grad_enabled() and not enabled and not torch.is_inference_mode_enabled():
         try:

@@ -300,9 +300,12 @@ class OpaqueCall:
         """The output as it was when traced: its shape, its dtype, dense in memory, and with a gradient."""
         expected = kind.shape_at(size)
         if tuple(output.shape) != expected or output.dtype != kind.dtype:
+            kinds = " and ".join(
+                ["shape"] * (tuple(output.shape) != expected) + ["dtype"] * (output.dtype != kind.dtype)
+            )
             self._refuse(
                 f"it returns {list(output.shape)} of {output.dtype} for {counted(size, 'sample')}, when traced it was "
-                f"{list(expected)} of {kind.dtype}; give it results of one shape"
+                f"{list(expected)} of {kind.dtype}; give it results of one {kinds}"
             )
         output = output.contiguous()
         if carries and not output.requires_grad and can_carry(output):

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import device_of_first
 from profiler.observe.draws import has_foreign_backward
+from profiler.observe.libraries import Libraries
 from profiler.observe.named_functions import SEPARATOR, function_named
 from profiler.opaque.call import OpaqueCall, OwnDevice, Slot
 from profiler.opaque.called_functions import CalledFunction, content_of, handed_on
@@ -71,6 +72,7 @@ class OpaqueCalls:
         self._held = [Held(path, module) for path, module in called.values()]
         self._sizes = sizes
         self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # export puts fake ones there
+        self._libraries = Libraries.now()  # an export switches them off
         self._sites: list[OpaqueCall] = []
         self._made = 0  # calls in the present run of the model; a second run makes the same calls
 
@@ -129,7 +131,8 @@ class OpaqueCalls:
         template = [_template(held, leaf, order) for leaf in leaves]
         taken = [TakenTensor(tuple(t.shape), t.dtype, t.requires_grad, t.device) for t in tensors]
         call = RehearsedCall(held, template, tree, taken, numbers, self._others(held))
-        signature, cost = rehearse(call, self._sizes)
+        with self._libraries.in_use():
+            signature, cost = rehearse(call, self._sizes)
         return OpaqueCall(held, sum(call.path == held.path for call in self._sites), signature, cost)
 
     def _others(self, held: Held) -> dict[str, Tensor]:

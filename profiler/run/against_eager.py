@@ -5,7 +5,9 @@ Python) is a constant of the graph, and a graph cannot know. So both are run on 
 rounding is told, with the first layer in which the forward passes part.
 
 How far rounding alone may carry a model depends on the model: where the difference is not obviously rounding, the
-model's parameters are moved by the last bit of what it computes in, and what that changes is the measure.
+model's parameters are moved by the last bit of what it computes in, and what that changes is the measure. A model with
+autocast regions of its own computes in lower precision there and nowhere else, and casts alike in both runs: what
+remains may be what a last bit of that precision changes, and not many times as much.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from profiler.errors import UnfaithfulTraceError
 from profiler.observe.ambient import as_in_training
@@ -33,6 +35,7 @@ from profiler.run.stage_function import StageFunction
 from profiler.sample_spec import TensorLeaf
 from profiler.torch_private import NormBase
 from profiler.tracing.export import autocasting
+from profiler.tracing.regions import autocast_dtypes
 from profiler.tracing.sample import arguments_of, torch_dtype
 from profiler.tracing.sequence import LayerSequence
 
@@ -124,11 +127,13 @@ class Trial:
             if worst(found).relative <= ROUNDING:
                 return worst(found)
             rounding = self._rounding(expected)
-            beyond = {
-                where: relative
-                for where, relative in found.items()
-                if relative > max(ROUNDING, TIMES_ROUNDING * rounding.get(where, 0.0))
-            }
+            explained = {where: max(ROUNDING, TIMES_ROUNDING * relative) for where, relative in rounding.items()}
+            lower = max(self._dtypes_of_regions(), key=_last_bit, default=None)
+            if lower is not None:
+                for where, relative in self._rounding(expected, at_least=_last_bit(lower)).items():
+                    rounding[where] = max(relative, rounding[where])
+                    explained[where] = max(relative, explained[where])
+            beyond = {where: relative for where, relative in found.items() if relative > explained.get(where, ROUNDING)}
             if not beyond:
                 return worst(found)
             most = worst(beyond)
@@ -292,8 +297,19 @@ class Trial:
         owner = getattr(self.loss_fn, "__self__", self.loss_fn)
         return [self.model, owner] if isinstance(owner, nn.Module) else [self.model]
 
-    def _rounding(self, expected: Outcome) -> dict[str, float]:
-        """What the model itself changes by when each of its parameters moves by a last bit, as `differences` has it."""
+    def _dtypes_of_regions(self) -> set[torch.dtype]:
+        """In which autocast regions of the model's own let it compute."""
+        kind = self.sequence.device.type
+        roots = (getattr(layer.function, "__self__", None) for layer in self.sequence.layers)
+        return {dtype for root in roots if isinstance(root, fx.GraphModule) for dtype in autocast_dtypes(root, kind)}
+
+    def _rounding(self, expected: Outcome, at_least: float = 0.0) -> dict[str, float]:
+        """What the model itself changes by when each of its parameters moves by a last bit, as `differences` has it.
+
+        Args:
+            expected: without.
+            at_least: the last bit, if that of what the parameters are computed in is finer.
+        """
         autocast = self.sequence.sample.autocast
         parameters = [parameter for parameter in self.model.parameters() if parameter.is_floating_point()]
         kept = [parameter.data for parameter in parameters]
@@ -302,7 +318,7 @@ class Trial:
             for seed in range(2):
                 chance = torch.Generator(self.sequence.device).manual_seed(seed)
                 for parameter, before in zip(parameters, kept, strict=True):
-                    last_bit = torch.finfo(torch_dtype(autocast) if autocast else parameter.dtype).eps
+                    last_bit = max(at_least, _last_bit(torch_dtype(autocast) if autocast else parameter.dtype))
                     signs = torch.randint(0, 2, before.shape, generator=chance, device=before.device) * 2 - 1
                     parameter.data = before * (1 + last_bit * signs).to(before.dtype)
                 with self._undisturbed():
@@ -326,6 +342,10 @@ class Trial:
         return f"they part in layer {layer.index}, {modules or layer.name}" + (
             f" ({layer.source})" if layer.source else ""
         )
+
+
+def _last_bit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 _ANYWAY = "train the layers as they are: Pipeline(..., compare_first_step=False)"

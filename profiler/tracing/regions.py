@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,16 @@ def write_out_regions(root: fx.GraphModule, *, under_autocast: bool) -> None:
     if changed:
         root.graph.lint()
         root.recompile()
+
+
+def autocast_dtypes(root: fx.GraphModule, device_type: str) -> Iterator[torch.dtype]:
+    """In which the autocast regions of a graph let a kind of device compute, those inside of others included."""
+    for part in root.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if str(node.target) == _AUTOCAST:
+                kind, dtype, enabled, _ = node.args[: _position(node)]
+                if enabled and kind == device_type:
+                    yield dtype
 
 
 def _held(root: fx.GraphModule, target: str) -> Any:

@@ -359,6 +359,54 @@ def test_an_autocast_region_of_the_callers_is_refused(plan_for: Callable[..., Pl
         assert torch.equal(pipe.step(X, target=Y), expected)
 
 
+def moved(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor + 1 for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("compare", [True, False])
+def test_parameters_that_are_replaced_are_no_fault_of_the_trace(
+    plan_for: Callable[..., Plan], *, compare: bool
+) -> None:
+    """The comparison blamed the trace, and without it the pipeline went on with parameters that nobody saw."""
+    model = Small()
+    plan = two_stages(plan_for, model)
+    said = r"replaced by others, as load_state_dict\(..., assign=True\) does, .*load before constructing it, or without"
+    for steps in (0, 1):
+        pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy, compare_first_step=compare)
+        for _ in range(steps):
+            model.load_state_dict(pipe.state_dict(), assign=True)  # what it trains itself
+            model.load_state_dict(moved(model))
+            pipe.step(X, target=Y)
+        model.load_state_dict(moved(model), assign=True)
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(ArgumentError, match=said):
+                call(X, target=Y)
+        with pytest.raises(ArgumentError, match=said):
+            pipe.predict(X)
+    frozen = model.first.requires_grad_(requires_grad=False)
+    pipe = Pipeline(model, two_stages(plan_for, model), loss_fn=functional.cross_entropy, compare_first_step=compare)
+    frozen.load_state_dict(moved(frozen), assign=True)
+    with pytest.raises(ArgumentError, match=rf"first\.\w+, were {said}"):
+        pipe.step(X, target=Y)
+
+
+def test_parameters_of_a_model_on_meta_are_loaded_before(plan_for: Callable[..., Plan]) -> None:
+    """After the first step, which compares with them, a model may be given what was trained."""
+    with torch.device("meta"):
+        model = Small()
+        plan = two_stages(plan_for, model)
+    pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
+    pipe.step(X, target=Y)
+    model.load_state_dict({name: value.clone() for name, value in pipe.state_dict().items()}, assign=True)
+    pipe.step(X, target=Y)
+    with torch.device("meta"):
+        model = Small()
+    pipe = Pipeline(model, plan, loss_fn=functional.cross_entropy)
+    model.load_state_dict(Small().state_dict(), assign=True)
+    with pytest.raises(ArgumentError, match=r"such as first\.weight, were replaced by others"):
+        pipe.step(X, target=Y)
+
+
 def test_a_parameter_that_thaws_is_not_left_out_in_silence(plan_for: Callable[..., Plan]) -> None:
     """Its gradient stayed None; and an optimizer over what trains got an empty list where a stage has nothing."""
     model = Small()

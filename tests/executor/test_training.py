@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from executor import Pipeline, launch
 from planner import ArgumentError, Plan
@@ -324,6 +326,87 @@ def test_whole_numbers_without_values_are_no_zeros(plan_for: Callable[..., Plan]
     Pipeline(model, plan, loss_fn=functional.mse_loss, initialize=lambda _: None)  # a checkpoint is to fill it
     with pytest.raises(ArgumentError, match="'table' of module ''"):
         Pipeline(temporary, plan, loss_fn=functional.mse_loss, initialize=lambda _: None)
+
+
+class Parametrized(nn.Module):
+    """Weights of its own and of its children are normalized, where `kind` does so."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(16, 16))
+        self.rows = nn.Sequential(nn.Linear(16, 16), kind(nn.Linear(16, 16)))
+        self.net = kind(nn.GRU(16, 16, batch_first=True), "weight_hh_l0")
+        self.reset_parameters()
+        kind(self)
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.rows(x))[:, None].expand(-1, 3, -1)
+        found: Tensor = self.net(x)[0].mean(1) @ self.weight
+        return found
+
+
+def unchanged(module: nn.Module, name: str = "weight") -> nn.Module:
+    return module
+
+
+def fill_linear(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 0.5)
+
+
+@pytest.mark.parametrize("initialize", [None, fill_linear])
+def test_a_parametrized_model_on_meta(plan_for: Callable[..., Plan], initialize: Any) -> None:
+    """Torch lets nobody copy such a module, and the construction ended with its words about serialization."""
+    with torch.device("meta"):
+        model, bare = Parametrized(weight_norm), Parametrized(unchanged)
+    settings: Any = {"loss_fn": functional.cross_entropy, "initialize": initialize}
+    sequence = trace(model, X)
+    plain = Pipeline(bare, plan_for(trace(bare, X), batch_size=8, micro_batches=4), **settings).state_dict()
+    for cuts in ([], [2]):
+        pipe = Pipeline(model, plan_for(sequence, cuts, batch_size=8, micro_batches=4), **settings)
+        begun = {name: value.clone() for name, value in pipe.state_dict().items()}
+        for module in ("", "rows.1."):
+            assert torch.equal(begun[f"{module}parametrizations.weight.original1"], plain[f"{module}weight"])
+            norms = plain[f"{module}weight"].norm(dim=1, keepdim=True)
+            torch.testing.assert_close(begun[f"{module}parametrizations.weight.original0"], norms)
+        eager = Parametrized(weight_norm)
+        eager.load_state_dict(begun)
+        loss = functional.cross_entropy(eager(X), Y)
+        loss.backward()
+        torch.testing.assert_close(pipe.step(X, target=Y).float(), loss)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, eager.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+class Shift(nn.Module):
+    """Computes with a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(16))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.by)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x - self.by
+
+
+def test_a_parametrization_that_nobody_inverts_on_meta_is_named(plan_for: Callable[..., Plan]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        register_parametrization(model[1], "weight", Shift())
+        plan = plan_for(trace(model, X), batch_size=8, micro_batches=4)
+    with pytest.raises(ArgumentError, match=r"module '1' is on the meta device.* 'weight' .*\(Shift\).*on the CPU"):
+        Pipeline(model, plan, loss_fn=functional.cross_entropy)
 
 
 class Scaled(nn.Module):

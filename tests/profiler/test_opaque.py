@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from executor import Pipeline
@@ -471,3 +472,82 @@ def test_lines_go_through_both_points() -> None:
     assert Affine.through((2, 3), (10, 14)).at(7) == 30
     assert Affine.through((4,), (9,)).at(4) == 9
     assert Affine.through((2, 3), (10, 14)).size_for(30) == 7
+
+
+class Packs(nn.Module):
+    """Runs an LSTM on packed sequences, which no graph holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.full((len(x),), x.shape[1])
+        found, _ = self.net(pack_padded_sequence(x, lengths, batch_first=True))
+        padded: Tensor = pad_packed_sequence(found, batch_first=True)[0]
+        return padded
+
+
+class InARegion(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.inner = inner
+        self.leave = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.inner(x)
+        found: Tensor = self.leave(torch.tanh(x).float().mean(1))
+        return found
+
+
+def test_a_rehearsal_may_use_the_libraries_of_training() -> None:
+    """An export switches oneDNN off, and an LSTM under autocast returned float32 there and bfloat16 in training."""
+    torch.manual_seed(0)
+    model, x = InARegion(Packs()), torch.randn(8, 4, 8)
+    enabled = torch.backends.mkldnn.enabled
+    sequence = trace(model, x[:2], keep_together=["inner"])
+    assert torch.backends.mkldnn.enabled == enabled
+    returned = next(
+        value.dtype
+        for values, layer in zip(sequence.boundaries[1:], sequence.layers, strict=True)
+        for value in values
+        if "inner" in layer.module_paths and value.producer == layer.index
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert returned == model.inner(x).dtype
+    whole: list[Tensor] = []
+    for cuts in ([], *([cut] for cut in range(1, len(sequence)))):
+        plan = plan_for(sequence, cuts, batch_size=8, micro_batches=4)
+        pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
+        loss = pipe.step(x, target=torch.zeros(8, 8))
+        found = [loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+        whole = whole or found
+        assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+        model.zero_grad()
+
+
+class Widens(nn.Module):
+    """Returns another type once it is told so."""
+
+    dtype = torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype) if bool(x.isfinite().all()) else x
+
+
+def test_a_result_of_another_type_is_named() -> None:
+    """It was to "give it results of one shape"."""
+    model = nn.Sequential(nn.Linear(8, 8), Widens(), nn.Linear(8, 8))
+    x = torch.randn(8, 8)
+    pipe = Pipeline(
+        model,
+        plan_for(trace(model, x, keep_together=["1"]), [1], batch_size=8, micro_batches=4),
+        loss_fn=functional.mse_loss,
+        compare_first_step=False,
+    )
+    setattr(model[1], "dtype", torch.float64)  # noqa: B010 - of nn.Module mypy thinks that it holds tensors
+    with pytest.raises(ExecutionError, match=r"torch.float64 .* torch.float32; give it results of one dtype$"):
+        pipe.step(x, target=x)

@@ -105,6 +105,7 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
             facts[node] = _facts(node, values, counter)
             trained_by.update(dict.fromkeys(_newly_trained(facts, values, facts[node].writes, trained_by), node))
     _refuse_shared_writes(traced.module.graph, values, facts)
+    _correct_types(values)
     apart = _apart(facts)
     # A value that is written in place later can come to carry a gradient then, so ask at the end.
     return {
@@ -116,6 +117,18 @@ def analyse(traced: TracedGraph, spec: SampleSpec) -> dict[fx.Node, NodeFacts]:
         )
         for node, fact in facts.items()
     }
+
+
+def _correct_types(values: Mapping[fx.Node, Any]) -> None:
+    """Give the graph's values the types that they have in training.
+
+    An export switches oneDNN off, without which an LSTM in an autocast region on a CPU returns another type. What is
+    sent is sent in the type that the graph knows, so each cut would have rounded in another place.
+    """
+    for node, value in values.items():
+        known = node.meta.get("val")
+        if isinstance(known, Tensor) and isinstance(value, Tensor) and known.dtype != value.dtype:
+            node.meta["val"] = known.detach().to(value.dtype)
 
 
 def _newly_trained(

@@ -234,6 +234,45 @@ def test_autocast_and_frozen_parameters(plan_for: Callable[..., Plan]) -> None:
             torch.testing.assert_close(whole[name], parameter.grad, rtol=0.05, atol=0.01)
 
 
+class InARegion(nn.Module):
+    """An LSTM that returns bfloat16, and an operation on what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(16, 16)
+        self.net = nn.LSTM(16, 16, batch_first=True)
+        self.leave = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))[:, None].expand(-1, 3, -1)
+        with torch.autocast("cpu", torch.bfloat16):
+            x, _ = self.net(x)
+        x = torch.tanh(x)
+        found: Tensor = self.leave(torch.sin(x).float().mean(1))
+        return found
+
+
+def in_a_region(plan: Plan) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    pipe = Pipeline(InARegion(), plan, loss_fn=functional.cross_entropy, compare_first_step=False)
+    loss = pipe.step(X, target=Y).item()
+    return loss, {name: own.grad for name, own in pipe.named_parameters() if own.grad is not None}
+
+
+def test_an_lstm_in_an_autocast_region_is_sent_in_its_type(plan_for: Callable[..., Plan]) -> None:
+    """It was traced as float32, for an export switches oneDNN off; K processes rounded elsewhere than one."""
+    sequence = trace(InARegion(), X)
+    settings: Any = {"batch_size": 8, "micro_batches": 4}
+    loss, gradients = in_a_region(plan_for(sequence, **settings))
+    after = next(layer.index for layer in sequence.layers if "net" in layer.module_paths) + 1
+    if torch.backends.mkldnn.is_available():
+        assert {value.dtype for value in sequence.boundaries[after]} == {torch.bfloat16}
+    for part, own in launch(in_a_region, plan_for(sequence, [after], **settings)):
+        assert part == loss
+        assert own
+        assert all(torch.equal(gradient, gradients[name]) for name, gradient in own.items())
+
+
 class WithNorms(nn.Module):
     """Parameters, statistics and a tied weight."""
 

@@ -73,8 +73,8 @@ def refuse_assigned(held: Iterable[HeldParameter]) -> None:
     """
     assigned = []
     for place in held:
-        held_now = place.module._parameters  # of a scripted module no dict
-        now = held_now[place.own_name] if place.own_name in held_now else None
+        held_now = place.module._parameters
+        now = held_now[place.own_name] if place.own_name in held_now else None  # noqa: SIM401 - a scripted one's no dict
         if now is not None and now is not place.parameter and storage_of(now) != storage_of(place.parameter):
             assigned.append(place.name)
     if assigned:

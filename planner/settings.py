@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, TypeVar, get_args
 
-import numpy as np
-
 from planner.plan.schedules import (
     MOST_CHUNKS,
     SCHEDULES,
@@ -173,7 +171,7 @@ class Settings:
             near = meant(unknown[0], known)
             raise ArgumentError(f"there is no setting {shown(unknown[0])}{near}; there are {', '.join(known)}")
         given: dict[str, Any] = {name: value for name, value in keywords.items() if value is not None}
-        arrays = [name for name, value in given.items() if isinstance(value, np.ndarray) and name not in _OF_SEVERAL]
+        arrays = [name for name, value in given.items() if getattr(value, "ndim", 0) and name not in _OF_SEVERAL]
         if arrays:
             raise ArgumentError(f"{arrays[0]} is {shown(given[arrays[0]])}; give a single value, not an array")
         if not devices:

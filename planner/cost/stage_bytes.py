@@ -57,7 +57,7 @@ class PairBytes:
         return self.earlier[own], self.size_bytes[own]
 
     def column(self, later: int, rows: int) -> NDArray[np.float64]:
-        """The bytes with a later layer, shape (rows,)."""
+        """The bytes with a layer, shape (rows,) or more: what waits may be of a layer after it (a write in place)."""
         earlier, size_bytes = self.at(later)
         return _summed(earlier, size_bytes, rows)
 
@@ -193,7 +193,7 @@ class _Stops:
         sums = self._prelude, self._returning, self._made, self._passing
         for total, (earlier, size_bytes) in zip(sums, reads, strict=True):
             np.add.at(total, earlier, size_bytes)
-        prelude, _, made, passing = [earlier.tolist() for earlier, _ in reads]
+        prelude, _, made, passing = [earlier[earlier < last].tolist() for earlier, _ in reads]
         for layer in {last, *made, *passing}:
             _raise(self._backward, self._in_backward(layer))
         for layer in {last, *prelude}:
@@ -209,7 +209,7 @@ class _Stops:
 
     def _in_forward(self, layer: int) -> NDArray[np.float64]:
         """What is there in the layer's forward pass, in stages from each layer to it on."""
-        waiting = _from_each_on(self._own.waiting_bytes.column(layer, layer + 1))
+        waiting = _from_each_on(self._own.waiting_bytes.column(layer, layer + 1))[: layer + 1]
         more_bytes = float(self._own.forward_bytes[layer] + self._prelude[layer])
         return self._there(layer) + waiting + more_bytes
 
@@ -218,7 +218,7 @@ class _Stops:
         received = self._all_passing[layer] - self._passing[layer]
         last_bytes = self._own.last_backward_bytes[layer] + self._made[layer]
         copied = self._own.copied_bytes.column(layer, layer + 1)
-        before = np.cumsum(copied) - copied
+        before = (np.cumsum(copied) - copied)[: layer + 1]
         return self._there(layer) + before + float(min(self._own.backward_bytes[layer] - received, last_bytes))
 
     def _there(self, layer: int) -> NDArray[np.float64]:
@@ -249,7 +249,7 @@ def sums_with_pairs(own: NDArray[np.float64], pairs: PairBytes) -> NDArray[np.fl
     for layer in range(layers):
         more = pairs.column(layer, layer + 1)
         more[layer] += own[layer]
-        by_stop[layer + 1, : layer + 1] = by_stop[layer, : layer + 1] + _from_each_on(more)
+        by_stop[layer + 1, : layer + 1] = by_stop[layer, : layer + 1] + _from_each_on(more)[: layer + 1]
     return by_stop.T
 
 

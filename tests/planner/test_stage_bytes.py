@@ -45,7 +45,7 @@ def costs(draw: st.DrawFn) -> list[LayerCost]:
             repeated_bytes=repeated,
             held_bytes=held,
             forward_bytes=draw(number),
-            waiting_bytes=towards(range(layer)),
+            waiting_bytes=towards(range(LAYERS)),  # of a later layer where it writes in place
             prelude_bytes=towards(range(layer, LAYERS)),
             prelude_peak_bytes=draw(number),
             passing_bytes=passing,

@@ -99,8 +99,9 @@ def refined(
         measured: what `Pipeline.measured()` returned; columns `stage`, `what`, `predicted` and `measured`.
         profile: what the plan was made from, which a plan made in this process knows itself.
         devices: what may be used; the plan's own by default.
-        settings: see `planner.settings.SettingKeywords`; replicas, chunks, skips and the fewest micro-batches a stage
-            are the plan's own where they are not given. A limit of memory is not part of a plan: give it again.
+        settings: see `planner.settings.SettingKeywords`; replicas, skips and the fewest micro-batches a stage are the
+            plan's own where they are not given, and chunks are chosen anew where the plan has several. A limit of
+            memory is not part of a plan: give it again.
 
     Raises:
         ArgumentError: the plan does not know its profile, or the table is none of `measured()`, or of no step.

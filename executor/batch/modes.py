@@ -51,18 +51,27 @@ class HeldParameter:
     """Where a model holds a parameter, and which it was when the pipeline was constructed."""
 
     name: str
-    module: nn.Module
-    own_name: str
+    model: nn.Module
     parameter: nn.Parameter
+
+    @property
+    def now(self) -> nn.Parameter | None:
+        """The one that is there now; None where there is none any more."""
+        *path, own_name = self.name.split(".")
+        module = self.model
+        for part in path:
+            inside = module._modules
+            found = inside[part] if part in inside else None  # noqa: SIM401 - a scripted module's is no dict
+            if found is None:
+                return None
+            module = found
+        held = module._parameters
+        return held[own_name] if own_name in held else None  # noqa: SIM401 - likewise
 
 
 def held_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[HeldParameter]:
     """Of a model's parameters, by their names in it."""
-    found = []
-    for name, parameter in parameters.items():
-        path, _, own_name = name.rpartition(".")
-        found.append(HeldParameter(name, model.get_submodule(path), own_name, parameter))
-    return found
+    return [HeldParameter(name, model, parameter) for name, parameter in parameters.items()]
 
 
 def refuse_assigned(held: Iterable[HeldParameter]) -> None:
@@ -73,16 +82,15 @@ def refuse_assigned(held: Iterable[HeldParameter]) -> None:
     """
     assigned = []
     for place in held:
-        held_now = place.module._parameters
-        now = held_now[place.own_name] if place.own_name in held_now else None  # noqa: SIM401 - a scripted one's no dict
+        now = place.now
         if now is not None and now is not place.parameter and storage_of(now) != storage_of(place.parameter):
             assigned.append(place.name)
     if assigned:
         raise ArgumentError(
             f"since the pipeline was constructed, {counted(len(assigned), 'parameter')} of the model, such as "
             f"{assigned[0]}, {'was' if len(assigned) == 1 else 'were'} replaced by others, as "
-            "load_state_dict(..., assign=True) does, and the pipeline computes with those that it had; load before "
-            "constructing it, or without assign=True"
+            "load_state_dict(..., assign=True) does, or another module in its place; the pipeline computes with those "
+            "that it had: change the model and load before constructing it, or without assign=True"
         )
 
 

@@ -52,6 +52,8 @@ def balance_of_all(problem: Problem) -> Balance | None:
     best: Balance | None = None
     unsettled_s = np.inf  # what no plan is below of families that ended without one when their time was over
     every = [*families(problem)]
+    late = next((family[0] for family in every if is_plain(family[0].settings)), None)
+    waits = problem.settings.time_limit_s is not None and late is not None and len(every) > 1
     for number, family in enumerate(every):
         plain = is_plain(family[0].settings)
         start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
@@ -59,15 +61,14 @@ def balance_of_all(problem: Problem) -> Balance | None:
         own = Deadline(shared[0].settings.time_limit_s)
         done_s = np.inf if best is None else best.lower_bound_s
         last = number == len(every) - 1
-        if not last and problem.settings.time_limit_s is not None:
+        if waits:
             shared = [replace(one, dispensable=True) for one in shared]
         with besides(done_s if last else 0.0), nullcontext() if last else others_follow():
             best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best, start=start)
         if best is None and own.over:
             unsettled_s = min(unsettled_s, *map(least_s, shared))
     if best is None:
-        late = next((family[0] for family in every[:-1] if is_plain(family[0].settings)), None)
-        if late is None or problem.dispensable or unsettled_s == np.inf:
+        if late is None or not waits or problem.dispensable or unsettled_s == np.inf:
             return None
         best = balance_any(_with_share(late, deadline, 1))
         if best is None:

@@ -110,6 +110,7 @@ class _Search:
     def __init__(self, problems: Sequence[Problem], reached: Balance | None, start: Balance | None) -> None:
         self._deadline = Deadline(problems[0].settings.time_limit_s)
         self._timed = problems[0].settings.time_limit_s is not None
+        self._dispensable = problems[0].dispensable
         self._best, self._below_s = reached, problems[0].below_s
         self._lower_s = np.inf if reached is None else reached.lower_bound_s
         self._work, self._in_vain, self._patience = 0, 0, problems[0].patience
@@ -123,7 +124,7 @@ class _Search:
         for problem in problems:
             self._begin_with(problem, start)
             for candidate in problem.candidates():
-                if self._deadline.over and self._queue and (problem.dispensable or self._best is not None):
+                if self._deadline.over and self._queue and (self._dispensable or self._best is not None):
                     self._lower_s = min(self._lower_s, least_of_all_s(problem))
                     break
                 ranks = _most_ranks(problem, candidate)
@@ -139,7 +140,8 @@ class _Search:
             entry = heapq.heappop(self._queue)
             self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s), self._patience_s)
             searched = self._timed or self._in_vain < PATIENCE * self._patience
-            ends = self._over and (self._in_vain > 0 or self._best is not None)
+            some = self._best is not None or (self._dispensable and len(self._climbs) > 0)
+            ends = self._over and (self._in_vain > 0 or some)
             if entry.bound_s > self._reached_s * (1 + TIE) or ends or not searched:
                 self._lower_s = min(self._lower_s, entry.bound_s)
                 break

@@ -390,6 +390,20 @@ def test_parameters_that_are_replaced_are_no_fault_of_the_trace(
         pipe.step(X, target=Y)
 
 
+def test_a_module_that_is_replaced_is_noticed_after_the_first_step(plan_for: Callable[..., Plan]) -> None:
+    """The pipeline went on with the weights of the one before, and the new one's got no gradients."""
+    model = Small()
+    pipe = Pipeline(model, two_stages(plan_for, model), loss_fn=functional.cross_entropy)
+    pipe.step(X, target=Y)
+    before, model.first = model.first, nn.Linear(model.first.in_features, model.first.out_features)
+    with pytest.raises(
+        ArgumentError, match=r"such as first\.weight, were replaced by others, .* another module in its"
+    ):
+        pipe.step(X, target=Y)
+    model.first = before
+    pipe.step(X, target=Y)
+
+
 def test_parameters_of_a_model_on_meta_are_loaded_before(plan_for: Callable[..., Plan]) -> None:
     """After the first step, which compares with them, a model may be given what was trained."""
     with torch.device("meta"):

@@ -116,6 +116,12 @@ def test_what_does_not_belong_is_refused(plan_for: Callable[..., Plan], tmp_path
     training.choose(torch.optim.SGD)
     with pytest.raises(ExecutionError, match="holds the state of AdamW, which means nothing to SGD"):
         training.load(tmp_path / "whole")
+    other = torch.optim.AdamW(nn.Linear(4, 4).parameters())
+    with pytest.raises(
+        ArgumentError, match="steps 2 parameters, and none of them is one of the pipeline's, so its state"
+    ):
+        save_checkpoint(tmp_path / "of another", training.pipe, other)  # it was saved without any state
+    assert not (tmp_path / "of another").exists() or not any((tmp_path / "of another").glob("*/training.json"))
     small = nn.Sequential(nn.Linear(4, 4))
     pipe = Pipeline(small, plan_for(trace(small, X), batch_size=10, micro_batches=4), loss_fn=functional.cross_entropy)
     with pytest.raises(

@@ -58,6 +58,7 @@ from executor.watch.position import Phase
 from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError, ExecutionError
 from profiler.machine.backend import HOST
+from profiler.text import counted
 
 
 class Stateful(Protocol):
@@ -194,19 +195,26 @@ def _complete(
     """Add to a draft with all tensors what is kept in addition to them, and the manifest."""
     entries = None if optimizer is None else dict(optimizer_entries(dict(pipe.stepped_parameters()), optimizer))
     own = sums_of(draft, [path.name for path in draft.glob(f"__{_rank()}_*.distcp")])
-    parts: list[tuple[dict[str, OptimizerEntry] | None, dict[str, FileSum]]] = _gathered((entries, own))
+    trains = any(True for _ in pipe.stepped_parameters())
+    parts: list[tuple[dict[str, OptimizerEntry] | None, dict[str, FileSum], bool]] = _gathered((entries, own, trains))
     if not _is_first():
         return
+    stepped = 0 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
+    if stepped and any(trains for *_, trains in parts) and not any(part for part, *_ in parts):
+        raise ArgumentError(
+            f"the optimizer steps {counted(stepped, 'parameter')}, and none of them is one of the pipeline's, so its "
+            "state would be lost; give the one that was made of pipe.parameters()"
+        )
     training = Training(
         step=pipe.steps,
         seed=pipe.seed,
         names=pipe.state_names(),
-        optimizer=None if entries is None else {name: one for part, _ in parts for name, one in (part or {}).items()},
+        optimizer=None if entries is None else {name: one for part, *_ in parts for name, one in (part or {}).items()},
         optimizer_class=None if optimizer is None else type(optimizer).__name__,
         also={name: one.state_dict() for name, one in also.items()},
     )
     training.save(draft)
-    files = {name: found for _, part in parts for name, found in part.items()}
+    files = {name: found for _, part, _ in parts for name, found in part.items()}
     files |= sums_of(draft, [METADATA, TRAINING])
     Manifest(run=pipe.run.id, inherits=pipe.run.inherits, step=pipe.steps, files=files).save(draft)
 

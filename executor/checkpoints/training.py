@@ -162,11 +162,6 @@ def optimizer_entries(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("LBFGS keeps one state for all parameters, which does not follow the stages; use another")
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    if parameters and group_of and group_of.keys().isdisjoint(parameters.values()):
-        raise ArgumentError(
-            f"the optimizer steps {counted(len(group_of), 'parameter')}, and none of them is one of the pipeline's, so "
-            "its state would be lost; give the one that was made of pipe.parameters()"
-        )
     for name, parameter in parameters.items():
         if parameter in group_of:
             state = optimizer.state.get(parameter, {})

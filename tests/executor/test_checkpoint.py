@@ -130,6 +130,21 @@ def test_what_does_not_belong_is_refused(plan_for: Callable[..., Plan], tmp_path
         load_checkpoint(tmp_path / "whole", pipe)
 
 
+def save_of_the_last(plan: Plan, path: Path) -> bool:
+    """Whether this process has what the optimizer steps."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
+    save_checkpoint(path, pipe, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    return any(name.startswith("2.") for name, _ in pipe.named_parameters())
+
+
+def test_an_optimizer_may_step_nothing_of_one_process(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = plan_for(trace(model, torch.zeros(2, 4)), [1], batch_size=8, micro_batches=4)
+    assert launch(save_of_the_last, plan, (tmp_path,)) == [False, True]
+    assert [*tmp_path.glob("*/manifest.json")]
+
+
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(
     plan_for: Callable[..., Plan], script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -47,8 +47,8 @@ def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | N
     plans = [] if small is None else [*_on_members(problem, small, groups)]
     if all(len({one.device.kind for one in group}) == 1 for group in groups):
         large = balance(replace(_merged(problem, groups, max), dispensable=problem.dispensable or bool(plans)))
-        if large is None and not plans:
-            return reached
+        if large is None and not plans:  # of one that may end without a plan that is no proof
+            return best_of(reached, None, least_s(problem)) if problem.dispensable else reached
         lower_bound_s = least_s(problem) if large is None else large.lower_bound_s
         plans += [] if large is None else _on_members(problem, large, groups)
     else:

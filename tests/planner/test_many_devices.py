@@ -1,5 +1,7 @@
 """Unlike devices that are taken for equal, on problems so small that every plan can be tried."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from planner.settings import SettingKeywords
 from planner.solve import many_devices
 from planner.solve.balancer import balance
 from planner.solve.many_devices import balance_any, with_fewer_classes
+from profiler.device import Link
 from tests.planner.made_up import most_held
 
 CLOSE = 1e-9
@@ -59,3 +62,18 @@ def test_what_can_be_told_apart_is_solved_as_it_is(profile_of, device):
     problem = make_problem(profile_of(rows), devices, batch_size=4, optimizer=None, settings=asked)
     assert with_fewer_classes(problem).classes == problem.classes
     assert balance_any(problem) == balance(problem)
+
+
+def test_no_bound_forgets_what_was_not_searched(profile_of, device):
+    """Where time was up before a plan, the bound of other schedules' plans was returned as one of all."""
+    rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 6 for size in (1, 8)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    devices = [device("a", 10_000 + more) for more in range(3)]
+    problem = make_problem(profile, devices, batch_size=32, optimizer=None, settings={"schedule": "1f1b"})
+    best = balance_any(problem)
+    assert best is not None
+    reached = replace(best, step_s=2 * best.step_s, lower_bound_s=2 * best.step_s)
+    late = replace(problem, dispensable=True, settings=replace(problem.settings, time_limit_s=1e-9))
+    found = balance_any(late, reached)
+    assert found is not None
+    assert found.lower_bound_s <= best.step_s

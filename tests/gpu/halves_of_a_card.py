@@ -1,26 +1,35 @@
 """Two ranks with half of a card's multiprocessors each: gains of schedules over 1F1B, measured against predicted.
 
 Run by `test_gains_on_a_card.py`, with CUDA's multi-process service and half of the multiprocessors for each process.
+
+    python -m tests.gpu.halves_of_a_card "U-Net"
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from gpt import GPT, Config, next_token_loss
+from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
 from planner.plan.schedules import ScheduleName
 from profiler import Cluster, Link, Profile, profile, trace
+from profiler.tracing.sample import call_arguments
 from tests.benchmarks.stage_models import Model
+from tests.coverage.model_list import hugging_face
 from tests.gpu.on_a_card import NAME, card
+from tests.models.densenet import DenseNet
+from tests.models.unet import UNet
 
 SCHEDULES: Mapping[str, tuple[ScheduleName, int]] = {  # with chunks a rank
     "1f1b": ("1f1b", 1),
@@ -30,17 +39,70 @@ SCHEDULES: Mapping[str, tuple[ScheduleName, int]] = {  # with chunks a rank
     "zb": ("zb", 1),
 }
 MICRO_BATCHES = (4, 8)
-SIZE, LENGTH = 4, 512
-TURNS, STEPS_A_TURN = 4, 3
+WORTH = 0.04  # gains predicted to be smaller do not count
+TURNS, STEPS_A_TURN = 5, 2
 PROBES = (2**16, 2**23)  # bytes
 ROUNDS, ROUND_TRIPS = 12, 4
 
 
-def subject(micro_batches: int) -> Model:
-    """A GPT of 100 M parameters without dropout, whose passes take several times as long as its messages."""
-    torch.manual_seed(0)
-    ids = torch.randint(256, (SIZE * micro_batches, LENGTH))
-    return Model(GPT(Config(256, LENGTH, 1024, 16, 8)), ids, next_token_loss, ids)
+def _gpt(batch: int) -> Model:
+    ids = torch.randint(256, (batch, 512))
+    return Model(GPT(Config(256, 512, 1024, 16, 8)), ids, next_token_loss, ids)
+
+
+def _unet(batch: int) -> Model:
+    classes = torch.randint(2, (batch, 256, 256))
+    return Model(UNet(depth=4, channels=48), torch.randn(batch, 3, 256, 256), functional.cross_entropy, classes)
+
+
+def _densenet(batch: int) -> Model:
+    images, classes = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
+    model = DenseNet(growth=32, blocks=(6, 12, 24, 16), num_classes=1000)
+    return Model(model, images, functional.cross_entropy, classes)
+
+
+def _t5(batch: int) -> Model:
+    ids, labels = (torch.randint(3, 1000, (batch, length)) for length in (384, 256))
+    sample = {"input_ids": ids, "labels": labels, "use_cache": False}
+    case = hugging_face(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        sample,
+        vocab_size=1000,
+        d_model=512,
+        d_kv=64,
+        d_ff=2048,
+        num_layers=6,
+        num_heads=8,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return Model(case.model.train(), case.sample)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model without dropout, whose passes take several times as long as its messages.
+
+    Attributes:
+        make: the model with a batch of that many samples.
+        size: samples of a micro-batch.
+    """
+
+    make: Callable[[int], Model]
+    size: int
+
+    def of(self, micro_batches: int) -> Model:
+        torch.manual_seed(0)
+        return self.make(self.size * micro_batches)
+
+
+SUBJECTS: Mapping[str, Subject] = {
+    "GPT": Subject(_gpt, 4),
+    "U-Net": Subject(_unet, 8),
+    "DenseNet": Subject(_densenet, 16),
+    "T5": Subject(_t5, 16),
+}
 
 
 def on_a_host_of_its_own() -> None:
@@ -69,43 +131,70 @@ def seconds_of_messages(_: Plan) -> list[float]:
     return found
 
 
-def seconds_of_steps(_: Plan, plans: Mapping[str, Plan]) -> dict[str, list[float]]:
-    """Of each plan, in turns."""
+def seconds_of_steps(_: Plan, name: str, plans: Mapping[int, Mapping[str, Plan]]) -> dict[int, dict[str, list[float]]]:
+    """Of each plan by M and schedule, in turns."""
     on_a_host_of_its_own()
-    model = subject(next(iter(plans.values())).M)
-    pipes = {
-        name: Pipeline(model.model, plan, loss_fn=model.loss_fn, compare_first_step=False, replan=None)
-        for name, plan in plans.items()
-    }
-    found: dict[str, list[float]] = {name: [] for name in plans}
+    found = {}
+    for micro_batches, schedules in plans.items():
+        model = SUBJECTS[name].of(micro_batches)
+        pipes = {
+            schedule: Pipeline(model.model, plan, loss_fn=model.loss_fn, compare_first_step=False, replan=None)
+            for schedule, plan in schedules.items()
+        }
+        found[micro_batches] = in_turns(model, pipes)
+        for schedule, pipe in pipes.items():
+            frame = pipe.measured()
+            if not dist.get_rank():
+                print(f"{schedule}\n{frame.to_string(float_format='{:.5f}'.format)}", flush=True)
+    return found
+
+
+def in_turns(model: Model, pipes: Mapping[str, Pipeline]) -> dict[str, list[float]]:
+    """Seconds of a step of each."""
+    args, kwargs = call_arguments(model.sample)
+    found: dict[str, list[float]] = {name: [] for name in pipes}
     for turn in range(1 + TURNS):
         for name, pipe in pipes.items():
-            pipe.step(model.sample, target=model.target)
+            pipe.step(*args, target=model.target, **kwargs)
             torch.cuda.synchronize()
             dist.barrier()
             begun_s = time.perf_counter()
             for _step in range(STEPS_A_TURN):
-                pipe.step(model.sample, target=model.target)
+                pipe.step(*args, target=model.target, **kwargs)
             torch.cuda.synchronize()
             if turn:
                 found[name].append((time.perf_counter() - begun_s) / STEPS_A_TURN)
-    for name, pipe in pipes.items():
-        frame = pipe.measured()
-        if not dist.get_rank():
-            print(f"{name}\n{frame.to_string(float_format='{:.5f}'.format)}", flush=True)
     return found
 
 
-def plans_of(found: Profile, link: Link, micro_batches: int) -> dict[str, Plan]:
+def plans_of(found: Profile, link: Link, size: int, micro_batches: int) -> dict[str, Plan]:
     """With the best cuts for each schedule."""
     devices = Cluster(devices=(card(0.45),) * 2, link=link)
     return {
         name: plan_from_profile(
-            found, devices, batch_size=SIZE * micro_batches, stages=2 * chunks, chunks=chunks, schedule=schedule,
-            micro_batches=micro_batches, micro_batches_per_stage=1, recompute="never", time_limit_s=5.0,
+            found, devices, batch_size=size * micro_batches, stages=2 * chunks, chunks=chunks, schedule=schedule,
+            micro_batches=micro_batches, micro_batches_per_stage=1, recompute="never", time_limit_s=3.0,
         )
         for name, (schedule, chunks) in SCHEDULES.items()
     }  # fmt: skip
+
+
+def profiled(subject: Subject) -> Profile:
+    """On half of the card, the other half idle."""
+    model = subject.of(max(MICRO_BATCHES))
+    return profile(
+        trace(model.model, model.sample), [card(0.45)], sample=model.sample, loss_fn=model.loss_fn, target=model.target,
+        micro_batch_sizes=[subject.size], time_budget_s=5.0, progress=False, cache=False,
+    )  # fmt: skip
+
+
+def link_of_halves(plan: Plan) -> Link:
+    """As messages of two ranks take."""
+    small_s, large_s = launch(seconds_of_messages, plan)[0]
+    rate = (PROBES[1] - PROBES[0]) / (large_s - small_s)
+    link = Link(latency_s=max(small_s - PROBES[0] / rate, 1e-6), bytes_per_s=rate)
+    print(f"messages: {link.latency_s * 1e6:.0f} us and {rate / 1e9:.2f} GB/s", flush=True)
+    return link
 
 
 def of_step(plan: Plan) -> float:
@@ -113,35 +202,41 @@ def of_step(plan: Plan) -> float:
     return plan.prediction.step_s - plan.prediction.optimizer_s
 
 
-def main() -> None:
-    """Print a row for each schedule and M, and all as JSON in the last line."""
-    model = subject(max(MICRO_BATCHES))
-    sequence = trace(model.model, model.sample)
-    found = profile(
-        sequence, [card(0.45)], sample=model.sample, loss_fn=model.loss_fn, target=model.target,
-        micro_batch_sizes=[SIZE], time_budget_s=5.0, progress=False, cache=False,
-    )  # fmt: skip
-    link = Link(latency_s=1e-4, bytes_per_s=3e9)
-    small_s, large_s = launch(seconds_of_messages, plans_of(found, link, MICRO_BATCHES[0])["1f1b"])[0]
-    rate = (PROBES[1] - PROBES[0]) / (large_s - small_s)
-    link = Link(latency_s=max(small_s - PROBES[0] / rate, 1e-6), bytes_per_s=rate)
-    print(f"messages: {link.latency_s * 1e6:.0f} us and {rate / 1e9:.2f} GB/s", flush=True)
-    rows = []
-    for micro_batches in MICRO_BATCHES:
-        plans = plans_of(found, link, micro_batches)
-        parts = launch(seconds_of_steps, plans["1f1b"], (plans,))
-        steps = {name: [max(each) for each in zip(*(part[name] for part in parts), strict=True)] for name in plans}
-        for name, plan in plans.items():
-            gain = median(base / own for base, own in zip(steps["1f1b"], steps[name], strict=True)) - 1
-            predicted = of_step(plans["1f1b"]) / of_step(plan) - 1
-            rows.append({"M": micro_batches, "schedule": name, "predicted": predicted, "gain": gain})
-            print(
-                f"| {micro_batches} | {name} | {of_step(plan) * 1e3:.1f} ms | {median(steps[name]) * 1e3:.1f} ms "
-                f"| {predicted:+.1%} | {gain:+.1%} |",
-                flush=True,
-            )
+def main(names: Sequence[str]) -> None:
+    """Print a row for each model, schedule and M, and all as JSON in the last line."""
+    link, rows = None, []
+    for name in names:
+        subject = SUBJECTS[name]
+        begun_s = time.perf_counter()
+        found = profiled(subject)
+        if link is None:
+            any_link = Link(latency_s=1e-4, bytes_per_s=3e9)
+            link = link_of_halves(plans_of(found, any_link, subject.size, MICRO_BATCHES[0])["1f1b"])
+        profiled_s = time.perf_counter() - begun_s
+        plans = {micro_batches: plans_of(found, link, subject.size, micro_batches) for micro_batches in MICRO_BATCHES}
+        planned_s = time.perf_counter() - begun_s
+        parts = launch(seconds_of_steps, plans[MICRO_BATCHES[0]]["1f1b"], (name, plans))
+        took_s = time.perf_counter() - begun_s
+        print(f"{name}: profiled after {profiled_s:.0f} s, planned after {planned_s:.0f}, run after {took_s:.0f}")
+        for micro_batches, schedules in plans.items():
+            steps = {
+                schedule: [max(pair) for pair in zip(*(part[micro_batches][schedule] for part in parts), strict=True)]
+                for schedule in schedules
+            }
+            for schedule, plan in schedules.items():
+                gain = median(base / own for base, own in zip(steps["1f1b"], steps[schedule], strict=True)) - 1
+                predicted = of_step(schedules["1f1b"]) / of_step(plan) - 1
+                share = f"{gain / predicted:.0%}" if predicted >= WORTH else "-"
+                rows.append(
+                    {"model": name, "M": micro_batches, "schedule": schedule, "predicted": predicted, "gain": gain}
+                )
+                print(
+                    f"| {name} | {micro_batches} | {schedule} | {of_step(plan) * 1e3:.1f} ms "
+                    f"| {median(steps[schedule]) * 1e3:.1f} ms | {predicted:+.1%} | {gain:+.1%} | {share} |",
+                    flush=True,
+                )
     print(json.dumps(rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(SUBJECTS))

@@ -23,6 +23,7 @@ from executor.run.rank_order import RECEIVES
 from executor.run.transport import Transfer
 from profiler.machine.backend import backend_of
 from profiler.machine.channel import End, Pending, end_at, finish, offer_core
+from profiler.machine.device_kind import Backend
 
 POSTED_AT_A_TIME = 4  # receives, of each message that is waited for
 
@@ -43,7 +44,7 @@ class Distributed:
     Args:
         layout: where the stages run.
         skips: pairs of stages that are no neighbours, of which the first sends values to the second.
-        in_order: whether messages arrive in the order of their calls, see `Backend.keeps_order`.
+        backend: of this process's devices.
     """
 
     @classmethod
@@ -52,16 +53,18 @@ class Distributed:
     ) -> Distributed:
         """Between any processes that torch has joined."""
         device = devices[layout.stages[0]]
-        made = cls(layout, skips, in_order=backend_of(device).keeps_order)
+        made = cls(layout, skips, backend_of(device))
         made.meet(device)
         return made
 
-    def __init__(self, layout: Layout, skips: Sequence[tuple[int, int]] = (), *, in_order: bool) -> None:
+    def __init__(self, layout: Layout, skips: Sequence[tuple[int, int]], backend: Backend) -> None:
         self._layout = layout
-        self._in_order = in_order
-        self._groups = _groups_by_channel(layout, skips) if in_order else {}
+        self._backend = backend
+        self._in_order = backend.keeps_order
+        self._groups = _groups_by_channel(layout, skips, backend) if self._in_order else {}
         self._ends: dict[int, End] = {}
         self._inboxes: dict[int, _Inbox] = {}
+        self._prepared: dict[int, tuple[list[Tensor], object]] = {}  # by tag: memory, and since when it is free
         self._unposted: list[_Inbox] = []
         self._sent: dict[int, deque[tuple[Pending, Sequence[Tensor]]]] = {}
         self.waiting_since_s: float | None = None
@@ -100,6 +103,7 @@ class Distributed:
     def begin(self, receives: Sequence[Transfer]) -> None:
         """Note which receives will come; the first ones of each channel are posted before this process waits at all."""
         self._inboxes = {}
+        self._prepared = {}
         self._sent = {}
         for transfer in receives:
             inbox = self._inboxes.get(transfer.channel)
@@ -107,6 +111,16 @@ class Distributed:
                 inbox = self._inboxes[transfer.channel] = _Inbox(transfer.at_least, transfer.ahead)
             inbox.expected.append(transfer)
         self._unposted = [] if self._in_order else list(self._inboxes.values())
+
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Get their memory, and note since when it is free.
+
+        A receive of NCCL waits for what its stream was given before. Posted after a pass, during which its message
+        leaves, it would begin only when that pass ends.
+        """
+        for transfer in transfers:
+            buffers = transfer.form.buffers()
+            self._prepared[transfer.tag] = buffers, self._backend.moment(transfer.device)
 
     def post(self, transfers: Sequence[Transfer]) -> None:
         """Post receives whose turn it is, where messages arrive in the order of their calls."""
@@ -123,9 +137,17 @@ class Distributed:
         room = at_most if self._in_order else inbox.ahead - len(inbox.posted)
         for _ in range(min(at_most, len(inbox.expected), room)):
             transfer = inbox.expected.popleft()
-            buffers = transfer.form.buffers()
-            inbox.posted[transfer.tag] = buffers, self._end(transfer).receive(buffers, transfer.tag)
+            inbox.posted[transfer.tag] = self._begun(transfer)
             offer_core()
+
+    def _begun(self, transfer: Transfer) -> tuple[list[Tensor], Pending]:
+        prepared = self._prepared.pop(transfer.tag, None)
+        if prepared is None:
+            buffers = transfer.form.buffers()
+            return buffers, self._end(transfer).receive(buffers, transfer.tag)
+        buffers, moment = prepared
+        with self._backend.after(moment, transfer.device):
+            return buffers, self._end(transfer).receive(buffers, transfer.tag)
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         """Start to send; before, wait for the oldest message on this channel if too many are under way."""
@@ -165,7 +187,9 @@ class Distributed:
         return end
 
 
-def _groups_by_channel(layout: Layout, skips: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+def _groups_by_channel(
+    layout: Layout, skips: Sequence[tuple[int, int]], backend: Backend
+) -> dict[tuple[int, int], dist.ProcessGroup]:
     """One communicator per pair of stages and direction: a posted receive must not hold up sends."""
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     stages = range(len(layout.process_of))
@@ -175,7 +199,7 @@ def _groups_by_channel(layout: Layout, skips: Sequence[tuple[int, int]]) -> dict
         for pair in [*forward, *((receiver, sender) for sender, receiver in forward)]:
             ends = sorted({process_of[stage] for stage in pair})
             if len(ends) == 2:
-                group = dist.new_group(ends)
+                group = dist.new_group(ends, backend=backend.process_group, pg_options=backend.message_options())
                 if layout.process in ends:
                     groups[pair] = group
     return groups

@@ -36,6 +36,9 @@ class InProcess:
         """Drop what an aborted step left."""
         self._messages.clear()
 
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Nothing is posted in one process."""
+
     def post(self, transfers: Sequence[Transfer]) -> None:
         """Nothing is posted in one process."""
 

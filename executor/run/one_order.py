@@ -1,13 +1,15 @@
-"""Sends and receives at such places that ranks go on whose device must be idle now and then.
+"""Sends and receives at such places that ranks go on whose device does all that it is given in that order.
 
 NCCL's sends and receives are kernels: one spins on its device until the process at the other end has made its call,
-too. And a device must be idle for the first call of a kernel, whose code is loaded then, or to free memory. So a rank
-may have to wait at any pass for all messages that it has begun. A receive that was posted far ahead of what it depends
-on holds it up for ever, as it did with three ranks on an H200 [measured]; so does a send whose receive is not posted.
+too. And a kernel may have to wait for all that the device was given before it, whatever their streams: at its first
+call, when its code is loaded, or because a device has only so many queues, and streams share them. So a receive that
+was posted far ahead of what it depends on holds up its rank for ever, as it did with three ranks on an H200 [measured];
+so does a send whose receive is not posted, and a receive that is posted just before a send, where the other rank does
+likewise.
 
 No rank waits for ever if all begin passes and messages in one order: whatever comes first in it can be done. It is the
 order in time, where a message leaves as soon as its pass has ended, or, of more than may be under way, as soon as there
-is room:
+is room; of what begins at one time, messages come first, in an order that all ranks know:
 
     rank 0   0F0 0SEND_F0                0F1 0SEND_F1       0RECV_B0 0B0
     rank 1                (post) RECV_F0 1F0        (post)  1B0 1SEND_B0 1RECV_F1 1F1
@@ -16,12 +18,13 @@ is room:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from executor.run.rank_order import RECEIVES
-from planner.plan.actions import COMPUTING, Action, ActionKind
+from executor.run.rank_order import RECEIVES, SENDS
+from planner.plan.actions import COMPUTING, Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,17 @@ class InOneOrder:
     Attributes:
         actions: in order.
         posts: by index of an action, the receives from other ranks that are posted before it.
+        during: by index of a pass, those of the receives that are posted between it and the next one for which there is
+            room while it runs: their messages may leave then.
     """
 
     actions: tuple[Action, ...]
     posts: Mapping[int, Sequence[Action]]
+    during: Mapping[int, Sequence[Action]]
+
+
+_ChannelKey: TypeAlias = tuple[int, str, int]
+_Turn: TypeAlias = tuple[int, _ChannelKey, int]
 
 
 @dataclass(slots=True)
@@ -42,27 +52,29 @@ class _Channel:
     """Messages from one stage to another one, forward or backward, in their order.
 
     Attributes:
+        key: tells channels apart, in an order.
         most: that may be under way; None for any number.
         sent: the receive at the other end, and since when the message could leave.
         taken: when each was received.
         left: how many have left.
     """
 
+    key: _ChannelKey
     most: int | None
     sent: list[tuple[Action, int]] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
     left: int = 0
 
-    def leaving(self) -> Iterator[tuple[Action, int]]:
-        """Receives whose messages are now known to leave, and when."""
+    def leaving(self) -> Iterator[tuple[Action, _Turn]]:
+        """Receives whose messages are now known to leave, and their turns: when, and which comes first of several."""
         while self.left < len(self.sent):
             receive, since = self.sent[self.left]
             if self.most is not None and self.left >= self.most:
                 if len(self.taken) <= self.left - self.most:
                     return
                 since = max(since, self.taken[self.left - self.most])
+            yield receive, (since, self.key, self.left)
             self.left += 1
-            yield receive, since
 
 
 def in_one_order(
@@ -80,28 +92,43 @@ def in_one_order(
         most: of a RECV: how many messages of its channel may be under way; None for any number.
     """
     rank_of = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
-    leaves, starts = _times(lists, own, ticks, lambda receive: None if _is_local(receive, rank_of) else most(receive))
-    after_pass = [0, *(index + 1 for index, action in enumerate(lists[own]) if action.kind in COMPUTING)]
-    posts: dict[int, list[Action]] = defaultdict(list)  # by index in the rank's list
-    later: dict[int, list[Action]] = defaultdict(list)
-    for index, action in enumerate(lists[own]):
-        if action.kind in COMPUTING or _is_local(action, rank_of):
+    turns, starts = _times(lists, own, ticks, lambda receive: None if _is_local(receive, rank_of) else most(receive))
+    messages: list[list[tuple[_Turn, Action]]] = [[] for _ in range(len(starts) + 1)]  # by the passes before them
+    others: list[list[Action]] = [[]]  # likewise, and the pass that ends them
+    for action in lists[own]:
+        if action.kind in COMPUTING:
+            others[-1].append(action)
+            others.append([])
+            continue
+        if _is_local(action, rank_of):
+            others[-1].append(action)
             continue
         receives = action.kind in RECEIVES
-        place = after_pass[bisect_left(starts, leaves[action if receives else action.other_end])]
+        turn = turns[action if receives else action.other_end]
+        messages[bisect_left(starts, turn[0])].append((turn, action))
         if receives:
-            posts[min(place, index)].append(action)
-        elif place > index:
-            later[place].append(action)
-    moved = {action for actions in later.values() for action in actions}
+            others[-1].append(action)
     found: list[Action] = []
-    places: dict[int, Sequence[Action]] = {}
-    for index in range(len(lists[own]) + 1):
-        if index in posts:
-            places[len(found)] = posts[index]
-        found += later[index]
-        found += [action for action in lists[own][index : index + 1] if action not in moved]
-    return InOneOrder(tuple(found), places)
+    posts: dict[int, list[Action]] = {}
+    during: dict[int, list[Action]] = {}
+    taken: Counter[_ChannelKey] = Counter()
+    for begun, rest in zip(messages, others, strict=True):
+        before = len(found) - 1  # the pass before
+        for (_, channel, number), action in sorted(begun):
+            if action.kind in SENDS:
+                found.append(action)
+                continue
+            posts.setdefault(len(found), []).append(action)
+            room = most(action)
+            if before >= 0 and (room is None or number < taken[channel] + room):
+                during.setdefault(before, []).append(action)
+        taken.update(_channel_of(action) for action in rest if action.kind in RECEIVES)
+        found += rest
+    return InOneOrder(tuple(found), posts, during)
+
+
+def _channel_of(receive: Action) -> _ChannelKey:
+    return receive.stage, receive.kind.value, -1 if receive.peer is None else receive.peer
 
 
 def _is_local(action: Action, rank_of: Mapping[int, int]) -> bool:
@@ -113,10 +140,10 @@ def _times(
     own: int,
     ticks: Callable[[Action], int],
     most: Callable[[Action], int | None],
-) -> tuple[dict[Action, int], list[int]]:
-    """When each message leaves, by its RECV, and when the passes of one rank start."""
-    channels: dict[tuple[int, ActionKind, int | None], _Channel] = {}
-    leaves: dict[Action, int] = {}
+) -> tuple[dict[Action, _Turn], list[int]]:
+    """The turn of each message, by its RECV, and when the passes of one rank start."""
+    channels: dict[_ChannelKey, _Channel] = {}
+    turns: dict[Action, _Turn] = {}
     waiting: dict[Action, int] = {}  # receives -> their rank
     starts: list[int] = []
     position, clock = [0] * len(lists), [0] * len(lists)
@@ -133,19 +160,19 @@ def _times(
                 continue
             receives = action.kind in RECEIVES
             receive = action if receives else action.other_end
-            if receives and action not in leaves:
+            if receives and action not in turns:
                 waiting[action] = rank
                 break
-            key = receive.stage, receive.kind, receive.peer
-            channel = channels.get(key) or channels.setdefault(key, _Channel(most(receive)))
+            key = _channel_of(receive)
+            channel = channels.get(key) or channels.setdefault(key, _Channel(key, most(receive)))
             if receives:
-                clock[rank] = max(clock[rank], leaves[action])
+                clock[rank] = max(clock[rank], turns[action][0])
                 channel.taken.append(clock[rank])
             else:
                 channel.sent.append((receive, clock[rank]))
-            for one, when in channel.leaving():
-                leaves[one] = when
+            for one, turn in channel.leaving():
+                turns[one] = turn
                 if one in waiting:
                     going.append(waiting.pop(one))
             position[rank] += 1
-    return leaves, starts
+    return turns, starts

@@ -61,6 +61,7 @@ class Instruction:
         move: of a SEND or RECV.
         keep: of an F: whether it keeps what the last recomputed segment saves.
         posts: receives from other processes that are posted before; where messages come in the order of their calls.
+        prepares: of a pass: the receives that are posted between it and the next one, likewise.
         numbers: of the action, as the journal holds it.
         receives: whether it is a RECV.
         waits: whether it waits for another process.
@@ -72,6 +73,7 @@ class Instruction:
     move: Move | None
     keep: bool
     posts: tuple[Transfer, ...] = ()
+    prepares: tuple[Transfer, ...] = ()
     numbers: ActionNumbers = field(init=False)
     receives: bool = field(init=False)
     waits: bool = field(init=False)
@@ -121,10 +123,12 @@ def compiled_program(
         training: with backward passes, else forward only.
     """
     lists, own = _lists(plan, layout, len(sizes), training=training)
-    actions, posted = tuple(lists[own]), dict[int, Sequence[Action]]()
+    actions = tuple(lists[own])
+    posted: Mapping[int, Sequence[Action]] = {}
+    prepared: Mapping[int, Sequence[Action]] = {}
     if not layout.alone and backend_of(devices[layout.stages[0]]).keeps_order:
         found = in_one_order(lists, own, _ticks(plan), partial(_most_under_way, plan))
-        actions, posted = found.actions, dict(found.posts)
+        actions, posted, prepared = found.actions, found.posts, found.during
     recomputed = {(action.stage, action.micro_batch) for action in actions if action.kind is ActionKind.R}
     moves = _Moves(plan, layout, layers, devices, sizes, actions, training)
     instructions = []
@@ -136,8 +140,10 @@ def compiled_program(
             if move.is_remote and action.kind in RECEIVES:
                 remote.append(move.transfer)
         keep = (action.stage, action.micro_batch) not in recomputed
-        posts = tuple(moves.of(one).transfer for one in posted.get(index, ()))
-        instructions.append(Instruction(action, layers[action.stage], move, keep, posts))
+        posts, prepares = (
+            tuple(moves.of(one).transfer for one in places.get(index, ())) for places in (posted, prepared)
+        )
+        instructions.append(Instruction(action, layers[action.stage], move, keep, posts, prepares))
     return Program(tuple(instructions), actions, tuple(remote), training)
 
 

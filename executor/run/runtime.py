@@ -55,6 +55,8 @@ class Runtime:
             note(instruction.numbers)
             if instruction.posts:
                 self._remote.post(instruction.posts)
+            if instruction.prepares:
+                self._remote.prepare(instruction.prepares)
             if profiled:
                 with torch.profiler.record_function(str(instruction.action)):
                     carry_out(instruction)

@@ -86,6 +86,10 @@ class SharedMemory:
                 self._incoming[transfer.channel] = self._rings.incoming.get(_pair(transfer))
         self._others.begin([transfer for transfer in receives if self._incoming[transfer.channel] is None])
 
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Rings have their memory."""
+        self._others.prepare([transfer for transfer in transfers if self._incoming[transfer.channel] is None])
+
     def post(self, transfers: Sequence[Transfer]) -> None:
         """Rings need no receives ahead of time."""
         self._others.post([transfer for transfer in transfers if self._incoming[transfer.channel] is None])

@@ -89,6 +89,9 @@ class Transport(Protocol):
     def begin(self, receives: Sequence[Transfer]) -> None:
         """Get ready for these receives, in their order."""
 
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Get memory for receives that will be posted after the next pass, during which their messages leave."""
+
     def post(self, transfers: Sequence[Transfer]) -> None:
         """Post these receives, which are the next of their channels; where a program says when."""
 

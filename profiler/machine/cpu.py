@@ -77,6 +77,16 @@ class Cpu(Backend):
         """Threads do not wait for each other."""
         return contextlib.nullcontext()
 
+    def moment(self, device: torch.device) -> None:
+        """A call that has returned is done."""
+
+    def after(self, moment: object, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """There is nothing to wait for."""
+        return contextlib.nullcontext()
+
+    def message_options(self) -> None:
+        """Gloo's own."""
+
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
         """It is there."""
         return tensor, _is_there

@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from profiler.device import Device
@@ -84,6 +85,25 @@ class Cuda(Backend):
         """In a stream of its own."""
         return torch.cuda.stream(torch.cuda.Stream(device))
 
+    def moment(self, device: torch.device) -> torch.cuda.Event:
+        """An event."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def after(self, moment: object, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """In a stream that waits for the event."""
+        assert isinstance(moment, torch.cuda.Event), "of this kind of device"
+        stream = _stream_of_receives(device)
+        stream.wait_event(moment)
+        return torch.cuda.stream(stream)
+
+    def message_options(self) -> object:
+        """NCCL's kernels come before others that wait: a message holds up another rank, a pass only its own."""
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        return options
+
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
         """A copy that the current stream makes."""
         copy = tensor.to("cpu", non_blocking=True)
@@ -137,6 +157,11 @@ class Cuda(Backend):
 
 @functools.cache
 def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _stream_of_receives(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 

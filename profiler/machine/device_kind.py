@@ -79,6 +79,18 @@ class Backend(ABC):
         """What runs inside does not wait for the caller's stream, nor hold it up."""
 
     @abstractmethod
+    def moment(self, device: torch.device) -> object:
+        """What the device has been given so far by the caller, for `after`."""
+
+    @abstractmethod
+    def after(self, moment: object, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """What runs inside waits for what the caller had given the device by that moment, and for nothing since."""
+
+    @abstractmethod
+    def message_options(self) -> object:
+        """Of process groups that carry messages between stages, as torch takes them; None for torch's own."""
+
+    @abstractmethod
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
         """The tensor in the host's memory, without a wait, and what tells whether its values have arrived there."""
 

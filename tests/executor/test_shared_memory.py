@@ -22,6 +22,7 @@ from planner import ArgumentError, Plan
 from planner.plan.actions import Action, ActionKind, make_schedule
 from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import trace
+from profiler.machine.backend import HOST, backend_of
 from profiler.machine.ring import MOST_SLOTS, Incoming, Outgoing
 from profiler.machine.ring_meeting import Rings
 
@@ -51,7 +52,7 @@ def test_messages_of_all_forms_arrive_as_they_left(forms: list[list[TensorSpec]]
     outgoing = Outgoing(AT_LEAST, 0, looks=False)
     rings = Rings({(0, 1): outgoing}, {(0, 1): Incoming(outgoing.address, looks=False)}, any=True)
     nobody = Layout(0, 2, 1, 0, stages=(0,), process_of=(0, 1))
-    transport = SharedMemory(rings, Distributed(nobody, in_order=False))
+    transport = SharedMemory(rings, Distributed(nobody, (), backend_of(HOST)))
     made = [MessageForm(form, CPU) for form in forms]
     under_way: deque[tuple[Transfer, list[Tensor]]] = deque()
     arrived = []

@@ -27,7 +27,8 @@ from profiler import Cluster, Link, Profile, profile, trace
 from profiler.tracing.sample import call_arguments
 from tests.benchmarks.stage_models import Model
 from tests.coverage.model_list import hugging_face
-from tests.gpu.on_a_card import NAME, card
+from tests.executor.conftest import _plan as plan_for
+from tests.gpu.on_a_card import NAME, card, on_card
 from tests.models.densenet import DenseNet
 from tests.models.unet import UNet
 
@@ -40,7 +41,7 @@ SCHEDULES: Mapping[str, tuple[ScheduleName, int]] = {  # with chunks a rank
 }
 MICRO_BATCHES = (4, 8)
 WORTH = 0.04  # gains predicted to be smaller do not count
-TURNS, STEPS_A_TURN = 5, 2
+TURNS, STEPS_A_TURN = 4, 2
 PROBES = (2**16, 2**23)  # bytes
 ROUNDS, ROUND_TRIPS = 12, 4
 
@@ -111,9 +112,15 @@ def on_a_host_of_its_own() -> None:
     torch.cuda.set_device(torch.device(NAME))
 
 
-def seconds_of_messages(_: Plan) -> list[float]:
-    """One way, of each of `PROBES`."""
+def observed(_: Plan, name: str) -> tuple[list[float], Profile]:
+    """Seconds of messages, and a profile of half of the card beside the other half's, with which it shares memory."""
     on_a_host_of_its_own()
+    messages = seconds_of_messages()
+    return messages, profiled(SUBJECTS[name])
+
+
+def seconds_of_messages() -> list[float]:
+    """One way, of each of `PROBES`."""
     rank, found = dist.get_rank(), []
     for size in PROBES:
         message = torch.zeros(size, dtype=torch.uint8, device=NAME)
@@ -173,14 +180,14 @@ def plans_of(found: Profile, link: Link, size: int, micro_batches: int) -> dict[
     return {
         name: plan_from_profile(
             found, devices, batch_size=size * micro_batches, stages=2 * chunks, chunks=chunks, schedule=schedule,
-            micro_batches=micro_batches, micro_batches_per_stage=1, recompute="never", time_limit_s=3.0,
+            micro_batches=micro_batches, micro_batches_per_stage=1, recompute="never", time_limit_s=2.0,
         )
         for name, (schedule, chunks) in SCHEDULES.items()
     }  # fmt: skip
 
 
 def profiled(subject: Subject) -> Profile:
-    """On half of the card, the other half idle."""
+    """Of this process's half of the card."""
     model = subject.of(max(MICRO_BATCHES))
     return profile(
         trace(model.model, model.sample), [card(0.45)], sample=model.sample, loss_fn=model.loss_fn, target=model.target,
@@ -188,13 +195,21 @@ def profiled(subject: Subject) -> Profile:
     )  # fmt: skip
 
 
-def link_of_halves(plan: Plan) -> Link:
+def link_of(messages: Sequence[float]) -> Link:
     """As messages of two ranks take."""
-    small_s, large_s = launch(seconds_of_messages, plan)[0]
+    small_s, large_s = messages
     rate = (PROBES[1] - PROBES[0]) / (large_s - small_s)
     link = Link(latency_s=max(small_s - PROBES[0] / rate, 1e-6), bytes_per_s=rate)
     print(f"messages: {link.latency_s * 1e6:.0f} us and {rate / 1e9:.2f} GB/s", flush=True)
     return link
+
+
+def two_stages(subject: Subject) -> Plan:
+    """Any, for ranks to begin with."""
+    model = subject.of(MICRO_BATCHES[0])
+    sequence = trace(model.model, model.sample)
+    cuts = [len(sequence) // 2]
+    return on_card(plan_for(sequence, cuts, batch_size=subject.size * MICRO_BATCHES[0], micro_batches=MICRO_BATCHES[0]))
 
 
 def of_step(plan: Plan) -> float:
@@ -204,14 +219,12 @@ def of_step(plan: Plan) -> float:
 
 def main(names: Sequence[str]) -> None:
     """Print a row for each model, schedule and M, and all as JSON in the last line."""
-    link, rows = None, []
+    rows = []
     for name in names:
         subject = SUBJECTS[name]
         begun_s = time.perf_counter()
-        found = profiled(subject)
-        if link is None:
-            any_link = Link(latency_s=1e-4, bytes_per_s=3e9)
-            link = link_of_halves(plans_of(found, any_link, subject.size, MICRO_BATCHES[0])["1f1b"])
+        messages, found = launch(observed, two_stages(subject), (name,), timeout_s=60.0)[0]
+        link = link_of(messages)
         profiled_s = time.perf_counter() - begun_s
         plans = {micro_batches: plans_of(found, link, subject.size, micro_batches) for micro_batches in MICRO_BATCHES}
         planned_s = time.perf_counter() - begun_s

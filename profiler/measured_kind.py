@@ -33,7 +33,7 @@ from profiler.text import counted
 from profiler.timing.optimizers import optimizer_cost
 from profiler.timing.repeats import computing_with
 from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
-from profiler.timing.weight_passes import measured_weights
+from profiler.timing.weight_passes import as_stages, measured_weights
 from profiler.tracing.computing_model import added_type, main_like, rounded_type
 from profiler.tracing.sample import call_arguments
 from profiler.tracing.sequence import LayerSequence
@@ -261,6 +261,11 @@ def _timings(
         in_haste = not workload.time_budget_s
         layer_s = [timing.forward_s + timing.backward_s for timing in of_layers]
         parts = measured_weights(workload.sequence, runners[size], size, watch, layer_s, in_haste=in_haste)
+        if not in_haste:
+            kept_bytes = [entry.kept_bytes + part.kept_bytes for entry, part in zip(memory[size], parts, strict=True)]
+            passes = [(timing.forward_s, timing.backward_s) for timing in of_layers]
+            runs = layers.runs(kept_bytes)
+            parts = as_stages(workload.sequence, runners[size], size, watch, passes, parts, runs)
         timings[size] = [
             replace(
                 timing,

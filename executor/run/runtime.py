@@ -15,6 +15,7 @@ from executor.run.transport import Transport
 from executor.watch.position import Logbook, Phase
 from planner.plan.actions import Action, ActionKind
 from profiler.errors import ExecutionError
+from profiler.machine.backend import HOST, backend_of
 from profiler.torch_private import is_profiled
 
 _Place = tuple[int, int]  # stage and micro-batch
@@ -153,7 +154,8 @@ class _Work:
             for name, spec in zip(move.names, move.specs, strict=True)
         ]
         if move.says_which:
-            tensors.insert(0, torch.tensor([name not in absent for name in move.names], device=device))
+            exists = torch.tensor([name not in absent for name in move.names], device=HOST)
+            tensors.insert(0, backend_of(device).from_host(exists, device))
         return tensors
 
     def _compute(self, instruction: Instruction) -> None:

@@ -26,7 +26,7 @@ from profiler.machine.backend import device_of_first
 from profiler.run.layouts import layout_hook
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
 from profiler.run.parameter_pool import ParameterPool
-from profiler.run.separable import deferrable, split_function
+from profiler.run.separable import deferrable, deferred_parameters, split_function
 from profiler.run.split_backward import DeferredWeights, deferring
 from profiler.run.stage_function import StageFunction
 from profiler.torch_private import storage_of
@@ -249,19 +249,28 @@ class LayerRunner:
             alive = {**alive, **computed}
         return model_output(self._sequence, {**self.sources, **alive})
 
-    def uncut(self, first: int, stop: int) -> Uncut:
-        """Layers `first` to `stop - 1` as one function, to be run by `run_uncut`."""
+    def uncut(self, first: int, stop: int, *, splits: bool = False) -> Uncut:
+        """Layers `first` to `stop - 1` as one function for `run_uncut`, in whose backward pass weights can wait."""
         parameters = {
             (layer.index, name): self._parameters[layer.index, name]
             for layer in self._sequence.layers[first:stop]
             for name in layer.parameters
         }
-        function = StageFunction(self._sequence, first, stop, parameters, device=self._device)
+        deferred = deferred_parameters(self._sequence.layers[first:stop], parameters) if splits else frozenset()
+        function = StageFunction(self._sequence, first, stop, parameters, device=self._device, deferred=deferred)
         return Uncut(function, stop == len(self._sequence))
 
-    def run_uncut(self, uncut: Uncut, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The forward pass of several layers at once; returns what leaves them, attached to their graph."""
-        values = uncut.function.forward(leaves, self._inputs, self._buffers).values
+    def run_uncut(
+        self, uncut: Uncut, leaves: dict[str, Tensor], *, store: DeferredWeights | None = None
+    ) -> dict[str, Tensor]:
+        """The forward pass of several layers at once; returns what leaves them, attached to their graph.
+
+        Args:
+            uncut: the layers.
+            leaves: the values that enter.
+            store: takes what can wait of their backward pass.
+        """
+        values = uncut.function.forward(leaves, self._inputs, self._buffers, store=store).values
         if not (uncut.is_last and self._has_loss):
             return values
         with self._autocasting():

@@ -115,6 +115,21 @@ class TimedLayers:
     device: torch.device
     memory_bytes: int
 
+    def runs(self, kept_bytes: Sequence[int], besides_bytes: int = 0) -> list[range]:
+        """Windows of layers to sweep.
+
+        Args:
+            kept_bytes: by layer, what it keeps for its backward pass.
+            besides_bytes: of the device's memory, what is taken by others.
+        """
+        most_enqueued = backend_of(self.device).most_enqueued
+        launches = [0 if most_enqueued is None else len(layer.operations) for layer in self.sequence.layers]
+        placed = [self.pool.bytes_of(index) for index in range(len(self.sequence))]
+        held = [sum(pair) for pair in zip(kept_bytes, placed, strict=True)]
+        limits = (self.memory_bytes - besides_bytes, most_enqueued or 0, self.pool.capacity_bytes)
+        swept = swept_layers(_keys(self.sequence), held)
+        return windows(swept, list(zip(held, launches, placed, strict=True)), limits)
+
 
 def time_layers(
     layers: TimedLayers, refusals: Refusals, *, budget_s: float, sweep_done: Callable[[], object] = lambda: None
@@ -174,14 +189,8 @@ class _Turns:
         self._sweep_done = sweep_done
         self._sweeps: dict[int, _Sweep] = {}
         self._laps: dict[int, _Laps] = {}
-        most_enqueued = self._backend.most_enqueued
-        launches = [0 if most_enqueued is None else len(layer.operations) for layer in sequence.layers]
-        placed = [layers.pool.bytes_of(index) for index in range(len(sequence))]
-        memory_bytes = layers.memory_bytes - self._watch.reference_bytes
-        limits = (memory_bytes, most_enqueued or 0, layers.pool.capacity_bytes)
         for size, runner in layers.runners.items():
-            held = [sum(pair) for pair in zip(layers.kept_bytes[size], placed, strict=True)]
-            runs = windows(swept_layers(self._keys, held), list(zip(held, launches, placed, strict=True)), limits)
+            runs = layers.runs(layers.kept_bytes[size], self._watch.reference_bytes)
             self._sweeps[size] = _Sweep(sequence, runner, runs, self._keys)
             self._laps[size] = _Laps(defaultdict(list), [[] for _ in runs], {})
 

@@ -5,6 +5,9 @@
 What counts is how much sooner than B the gradients of the inputs are there: I's seconds are those of the whole backward
 pass, which were measured where the layer stands, less that share. Calls and graphs of single operations make the passes
 together longer than F and B, for small layers much; that counts in W, but for what F takes longer, which I does, too.
+
+Layers within a stage share calls and graphs, and W finds less in the cache that I has left there. So the same passes of
+a whole stage say what its layers come to together, as for F and B in `profiler.timing.sweeps`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 from profiler.machine.stopwatches import Stopwatch
 from profiler.run.layer_runner import LayerRunner, backward, keep
 from profiler.run.split_backward import DeferredWeights
+from profiler.run.stage_function import KeptPass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import collecting_no_garbage
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
@@ -77,13 +81,80 @@ def measured_weights(
         key = (layer.signature, layer.index == len(sequence) - 1, deferred)
         if any(deferred) and key not in known:
             runner.hold(range(layer.index, layer.index + 1))
-            values = {value.name: _made_up(value, size, runner.device) for value in sequence.boundaries[layer.index]}
+            values = _values_at(sequence, layer.index, size, runner)
             round_s = 2 * layer_s[layer.index]
             rounds = int(min(ROUNDS, enough_s / round_s)) if round_s else ROUNDS
             with collecting_no_garbage():
                 known[key] = _measured(runner, layer.index, values, watch, rounds)
         found.append(known.get(key, NOTHING))
     return found
+
+
+def as_stages(
+    sequence: LayerSequence,
+    runner: LayerRunner,
+    size: int,
+    watch: Stopwatch,
+    passes: Sequence[tuple[float, float]],
+    found: Sequence[WeightPass],
+    runs: Sequence[range],
+) -> list[WeightPass]:
+    """What layers leave for W as parts of a stage: all by one factor such that they add up to what stages do.
+
+    Args:
+        sequence: the layers.
+        runner: with a micro-batch, on real tensors.
+        size: of the micro-batch.
+        watch: of their device.
+        passes: seconds of each layer's forward and backward pass.
+        found: what each leaves for W by itself.
+        runs: layers that are run as one stage.
+    """
+    runner.run_prelude()
+    by_layers, by_stages = [0.0, 0.0], [0.0, 0.0]  # seconds by which I is shorter, and by which all passes are longer
+    for run in runs:
+        backward_s = sum(passes[index][1] for index in run)
+        if not any(found[index].share for index in run) or not backward_s:
+            continue
+        rounds = max(1, min(ROUNDS, int(ENOUGH_S / (2 * sum(map(sum, passes[run.start : run.stop]))))))
+        runner.hold(run)
+        with collecting_no_garbage():
+            stage = _measured_stage(runner, run, _values_at(sequence, run.start, size, runner), watch, rounds)
+        for which in (0, 1):
+            by_layers[which] += sum(found[index][which] * passes[index][1] for index in run)
+            by_stages[which] += stage[which] * backward_s
+    if not by_layers[0]:
+        return list(found)
+    factors = [stage / layer if layer else 1.0 for stage, layer in zip(by_stages, by_layers, strict=True)]
+    return [WeightPass(min(one.share * factors[0], 1.0), one.more * factors[1], one.kept_bytes) for one in found]
+
+
+def _values_at(sequence: LayerSequence, boundary: int, size: int, runner: LayerRunner) -> dict[str, Tensor]:
+    return {value.name: _made_up(value, size, runner.device) for value in sequence.boundaries[boundary]}
+
+
+def _measured_stage(
+    runner: LayerRunner, run: range, values: Mapping[str, Tensor], watch: Stopwatch, rounds: int
+) -> tuple[float, float]:
+    """By what part of its backward pass I of a whole stage is shorter, and all passes are longer; of so many rounds."""
+    whole, split = (runner.uncut(run.start, run.stop, splits=splits) for splits in (False, True))
+    shares, more = [], []
+    for _round in range(1 + rounds):
+        store = DeferredWeights()
+        for function, kept in ((whole, None), (split, store)):
+            leaves = leaves_of(values, function.function.entering)
+            leaving = watch.lap(partial(runner.run_uncut, function, leaves, store=kept), (run, kept is None, "forward"))
+            passed = KeptPass(leaves, roots_of(leaving))
+            gradients = {name: torch.ones_like(leaving[name]) for name in passed.roots}
+            del leaving
+            watch.lap(partial(run_backward, passed, gradients), (run, kept is None, "backward"))
+        watch.lap(store.run, (run, "weights"))
+        forward_s, whole_s, split_forward_s, inputs_s, weights_s = watch.take()
+        if whole_s:
+            inputs_s += split_forward_s - forward_s
+            shares.append(1 - inputs_s / whole_s)
+            more.append((inputs_s + weights_s) / whole_s - 1)
+    return max(0.0, median(shares[1:] or [0.0])), max(0.0, median(more[1:] or [0.0]))
 
 
 def _made_up(value: BoundaryValue, size: int, device: torch.device) -> Tensor:

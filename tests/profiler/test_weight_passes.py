@@ -5,12 +5,13 @@ from typing import TypeVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from profiler import trace
 from profiler.run.inputs import micro_batch, real_runner
+from profiler.run.layer_runner import LayerRunner
 from profiler.run.parameter_pool import ParameterPool
-from profiler.timing.weight_passes import ENOUGH_S, ROUNDS, WeightPass, measured_weights
+from profiler.timing.weight_passes import ENOUGH_S, ROUNDS, WeightPass, as_stages, measured_weights
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -64,11 +65,39 @@ def test_one_pass_that_the_system_interrupts_counts_for_nothing(interrupted: int
     assert (found.share, found.more) == pytest.approx((0.5, 0.0))
 
 
+def test_layers_come_to_what_they_take_as_a_stage() -> None:
+    """Of layers with 1 and 3 s of backward passes, the first of which W can halve; I of both is shorter by 1.2 s."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    runner = runner_of(model, x)
+    layers = [WeightPass(0.5, 0.25, 8), WeightPass(0.1, 0.0, 8)]
+    watch = Told(lambda number: [1.0, 2.0, 1.1, 1.3, 0.8] if number else [9.0] * LAPS)
+    sequence = trace(model, x)
+    found = as_stages(sequence, runner, 2, watch, [(0.01, 1.0), (0.01, 3.0)], layers, [range(2)])
+    assert watch.rounds == 2
+    assert [one.share for one in found] == pytest.approx([0.5 * 1.2 / 0.8, 0.1 * 1.2 / 0.8])
+    assert sum(one.share * backward_s for one, backward_s in zip(found, (1.0, 3.0), strict=True)) == pytest.approx(1.2)
+    assert found[0].more == pytest.approx(4 * 0.1)
+    assert [one.kept_bytes for one in found] == [8, 8]
+
+
+def test_layers_of_which_nothing_can_wait_are_run_no_more() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    watch = Told(lambda _: [])
+    layers = [WeightPass(0.0, 0.0, 0)]
+    assert as_stages(trace(model, x), runner_of(model, x), 2, watch, [(1.0, 1.0)], layers, [range(1)]) == layers
+    assert watch.rounds == 0
+
+
 def measured_linear(watch: Told, layer_s: float) -> WeightPass:
     """What a model of one layer leaves for W, by this watch."""
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    (found,) = measured_weights(trace(model, x), runner_of(model, x), 2, watch, [layer_s])
+    return found
+
+
+def runner_of(model: nn.Module, x: Tensor) -> LayerRunner:
     sequence = trace(model, x)
-    runner = real_runner(
+    return real_runner(
         sequence,
         ParameterPool(sequence, CPU),
         micro_batch(sequence, x, 2, CPU),
@@ -77,5 +106,3 @@ def measured_linear(watch: Told, layer_s: float) -> WeightPass:
         has_loss=False,
         device=CPU,
     )
-    (found,) = measured_weights(sequence, runner, 2, watch, [layer_s])
-    return found

@@ -62,8 +62,6 @@ copy_all: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_
 
 add_all: Callable[..., object] = torch._foreach_add_
 """Adds tensors to tensors, or a number to all, in place; this and the next as `copy_all`."""
-subtract_all: Callable[..., Sequence[Tensor]] = torch._foreach_sub
-multiply_all: Callable[..., Sequence[Tensor]] = torch._foreach_mul
 lerp_all: Callable[..., object] = torch._foreach_lerp_
 """Moves tensors towards tensors in place, by that share of the way."""
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from profiler.machine.stopwatches import Stopwatch
-from profiler.run.layer_runner import LayerRunner, backward, keep
+from profiler.run.layer_runner import LayerRunner, Uncut, backward, keep
 from profiler.run.split_backward import DeferredWeights
 from profiler.run.stage_function import KeptPass, leaves_of, roots_of, run_backward
 from profiler.timing.repeats import collecting_no_garbage
@@ -141,20 +141,28 @@ def _measured_stage(
     shares, more = [], []
     for _round in range(1 + rounds):
         store = DeferredWeights()
-        for function, kept in ((whole, None), (split, store)):
-            leaves = leaves_of(values, function.function.entering)
-            leaving = watch.lap(partial(runner.run_uncut, function, leaves, store=kept), (run, kept is None, "forward"))
-            passed = KeptPass(leaves, roots_of(leaving))
-            gradients = {name: torch.ones_like(leaving[name]) for name in passed.roots}
-            del leaving
-            watch.lap(partial(run_backward, passed, gradients), (run, kept is None, "backward"))
-        watch.lap(store.run, (run, "weights"))
-        forward_s, whole_s, split_forward_s, inputs_s, weights_s = watch.take()
+        forward_s, whole_s = _went_through(runner, whole, values, watch, None)
+        split_forward_s, inputs_s, weights_s = _went_through(runner, split, values, watch, store)
         if whole_s:
             inputs_s += split_forward_s - forward_s
             shares.append(1 - inputs_s / whole_s)
             more.append((inputs_s + weights_s) / whole_s - 1)
     return max(0.0, median(shares[1:] or [0.0])), max(0.0, median(more[1:] or [0.0]))
+
+
+def _went_through(
+    runner: LayerRunner, stage: Uncut, values: Mapping[str, Tensor], watch: Stopwatch, store: DeferredWeights | None
+) -> list[float]:
+    """Seconds of F and B of a stage, or with a store of F, I and W."""
+    leaves = leaves_of(values, stage.function.entering)
+    leaving = watch.lap(partial(runner.run_uncut, stage, leaves, store=store), (stage, "forward"))
+    passed = KeptPass(leaves, roots_of(leaving))
+    gradients = {name: torch.ones_like(leaving[name]) for name in passed.roots}
+    del leaving
+    watch.lap(partial(run_backward, passed, gradients), (stage, "backward"))
+    if store is not None:
+        watch.lap(store.run, (stage, "weights"))
+    return watch.take()
 
 
 def _made_up(value: BoundaryValue, size: int, device: torch.device) -> Tensor:

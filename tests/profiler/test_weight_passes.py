@@ -22,16 +22,19 @@ class Told:
     """A stopwatch on which the laps of each round, F, B, F, I and W, take the seconds that it is told."""
 
     def __init__(self, seconds: Callable[[int], list[float]]) -> None:
-        self.rounds, self._laps, self._seconds = 0, 0, seconds
+        self.rounds, self._laps, self._taken, self._seconds = 0, 0, 0, seconds
 
     def lap(self, call: Callable[[], T], key: object = None) -> T:
         self._laps += 1
         return call()
 
     def take(self) -> list[float]:
-        assert self._laps == LAPS
-        self._laps, self.rounds = 0, self.rounds + 1
-        return self._seconds(self.rounds - 1)
+        found = self._seconds(self.rounds)[self._taken : self._laps]
+        self._taken = self._laps
+        if self._laps == LAPS:
+            self._laps, self._taken, self.rounds = 0, 0, self.rounds + 1
+        assert self._laps < LAPS
+        return found
 
     def lost_share(self) -> float:
         return 0.0

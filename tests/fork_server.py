@@ -21,6 +21,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -372,7 +373,8 @@ def main() -> None:
     if preloaded:
         _load_what_tracing_loads()
     if TRANSPORT in os.environ:
-        sys.modules["executor.pipeline"].Pipeline.__init__.__kwdefaults__["transport"] = os.environ[TRANSPORT]
+        construct = inspect.unwrap(sys.modules["executor.pipeline"].Pipeline.__init__)
+        construct.__kwdefaults__["transport"] = os.environ[TRANSPORT]
     gc.freeze()
     gc.enable()
     request = serve(socket.socket(fileno=int(descriptor)))

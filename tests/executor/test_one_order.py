@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from executor import launch
+from executor.run.distributed import Distributed
 from executor.run.one_order import InOneOrder, in_one_order
 from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from planner import Plan
@@ -21,7 +23,6 @@ from profiler.machine.cpu import Cpu
 from tests.executor.random_orders import random_orders
 from tests.executor.test_rank_order import rank_problems, seconds
 from tests.executor.trained_cases import BATCH_SIZE, M, Trained, assert_same, case, traced, train
-from tests.fork_server import TRANSPORT
 
 
 @st.composite
@@ -139,7 +140,14 @@ def test_a_receive_posted_before_what_it_depends_on_holds_up_all() -> None:
 
 def train_in_order(plan: Plan, current: Any) -> Trained:
     Cpu.keeps_order = True  # in a process of its own, before it knows of others
-    return train(plan, current, evaluates=True)
+    with (
+        mock.patch.object(Distributed, "prepare", autospec=True, side_effect=Distributed.prepare) as prepared,
+        mock.patch.object(Distributed, "post", autospec=True, side_effect=Distributed.post) as posted,
+    ):
+        found = train(plan, current, evaluates=True, transport="gloo")
+    assert prepared.called
+    assert posted.called
+    return found
 
 
 @pytest.mark.parametrize(
@@ -151,10 +159,8 @@ def test_ranks_train_as_one_process(
     settings: dict[str, Any],
     plan_for: Callable[..., Plan],
     inherited: Callable[..., LayerSequence],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As with NCCL, each direction on a channel of its own."""
-    monkeypatch.setenv(TRANSPORT, "gloo")
     current, sequence = case("gpt"), inherited(traced, "gpt")
     ranks = 2 if "chunks" in settings else 3
     stages = ranks * settings.get("chunks", 1)

@@ -147,8 +147,8 @@ def traced(name: str) -> LayerSequence:
     return trace(model_of(current), current.inputs)
 
 
-def train(plan: Plan, case: Case, steps: int = 3, *, evaluates: bool = True) -> Trained:
-    pipe = Pipeline(model_of(case), plan, loss_fn=case.loss_fn)
+def train(plan: Plan, case: Case, steps: int = 3, *, evaluates: bool = True, **settings: Any) -> Trained:
+    pipe = Pipeline(model_of(case), plan, loss_fn=case.loss_fn, **settings)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     losses = []
     for _ in range(steps):

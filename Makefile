@@ -31,11 +31,13 @@ slow: $(INSTALLED)
 	@$(PYTEST) --numprocesses 2 --dist worksteal -m slow
 
 # What ranks of one machine tell each other goes through shared memory in all tests but those of the transports. These run
-# over sockets here: faults, checkpoints, bad input, the same results, where data come from, shared state, precision.
+# over sockets here: faults, checkpoints, bad input, the same results, where data come from, shared state, precision; and
+# again with messages begun in one order, as NCCL needs it.
 OVER_SOCKETS := adversary bad_input checkpoint checkpoint_damage checkpoint_folder contents failed_steps faults feed \
   precision predict same_result schedule_features shared_memory shared_state sharing training
 sockets: $(INSTALLED)
 	@$(PYTEST) --numprocesses 2 --dist worksteal --transport gloo $(OVER_SOCKETS:%=tests/executor/test_%.py)
+	@$(PYTEST) --numprocesses 2 --dist worksteal --transport gloo --in-order $(OVER_SOCKETS:%=tests/executor/test_%.py)
 
 durations: $(INSTALLED)
 	@$(PYTEST) --durations-to-list -m "not slow"

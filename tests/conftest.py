@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.fork_server import READ_LATE, TRANSPORT, forks
+from tests.fork_server import IN_ORDER, READ_LATE, TRANSPORT, forks
 from tests.processor_time import Durations, mark_slow
 
 os.environ["COLUMNS"] = "110"  # what the command prints is as wide as the terminal
@@ -35,11 +35,14 @@ _GPU_FOLDER = Path(__file__).parent / "gpu"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-to-list", action="store_true", help="add to tests/slow.txt")
     parser.addoption("--transport", help="of pipelines in several processes that ask for none")
+    parser.addoption("--in-order", action="store_true", help="their messages are in the order of calls, as NCCL's are")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--transport"):
         os.environ[TRANSPORT] = config.getoption("--transport")
+    if config.getoption("--in-order"):
+        os.environ[IN_ORDER] = "1"
     if config.getoption("--durations-to-list"):
         config.pluginmanager.register(Durations())
 

@@ -72,6 +72,8 @@ INHERITED = "GPIPE_TEST_TRACE"
 """Variable that names what forks inherit: search path, module, function and its text argument, a line each."""
 TRANSPORT = "GPIPE_TEST_TRANSPORT"
 """Variable that names the transport of all pipelines in forks that ask for none; see `pytest --transport`."""
+IN_ORDER = "GPIPE_TEST_IN_ORDER"
+"""Variable that is set where messages on the CPU are to be begun in the order of NCCL's; see `pytest --in-order`."""
 RUN = "PYTEST_XDIST_TESTRUNUID"  # names a run of the tests in all its processes
 LONGEST_START_S = 300.0  # a server that loads what it preloads on a busy machine
 _LONGEST_REQUEST_BYTES = 2**18
@@ -375,6 +377,8 @@ def main() -> None:
     if TRANSPORT in os.environ:
         construct = inspect.unwrap(sys.modules["executor.pipeline"].Pipeline.__init__)
         construct.__kwdefaults__["transport"] = os.environ[TRANSPORT]
+    if IN_ORDER in os.environ:
+        sys.modules["profiler.machine.cpu"].Cpu.keeps_order = True
     gc.freeze()
     gc.enable()
     request = serve(socket.socket(fileno=int(descriptor)))

@@ -140,10 +140,10 @@ def test_a_process_that_has_not_ended_is_waited_for_as_long_as_said(tmp_path: Pa
 
 
 def test_pipelines_of_a_run_over_sockets_talk_over_sockets() -> None:
-    """`pytest --transport gloo`, in a run of its own."""
+    """`pytest --transport gloo --in-order`, in a run of its own."""
     own = "tests/executor/test_shared_memory.py::test_pipelines_of_tests_talk_as_their_run_says"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--transport", "gloo", own]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--transport", "gloo", "--in-order", own]
     root = Path(__file__).parents[1]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -23,6 +23,7 @@ from planner.plan.actions import Action, ActionKind, make_schedule
 from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import trace
 from profiler.machine.backend import HOST, backend_of
+from profiler.machine.cpu import Cpu
 from profiler.machine.ring import MOST_SLOTS, Incoming, Outgoing
 from profiler.machine.ring_meeting import Rings
 
@@ -183,15 +184,15 @@ def test_without_training_a_stage_is_through_with_a_message_before_it_waits_for_
             assert len(list(itertools.groupby(numbers))) == len(set(numbers))
 
 
-def carrier(plan: Plan) -> str:
-    return type(Pipeline(Net(), plan, loss_fn=functional.mse_loss)._runtime._remote).__name__
+def carrier(plan: Plan) -> tuple[str, bool]:
+    return type(Pipeline(Net(), plan, loss_fn=functional.mse_loss)._runtime._remote).__name__, Cpu.keeps_order
 
 
 def test_pipelines_of_tests_talk_as_their_run_says(plan_for: Callable[..., Plan], pytestconfig: pytest.Config) -> None:
-    """Through shared memory, or over sockets with `--transport gloo`, which runs all tests of processes that way."""
+    """Through shared memory, or over sockets with `--transport gloo`, and then as NCCL's with `--in-order`."""
     plan = plan_for(trace(Net(), torch.ones(4, 6)), [1], batch_size=8, micro_batches=2)
     expected = "SharedMemory" if pytestconfig.getoption("--transport") is None else "Distributed"
-    assert launch(carrier, plan) == [expected] * 2
+    assert launch(carrier, plan) == [(expected, pytestconfig.getoption("--in-order"))] * 2
 
 
 def differs(plan: Plan) -> None:

@@ -57,6 +57,7 @@ from executor.world import check_world_size, group_on_host, join, wait_limit
 from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
 from profiler.arguments import fits_its_arguments
+from profiler.errors import ArgumentError
 from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
 from profiler.quantities import MOST_MICRO_BATCHES, check_count
@@ -163,6 +164,18 @@ class Pipeline:
             self._connect(check_finite, transport)
             self.watch.log.phase(Phase.SHARING)
             share_state(self._sequence, plan, self._layout, self._placement, self._unread)
+
+    def __reduce__(self) -> Any:
+        """It is bound to this process: to its tensors, and to what waits for other processes.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(
+            "a Pipeline cannot be pickled or copied; construct another from the model and pipe.plan where it is to be, "
+            "in the function that launch calls, say, and keep its state by save_checkpoint, or pipe.state_dict() in "
+            "one process"
+        )
 
     def _place(self, loss_fn: LossFunction | None, seed: int, initialize: Initializer | None) -> None:
         """The stages of this process."""

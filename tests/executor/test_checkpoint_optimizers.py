@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if not same(name))
 
 
+@cache
 def traced(number: int) -> LayerSequence:
     return trace(Model(**MODELS[number]), torch.ones(SIZE, 4), progress=False)
 

@@ -126,6 +126,27 @@ def test_some(seed: int) -> None:
     trained(seed)
 
 
+class Converted(nn.Module):
+    """Its LSTM computes in bfloat16, which the region itself makes float32 of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.network = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.leave = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.network(x)[0].float()
+        return self.leave(x.mean(1))
+
+
+def test_what_a_region_converts_itself() -> None:
+    """It was float32 in the export, which checks that: "gives a result whose shape or value depends on data"."""
+    x = torch.cos(torch.arange(6 * LENGTH * WIDTH) * 1.7).reshape(6, LENGTH, WIDTH)
+    check(Converted, x, torch.linspace(-1, 1, 12).reshape(6, 2), random.Random(0), within=6e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_more(seed: int) -> None:

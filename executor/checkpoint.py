@@ -52,7 +52,7 @@ from executor.checkpoints.manifest import (
     unreadable,
 )
 from executor.checkpoints.tensors import StoredTensor, stored_tensors
-from executor.checkpoints.training import OptimizerEntry, Training, key_of, optimizer_entries
+from executor.checkpoints.training import OptimizerEntry, Training, common_options, key_of, optimizer_entries
 from executor.pipeline import Pipeline
 from executor.watch.position import Phase
 from profiler.arguments import fits_its_arguments
@@ -143,7 +143,8 @@ def load_checkpoint(
     Args:
         path: a folder of checkpoints, whose newest is loaded, or one checkpoint of it.
         pipe: what is trained; its parameters, buffers, step and seed become the checkpoint's.
-        optimizer: over `pipe.parameters()`; its state and the options of its groups become the checkpoint's.
+        optimizer: over `pipe.parameters()`, the same ones as when it was saved; its state and the options of its groups
+            become the checkpoint's.
         also: what else to continue, by the names that it was saved under.
 
     Returns:
@@ -162,6 +163,7 @@ def load_checkpoint(
         training.check_model(source, pipe.state_names())
         training.check_also(source, list(others))
         change = _change(source, manifest, training, pipe, optimizer)
+        _refuse_left_out(source, training, pipe, optimizer)
         with _continued(others, training.also):
             _wait_for_all()  # none has changed anything but `others`, which come back if one fails until here
         try:
@@ -303,14 +305,40 @@ def _change(
     options: list[tuple[dict[str, Any], dict[str, Any]]] = []
     name_of = {parameter: name for name, parameter in pipe.named_parameters()}
     for group in () if optimizer is None else optimizer.param_groups:
+        named = [name_of[parameter] for parameter in group["params"] if parameter in name_of]
+        if named:
+            options.append((group, common_options(source, {name: entries[name] for name in named})))
         for parameter in group["params"]:
             if parameter in name_of:
                 name, entry = name_of[parameter], entries[name_of[parameter]]
-                options.append((group, entry.options))
                 state = _state(name, parameter, entry, {**group, **entry.options}, values) if name in stepped else {}
                 states.append((parameter, state))
     tensors = [_copy(source, name, tensor, values[f"model.{name}"]) for name, tensor in held.items()]
     return _Change(tensors, states, options, optimizer)
+
+
+def _refuse_left_out(source: Path, training: Training, pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
+    """See, in the first process, that no state is left out for want of a parameter in any process's optimizer.
+
+    Raises:
+        ExecutionError: the optimizer that was saved held more.
+    """
+    own = dict(pipe.named_parameters())
+    held = {id(parameter) for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"]}
+    stepped = {name for name, parameter in own.items() if id(parameter) in held}
+    trained = {name for name, parameter in own.items() if parameter.requires_grad}
+    parts: list[tuple[bool, set[str], set[str]]] = _gathered((optimizer is not None, stepped, trained))
+    if not _is_first() or training.optimizer is None or not any(given for given, *_ in parts):
+        return
+    everywhere, trained = (set[str]().union(*found) for found in zip(*(names for _, *names in parts), strict=True))
+    kept = {name for name, entry in training.optimizer.items() if name in trained or entry.tensors or entry.others}
+    lost = sorted(kept - everywhere)
+    if lost:
+        raise ExecutionError(
+            f"{source} was saved with an optimizer of {counted(len(training.optimizer), 'parameter')}, "
+            f"{len(lost)} of which this one does not hold, such as {lost[0]}; their state would be lost: let the "
+            "optimizer hold the same parameters"
+        )
 
 
 def _take_over(pipe: Pipeline, change: _Change, training: Training, source: Path, manifest: Manifest | None) -> None:

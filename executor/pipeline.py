@@ -27,7 +27,13 @@ from torch import Tensor, nn
 
 from executor.batch.calls import Call, Calls
 from executor.batch.feed import Feed
-from executor.batch.modes import held_parameters, refuse_assigned, refuse_other_modes, refuse_unscaled
+from executor.batch.modes import (
+    HeldModules,
+    held_parameters,
+    refuse_assigned,
+    refuse_other_modes,
+    refuse_unscaled,
+)
 from executor.carrier import Carrier
 from executor.checkpoints.run_identity import Run
 from executor.first_step import compared
@@ -57,6 +63,7 @@ from executor.world import check_world_size, group_on_host, join, wait_limit
 from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
 from profiler.arguments import fits_its_arguments
+from profiler.errors import ArgumentError
 from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
 from profiler.quantities import MOST_MICRO_BATCHES, check_count
@@ -142,6 +149,7 @@ class Pipeline:
         self._replanning = Replanning(plan, replan)
         self._model = model
         self._computing = computing_model(model, plan.sample.precision)
+        self._modules = HeldModules(model)
         self._modes = [module.training for module in self._computing.modules()]
         self._loss_fn = loss_fn
         self._compares = compare_first_step
@@ -164,6 +172,18 @@ class Pipeline:
             self.watch.log.phase(Phase.SHARING)
             share_state(self._sequence, plan, self._layout, self._placement, self._unread)
 
+    def __reduce__(self) -> Any:
+        """It is bound to this process: to its tensors, and to what waits for other processes.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(
+            "a Pipeline cannot be pickled or copied; construct another from the model and pipe.plan where it is to be, "
+            "in the function that launch calls, say, and keep its state by save_checkpoint, or pipe.state_dict() in "
+            "one process"
+        )
+
     def _place(self, loss_fn: LossFunction | None, seed: int, initialize: Initializer | None) -> None:
         """The stages of this process."""
         plan, layout = self.plan, self._layout
@@ -179,7 +199,8 @@ class Pipeline:
             if not held.requires_grad
         ]
         trained = {name: own for name, own in self._placement.named_parameters().items() if own.requires_grad}
-        own_ones = {name: own for name, own in self.named_parameters() if originals.get(name) is own}
+        own = {id(parameter) for _, parameter in self.named_parameters()}
+        own_ones = {name: held for name, held in originals.items() if id(held) in own}
         self._in_the_model = held_parameters(self._model, own_ones)
         read = {name: originals[name] for name in self._sequence.parameters if name in originals}
         self._in_the_comparison = held_parameters(self._model, read)
@@ -323,9 +344,10 @@ class Pipeline:
         with self.watch.call(Phase.PREPARATION, given):
             refuse_other_modes(self.plan, self._devices.values(), self._frozen)
             refuse_assigned(self._in_the_model)
+            self._modules.refuse_others(training=True)
             call = self._feed.call("step", args, kwargs, target, training=True)
             refuse_lost_hooks(self._placement)
-            self._placement.round_masters()
+            self._placement.follow()
             self._compare_first_step(args, kwargs, target)
             loss = self._carrier.train(call, self._steps, scaler, accumulate)
             self._steps += 1
@@ -406,8 +428,9 @@ class Pipeline:
         """A call in evaluation mode, before it is carried out."""
         refuse_other_modes(self.plan, self._devices.values(), self._frozen)
         refuse_assigned(self._in_the_model)
+        self._modules.refuse_others(training=False)
         call = self._feed.call(kind, args, kwargs, target, training=False)
-        self._placement.round_masters()
+        self._placement.follow()
         return call
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -363,6 +364,42 @@ def process_groups_of_this_process() -> Iterator[Any]:
     from torch.distributed.distributed_c10d import _world
 
     return iter(_world.pg_map)
+
+
+# Autocast regions, which know of no other way to let all of them within keep no casts.
+
+_set_cache_enabled = torch.set_autocast_cache_enabled
+_keeping_no_casts = threading.local()  # `depth`: how many times this thread is within
+_patched = {"by": 0}  # how many threads and levels need the replacement
+_patching = threading.Lock()
+
+
+@contextlib.contextmanager
+def keeping_no_casts() -> Iterator[None]:
+    """Within, autocast regions of this thread cast at each use, those too that ask torch to keep the casts of leaves.
+
+    A region calls `torch.set_autocast_cache_enabled` when it begins and ends.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    with _patching:
+        _patched["by"] += 1
+        torch.set_autocast_cache_enabled = _set_cache_enabled_elsewhere
+    _keeping_no_casts.depth = depth = getattr(_keeping_no_casts, "depth", 0) + 1
+    _set_cache_enabled(False)
+    try:
+        yield
+    finally:
+        _set_cache_enabled(kept)
+        _keeping_no_casts.depth = depth - 1
+        with _patching:
+            _patched["by"] -= 1
+            if not _patched["by"]:
+                torch.set_autocast_cache_enabled = _set_cache_enabled
+
+
+def _set_cache_enabled_elsewhere(enabled: bool) -> None:
+    if not getattr(_keeping_no_casts, "depth", 0):
+        _set_cache_enabled(enabled)
 
 
 # Pipelines of torch.distributed.pipelining.

@@ -91,7 +91,7 @@ class Feed:
     def given(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Given:
         """What the ranks must have in common before they exchange a message of a call, or its size would be wrong."""
         if self._layout.alone:
-            return {}
+            return {CALL: kind}
         inputs, targets = [*_leaves(args), *_leaves(kwargs)], _leaves(target)
         brings = _brings(inputs, targets)
         if brings is not Brings.ALL:
@@ -114,8 +114,8 @@ class Feed:
             form, part = self._receive()
             self._watch.log.phase(Phase.PREPARATION)
             return calls.cut(form, part)
-        if layout.alone and _brings([*_leaves(args), *_leaves(kwargs)], []) is not Brings.ALL:
-            raise ArgumentError(f"{kind} was given no data; pass what the model is called with")
+        if layout.alone:
+            _refuse_no_data(kind, [*_leaves(args), *_leaves(kwargs)])
         batch = calls.understood(args, kwargs, target, training=training, may_lack=kind == "predict")
         if from_first:
             self._hand_out(batch)
@@ -205,6 +205,19 @@ def _brings(inputs: Sequence[Any], targets: Sequence[Any]) -> Brings:
     if not tensors:
         return Brings.TARGET_ALONE if aims else Brings.NOTHING
     return Brings.ALL
+
+
+def _refuse_no_data(kind: str, leaves: Sequence[Any]) -> None:
+    """Refuse a call without tensors, in a process that nobody else gives them."""
+    if _brings(leaves, []) is Brings.ALL:
+        return
+    others = list(dict.fromkeys(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | None)))
+    if others:
+        raise ArgumentError(
+            f"{kind} was given {', '.join(others)} and no tensor; pass what the model is called with, made by "
+            "torch.as_tensor where need be"
+        )
+    raise ArgumentError(f"{kind} was given no data; pass what the model is called with")
 
 
 def _iterator_of(loader: Iterable[Any] | None) -> Iterator[Any]:

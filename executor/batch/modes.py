@@ -75,7 +75,7 @@ def held_parameters(model: nn.Module, parameters: Mapping[str, nn.Parameter]) ->
 
 
 def refuse_assigned(held: Iterable[HeldParameter]) -> None:
-    """Refuse a model that holds other parameters by now, on other memory: the pipeline goes on with those it had.
+    """Refuse a model that holds other parameters by now, on other memory, or none: the pipeline goes on with its own.
 
     Raises:
         ArgumentError: naming one of them.
@@ -83,15 +83,59 @@ def refuse_assigned(held: Iterable[HeldParameter]) -> None:
     assigned = []
     for place in held:
         now = place.now
-        if now is not None and now is not place.parameter and storage_of(now) != storage_of(place.parameter):
+        if now is None or (now is not place.parameter and storage_of(now) != storage_of(place.parameter)):
             assigned.append(place.name)
     if assigned:
         raise ArgumentError(
             f"since the pipeline was constructed, {counted(len(assigned), 'parameter')} of the model, such as "
             f"{assigned[0]}, {'was' if len(assigned) == 1 else 'were'} replaced by others, as "
-            "load_state_dict(..., assign=True) does, or another module in its place; the pipeline computes with those "
-            "that it had: change the model and load before constructing it, or without assign=True"
+            "load_state_dict(..., assign=True) does, or another module in its place, or taken away; the pipeline "
+            "computes with those that it had: change the model and load before constructing it, or without assign=True"
         )
+
+
+class HeldModules:
+    """The modules of a model and their modes, as they were when the pipeline was constructed.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (name, module, module.training, None if isinstance(module, torch.jit.ScriptModule) else _children(module))
+            for name, module in model.named_modules()
+        ]
+
+    def refuse_others(self, *, training: bool) -> None:
+        """Refuse a model that has other modules by now, or to train in other modes: the layers are those that it had.
+
+        Raises:
+            ArgumentError: naming one of them.
+        """
+        for name, module, _, children in self._held:
+            if children is not None and _children(module) != children:
+                raise ArgumentError(
+                    f"since the pipeline was constructed, modules in {_named(name)} were replaced, added or removed, "
+                    "and it computes with those that it had; change the model before constructing it"
+                )
+        turned = [(name, mode) for name, module, mode, _ in self._held if training and module.training != mode]
+        if turned:
+            name, mode = turned[0]
+            before, now, call = ("training", "evaluation", "train") if mode else ("evaluation", "training", "eval")
+            raise ArgumentError(
+                f"{counted(len(turned), 'module')}, such as {_named(name)}, {are(len(turned))} in {now} mode, and "
+                f"{'was' if len(turned) == 1 else 'were'} in {before} mode when the pipeline was constructed; the step "
+                f"computes as then: call {call}() on what was changed, or construct a pipeline in the modes to train in"
+            )
+
+
+def _children(module: nn.Module) -> tuple[nn.Module | None, ...]:
+    return tuple(module._modules.values())
+
+
+def _named(path: str) -> str:
+    return repr(path) if path else "the model itself"
 
 
 def refuse_unscaled(precision: str | None, scaler: torch.amp.GradScaler | None) -> None:

@@ -155,6 +155,33 @@ class Training:
 _VALID = TypeAdapter(Training)
 
 
+def common_options(checkpoint: Path, entries: Mapping[str, OptimizerEntry]) -> dict[str, Any]:
+    """The options that the parameters of one group were saved with, which are to be the group's.
+
+    Raises:
+        ExecutionError: they were in groups with other options.
+    """
+    (first, one), *others = entries.items()
+    for name, entry in others:
+        apart = sorted(
+            option
+            for option in one.options.keys() | entry.options.keys()
+            if not _alike(one.options.get(option), entry.options.get(option))
+        )
+        if apart:
+            raise ExecutionError(
+                f"{checkpoint} was saved with an optimizer that has {first} and {name} in two groups, which differ in "
+                f"{', '.join(apart)}, and this one has them in one; make the same groups"
+            )
+    return one.options
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
 def optimizer_entries(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, OptimizerEntry]]:

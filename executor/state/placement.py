@@ -42,8 +42,17 @@ class Placement:
     rounded: tuple[tuple[Tensor, nn.Parameter], ...] = ()
     cast: tuple[tuple[Tensor, nn.Parameter], ...] = ()
 
-    def round_masters(self) -> None:
-        """Let layers compute with the master weights as they are now."""
+    def follow(self) -> None:
+        """Let layers compute with the parameters as they are now: with master weights, and with other memory.
+
+        `parameter.data = ...`, `to_empty` and `vector_to_parameters` give a parameter that. What layers read of a tied
+        one is on the old.
+        """
+        for parameter in self.tied:
+            for accumulator in parameter.accumulators:
+                copy = next(copy for copy in parameter.copies if copy.device == accumulator.device)
+                if copy.data_ptr() != accumulator.data_ptr():
+                    accumulator.data = copy.data
         round_to([computing for computing, _ in self.rounded], [master for _, master in self.rounded])
 
     @contextmanager

@@ -30,13 +30,13 @@ import torch.distributed as dist
 
 from executor.connect.mesh import Mesh, Notice
 from executor.watch.accusation import Blame
-from executor.watch.agreement import Agreement, Given
+from executor.watch.agreement import CALL, Agreement, Given
 from executor.watch.contents import Contents
 from executor.watch.ending_waits import abort, break_connections, by_abort
 from executor.watch.failure import FirstCause, named
 from executor.watch.position import Logbook, Phase
 from executor.watch.speaking import without_waiting
-from profiler.errors import ExecutionError, PlanError
+from profiler.errors import ArgumentError, ExecutionError, PlanError
 from profiler.machine.journal import Address, ForeignJournal, journal_of_this_process
 
 BEAT_S = 0.25
@@ -65,7 +65,7 @@ class Watch:
         self._changed = threading.Condition()  # of the cause, or of what other ranks announced
         self._raised = False
         self._aborted = False
-        self._calling = False
+        self._caller: int | None = None  # the thread that is inside of a call
         self._agreement = Agreement(rank, world_size)
         self._contents = Contents(rank)
         self._groups: list[dist.ProcessGroup | None] = [None]
@@ -107,8 +107,9 @@ class Watch:
 
         Raises:
             PlanError: something failed, here or on another rank; the same error everywhere.
+            ArgumentError: it is made while another one is under way.
         """
-        self._calling = True
+        around = self._enter((given or {}).get(CALL, "a call of the pipeline"))
         self.log.calls += 1
         try:
             self.log.phase(phase)
@@ -121,8 +122,34 @@ class Watch:
         except BaseException as problem:
             self._conclude(problem)
         finally:
-            self.log.phase(Phase.OUTSIDE)
-            self._calling = False
+            self.log.phase(Phase.OUTSIDE if around is None else Phase.READING)
+            self._caller = around
+
+    def _enter(self, name: str) -> int | None:
+        """Let this thread be inside of a call; returns the one that was.
+
+        A loader that a process on its own reads may call the pipeline; nothing is under way then.
+        """
+        here = threading.get_ident()
+        with self._changed:
+            around = self._caller
+            if around is not None:
+                self._refuse_second(name, around != here)
+            self._caller = here
+        return around
+
+    def _refuse_second(self, name: str, of_another_thread: bool) -> None:
+        position = self.log.position
+        if of_another_thread:
+            raise ArgumentError(
+                f"{name} was called in a second thread, while another thread was inside of a call of the same pipeline "
+                f"({position}); make all its calls in one thread, or hold a lock around each"
+            )
+        if self._mesh is not None or position.phase is not Phase.READING:
+            raise ArgumentError(
+                f"{name} was called inside of another call of the same pipeline ({position}): by loss_fn, a hook, a "
+                "loader or a signal handler; call it before or after that one"
+            )
 
     def from_first(self, kind: str) -> bool | None:
         """Whether rank 0 alone brings the data of such calls; None before the ranks have met in one."""
@@ -199,7 +226,7 @@ class Watch:
             for other, message in heard:
                 self._hear(other, message, now_s)
             self._say_where(now_s)
-            if self._calling:
+            if self._caller is not None:
                 self._accuse(self._blame.gone(self.log.position, now_s=now_s))
                 self._accuse(self._blame.stuck(now_s=now_s))
             failed = self._cause is not None
@@ -271,11 +298,11 @@ class Watch:
             break_connections(group)
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
-            if self._raised or not self._calling:
+            if self._raised or self._caller is None:
                 return
             time.sleep(0.01)
         with self._changed:
-            if self._raised or not self._calling or self.log.journal.shared:  # workers are ended by their parent
+            if self._raised or self._caller is None or self.log.journal.shared:  # workers are ended by their parent
                 return
             assert self._cause is not None
             position = self.log.position

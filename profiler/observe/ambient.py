@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from profiler.machine.backend import BACKENDS
+from profiler.torch_private import keeping_no_casts
 
 
 @contextlib.contextmanager
@@ -19,15 +20,10 @@ def as_in_training() -> Iterator[None]:
 
     Autocast regions of the model's own cast a weight at each use, as that around the sequence does: torch keeps the
     casts of leaves within a region, and so adds the gradients of their uses up in the lower precision. But which values
-    are leaves depends on where the model is cut. A region that says `cache_enabled=True` itself keeps them.
+    are leaves depends on where the model is cut. So does a region that says `cache_enabled=True` itself.
     """
-    kept = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with _recording():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(kept)
+    with keeping_no_casts(), _recording():
+        yield
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ from profiler.tracing.left_out import LeftOut, left_out
 from profiler.tracing.plain_data import DataAsOperations
 from profiler.tracing.progress import Part
 from profiler.tracing.refusals import refuse_hidden_writes, refuse_own_generators, refused
-from profiler.tracing.regions import write_out_regions
+from profiler.tracing.regions import forget_metadata_checks, write_out_regions
 from profiler.tracing.sample import (
     TRACED_BATCH_SIZE_AT_LEAST,
     arguments_of,
@@ -142,6 +142,8 @@ def export_graph(
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             put_inverse_stft_into(part.graph)
+            if part is not module:
+                forget_metadata_checks(part)
     write_out_regions(module, under_autocast=spec.autocast is not None)
     refuse_hidden_writes(module.graph, module)
     refuse_own_generators(module)

@@ -48,6 +48,20 @@ def write_out_regions(root: fx.GraphModule, *, under_autocast: bool) -> None:
         root.recompile()
 
 
+def forget_metadata_checks(graph_module: fx.GraphModule) -> None:
+    """Take out of a region's graph the checks that what is converted (`x.float()`) has the type of the export.
+
+    An LSTM in an autocast region has another one in training, since an export switches oneDNN off.
+    """
+    checks = [
+        node for node in graph_module.graph.nodes if node.target is torch.ops.aten._assert_tensor_metadata.default
+    ]
+    for node in checks:
+        graph_module.graph.erase_node(node)
+    if checks:
+        graph_module.recompile()
+
+
 def autocast_dtypes(root: fx.GraphModule, device_type: str) -> Iterator[torch.dtype]:
     """In which the autocast regions of a graph let a kind of device compute, those inside of others included."""
     for part in root.modules():

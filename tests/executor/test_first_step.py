@@ -232,16 +232,17 @@ def test_a_loss_that_counts_is_called_once_or_refused(plan_for: Callable[..., Pl
 class OwnRegion(nn.Module):
     """Computes in bfloat16 between two layers in float32, with the weights of one module more than once."""
 
-    def __init__(self, middle: nn.Module, move: float = 0.0) -> None:
+    def __init__(self, middle: nn.Module, move: float = 0.0, cache: bool | None = None) -> None:
         super().__init__()
         self.enter = nn.Linear(4, 4)
         self.middle = middle
         self.leave = nn.Linear(4, 4)
         self.move = move
+        self.cache = cache
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)[:, None].repeat(1, 6, 1)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cache):
             for _ in range(2):
                 x = self.middle(x)
                 x = torch.tanh(x[0] if isinstance(x, tuple) else x)
@@ -251,12 +252,13 @@ class OwnRegion(nn.Module):
 class Branches(nn.Module):
     """Reads what it is given three times, in a region of its own; only called as it is, as it looks at values."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: bool | None = None) -> None:
         super().__init__()
+        self.cache = cache
         self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cache):
             found = sum(part(x) for part in self.parts)
         return found.float() if bool(x.isfinite().all()) else x
 
@@ -270,11 +272,32 @@ MIDDLES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("middle", MIDDLES)
-def test_an_autocast_region_of_the_models_own_is_no_difference(plan_for: Callable[..., Plan], middle: str) -> None:
-    """Torch kept the casts of leaves in it, and added gradients up in bfloat16: 3e-3 to 8e-2 off, and by the cut."""
+class Read(nn.Module):
+    """Reads one value three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[0](x) * self.parts[1](x) + self.parts[2](x)
+
+
+MIDDLES["read"] = Read
+
+
+@pytest.mark.parametrize(
+    ("middle", "cache"), [*((middle, None) for middle in MIDDLES), ("read", True), ("gru", True), ("branches", True)]
+)
+def test_an_autocast_region_of_the_models_own_is_no_difference(
+    plan_for: Callable[..., Plan], middle: str, *, cache: bool | None
+) -> None:
+    """Torch kept the casts of leaves in it, and added gradients up in bfloat16: 3e-3 to 8e-2 off, and by the cut.
+
+    Where a region said so itself (`cache_enabled=True`), it went on to: what comes from another stage is a leaf.
+    """
     torch.manual_seed(2)
-    model = OwnRegion(MIDDLES[middle]())
+    model = OwnRegion(Branches(cache) if middle == "branches" else MIDDLES[middle](), cache=cache)
     keep = ["middle"] if middle == "branches" else []
     sequence = trace(model, X[:2], keep_together=keep)
     found = []

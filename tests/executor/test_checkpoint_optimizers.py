@@ -1,0 +1,292 @@
+"""Random optimizers, saved with one plan and loaded with another: all goes on in every bit, or nothing has changed."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor import Pipeline, launch
+from executor.checkpoint import load_checkpoint, save_checkpoint
+from planner import ExecutionError, Plan
+from planner.plan.schedules import SCHEDULES
+from profiler import LayerSequence, trace
+from tests.executor import known_traces
+from tests.executor.conftest import _plan as plan_of
+from tests.executor.random_orders import random_orders
+
+SIZE, M = 6, 2
+
+
+class Model(nn.Module):
+    """Tied, partly frozen, with statistics."""
+
+    def __init__(self, *, tied: bool = False, frozen: Sequence[str] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=bias) for bias in (True, False, True, True))
+        self.norm = nn.BatchNorm1d(4)
+        if tied:
+            self.layers[3].weight = self.layers[0].weight
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.norm(torch.tanh(layer(x)) + x * 0.5)
+        return x
+
+
+MODELS: tuple[dict[str, Any], ...] = (
+    {},
+    {"tied": True},
+    {"frozen": ("layers.0.bias", "layers.2.weight")},
+    {"tied": True, "frozen": ("norm.weight", "layers.1.weight")},
+)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+}
+
+Named = list[tuple[str, nn.Parameter]]
+GROUPS: dict[str, Callable[[Named], list[Any]]] = {
+    "all": lambda named: [parameter for _, parameter in named],
+    "trained": lambda named: [parameter for _, parameter in named if parameter.requires_grad],
+    "by kind": lambda named: [
+        {"params": [own for name, own in named if name.endswith("weight")], "lr": 0.02},
+        {"params": [own for name, own in named if name.endswith("bias")], "weight_decay": 0.0},
+    ],
+    "each": lambda named: [{"params": [own], "lr": 0.01 * (1 + len(name) % 3)} for name, own in named],
+    "with names": lambda named: [{"params": named}],
+    "turned": lambda named: [parameter for _, parameter in reversed(named)],
+    "weights": lambda named: [parameter for name, parameter in named if name.endswith("weight")],
+    "one": lambda named: [own for name, own in named if name == "layers.1.weight"],
+}
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "none": lambda _: None,
+    "steps": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a run trains with."""
+
+    model: int
+    optimizer: str
+    groups: str
+    scheduler: str
+
+    @classmethod
+    def drawn(cls, chance: random.Random) -> Kind:
+        """Any."""
+        model = chance.randrange(len(MODELS))
+        return cls(model, chance.choice([*OPTIMIZERS]), chance.choice([*GROUPS]), chance.choice([*SCHEDULERS]))
+
+    def changed(self, chance: random.Random) -> Kind:
+        """The same, or with another optimizer or other groups."""
+        optimizer = chance.choice([*OPTIMIZERS]) if chance.random() < 0.15 else self.optimizer
+        groups = chance.choice([*GROUPS]) if chance.random() < 0.6 else self.groups
+        return Kind(self.model, optimizer, groups, self.scheduler)
+
+
+class Run:
+    """A training by a random plan."""
+
+    def __init__(self, kind: Kind, plan: Plan) -> None:
+        self.pipe = Pipeline(Model(**MODELS[kind.model]), plan, loss_fn=functional.mse_loss, compare_first_step=False)
+        groups = GROUPS[kind.groups](list(self.pipe.named_parameters()))
+        self.optimizer = OPTIMIZERS[kind.optimizer](groups)
+        self.scheduler = SCHEDULERS[kind.scheduler](self.optimizer)
+        self.also = {} if self.scheduler is None else {"scheduler": self.scheduler}
+
+    def steps(self, numbers: Sequence[int]) -> list[float]:
+        """Train on batches with these numbers."""
+        losses = []
+        for number in numbers:
+            chance = torch.Generator().manual_seed(number)
+            x, y = (torch.randn(SIZE, 4, generator=chance) for _ in range(2))
+            losses.append(self.pipe.step(x, target=y).item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint is to bring back, by name."""
+        found: dict[str, Any] = {name: value.clone() for name, value in self.pipe.state_dict().items()}
+        found["step"] = self.pipe.steps
+        names = {id(parameter): name for name, parameter in self.pipe.named_parameters()}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                found[f"options of {name}"] = {key: value for key, value in group.items() if not key.startswith("para")}
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    found[f"{key} of {name}"] = value.clone() if isinstance(value, Tensor) else value
+        return found
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of what is not equal in every bit."""
+
+    def same(name: str) -> bool:
+        mine, theirs = one.get(name), other.get(name)
+        if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+            return torch.equal(mine, theirs)
+        return type(mine) is type(theirs) and bool(mine == theirs)
+
+    return sorted(name for name in one.keys() | other.keys() if not same(name))
+
+
+@cache
+def traced(number: int) -> LayerSequence:
+    return trace(Model(**MODELS[number]), torch.ones(SIZE, 4), progress=False)
+
+
+def random_plan(sequence: LayerSequence, chance: random.Random) -> Plan:
+    stages = chance.choice((1, 2, 3))
+    schedule = chance.choice(tuple(SCHEDULES))
+    cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
+    orders = random_orders(stages, M, chance) if schedule == "zb" else ()
+    return plan_of(sequence, cuts, batch_size=SIZE, micro_batches=M, schedule=schedule, orders=orders)
+
+
+def check(seed: int, sequences: Sequence[LayerSequence]) -> str:
+    """Save, load by another plan and, where that is refused, see that it was to be; says what came of it."""
+    chance = random.Random(seed)
+    kind = Kind.drawn(chance)
+    later, sequence = kind.changed(chance), sequences[kind.model]
+    begun, other = (Run(one, random_plan(sequence, chance)) for one in (kind, later))
+    begun.steps(range(chance.choice((0, 1, 2))))
+    other.steps(range(90, 90 + chance.choice((0, 1))))
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(folder, begun.pipe, begun.optimizer, also=begun.also)
+        saved, before = begun.state(), other.state()
+        try:
+            load_checkpoint(folder, other.pipe, other.optimizer, also=other.also)
+        except ExecutionError as problem:
+            assert kind != later, problem
+            assert differing(before, other.state()) == [], problem
+            return "refused"
+    assert type(begun.optimizer) is type(other.optimizer)
+    lost = differing(saved, other.state())
+    if {kind.groups, later.groups} == {"all", "trained"}:  # of a frozen parameter there is nothing but options
+        frozen = MODELS[kind.model].get("frozen", ())
+        lost = [name for name in lost if name.removeprefix("options of ") not in frozen]
+    assert lost == []
+    if len(begun.optimizer.param_groups) == len(other.optimizer.param_groups):  # as schedulers want it
+        assert other.steps((7, 8)) == begun.steps((7, 8))
+    return "right"
+
+
+@pytest.fixture
+def sequences(traced_once: None) -> Any:
+    found = [traced(number) for number in range(len(MODELS))]
+    for sequence in found:
+        known_traces.remember(sequence)
+    yield found
+    known_traces.forget()
+
+
+def test_whatever_is_saved_goes_on_or_is_refused(sequences: list[LayerSequence]) -> None:
+    """An optimizer that held fewer parameters than the saved one loaded what it held, and the rest was lost.
+
+    And where parameters of two groups came into one, it had the options of the last.
+    """
+    found: list[str] = []
+
+    @settings(derandomize=True, deadline=None, max_examples=25)
+    @given(st.integers(0, 2**32))
+    def some(seed: int) -> None:
+        found.append(check(seed, sequences))
+
+    some()
+    assert {*found} == {"right", "refused"}
+
+
+@pytest.mark.slow
+def test_many_more(sequences: list[LayerSequence]) -> None:
+    found = [check(seed, sequences) for seed in range(80)]
+    assert min(found.count("right"), found.count("refused")) > 15
+
+
+SAVED = Kind(0, "momentum", "all", "none")
+
+
+@pytest.mark.parametrize(
+    ("later", "told"),
+    [
+        (
+            "weights",
+            r"was saved with an optimizer of 9 parameters, 4 of which this one does not hold, such as layers.0.b",
+        ),
+        (
+            "one",
+            r"was saved with an optimizer of 9 parameters, 8 of which this one does not hold, such as layers.0.bias",
+        ),
+    ],
+)
+def test_an_optimizer_of_fewer_parameters_is_refused(
+    sequences: list[LayerSequence], tmp_path: Path, later: str, told: str
+) -> None:
+    begun, other = (
+        Run(Kind(0, "momentum", groups, "none"), plan_of(sequences[0], [2], batch_size=SIZE, micro_batches=M))
+        for groups in ("all", later)
+    )
+    begun.steps([0])
+    save_checkpoint(tmp_path, begun.pipe, begun.optimizer)
+    with pytest.raises(ExecutionError, match=told):
+        load_checkpoint(tmp_path, other.pipe, other.optimizer)
+
+
+def test_groups_with_other_options_do_not_become_one(sequences: list[LayerSequence], tmp_path: Path) -> None:
+    begun, other = (
+        Run(Kind(0, "momentum", groups, "none"), plan_of(sequences[0], [], batch_size=SIZE, micro_batches=M))
+        for groups in ("by kind", "all")
+    )
+    save_checkpoint(tmp_path, begun.pipe, begun.optimizer)
+    with pytest.raises(
+        ExecutionError, match=r"in two groups, which differ in lr.*, and this one has them in one; make"
+    ):
+        load_checkpoint(tmp_path, other.pipe, other.optimizer)
+
+
+def in_processes(plan: Plan, folder: Path, groups: str) -> dict[str, Any]:
+    """Load what one process has saved, with an optimizer of the parameters that each has."""
+    run = Run(Kind(0, "momentum", "all", "none"), plan)
+    if groups == "those of the last stage":
+        held = [own for name, own in run.pipe.named_parameters() if name.startswith("layers.3")]
+        run.optimizer = OPTIMIZERS["momentum"](held or [*run.pipe.parameters()][:1])
+    load_checkpoint(folder, run.pipe, run.optimizer)
+    return run.state()
+
+
+def test_it_is_the_optimizers_of_all_processes_that_count(sequences: list[LayerSequence], tmp_path: Path) -> None:
+    begun = Run(SAVED, plan_of(sequences[0], [], batch_size=SIZE, micro_batches=M))
+    begun.steps([0, 1])
+    save_checkpoint(tmp_path, begun.pipe, begun.optimizer)
+    plan = plan_of(sequences[0], [2], batch_size=SIZE, micro_batches=M)
+    first, second = launch(in_processes, plan, (tmp_path, "all"))
+    assert differing({**first, **second}, begun.state()) == []
+    with pytest.raises(
+        ExecutionError, match=r"rank 0 of 2 failed: .* of which this one does not hold, such as layers.0"
+    ):
+        launch(in_processes, plan, (tmp_path, "those of the last stage"))

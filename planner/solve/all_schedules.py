@@ -132,9 +132,9 @@ def _with_share(problem: Problem, deadline: Deadline, families_left: int) -> Pro
 
 
 def _start(problem: Problem, best: Balance | None) -> Balance | None:
-    """A plan whose stages are tried with orders made for them: the best one of 1F1B, where not all may be kept."""
+    """A plan whose stages are tried with orders made for them: the best one of 1F1B."""
     settings, lean = problem.settings, tuple(name for name in one_chunk_schedules() if not SCHEDULES[name].keeps_all)
-    if settings.recompute == "never" or not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
+    if not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
         return None
     if best is not None and best.candidate.schedule in lean:
         return best

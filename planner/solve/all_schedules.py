@@ -24,14 +24,13 @@ import numpy as np
 from planner.plan.schedules import ONE_CHUNK, SCHEDULES, one_chunk_schedules
 from planner.search_watch import besides, others_follow
 from planner.settings import Settings
-from planner.solve.balance import TIE, Balance, evaluate_s, fits
+from planner.solve.balance import TIE, Balance, Unsettled, evaluate_s, fits
 from planner.solve.chunk_search import FEW_RANKS, chunk_balance
 from planner.solve.deadline import Deadline
 from planner.solve.many_devices import balance_any
 from planner.solve.order_start import with_own_orders
 from planner.solve.other_counts import promising
 from planner.solve.problem import Candidate, Problem
-from planner.solve.work_bound import least_s
 
 SHARE_OF_START, TIME_OF_START = 0.25, 0.5
 """Of the usual patience, and of a time limit, that the search for a plan to start from has [chosen: with 64 devices and
@@ -50,7 +49,7 @@ def balance_of_all(problem: Problem) -> Balance | None:
     """
     deadline = Deadline(problem.settings.time_limit_s)
     best: Balance | None = None
-    unsettled_s = np.inf  # what no plan is below of families that ended without one when their time was over
+    unsettled = Unsettled()  # of families that ended without a plan
     every = [*families(problem)]
     late = next((family[0] for family in every if is_plain(family[0].settings)), None)
     waits = problem.settings.time_limit_s is not None and late is not None and len(every) > 1
@@ -58,22 +57,22 @@ def balance_of_all(problem: Problem) -> Balance | None:
         plain = is_plain(family[0].settings)
         start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
         shared = [_with_share(one, deadline, len(every) - number) for one in family]
-        own = Deadline(shared[0].settings.time_limit_s)
         done_s = np.inf if best is None else best.lower_bound_s
         last = number == len(every) - 1
         if waits:
             shared = [replace(one, dispensable=True) for one in shared]
         with besides(done_s if last else 0.0), nullcontext() if last else others_follow():
-            best = balance_any(shared[0], best) if plain else chunk_balance(*shared, reached=best, start=start)
-        if best is None and own.over:
-            unsettled_s = min(unsettled_s, *map(least_s, shared))
+            if plain:
+                best = balance_any(shared[0], best, unsettled)
+            else:
+                best = chunk_balance(*shared, reached=best, start=start, unsettled=unsettled)
     if best is None:
-        if late is None or not waits or problem.dispensable or unsettled_s == np.inf:
+        if late is None or not waits or problem.dispensable or unsettled.least_s == np.inf:
             return None
         best = balance_any(_with_share(late, deadline, 1))
         if best is None:
             return None
-    best = replace(best, lower_bound_s=min(best.lower_bound_s, unsettled_s))
+    best = replace(best, lower_bound_s=min(best.lower_bound_s, unsettled.least_s))
     with besides(best.lower_bound_s):
         return _with_counts_beside(problem, best, deadline)
 
@@ -133,9 +132,9 @@ def _with_share(problem: Problem, deadline: Deadline, families_left: int) -> Pro
 
 
 def _start(problem: Problem, best: Balance | None) -> Balance | None:
-    """A plan whose stages are tried with orders made for them: the best one of 1F1B, where not all may be kept."""
+    """A plan whose stages are tried with orders made for them: the best one of 1F1B."""
     settings, lean = problem.settings, tuple(name for name in one_chunk_schedules() if not SCHEDULES[name].keeps_all)
-    if settings.recompute == "never" or not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
+    if not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
         return None
     if best is not None and best.candidate.schedule in lean:
         return best

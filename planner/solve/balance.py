@@ -69,6 +69,21 @@ class Balance:
         return self.step_s <= other.step_s * (1 + TIE) and self._order < other._order
 
 
+@dataclass(slots=True)
+class Unsettled:
+    """What searches leave that end without a plan, and not because there is none.
+
+    Attributes:
+        least_s: no plan that they did not come to is below; infinite if there is none.
+    """
+
+    least_s: float = np.inf
+
+    def note(self, least_s: float) -> None:
+        """One more search ended so."""
+        self.least_s = min(self.least_s, least_s)
+
+
 def best_of(reached: Balance | None, found: Balance | None, least_s: float) -> Balance | None:
     """The better of two plans.
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.plan.schedules import SCHEDULES, Objective
-from planner.solve.balance import TIE, Balance, best_of, evaluate_s, fits
+from planner.solve.balance import TIE, Balance, Unsettled, best_of, evaluate_s, fits
 from planner.solve.candidate_search import ARC_S, CandidateSearch
 from planner.solve.deadline import Deadline
 from planner.solve.limits import LAST_LEVEL, Limits
@@ -56,12 +56,13 @@ PROOFS_IN_VAIN = 3
 """Proofs of as large parts that are cut off in a row before no more are tried, or one where they take long [chosen]."""
 
 
-def balance(problem: Problem, reached: Balance | None = None) -> Balance | None:
+def balance(problem: Problem, reached: Balance | None = None, unsettled: Unsettled | None = None) -> Balance | None:
     """The fastest plan.
 
     Args:
         problem: that it solves.
         reached: the best plan of other schedules: returned if nothing faster is found, and its lower bound counts.
+        unsettled: notes what is left where there is no plan.
 
     Returns:
         None when nothing fits the devices' memory, or nothing was found that does.
@@ -69,7 +70,11 @@ def balance(problem: Problem, reached: Balance | None = None) -> Balance | None:
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
-    return _Balancer(problem, reached).run()
+    search = _Balancer(problem, reached)
+    found = search.run()
+    if found is None and unsettled is not None:
+        unsettled.note(search.least_s)
+    return found
 
 
 class _Balancer:
@@ -112,7 +117,12 @@ class _Balancer:
             self._last_took_s = 0.0 if left_s == np.inf else left_s - self._deadline.left_s
         if self._best is not None and self._deadline.over:
             self._best = self._with_another_count(self._best)
-        return best_of(self._reached, self._best, min(self._left_s, self._queue.least_s()))
+        return best_of(self._reached, self._best, self.least_s)
+
+    @property
+    def least_s(self) -> float:
+        """What no plan is below of the parts that were not proven to have no better one than the best."""
+        return min(self._left_s, self._queue.least_s())
 
     def _ended(self) -> bool:
         """Whether no part may have a better plan, or time is up."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.units import bytes_text
-from planner.solve.balance import TIE, Balance
+from planner.solve.balance import TIE, Balance, Unsettled
 from planner.solve.chunk_bound import has_room, least_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
 from planner.solve.cut_bound import CutBound
@@ -81,7 +81,11 @@ class _Climbed(NamedTuple):
 
 
 def chunk_balance(
-    problem: Problem, *others: Problem, reached: Balance | None = None, start: Balance | None = None
+    problem: Problem,
+    *others: Problem,
+    reached: Balance | None = None,
+    start: Balance | None = None,
+    unsettled: Unsettled | None = None,
 ) -> Balance | None:
     """The fastest plan with as many chunks a rank as the settings say; None when none was found that fits.
 
@@ -90,12 +94,18 @@ def chunk_balance(
         others: the same with other numbers of chunks: one search for all, in which candidates wait in one queue.
         reached: the best plan of other schedules: returned if nothing faster is found, and its lower bound counts.
         start: a plan of another schedule whose stages are tried with orders made for them.
+        unsettled: notes what is left where there is no plan.
 
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
-    found = _Search((problem, *others), reached, start).found()
-    return None if found is None else replace(found, lower_bound_s=min(found.lower_bound_s, found.step_s))
+    search = _Search((problem, *others), reached, start)
+    found = search.found()
+    if found is None:
+        if unsettled is not None:
+            unsettled.note(search.least_s)
+        return None
+    return replace(found, lower_bound_s=min(found.lower_bound_s, found.step_s))
 
 
 class _Search:
@@ -161,6 +171,11 @@ class _Search:
                 self._lower_s = min(self._lower_s, entry.bound_s)
         self._use_what_is_left()
         return None if self._best is None else replace(self._best, lower_bound_s=self._lower_s)
+
+    @property
+    def least_s(self) -> float:
+        """What no plan is below that the search did not come to, once it has ended."""
+        return self._lower_s
 
     @property
     def _over(self) -> bool:

@@ -18,7 +18,7 @@ from itertools import combinations
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import layer_seconds
 from planner.search_watch import besides
-from planner.solve.balance import Balance, StageChoice, best_of, evaluate_s
+from planner.solve.balance import Balance, StageChoice, Unsettled, best_of, evaluate_s
 from planner.solve.balancer import balance
 from planner.solve.problem import DeviceClass, Problem
 from planner.solve.work_bound import least_s
@@ -30,7 +30,7 @@ MOST_PLACES = 10_000_000
 """The product of combinations, layers and candidates between these [fitted: 10 s]."""
 
 
-def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | None:
+def balance_any(problem: Problem, reached: Balance | None = None, unsettled: Unsettled | None = None) -> Balance | None:
     """`planner.solve.balancer.balance` for any number of unlike devices.
 
     Raises:
@@ -38,7 +38,7 @@ def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | N
     """
     groups = _groups(problem)
     if len(groups) == len(problem.classes):
-        return balance(problem, reached)
+        return balance(problem, reached, unsettled)
     settings = problem.settings
     if settings.time_limit_s is not None:
         problem = replace(problem, settings=replace(settings, time_limit_s=settings.time_limit_s / 2))
@@ -46,10 +46,11 @@ def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | N
         small = balance(_merged(problem, groups, min))
     plans = [] if small is None else [*_on_members(problem, small, groups)]
     if all(len({one.device.kind for one in group}) == 1 for group in groups):
-        large = balance(replace(_merged(problem, groups, max), dispensable=problem.dispensable or bool(plans)))
-        if large is None and not plans:  # of one that may end without a plan that is no proof
-            return best_of(reached, None, least_s(problem)) if problem.dispensable else reached
-        lower_bound_s = least_s(problem) if large is None else large.lower_bound_s
+        left = Unsettled()
+        large = balance(
+            replace(_merged(problem, groups, max), dispensable=problem.dispensable or bool(plans)), unsettled=left
+        )
+        lower_bound_s = left.least_s if large is None else large.lower_bound_s
         plans += [] if large is None else _on_members(problem, large, groups)
     else:
         lower_bound_s = least_s(problem)
@@ -57,6 +58,8 @@ def balance_any(problem: Problem, reached: Balance | None = None) -> Balance | N
     for plan in plans:
         if plan.better_than(best):
             best = plan
+    if best is None and unsettled is not None:
+        unsettled.note(lower_bound_s)
     return best_of(reached, best, lower_bound_s)
 
 

@@ -1,5 +1,6 @@
 """Random problems, all ways to restrict them, and searches that are cut off early."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import pytest
 
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
-from planner.solve import limits, segment_choices
+from planner.solve import deadline, limits, segment_choices
 from profiler.device import Cluster, Device, Link
 from profiler.errors import InfeasibleError
 from profiler.record import Profile
@@ -23,6 +24,8 @@ ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb")
 """Schedules of one stage for each rank."""
 SEVERAL = ("interleaved", "interleaved-lean")
 """Schedules of several."""
+LONG_S, SHORT_S = 1000.0, 1e-4
+"""Limits of time: one that is over after some looks at the clock alone, and one that leaves next to no labels."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,14 @@ def cut_short(seed: int | None) -> Iterator[None]:
             patch.setattr(limits, "LARGER", draw.choice([1, 2]))
             patch.setattr(segment_choices, "STAGE_WORK", draw.choice([0, 10]))
             patch.setattr(segment_choices, "ALL_WORK", draw.choice([0, 100]))
+        yield
+
+
+@contextmanager
+def few_looks(number: int, limit_s: float) -> Iterator[None]:
+    """Searches with that limit are out of time after so many looks at the clock: equal inputs give equal plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadline, "_now_s", itertools.count(step=limit_s / number).__next__)
         yield
 
 
@@ -193,3 +204,16 @@ def check_restrictions(problem: Asked, data: st.DataObject) -> None:
     assert own is not None, restricted
     assert own.prediction.step_s <= other.prediction.step_s * (1 + CLOSE), restricted
     assert own.prediction.lower_bound_s <= other.prediction.step_s * (1 + CLOSE), restricted
+
+
+def check_short_limit(problem: Asked, data: st.DataObject) -> None:
+    """A search that is out of time says of no plan that there is none such, whoever finds it: in time, restricted."""
+    limit_s = data.draw(st.sampled_from([LONG_S, SHORT_S]))
+    with few_looks(data.draw(st.sampled_from([1, 2, 3, 5, 10, 30, 100, 300])), limit_s):
+        late = planned(replace(problem, settings=problem.settings | {"time_limit_s": limit_s}))
+    other = planned(data.draw(st.sampled_from([problem, *restrictions(problem)])))
+    if other is None:
+        return
+    assert late is not None
+    assert late.prediction.lower_bound_s <= other.prediction.step_s * (1 + CLOSE)
+    assert late.prediction.lower_bound_s <= late.prediction.step_s

@@ -13,7 +13,7 @@ from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.search import search
 from planner.plan.schedules import ScheduleName
 from planner.settings import SettingKeywords
-from planner.solve import all_schedules, chunk_search
+from planner.solve import all_schedules, balancer, chunk_search
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balancer import balance
 from planner.solve.candidate_search import CandidateSearch, first_balance
@@ -243,3 +243,27 @@ def test_where_nothing_fits_not_all_cuts_of_all_candidates_are_tried_late(asked,
     climbs.clear()
     assert balance_of_all(replace(problem, settings=replace(problem.settings, time_limit_s=None))) is None
     assert late <= 2 < len(climbs)
+
+
+@pytest.mark.parametrize("memory_bytes", [500, 300])
+def test_a_family_whose_patience_is_over_in_time_may_have_a_plan(asked, device, monkeypatch, memory_bytes):
+    """It was taken for one without any: a step of zb-h1 of 120 s was proven the best beside one of 1F1B of 85 s.
+
+    With less memory, where 1F1B alone fits, that nothing does was said.
+    """
+    devices = [device(memory_bytes=memory_bytes) for _ in range(4)]
+    settings: SettingKeywords = {"time_limit_s": 2.0, "recompute": "never", "micro_batches": 16}
+    problem = make_problem(asked.costs.profile, devices, batch_size=32, optimizer=None, settings=settings)
+    problem = replace(problem, settings=replace(problem.settings, schedules=("1f1b", "zb-h1")))
+    best = balance_of_all(problem)
+    first = CandidateSearch.first
+
+    def in_vain(self, bound_s):
+        return None if self._problem.dispensable else first(self, bound_s)
+
+    monkeypatch.setattr(balancer, "MOST_S", 1e-9)
+    monkeypatch.setattr(CandidateSearch, "first", in_vain)
+    found = balance_of_all(problem)
+    assert best is not None
+    assert found is not None
+    assert found.lower_bound_s <= best.step_s <= found.step_s

@@ -18,6 +18,7 @@ from planner.plan.schedules import SCHEDULES, Ring
 from planner.solve.any_order import any_order_s
 from planner.solve.build_plan import make_plan
 from planner.solve.chunk_plans import ChunkPlans
+from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import NO_DEADLINE
 from planner.solve.many_devices import balance_any
 from planner.solve.order_arrays import held_in, orders_of, texts_of
@@ -282,6 +283,17 @@ def test_room_for_twice_as_many_leaves_the_bubble_of_the_first_stage_alone(ahead
     found = best_orders(seconds, room)
     assert found is not None
     assert found[0] == pytest.approx(3 * count + stages - 1)
+
+
+def test_stages_of_1f1b_are_a_start_where_nothing_is_recomputed(monkeypatch):
+    """Of 27 layers on four devices that had little memory no cuts were found that fit, and those of 1F1B's plan did."""
+    monkeypatch.setattr(CutClimb, "found", lambda *_: ([], 0.0))
+    for name in ("at", "probed"):
+        monkeypatch.setattr(CutClimb, name, lambda *_: None)
+    profile = profile_of(random.Random(0), 6)
+    asked: dict[str, Any] = {"batch_size": 8, "micro_batches": 4, "stages": 2, "micro_batches_per_stage": 1}
+    plan = plan_from_profile(profile, [device()] * 2, schedule="zb", recompute="never", **asked)
+    assert not any(stage.recompute for stage in plan.stages)
 
 
 def test_more_memory_is_never_slower():

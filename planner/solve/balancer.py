@@ -42,6 +42,8 @@ LEAST_S, MOST_S, GAP_S = 1.0, 10.0, 100.0
 1 [chosen]."""
 WITHOUT_PLAN_S = 100.0
 """The same as long as no plan was found [chosen]."""
+LATE_S = 5.0
+"""Of a clock: past its limit a search without any plan goes on for as long again, at least so long [chosen]."""
 HASTE_S = 5.0
 """The same until what needs least memory comes first, as long as no plan was found [chosen]."""
 WORTH_WAITING = 1e-3
@@ -82,7 +84,9 @@ class _Balancer:
 
     def __init__(self, problem: Problem, reached: Balance | None) -> None:
         self._problem, self._reached = problem, reached
-        self._deadline = Deadline(problem.settings.time_limit_s)
+        limit_s = problem.settings.time_limit_s
+        self._deadline = Deadline(limit_s)
+        self._last = Deadline(None if limit_s is None else limit_s + max(limit_s, LATE_S), heeds_interrupt=False)
         self._budget = WorkBudget()
         self._queue = Queue()
         self._best: Balance | None = None
@@ -134,7 +138,7 @@ class _Balancer:
             in_vain = self._in_vain_s > MOST_S * self._problem.patience
             if self._problem.dispensable and (self._deadline.over or in_vain):
                 return True
-            return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1
+            return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1 or self._last.over
         gap = step_s / least_s - 1
         patience_s = min(MOST_S, max(LEAST_S, GAP_S * gap)) * self._problem.patience - self._bounding_s
         self._deadline.tell(step_s, least_s, patience_s - self._in_vain_s)
@@ -344,14 +348,14 @@ class _Balancer:
         return CandidateSearch(part.problem(self._problem), part.candidate, Limits.at(1), self._budget, self._deadline)
 
     def _alone(self, part: Part, level: int) -> CandidateSearch:
-        """One that depends on the part alone; without any plan there is nothing to return, however late it is.
+        """One that depends on the part alone; without any plan there is nothing to return, and it goes on for a while.
 
         One that is begun in time ends when time is up: what needs least memory is then looked at.
         """
         limits = Limits.at(level)
         heeds = self._best is not None or self._reached is not None or self._problem.dispensable
         heeds |= not self._deadline.over
-        deadline = self._deadline if heeds else Deadline(None, heeds_interrupt=False)
+        deadline = self._deadline if heeds else self._last
         return CandidateSearch(part.problem(self._problem), part.candidate, limits, limits.segments(), deadline)
 
     def _take(self, part: Part, plan: Balance | None) -> None:

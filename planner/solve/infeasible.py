@@ -51,6 +51,8 @@ def nothing_fits_text(problem: Problem) -> str:
         for (memory, _), group in zip(memories, nearest.classes, strict=True)
     ]
     stage = int(np.argmax(over))
+    if over[stage] <= 0:
+        return _not_found_text(problem, nearest, candidate)
     memory, segments = memories[stage]
     device = problem.classes[nearest.classes[stage]].device
     classes = sorted(((getattr(memory, field), field) for field in StageMemory.model_fields), reverse=True)
@@ -67,6 +69,18 @@ def nothing_fits_text(problem: Problem) -> str:
         f"device {device.name} ({device.kind}) has {bytes_text(device.memory_bytes)}: "
         f"{over[stage]} bytes ({bytes_text(over[stage])}) too many. "
         f"Largest: {largest}. " + _cures_text(cures, out_of_time=deadline.over)
+    )
+
+
+def _not_found_text(problem: Problem, plan: LeastBad, candidate: Candidate) -> str:
+    """Of a search that ended before it came to a plan that fits."""
+    names = problem.costs.profile.layers
+    cuts = ", ".join(names[int(cut)].name for cut in plan.cuts[1:-1])
+    return (
+        f"no plan was found in the time that there was, though one fits the memory: with schedule="
+        f'"{candidate.schedule}", K = {counted(len(plan.classes), "stage")}, M = '
+        f"{counted(candidate.split.count, 'micro-batch')}{f' and cuts before {cuts}' if cuts else ''}. Set a longer "
+        "time_limit_s, or schedule, stages and micro_batches so"
     )
 
 

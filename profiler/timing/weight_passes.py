@@ -31,6 +31,8 @@ ROUNDS = 3
 """Passes of each distinct layer that count, at most; one more warms up."""
 ENOUGH_S = 0.3
 """No more are made than take so long: of layers that take long one says enough, even the first [chosen]."""
+ENOUGH_OF_STAGES_S = 3.0
+"""The same of whole stages: there are few, and one that the system interrupts would count for all layers [chosen]."""
 ENOUGH_IN_HASTE_S = 0.03
 """The same where no second is given to repeat anything [chosen]."""
 
@@ -82,8 +84,7 @@ def measured_weights(
         if any(deferred) and key not in known:
             runner.hold(range(layer.index, layer.index + 1))
             values = _values_at(sequence, layer.index, size, runner)
-            round_s = 2 * layer_s[layer.index]
-            rounds = int(min(ROUNDS, enough_s / round_s)) if round_s else ROUNDS
+            rounds = _rounds(enough_s, layer_s[layer.index])
             with collecting_no_garbage():
                 known[key] = _measured(runner, layer.index, values, watch, rounds)
         found.append(known.get(key, NOTHING))
@@ -116,7 +117,7 @@ def as_stages(
         backward_s = sum(passes[index][1] for index in run)
         if not any(found[index].share for index in run) or not backward_s:
             continue
-        rounds = max(1, min(ROUNDS, int(ENOUGH_S / (2 * sum(map(sum, passes[run.start : run.stop]))))))
+        rounds = max(1, _rounds(ENOUGH_OF_STAGES_S, sum(map(sum, passes[run.start : run.stop]))))
         runner.hold(run)
         with collecting_no_garbage():
             stage = _measured_stage(runner, run, _values_at(sequence, run.start, size, runner), watch, rounds)
@@ -127,6 +128,11 @@ def as_stages(
         return list(found)
     factors = [stage / layer if layer else 1.0 for stage, layer in zip(by_stages, by_layers, strict=True)]
     return [WeightPass(min(one.share * factors[0], 1.0), one.more * factors[1], one.kept_bytes) for one in found]
+
+
+def _rounds(enough_s: float, passes_s: float) -> int:
+    """How many rounds count, of passes that take so long: once in one and once in three."""
+    return int(min(ROUNDS, enough_s / (2 * passes_s))) if passes_s else ROUNDS
 
 
 def _values_at(sequence: LayerSequence, boundary: int, size: int, runner: LayerRunner) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from gpt import GPT, Config, next_token_loss
-from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
@@ -28,9 +27,7 @@ from profiler.tracing.sample import call_arguments
 from tests.benchmarks.stage_models import Model
 from tests.coverage.model_list import hugging_face
 from tests.executor.conftest import _plan as plan_for
-from tests.gpu.on_a_card import NAME, card, on_card
-from tests.models.densenet import DenseNet
-from tests.models.unet import UNet
+from tests.gpu.on_a_card import NAME, card, densenet, on_card, unet
 
 SCHEDULES: Mapping[str, tuple[ScheduleName, int]] = {  # with chunks a rank
     "1f1b": ("1f1b", 1),
@@ -49,17 +46,6 @@ ROUNDS, ROUND_TRIPS = 12, 4
 def _gpt(batch: int) -> Model:
     ids = torch.randint(256, (batch, 512))
     return Model(GPT(Config(256, 512, 1024, 16, 8)), ids, next_token_loss, ids)
-
-
-def _unet(batch: int) -> Model:
-    classes = torch.randint(2, (batch, 256, 256))
-    return Model(UNet(depth=4, channels=48), torch.randn(batch, 3, 256, 256), functional.cross_entropy, classes)
-
-
-def _densenet(batch: int) -> Model:
-    images, classes = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
-    model = DenseNet(growth=32, blocks=(6, 12, 24, 16), num_classes=1000)
-    return Model(model, images, functional.cross_entropy, classes)
 
 
 def _t5(batch: int) -> Model:
@@ -100,8 +86,8 @@ class Subject:
 
 SUBJECTS: Mapping[str, Subject] = {
     "GPT": Subject(_gpt, 4),
-    "U-Net": Subject(_unet, 8),
-    "DenseNet": Subject(_densenet, 16),
+    "U-Net": Subject(unet, 8),
+    "DenseNet": Subject(densenet, 16),
     "T5": Subject(_t5, 16),
 }
 

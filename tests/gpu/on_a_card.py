@@ -6,6 +6,7 @@ from math import isclose
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from executor import Pipeline
 from planner import Plan
@@ -13,6 +14,8 @@ from profiler.device import Device
 from profiler.machine.local import local_devices
 from profiler.tracing.sample import call_arguments
 from tests.benchmarks.stage_models import Model
+from tests.models.densenet import DenseNet
+from tests.models.unet import UNet
 
 NAME = "cuda:0"
 
@@ -29,6 +32,20 @@ class Trained(NamedTuple):
     losses: list[float]
     held: dict[str, torch.Tensor]
     said: str
+
+
+def unet(batch: int) -> Model:
+    """With images of 256 x 256."""
+    classes = torch.randint(2, (batch, 256, 256))
+    return Model(UNet(depth=4, channels=48), torch.randn(batch, 3, 256, 256), functional.cross_entropy, classes)
+
+
+def densenet(batch: int) -> Model:
+    """DenseNet-121, with images of 224 x 224."""
+    images, classes = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
+    return Model(
+        DenseNet(growth=32, blocks=(6, 12, 24, 16), num_classes=1000), images, functional.cross_entropy, classes
+    )
 
 
 def card(share: float = 1.0) -> Device:

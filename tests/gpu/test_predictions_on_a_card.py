@@ -29,12 +29,10 @@ from profiler import Cluster, Link, Profile, profile, trace
 from profiler.datasheets import DATA_SHEETS, sheet_of_kind
 from profiler.tracing.sample import call_arguments
 from tests.benchmarks.stage_models import Model
-from tests.gpu.on_a_card import card
+from tests.gpu.on_a_card import card, densenet, unet
 from tests.models.amoebanet import AmoebaNet
-from tests.models.densenet import DenseNet
 from tests.models.gnmt import GNMT
 from tests.models.mixture_of_experts import MixtureOfExperts
-from tests.models.unet import UNet
 
 WITHIN_THE_CARD = Link(latency_s=1e-5, bytes_per_s=1e12)  # no message: all stages are in this process
 M = 4
@@ -76,18 +74,6 @@ def _small_gpt(batch: int) -> Model:
     return Model(GPT(Config(256, 256, 512, 8, 8)), ids, next_token_loss, ids)
 
 
-def _unet(batch: int) -> Model:
-    classes = torch.randint(2, (batch, 256, 256))
-    return Model(UNet(depth=4, channels=48), torch.randn(batch, 3, 256, 256), functional.cross_entropy, classes)
-
-
-def _densenet(batch: int) -> Model:
-    images, classes = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
-    return Model(
-        DenseNet(growth=32, blocks=(6, 12, 24, 16), num_classes=1000), images, functional.cross_entropy, classes
-    )
-
-
 def _amoebanet(batch: int) -> Model:
     images, classes = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
     return Model(AmoebaNet(6, 192, 1000), images, functional.cross_entropy, classes)
@@ -107,8 +93,8 @@ CASES: Mapping[str, Case] = {
     "GPT, 203 M, bf16-mixed": Case(_gpt, 32, "bf16-mixed"),
     "GPT, 203 M": Case(_gpt, 16),
     "GPT, 25 M": Case(_small_gpt, 64),
-    "U-Net": Case(_unet, 64),
-    "DenseNet-121": Case(_densenet, 128),
+    "U-Net": Case(unet, 64),
+    "DenseNet-121": Case(densenet, 128),
     "AmoebaNet-D": Case(_amoebanet, 64, time_within=0.35),  # the host is slower than its kernels, see h100.md
     "LSTM (GNMT)": Case(_lstm, 256),
     "mixture of experts": Case(_experts, 64),

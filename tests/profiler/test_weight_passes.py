@@ -83,6 +83,21 @@ def test_layers_come_to_what_they_take_as_a_stage() -> None:
     assert [one.kept_bytes for one in found] == [8, 8]
 
 
+@pytest.mark.parametrize("interrupted", range(1 + ROUNDS))
+@pytest.mark.parametrize("lap", range(LAPS))
+def test_one_pass_of_a_stage_that_the_system_interrupts_counts_for_nothing(interrupted: int, lap: int) -> None:
+    def seconds(number: int) -> list[float]:
+        laps = [0.1, 0.2, 0.1, 0.1, 0.1]
+        laps[lap] += (number == interrupted) * 10.0
+        return laps
+
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    watch, alone = Told(seconds), [WeightPass(0.25, 0.0, 8)]
+    (found,) = as_stages(trace(model, x), runner_of(model, x), 2, watch, [(0.1, 0.2)], alone, [range(1)])
+    assert watch.rounds == 1 + ROUNDS
+    assert (found.share, found.more) == pytest.approx((0.5, 0.0))
+
+
 def test_layers_of_which_nothing_can_wait_are_run_no_more() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     watch = Told(lambda _: [])

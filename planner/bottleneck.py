@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.plan.plan import Plan
+from planner.plan.schedules import Ring
 from planner.plan.simulator import Durations, simulate
 
 FASTER = 0.1
@@ -44,7 +45,7 @@ def limit_of(plan: Plan) -> Limit:
     for busy_s, rank, is_link in sorted(_busy(plan, durations), key=lambda one: -one[0]):
         if best.gain_s >= FASTER * busy_s or (best.gain_s >= 0 and time.monotonic() > until):
             break
-        changed = (_faster_link if is_link else _faster_device)(durations, rank, plan.ranks)
+        changed = (_faster_link if is_link else _faster_device)(durations, rank, plan.ring)
         gain_s = whole_s - simulate(actions, changed, events=False).makespan_s
         if gain_s > best.gain_s * (1 + 1e-9):
             best = Limit(rank, is_link, max(gain_s, 0.0))
@@ -53,22 +54,23 @@ def limit_of(plan: Plan) -> Limit:
 
 def _busy(plan: Plan, durations: Durations) -> Iterator[tuple[float, int, bool]]:
     """Seconds of each device and of each link between neighbours."""
-    ranks = plan.ranks
-    for rank in range(ranks):
+    ring = plan.ring
+    for rank in range(ring.ranks):
         rows = (durations.forward_s, durations.recompute_s, durations.backward_s)
-        yield sum(sum(row) for table in rows for row in table[rank::ranks]), rank, False
-    for rank in range(ranks if plan.chunks > 1 else ranks - 1):
-        there = sum(sum(row) for row in durations.send_forward_s[rank::ranks])
-        back = sum(sum(row) for row in durations.send_backward_s[(rank + 1) % ranks :: ranks])
-        past = sum(
-            sum(outputs) * (sender % ranks == rank) + sum(gradients) * (receiver % ranks == (rank + 1) % ranks)
-            for (sender, receiver), (outputs, gradients) in durations.skips.items()
-        )
-        yield there + back + past, rank, True
+        yield sum(sum(table[stage]) for table in rows for stage in ring.stages_of(rank)), rank, False
+    busy_s = [0.0] * ring.ranks
+    for stage in range(ring.stages):
+        busy_s[ring.lower_end(stage, forward=True)] += sum(durations.send_forward_s[stage])
+        busy_s[ring.lower_end(stage, forward=False)] += sum(durations.send_backward_s[stage])
+    for (sender, receiver), (outputs, gradients) in durations.skips.items():
+        busy_s[ring.lower_end(sender, forward=True)] += sum(outputs)
+        busy_s[ring.lower_end(receiver, forward=False)] += sum(gradients)
+    for rank in range(ring.ranks if ring.chunks > 1 else ring.ranks - 1):
+        yield busy_s[rank], rank, True
 
 
-def _faster_device(durations: Durations, rank: int, ranks: int) -> Durations:
-    faster = _faster(lambda stage: stage % ranks == rank)
+def _faster_device(durations: Durations, rank: int, ring: Ring) -> Durations:
+    faster = _faster(lambda stage: ring.rank_of(stage) == rank)
     return replace(
         durations,
         forward_s=faster(durations.forward_s),
@@ -78,18 +80,21 @@ def _faster_device(durations: Durations, rank: int, ranks: int) -> Durations:
     )
 
 
-def _faster_link(durations: Durations, rank: int, ranks: int) -> Durations:
-    lower = _faster(lambda stage: stage % ranks == rank)
-    upper = _faster(lambda stage: stage % ranks == (rank + 1) % ranks)
-    skips = {
-        (sender, receiver): (_row(outputs, sender % ranks == rank), _row(gradients, (receiver - rank - 1) % ranks == 0))
-        for (sender, receiver), (outputs, gradients) in durations.skips.items()
-    }
+def _faster_link(durations: Durations, rank: int, ring: Ring) -> Durations:
+    def there(stage: int) -> bool:
+        return ring.lower_end(stage, forward=True) == rank
+
+    def back(stage: int) -> bool:
+        return ring.lower_end(stage, forward=False) == rank
+
     return replace(
         durations,
-        send_forward_s=lower(durations.send_forward_s),
-        send_backward_s=upper(durations.send_backward_s),
-        skips=skips,
+        send_forward_s=_faster(there)(durations.send_forward_s),
+        send_backward_s=_faster(back)(durations.send_backward_s),
+        skips={
+            (sender, receiver): (_row(outputs, there(sender)), _row(gradients, back(receiver)))
+            for (sender, receiver), (outputs, gradients) in durations.skips.items()
+        },
     )
 
 

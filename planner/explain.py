@@ -77,10 +77,10 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     ]
     names = {(True, True): "both", (True, False): "forward", (False, True): "backward", (False, False): ""}
     frame.insert(3, "bottleneck", [names[bool(one), bool(other)] for one, other in slow])
-    ranks = len(timeline.idle_s)
-    frame["busy"] = [1 - timeline.idle_s[index % ranks] / timeline.makespan_s for index in range(plan.K)]
+    ranks = [plan.ring.rank_of(stage) for stage in range(plan.K)]
+    frame["busy"] = [1 - timeline.idle_s[rank] / timeline.makespan_s for rank in ranks]
     shares = _memory_shares(plan)
-    frame["memory_share"] = [shares[index % ranks] for index in range(plan.K)]
+    frame["memory_share"] = [shares[rank] for rank in ranks]
     frame["memory_binds"] = frame["recomputed_layers"] > 0
     if problem is not None:
         cuts = [stage.stop_layer for stage in plan.stages[:-1]]

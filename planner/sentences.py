@@ -48,23 +48,26 @@ def sentences_on(plan: Plan, frame: pandas.DataFrame, problem: Problem | None) -
 def _limit(plan: Plan, frame: pandas.DataFrame, problem: Problem | None) -> str:
     """What the step would gain most by, were it faster."""
     limit = limit_of(plan)
-    ranks = plan.ranks
+    ring = plan.ring
     each = (frame["forward_s"] + frame["backward_s"]).to_numpy()
-    computing = [float(each[rank::ranks].sum()) for rank in range(ranks)]
+    computing = [float(each[[*ring.stages_of(rank)]].sum()) for rank in range(ring.ranks)]
     bubble = f"devices idle {plan.prediction.bubble:.0%} of the time"
     if limit.is_link:
         there, back = (frame[column].to_numpy() for column in ("send_forward_s", "send_backward_s"))
-        sending_s = max(float(there[limit.rank :: ranks].sum()), float(back[(limit.rank + 1) % ranks :: ranks].sum()))
+        sending_s = max(
+            sum(row[stage] for stage in range(plan.K) if ring.lower_end(stage, forward=forward) == limit.rank)
+            for row, forward in ((there, True), (back, False))
+        )
         longer = ", longer than any stage computes" if sending_s > max(computing) else ""
         return (
             f"The link after stage {limit.rank} limits the step: a micro-batch's messages take "
             f"{seconds_text(sending_s)}{longer}, and {bubble}."
         )
-    own_s, mean_s = computing[limit.rank], sum(computing) / ranks
+    own_s, mean_s = computing[limit.rank], sum(computing) / ring.ranks
     over = own_s / mean_s - 1 if mean_s else 0.0
     than = f", {over:.0%} longer than the mean" if over >= UNLIKE else ""
     why = "" if plan.chunks > 1 else "; ".join(_why(plan, limit.rank, own_s, problem))
-    stages = [*range(limit.rank, plan.K, ranks)]
+    stages = ring.stages_of(limit.rank)
     name = f"Stage {stages[0]}" if plan.chunks == 1 else f"What stages {', '.join(map(str, stages))} do"
     return (
         f"{name} on {plan.stages[limit.rank].device.name} limits the step: it computes {seconds_text(own_s)} for each "

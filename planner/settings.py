@@ -67,8 +67,8 @@ class SettingKeywords(TypedDict, total=False):
         skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or
             `"direct"`, past them, where that fits: stages between need no memory and no time for them, and ranks that
             are no neighbours talk.
-        chunks: stages a rank, of a schedule that has several ("interleaved"); 1 by default, `"auto"` to have it chosen.
-            Each is kept or recomputed as a whole, and there are at least 2 ranks.
+        chunks: stages a rank, of a schedule that has several ("interleaved"; "zb-v" has 2); 1 by default, `"auto"` to
+            have it chosen. Each is kept or recomputed as a whole, and there are at least 2 ranks.
         stages: K, if it is to be fixed; all chunks of all ranks.
         max_stages: largest K.
         micro_batches: M, if it is to be fixed; at most 16,384 in any case.
@@ -177,13 +177,13 @@ class Settings:
         if not devices:
             raise ArgumentError("got 0 devices; give at least 1")
         check_count("batch_size", batch_size, most=MOST_SAMPLES)
-        choose_chunks = given.get("chunks") == "auto" and bool(given.pop("chunks"))
-        for name, most in _MOST.items():
-            if name in given:
-                check_count(name, given[name], most=most)
         schedule = given.pop("schedule", "auto")
         schedule = schedule.lower() if isinstance(schedule, str) else schedule  # 1F1B, as people write it
         schedule = _choice("schedule", schedule, (*SCHEDULES, "auto"))
+        choose_chunks = _chooses_chunks(schedule, given)
+        for name, most in _MOST.items():
+            if name in given:
+                check_count(name, given[name], most=most)
         _choice("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
         _choice("skips", given.get("skips", "relayed"), get_args(SkipMode))
         replicas = given.pop("replicas", 1)
@@ -309,6 +309,15 @@ def _schedules(schedule: ScheduleName, given: Mapping[str, Any], *, choose_chunk
             f"no such plans; leave {name} out, or choose one of {', '.join(map(repr, one_chunk_schedules()))}"
         )
     return (schedule,)
+
+
+def _chooses_chunks(schedule: ScheduleName, given: dict[str, Any]) -> bool:
+    """Whether the number of chunks is to be chosen, for which there is a choice; else it is among what is given."""
+    asked = given.get("chunks") == "auto" and bool(given.pop("chunks"))
+    fewest = 1 if schedule == "auto" else SCHEDULES[schedule].fewest_chunks
+    if fewest > 1:
+        given.setdefault("chunks", fewest)
+    return asked and fewest == 1
 
 
 def _check_choice_of_chunks(schedule: ScheduleName, given: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from executor.measure.action_times import TimedAction, TimedStep
 from planner.plan.actions import COMPUTING, Action, ActionKind
 from planner.plan.plan import Plan
+from planner.plan.schedules import Ring
 from planner.plan.simulator import Event, Timeline, simulate_plan
 from profiler.machine.backend import backend_of
 
@@ -78,31 +79,36 @@ def _on_one_clock(processes: Sequence[Recorded], number: int) -> dict[Action, tu
 
 def _timeline(plan: Plan, spans: Mapping[Action, tuple[float, float]]) -> Timeline:
     computed = [action for action in spans if action.kind in COMPUTING]
-    lists = plan.K // plan.chunks
+    ring = plan.ring
     kind = "rank" if plan.chunks > 1 else "stage"
     events = [
-        Event(f"{kind} {action.stage % lists}", action, *spans[action])
+        Event(f"{kind} {ring.rank_of(action.stage)}", action, *spans[action])
         for action in sorted(computed, key=spans.__getitem__)
     ]
     makespan_s = max(end_s for _, end_s in spans.values())
-    busy_s = [0.0] * lists
+    busy_s = [0.0] * ring.ranks
     for event in events:
-        busy_s[event.action.stage % lists] += event.end_s - event.start_s
-    lanes = sorted(events, key=lambda event: event.action.stage % lists)
+        busy_s[ring.rank_of(event.action.stage)] += event.end_s - event.start_s
+    lanes = sorted(events, key=lambda event: ring.rank_of(event.action.stage))
     return Timeline(
-        events=(*lanes, *_transfers(spans, lists)),
+        events=(*lanes, *_transfers(spans, ring)),
         makespan_s=makespan_s,
         idle_s=tuple(max(0.0, makespan_s - busy) for busy in busy_s),
     )
 
 
-def _transfers(spans: Mapping[Action, tuple[float, float]], lists: int) -> list[Event]:
-    """The transfers on each link between the lists of actions, in the order in which they were sent."""
+def _transfers(spans: Mapping[Action, tuple[float, float]], ring: Ring) -> list[Event]:
+    """The transfers on each link between the lists of actions, in the order in which they were sent.
+
+    What a rank hands to its own next chunk crosses none.
+    """
     events: list[Event] = []
     by_link: dict[tuple[int, int], list[Action]] = {}
     for action in sorted(spans, key=spans.__getitem__):
         if action.kind in _TRANSFERS:
-            by_link.setdefault((action.stage % lists, action.other_end.stage % lists), []).append(action)
+            ends = ring.rank_of(action.stage), ring.rank_of(action.other_end.stage)
+            if ends[0] != ends[1]:
+                by_link.setdefault(ends, []).append(action)
     for (sender, receiver), sends in sorted(by_link.items()):
         lane = f"link {sender}>{receiver}"
         awaited: list[float] = []

@@ -263,12 +263,21 @@ class _Moves:
                 self._channel(action),
                 unlimited,
                 most,
-                borrows=not self._training and receiver == action.stage,
+                borrows=receiver == action.stage and self._borrows(receiver),
             ),
             is_remote=self._layout.process_of[other] != self._layout.process,
             says_which=says_which,
             is_last=action in self._last,
         )
+
+    def _borrows(self, stage: int) -> bool:
+        """Whether a stage is through with a message when it waits for the next one.
+
+        It trains, and keeps it; or hands on to a stage of this process what it may have received, which is read later.
+        A rank with chunks waits for room in its other channels meanwhile: the message would take its sender's there.
+        """
+        hands_on = stage + 1 < self._plan.K and self._layout.process_of[stage + 1] == self._layout.process
+        return not self._training and self._plan.chunks == 1 and not hands_on
 
     def _form(self, specs: tuple[TensorSpec, ...], device: torch.device) -> MessageForm:
         """Equal messages share one, by which their places in shared memory are found."""

@@ -81,12 +81,13 @@ def rank_lists(
 
 
 def _blockers(schedule: Schedule) -> dict[Action, Action]:
-    """For each SEND the receive that must have been carried out before, if any."""
+    """For each SEND the receive that must have been carried out before, if any; none of one from a list to itself."""
     found: dict[Action, Action] = {}
     for actions in schedule:
+        own = {action.stage for action in actions}
         by_channel: dict[tuple[int, ActionKind, int | None], list[Action]] = {}
         for action in actions:
-            if action.kind in SENDS:
+            if action.kind in SENDS and action.other_end.stage not in own:
                 by_channel.setdefault((action.stage, action.kind, action.peer), []).append(action)
         for sends in by_channel.values():
             distance = abs(sends[0].other_end.stage - sends[0].stage)

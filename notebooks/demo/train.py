@@ -96,8 +96,8 @@ def bits(nats: float) -> float:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/demo"), show_default=True)
 @click.option("--steps", type=click.IntRange(min=WARM_UP_STEPS + 1), default=150, show_default=True)
 @click.option("--schedule", type=click.Choice(["auto", *SCHEDULES]), default="gpipe", show_default=True)
-@click.option("--chunks", type=click.IntRange(min=1), default=1, show_default=True, help="Stages of each rank.")
-def main(out: Path, steps: int, schedule: str, chunks: int) -> None:
+@click.option("--chunks", type=click.IntRange(min=1), help="Stages of each rank.  [default: 1; of zb-v 2]")
+def main(out: Path, steps: int, schedule: str, chunks: int | None) -> None:
     """Plan a small GPT, train it by the plan, and check what came out."""
     begun = time.perf_counter()
     x, y = next(batches(train_and_held_out()[0], BATCH_SIZE, CONFIG.context, seed=0))

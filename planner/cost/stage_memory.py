@@ -171,7 +171,8 @@ def stage_moments(
         _without(costs.layers(device.kind, size), range(max(0, first - 1), stop), past)
         for size, past in zip((micro_batches.largest, micro_batches.smallest), skips.past, strict=True)
     )
-    stage = _Stage(first, stop, about["segments"], Ledger(basis, (number,), (large, small), (first, stop)), skips)
+    ledger, turns = Ledger(basis, (number,), (large, small), (first, stop)), _turns(number, ring)
+    stage = _Stage(first, stop, about["segments"], ledger, skips, *turns)
     found = {name: np.zeros(1) for name in StageMemory.model_fields} | {"transient": np.array([stage.peak()])}
     figures = basis.of_ranges((first, stop))
     for range_row in range_rows():
@@ -193,13 +194,24 @@ def stage_moments(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stage:
-    """Layers [first, stop) with these segments, and the rows that say what they take."""
+    """Layers [first, stop) with these segments, and the rows that say what they take.
+
+    At a turn (`planner.plan.schedules.Ring`) a message is handed over as it is. Each micro-batch in flight before the
+    turn has there one thing of that length: an output that waits for the next chunk, that chunk's input, or the
+    gradient that comes back. So the stage before it counts them all, with its row of inputs, and the one after it none.
+
+    Attributes:
+        after_turn: whether the stage before is on the same rank.
+        before_turn: whether the next one is.
+    """
 
     first: int
     stop: int
     segments: Sequence[Segment]
     ledger: Ledger
     skips: StageSkips
+    after_turn: bool
+    before_turn: bool
 
     @property
     def form(self) -> Form:
@@ -229,7 +241,7 @@ class _Stage:
     def _places(self, of: Of) -> list[int]:
         """The layers, or the layers before the boundaries, of which a row is."""
         if of is Of.FIRST_BOUNDARY:
-            return [self.first - 1] if self._follows else []
+            return [self.first - 1] * (self._follows and not self.after_turn) + [self.stop - 1] * self.before_turn
         if of is Of.LAST_BOUNDARY:
             return [self.stop - 1] if self._goes_on else []
         if of is Of.SEGMENT_EDGES:
@@ -301,11 +313,21 @@ class _Stage:
     def _messages(self, of: Of) -> list[Message]:
         """What crosses its first or its last boundary, and comes or goes further."""
         message, skips = self.ledger.message, self.skips
+        if self.after_turn if of is Of.FIRST_BOUNDARY else self.before_turn:
+            return []
         if of is Of.FIRST_BOUNDARY:
             near = [message.at(self.first - 1).less(skips.incoming)] if self._follows else []
             return [*(replace(skip, carrier=message.carrier) for skip in skips.incoming), *near]
         near = [message.at(self.stop - 1).less(skips.outgoing)] if self._goes_on else []
         return [*(replace(skip, carrier=message.carrier) for skip in skips.outgoing), *near]
+
+
+def _turns(number: int, ring: Ring) -> tuple[bool, bool]:
+    """Whether the stages before and after one, by its number from the end, are on its rank."""
+    if ring.chunks == 1:
+        return False, False
+    stage, last = ring.stages - number, ring.stages - 1
+    return stage > 0 and ring.is_turn(stage - 1), stage < last and ring.is_turn(stage)
 
 
 def _without(layers: LayerArrays, at: range, past: tuple[float, float]) -> LayerArrays:

@@ -17,7 +17,7 @@ from planner.export.target import Recompute
 from planner.export.units import Units
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.plan import Plan
-from planner.plan.schedules import ONE_CHUNK, Ring
+from planner.plan.schedules import ONE_CHUNK
 from planner.plan.stage import Segment
 from planner.solve.balance import Balance, StageChoice, evaluate_s
 from planner.solve.build_plan import make_plan
@@ -216,7 +216,7 @@ def _overflow(plan: Plan) -> int:
 
 
 def _evaluated(problem: Problem, plan: Plan, cuts: Sequence[int], segments_of: SegmentsOf) -> Balance:
-    ring = Ring(plan.ranks, plan.chunks) if plan.chunks > 1 else ONE_CHUNK
+    ring = plan.ring if plan.chunks > 1 else ONE_CHUNK
     split = MicroBatches(plan.batch_size // plan.replicas, plan.M)
     candidate = Candidate(plan.schedule, plan.replicas, split, ring)
     classes = [(group.device.kind, group.device.memory_bytes) for group in problem.classes]

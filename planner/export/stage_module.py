@@ -22,7 +22,6 @@ from profiler.machine.backend import device_of_first
 from profiler.run.stage_function import StageFunction
 from profiler.sample_spec import TensorLeaf
 from profiler.text import counted
-from profiler.torch_private import is_view
 from profiler.tracing.sample import torch_dtype
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
@@ -58,13 +57,13 @@ class StageModule(nn.Module):
     Args:
         sequence: the layers of the model.
         stage: which of them, and what is recomputed.
-        may_return_views: whether results may be views of others; without, such a result is a copy. Where torch's
-            engine splits the backward pass, it detaches results in place, which it cannot do with views.
+        copies_results: whether results are copies. Where torch's engine splits the backward pass, it detaches results
+            in place, which it can do neither with views nor with what an operation of the stage has saved, too.
     """
 
-    def __init__(self, sequence: LayerSequence, stage: Stage, *, may_return_views: bool = True) -> None:
+    def __init__(self, sequence: LayerSequence, stage: Stage, *, copies_results: bool = False) -> None:
         super().__init__()
-        self._may_return_views = may_return_views
+        self._copies_results = copies_results
         self._sequence = sequence
         self._first, self._stop = stage.first_layer, stage.stop_layer
         self._segments = frozenset((segment.first, segment.stop) for segment in stage.recompute)
@@ -95,8 +94,8 @@ class StageModule(nn.Module):
         leaving = [values[name].contiguous() for name in self._returns]
         if self._stop == len(self._sequence):  # engines join what micro-batches return
             leaving = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in leaving]
-        if not self._may_return_views:
-            return tuple(tensor.clone() if id(tensor) in given or is_view(tensor) else tensor for tensor in leaving)
+        if self._copies_results:
+            return tuple(tensor.clone() for tensor in leaving)
         # A tensor that only passes through leaves as a view, since engines detach or differentiate what leaves.
         return tuple(tensor.view_as(tensor) if id(tensor) in given else tensor for tensor in leaving)
 

@@ -135,7 +135,7 @@ def _make(request: Request) -> Made:
     plan = request.plan
     check_outputs(request.sequence)
     splits = SCHEDULES[plan.schedule].splits_backward
-    modules = (StageModule(request.sequence, stage, may_return_views=not splits) for stage in plan.stages)
+    modules = (StageModule(request.sequence, stage, copies_results=splits) for stage in plan.stages)
     made = TorchPipeline(plan, request.sequence, tuple(modules), schedule_csv(plan))
     notes = [
         f"{counted(plan.ranks, 'process')}, one for each rank; micro-batches of "

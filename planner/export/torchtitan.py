@@ -1,7 +1,8 @@
 """For torchtitan: which modules each part of the model has, the schedule and the micro-batches, as TOML.
 
 The modules are those that torchtitan's own split knows: children of the model, and what its lists hold. Schedules that
-torch has under the same name are named; of others the passes come as a CSV file.
+torch has under the same name are named; of others the passes come as a CSV file. Of these torchtitan has stages round
+and round the ranks, and no other placement.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ TARGET = Target(
     name="torchtitan",
     engine="torchtitan",
     make=_make,
-    schedules=tuple(SCHEDULES),
+    schedules=tuple(name for name, record in SCHEDULES.items() if not record.folds),
     unit_paths=listed_paths,
     between="the model's children and the members of its lists",
     tensors_between=1,

@@ -32,6 +32,7 @@ _PACKAGES = Path(__file__).parents[2]
 SOURCES = (
     *sorted((_PACKAGES / "planner" / "kernel").glob("*.py")),
     _PACKAGES / "planner" / "cost" / "stage_sums.py",
+    _PACKAGES / "planner" / "plan" / "actions.py",
     _PACKAGES / "planner" / "plan" / "orders.py",
     _PACKAGES / "planner" / "plan" / "schedules.py",
     _PACKAGES / "profiler" / "between_sizes.py",

@@ -13,8 +13,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats
 from planner.kernel.compiled import compiled
-from planner.kernel.makespan import TWO
-from planner.kernel.turns import BACKWARD, FORWARD, Turns
+from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, Turns
 
 NONE = -1
 """No pass; they are numbered as they are walked."""
@@ -52,7 +51,7 @@ def longest_path(
     number_of = np.empty((2, stages, shares.shape[1]), dtype=np.int32)
     for turn in range(len(turns)):
         kind, stage, batch = turns[turn, 0], turns[turn, 1], turns[turn, 2]
-        rank = stage % ranks
+        rank, link = turns[turn, 3], turns[turn, 4]
         start_s, before[turn] = clock_s[rank], last[rank]
         source = stage - 1 if kind == FORWARD else stage + 1
         if kind <= BACKWARD and 0 <= source < stages:
@@ -63,14 +62,13 @@ def longest_path(
         last[rank] = turn
         if kind > BACKWARD:
             continue
-        number_of[kind, stage, batch] = turn
-        boundary = stage if kind == FORWARD else stage - 1
-        if 0 <= boundary < stages - 1:
-            channel = 0 if ranks == TWO else kind
-            if link_s[channel, rank] > end_s:
-                end_s, sent_before[turn] = link_s[channel, rank], last_sent[channel, rank]
-            there_s[turn] = link_s[channel, rank] = end_s + sends[kind, boundary] * send_shares[kind, batch]
-            last_sent[channel, rank] = turn
+        number_of[kind, stage, batch], there_s[turn] = turn, end_s
+        if link != NO_LINK:
+            boundary = stage if kind == FORWARD else stage - 1
+            if link_s[link, rank] > end_s:
+                end_s, sent_before[turn] = link_s[link, rank], last_sent[link, rank]
+            there_s[turn] = link_s[link, rank] = end_s + sends[kind, boundary] * send_shares[kind, batch]
+            last_sent[link, rank] = turn
     at, sent = last[np.argmax(clock_s)], False
     length_s = clock_s.max()
     while at != NONE:

@@ -1,17 +1,23 @@
-"""Orders of split backward passes, made pass by pass: what a stage does next follows from what there is to do.
+"""Orders of split backward passes, made pass by pass: what a rank does next follows from what there is to do.
 
-The stages are walked in the order of time. One that is free knows the messages that are there or on their way to it,
-and takes
+The ranks are walked in the order of time. One that is free knows the messages that are there or on their way to it, and
+takes
 
 1. the backward pass (of inputs) or the forward pass that is ready. Are both, the forward pass as long as fewer
    micro-batches than its lead are in flight; else the backward pass, which others wait for;
 2. if none is ready, a pass of weights, unless one of the two will be so soon that it had to wait for that;
 3. else what is ready first; and if nothing is on its way, it waits.
 
-A forward pass is taken only if the stage can hold one micro-batch more in addition to the waiting ones; a backward
-pass, if it can hold those that are in flight and wait. Passes of weights need nothing and free what waited, so that no
-stage is ever stuck. How far ahead a stage goes, and how soon is soon, are the settings that `planner.solve.own_orders`
-tries. Recompute and messages are as in `planner.kernel.makespan`.
+Of several chunks that are ready alike the later one goes first: its micro-batches are the earlier ones. A micro-batch
+is in flight in each chunk that it went forward through and not yet back.
+
+A forward pass is taken only if the rank can hold one micro-batch more in addition to the waiting ones, and then one
+also in each later chunk that has none: the earliest micro-batch always comes to the end. A backward pass is, if the
+rank can hold those that are in flight and wait; where it cannot, weights are made first, and those go back that are in
+a later chunk. Both are only if there is room for what they send (`planner.plan.actions.UNDER_WAY`). Passes of weights
+need nothing and free what waited, so that no rank is ever stuck.
+How far ahead a rank goes, and how soon is soon, are the settings that `planner.solve.own_orders` tries.
+Recompute and messages are as in `planner.kernel.makespan`.
 """
 
 from __future__ import annotations
@@ -21,25 +27,25 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.kernel.compiled import compiled
+from planner.kernel.compiled import compiled, inlined
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, walked
+from planner.kernel.turns import NO_LINK
+from planner.plan.actions import UNDER_WAY
 
 NOT_YET = -1.0
 """When a message comes that nobody has begun to make."""
 NOTHING = -1
-LONGER_AT_FIRST = 0.02
-"""By what part a step may become longer when the first pass is moved [fitted]."""
 MOST_PLACES = 6
 """Places by which a pass is moved at most [chosen]."""
 
 
 class Room(NamedTuple):
-    """What stages may hold, in bytes; each array has shape (K,).
+    """What ranks may hold, in bytes.
 
     Attributes:
-        free: left in addition to what there is in any case.
-        flying: of one micro-batch in flight.
-        waiting: of one that waits for the gradients of its parameters.
+        free: left on a rank in addition to what there is in any case while one of its stages computes, shape (K,).
+        flying: of so many micro-batches in flight in each stage, shape (K, M + 1), beginning with none.
+        waiting: of so many that wait there for the gradients of their parameters, likewise.
     """
 
     free: Floats
@@ -47,13 +53,19 @@ class Room(NamedTuple):
     waiting: Floats
 
 
+def room_for(free: Floats, flying: Floats, waiting: Floats, micro_batches: int) -> Room:
+    """Room where each micro-batch takes as much as every other one, of shape (K,)."""
+    many = np.arange(micro_batches + 1.0)
+    return Room(free, np.outer(flying, many), np.outer(waiting, many))
+
+
 class _Walk(NamedTuple):
-    """How far all stages are.
+    """How far all ranks are.
 
     Attributes:
-        clock_s: when each is free, shape (K,).
-        wake_s: when it decides again, shape (K,); infinite while it waits for a message that nobody makes.
-        link_s: when the links to the next stage and to the one before are free, shape (2, K).
+        clock_s: when each is free, shape (ranks,).
+        wake_s: when it decides again, shape (ranks,); infinite while it waits for a message that nobody makes.
+        link_s: when its two links are free, shape (2, ranks).
         input_s: when the input of a micro-batch is there, or `NOT_YET`, shape (K, M); so the gradient.
         gradient_s: likewise.
         done: passes of each kind that each stage has begun, shape (3, K).
@@ -68,31 +80,43 @@ class _Walk(NamedTuple):
 
 
 @compiled
-def listed(seconds: Floats, room: Room, lead: Indices, most: Indices, patience: float, below_s: float) -> Indices:
-    """The passes of all stages.
+def listed(
+    seconds: Floats,
+    room: Room,
+    stages_of: Indices,
+    links: Indices,
+    lead: Indices,
+    most: Indices,
+    patience: float,
+    below_s: float,
+) -> Indices:
+    """The passes of all ranks.
 
     Args:
         seconds: as `planner.kernel.makespan.makespan_s` has them, shape (6, K, M).
-        room: what stages may hold.
-        lead: micro-batches in flight up to which a forward pass goes before a backward pass, shape (K,).
-        most: micro-batches in flight at most, shape (K,).
-        patience: part of a pass of weights, or of a forward pass beyond the lead, that a stage rather waits.
+        room: what ranks may hold.
+        stages_of: of each rank, see `planner.kernel.turns.ways`.
+        links: likewise.
+        lead: micro-batches in flight up to which a forward pass goes before a backward pass, shape (ranks,).
+        most: micro-batches in flight in each stage at most, shape (K,).
+        patience: part of a pass of weights, or of a forward pass beyond the lead, that a rank rather waits.
         below_s: orders that take as long are not gone through to the end.
 
     Returns:
-        Numbers of passes, shape (K, 3 M); -1 in all of them if some stage cannot hold one micro-batch, and in the last
-        ones of some stage if they take too long.
+        Numbers of passes, shape (ranks, 3 * chunks * M); -1 in all of them if some rank cannot hold one micro-batch,
+        and in the last ones of some rank if they take too long.
     """
     _, stages, count = seconds.shape
-    orders = np.full((stages, 3 * count), NOTHING)
-    for stage in range(stages):
-        if room.flying[stage] > room.free[stage]:
+    ranks, chunks = stages_of.shape
+    orders = np.full((ranks, 3 * chunks * count), NOTHING)
+    for rank in range(ranks):
+        if (room.flying[stages_of[rank], 1].cumsum() > room.free[stages_of[rank]]).any():
             return orders
     there = stages, count
     walk = _Walk(
-        np.zeros(stages),
-        np.full(stages, np.inf),
-        np.zeros((2, stages)),
+        np.zeros(ranks),
+        np.full(ranks, np.inf),
+        np.zeros((2, ranks)),
         np.full(there, NOT_YET),
         np.full(there, NOT_YET),
         np.zeros((3, stages), dtype=np.int64),
@@ -100,125 +124,235 @@ def listed(seconds: Floats, room: Room, lead: Indices, most: Indices, patience: 
     walk.input_s[0] = 0.0
     walk.gradient_s[stages - 1] = 0.0
     walk.wake_s[0] = 0.0
-    left_s = np.zeros(stages)
-    for stage in range(stages):
-        left_s[stage] = seconds[F, stage].sum() + seconds[B, stage].sum() + seconds[W, stage].sum()
-    for _ in range(4 * stages * 3 * count):
-        stage = int(np.argmin(walk.wake_s))
-        now_s = walk.wake_s[stage]
-        if now_s == np.inf or now_s + left_s[stage] >= below_s:
+    left_s = np.zeros(ranks)
+    for rank in range(ranks):
+        for stage in stages_of[rank]:
+            left_s[rank] += seconds[F, stage].sum() + seconds[B, stage].sum() + seconds[W, stage].sum()
+    rank_of = np.zeros(stages, dtype=np.int64)
+    for rank in range(ranks):
+        rank_of[stages_of[rank]] = rank
+    places = np.zeros(ranks, dtype=np.int64)
+    for _ in range(8 * ranks * orders.shape[1]):
+        rank = int(np.argmin(walk.wake_s))
+        now_s = walk.wake_s[rank]
+        if now_s == np.inf or now_s + left_s[rank] >= below_s:
             break
-        kind = _chosen(walk, seconds, room, stage, now_s, lead[stage], most[stage], patience, orders)
+        place = places[rank]
+        before = orders[rank, place - 1] if place else NOTHING
+        kind, chunk = _chosen(
+            walk,
+            seconds,
+            room,
+            stages_of[rank],
+            links,
+            now_s,
+            lead[rank],
+            most,
+            patience,
+            before,
+        )
         if kind == NOTHING:
-            walk.wake_s[stage] = np.inf
+            walk.wake_s[rank] = np.inf
             continue
-        place = walk.done[0, stage] + walk.done[1, stage] + walk.done[2, stage]
+        stage = stages_of[rank, chunk]
         batch = walk.done[kind, stage]
-        turns_around = place > 0 and kind == 1 and orders[stage, place - 1] == batch
-        orders[stage, place] = kind * count + batch
-        left_s[stage] -= seconds[W if kind == 2 else B if kind else F, stage, batch]
-        _begin(walk, seconds, stage, now_s, kind, turns_around)
+        turns_around = kind == 1 and before == chunk * count + batch
+        orders[rank, place] = (kind * chunks + chunk) * count + batch
+        places[rank] += 1
+        left_s[rank] -= seconds[W if kind == 2 else B if kind else F, stage, batch]
+        _begin(walk, seconds, rank_of, links, stage, now_s, kind, turns_around)
     return orders
 
 
-@compiled
+@inlined
 def _chosen(
     walk: _Walk,
     seconds: Floats,
     room: Room,
-    stage: int,
+    own: Indices,
+    links: Indices,
     now_s: float,
     lead: int,
-    most: int,
+    most: Indices,
     patience: float,
-    orders: Indices,
-) -> int:
-    """Which kind of pass comes next; `NOTHING` if none can."""
-    count = seconds.shape[2]
-    forward, backward, weights = walk.done[0, stage], walk.done[1, stage], walk.done[2, stage]
-    flying, waiting = forward - backward, backward - weights
-    one, other, free = room.flying[stage], room.waiting[stage], room.free[stage]
-    forward_wait_s = backward_wait_s = np.inf
-    if forward < count and flying < most and (flying + 1) * one + waiting * other <= free:
-        there_s = walk.input_s[stage, forward]
-        if there_s != NOT_YET:
-            forward_wait_s = max(0.0, there_s - now_s)
-    if backward < forward and flying * one + waiting * other <= free:
-        there_s = walk.gradient_s[stage, backward]
-        if there_s != NOT_YET:
-            place = forward + backward + weights
-            again_s = 0.0 if orders[stage, place - 1] == backward else seconds[R, stage, backward]
-            backward_wait_s = max(0.0, there_s - now_s - again_s)
+    before: int,
+) -> tuple[int, int]:
+    """Which kind of pass comes next, and of which chunk; `NOTHING` if none can."""
+    flying = 0
+    for stage in own:
+        flying += walk.done[0, stage] - walk.done[1, stage]
+    ready = _ready(walk, seconds, room, own, links, now_s, most, before)
+    (forward_wait_s, goes), (backward_wait_s, comes), waits = ready
     if backward_wait_s == 0.0 and (forward_wait_s > 0.0 or flying >= lead):
-        return 1
+        return 1, comes
     if forward_wait_s == 0.0:
-        soon = flying >= lead and backward_wait_s < patience * seconds[F, stage, forward]
-        return 1 if soon else 0
+        soon = flying >= lead and backward_wait_s < patience * seconds[F, own[goes], walk.done[0, own[goes]]]
+        return (1, comes) if soon else (0, goes)
     first_s = min(forward_wait_s, backward_wait_s)
-    if waiting and first_s >= patience * seconds[W, stage, weights]:
-        return 2
+    if waits != NOTHING and first_s >= patience * seconds[W, own[waits], walk.done[2, own[waits]]]:
+        return 2, waits
     if first_s == np.inf:
-        return NOTHING
-    return 1 if backward_wait_s <= forward_wait_s else 0
+        return NOTHING, NOTHING
+    return (1, comes) if backward_wait_s <= forward_wait_s else (0, goes)
 
 
-@compiled
-def _begin(walk: _Walk, seconds: Floats, stage: int, now_s: float, kind: int, turns_around: bool) -> None:
+@inlined
+def _ready(
+    walk: _Walk,
+    seconds: Floats,
+    room: Room,
+    own: Indices,
+    links: Indices,
+    now_s: float,
+    most: Indices,
+    before: int,
+) -> tuple[tuple[float, int], tuple[float, int], int]:
+    """Which chunk may go forward first, and back, each after how many seconds, and one whose weights wait."""
+    count = seconds.shape[2]
+    held = 0.0
+    for stage in own:
+        held += room.flying[stage, walk.done[0, stage] - walk.done[1, stage]]
+        held += room.waiting[stage, walk.done[1, stage] - walk.done[2, stage]]
+    forward_wait_s = backward_wait_s = np.inf
+    goes = comes = waits = NOTHING
+    for chunk in range(len(own) - 1, -1, -1):
+        stage = own[chunk]
+        forward, backward, weights = walk.done[0, stage], walk.done[1, stage], walk.done[2, stage]
+        fits = forward < count and forward - backward < most[stage] and _holds(walk, room, own, held, chunk)
+        if fits and _has_way(walk, links, 0, stage):
+            there_s = walk.input_s[stage, forward]
+            if there_s != NOT_YET and max(0.0, there_s - now_s) < forward_wait_s:
+                forward_wait_s, goes = max(0.0, there_s - now_s), chunk
+        if backward < forward and held <= room.free[stage] and _has_way(walk, links, 1, stage):
+            there_s = walk.gradient_s[stage, backward]
+            again_s = 0.0 if before == chunk * count + backward else seconds[R, stage, backward]
+            if there_s != NOT_YET and max(0.0, there_s - now_s - again_s) < backward_wait_s:
+                backward_wait_s, comes = max(0.0, there_s - now_s - again_s), chunk
+        if weights < backward and waits == NOTHING:
+            waits = chunk
+    return (forward_wait_s, goes), (backward_wait_s, comes), waits
+
+
+@inlined
+def _holds(walk: _Walk, room: Room, own: Indices, held: float, chunk: int) -> bool:
+    """Whether a rank can hold one micro-batch more in a chunk, and then one in each later chunk that has none."""
+    for later in range(chunk, len(own)):
+        stage = own[later]
+        flying = walk.done[0, stage] - walk.done[1, stage]
+        if later == chunk or flying == 0:
+            held += room.flying[stage, flying + 1] - room.flying[stage, flying]
+        if held > room.free[stage]:
+            return False
+    return True
+
+
+@inlined
+def _has_way(walk: _Walk, links: Indices, kind: int, stage: int) -> bool:
+    """Whether there is room for what such a pass sends."""
+    if links[kind, stage] == NO_LINK:
+        return True
+    under_way: int = walk.done[kind, stage] - walk.done[kind, stage - 1 if kind else stage + 1]
+    return under_way < UNDER_WAY
+
+
+@inlined
+def _begin(
+    walk: _Walk,
+    seconds: Floats,
+    rank_of: Indices,
+    links: Indices,
+    stage: int,
+    now_s: float,
+    kind: int,
+    turns_around: bool,
+) -> None:
     """Note a pass, and when what it sends is there."""
-    stages = len(walk.clock_s)
-    batch = walk.done[kind, stage]
+    stages, rank, batch = len(rank_of), rank_of[stage], walk.done[kind, stage]
     walk.done[kind, stage] += 1
     if kind == 2:
-        walk.clock_s[stage] = now_s + seconds[W, stage, batch]
+        walk.clock_s[rank] = now_s + seconds[W, stage, batch]
     elif kind == 0:
-        walk.clock_s[stage] = max(now_s, walk.input_s[stage, batch]) + seconds[F, stage, batch]
+        walk.clock_s[rank] = max(now_s, walk.input_s[stage, batch]) + seconds[F, stage, batch]
         if stage < stages - 1:
-            sent_s = max(walk.link_s[0, stage], walk.clock_s[stage]) + seconds[SEND_F, stage, batch]
-            walk.link_s[0, stage] = walk.input_s[stage + 1, batch] = sent_s
-            walk.wake_s[stage + 1] = min(walk.wake_s[stage + 1], max(now_s, walk.clock_s[stage + 1]))
+            sent_s = _sent_s(walk, rank, links[0, stage], seconds[SEND_F, stage, batch])
+            walk.input_s[stage + 1, batch] = sent_s
+            _wake(walk, rank_of[stage + 1], now_s)
+        if stage > 0 and walk.done[0, stage - 1] - walk.done[0, stage] + 1 >= UNDER_WAY:
+            _wake(walk, rank_of[stage - 1], now_s)
     else:
         again_s = 0.0 if turns_around else seconds[R, stage, batch]
-        walk.clock_s[stage] = max(now_s + again_s, walk.gradient_s[stage, batch]) + seconds[B, stage, batch]
+        walk.clock_s[rank] = max(now_s + again_s, walk.gradient_s[stage, batch]) + seconds[B, stage, batch]
         if stage > 0:
-            sent_s = max(walk.link_s[1, stage], walk.clock_s[stage]) + seconds[SEND_B, stage, batch]
-            walk.link_s[1, stage] = walk.gradient_s[stage - 1, batch] = sent_s
-            walk.wake_s[stage - 1] = min(walk.wake_s[stage - 1], max(now_s, walk.clock_s[stage - 1]))
-    walk.wake_s[stage] = walk.clock_s[stage]
+            sent_s = _sent_s(walk, rank, links[1, stage], seconds[SEND_B, stage, batch])
+            walk.gradient_s[stage - 1, batch] = sent_s
+            _wake(walk, rank_of[stage - 1], now_s)
+        if stage < stages - 1 and walk.done[1, stage + 1] - walk.done[1, stage] + 1 >= UNDER_WAY:
+            _wake(walk, rank_of[stage + 1], now_s)
+    walk.wake_s[rank] = walk.clock_s[rank]
+
+
+@inlined
+def _sent_s(walk: _Walk, rank: int, link: int, seconds: float) -> float:
+    """When a message is there that leaves the rank now, over one of its links or none."""
+    there_s: float = walk.clock_s[rank]
+    if link != NO_LINK:
+        there_s = walk.link_s[link, rank] = max(walk.link_s[link, rank], there_s) + seconds
+    return there_s
+
+
+@inlined
+def _wake(walk: _Walk, rank: int, now_s: float) -> None:
+    """Let a rank decide again as soon as it is free."""
+    walk.wake_s[rank] = min(walk.wake_s[rank], max(now_s, walk.clock_s[rank]))
 
 
 @compiled
-def exchanged(orders: Indices, seconds: Floats, room: Room, tries: int, enough_s: float) -> Indices:
+def exchanged(
+    orders: Indices,
+    seconds: Floats,
+    room: Room,
+    stages_of: Indices,
+    links: Indices,
+    tries: int,
+    longer: float,
+    enough_s: float,
+) -> Indices:
     """Orders that are no slower: single passes moved at random.
 
     A step may become longer than the shortest so far, at first by more than later (threshold accepting, Dueck and
     Scheuer, J. Comp. Phys. 90, 1990).
 
     Args:
-        orders: numbers of passes, shape (K, 3 M), that fit.
+        orders: numbers of passes, shape (ranks, 3 * chunks * M), that fit.
         seconds: as for `listed`.
         room: likewise.
+        stages_of: likewise.
+        links: likewise.
         tries: moves to try.
+        longer: by what part a step may become longer when the first pass is moved.
         enough_s: no order takes less.
     """
-    _, stages, count = seconds.shape
+    count = seconds.shape[2]
+    ranks, passes = orders.shape
     best, now, chance = orders.copy(), orders.copy(), 12345
-    best_s = now_s = walked(best, seconds)
+    best_s = now_s = walked(best, stages_of, links, seconds)
     for number in range(tries):
         if best_s <= enough_s:
             break
         chance = (chance * 1103515245 + 12345) % 2147483648
-        stage = (chance >> 8) % stages
+        rank = (chance >> 8) % ranks
         chance = (chance * 1103515245 + 12345) % 2147483648
-        place = (chance >> 8) % (3 * count - 1)
+        place = (chance >> 8) % (passes - 1)
         chance = (chance * 1103515245 + 12345) % 2147483648
-        reach = min(1 + (chance >> 8) % MOST_PLACES, 3 * count - 1 - place)
-        if not _moved(now[stage], place, reach, chance >> 16 & 1):
+        reach = min(1 + (chance >> 8) % MOST_PLACES, passes - 1 - place)
+        if not _moved(now[rank], place, reach, chance >> 16 & 1):
             continue
-        made_s = walked(now, seconds) if _allowed(now[stage], count, room, stage) else np.inf
-        if made_s <= max(now_s, best_s * (1 + LONGER_AT_FIRST * (1 - number / tries))):
+        allowed = _allowed(now[rank], count, room, stages_of[rank])
+        made_s = walked(now, stages_of, links, seconds) if allowed else np.inf
+        if made_s <= max(now_s, best_s * (1 + longer * (1 - number / tries))):
             now_s = made_s
         else:
-            _moved(now[stage], place, reach, 1 - (chance >> 16 & 1))
+            _moved(now[rank], place, reach, 1 - (chance >> 16 & 1))
         if now_s < best_s:
             best_s = now_s
             best[:] = now
@@ -242,16 +376,22 @@ def _moved(order: Indices, place: int, reach: int, back: int) -> bool:
 
 
 @compiled
-def _allowed(order: Indices, count: int, room: Room, stage: int) -> bool:
+def _allowed(order: Indices, count: int, room: Room, own: Indices) -> bool:
     """Whether each pass comes after the one that it needs, micro-batches in order, and all fit."""
-    done = np.zeros(3, dtype=np.int64)
+    chunks = len(own)
+    done = np.zeros((3, chunks), dtype=np.int64)
     for number in order:
-        kind, batch = number // count, number % count
-        if done[kind] != batch or (kind > 0 and done[kind - 1] <= batch):
+        place, batch = number // count, number % count
+        kind, chunk = place // chunks, place % chunks
+        if done[kind, chunk] != batch or (kind > 0 and done[kind - 1, chunk] <= batch):
             return False
-        flying, waiting = done[0] - done[1], done[1] - done[2]
-        flying += kind == 0
-        if kind < 2 and flying * room.flying[stage] + waiting * room.waiting[stage] > room.free[stage]:
+        done[kind, chunk] += kind == 0
+        held = 0.0
+        for each, stage in enumerate(own):
+            held += (
+                room.flying[stage, done[0, each] - done[1, each]] + room.waiting[stage, done[1, each] - done[2, each]]
+            )
+        if kind < 2 and held > room.free[own[chunk]]:
             return False
-        done[kind] += 1
+        done[kind, chunk] += kind > 0
     return True

@@ -36,13 +36,11 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
-from planner.kernel.turns import BACKWARD, FORWARD, Turns, in_turn, turns_of
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, Turns, in_turn, turns_of, ways
+from planner.plan.schedules import SCHEDULES, Ring, ScheduleName
 
 F, R, B, SEND_F, SEND_B, W = range(6)
 """Rows of the seconds; where the backward pass is split, B is of the gradients of the inputs alone."""
-TWO = 2
-"""Ranks of which each is before and after the other."""
 
 
 def with_copies(seconds: Floats, shares: Sequence[tuple[float, float]]) -> Floats:
@@ -83,16 +81,15 @@ def makespan_s(schedule: ScheduleName, seconds: Floats, chunks: int = 1) -> floa
     return float(walked_in_turn(turns, stages // chunks, np.ascontiguousarray(seconds)))
 
 
-def walked_s(orders: Indices, seconds: Floats) -> float:
-    """The same for passes of shape (ranks, passes)."""
-    return float(walked(orders, np.ascontiguousarray(seconds)))
+def walked_s(orders: Indices, seconds: Floats, ring: Ring | None = None) -> float:
+    """The same for passes of shape (ranks, passes); without a ring each stage has a rank of its own."""
+    return float(walked(orders, *ways(ring or Ring(len(orders))), np.ascontiguousarray(seconds)))
 
 
 @compiled
-def walked(orders: Indices, seconds: Floats) -> float:
+def walked(orders: Indices, stages_of: Indices, links: Indices, seconds: Floats) -> float:
     """The same; infinite if all wait for each other."""
-    _, stages, micro_batches = seconds.shape
-    return walked_in_turn(in_turn(orders, stages, micro_batches), len(orders), seconds)
+    return walked_in_turn(in_turn(orders, stages_of, links, seconds.shape[2]), len(orders), seconds)
 
 
 @compiled
@@ -104,22 +101,22 @@ def walked_in_turn(turns: Turns, ranks: int, seconds: Floats) -> float:
     there_s = np.empty((2, stages, micro_batches))
     for turn in range(len(turns)):
         kind, stage, batch = turns[turn, 0], turns[turn, 1], turns[turn, 2]
-        rank = stage % ranks
+        rank, link = turns[turn, 3], turns[turn, 4]
         start_s = clock_s[rank]
         if kind > BACKWARD:
             clock_s[rank] = start_s + seconds[W, stage, batch]
             continue
         if kind == FORWARD:
-            source, goes_on, channel, computes, sends = stage - 1, stage < stages - 1, 0, F, SEND_F
+            source, computes, sends = stage - 1, F, SEND_F
         else:
-            source, goes_on, channel, computes, sends = stage + 1, stage > 0, 0 if ranks == TWO else 1, B, SEND_B
-            if not turns[turn, 3]:
+            source, computes, sends = stage + 1, B, SEND_B
+            if not turns[turn, 5]:
                 start_s += seconds[R, stage, batch]
         if 0 <= source < stages:
             start_s = max(start_s, there_s[kind, source, batch])
         end_s = start_s + seconds[computes, stage, batch]
-        clock_s[rank] = end_s
-        if goes_on:
-            sent_s = max(link_s[channel, rank], end_s) + seconds[sends, stage, batch]
-            there_s[kind, stage, batch] = link_s[channel, rank] = sent_s
+        clock_s[rank] = there_s[kind, stage, batch] = end_s
+        if link != NO_LINK:
+            sent_s = max(link_s[link, rank], end_s) + seconds[sends, stage, batch]
+            there_s[kind, stage, batch] = link_s[link, rank] = sent_s
     return float(clock_s.max()) if len(turns) else np.inf

@@ -1,8 +1,9 @@
 """The passes of all ranks one after the other: what waits comes later than what it waits for.
 
-A rank takes its passes in order, and each waits for the output of the stage before or the gradient of the stage after.
-So which come first does not depend on how long they take, and whoever asks for many makespans of one schedule
-(`planner.kernel.makespan`, `planner.kernel.critical_path`) walks the same list each time.
+A rank takes its passes in order, and each waits for the output of the stage before or the gradient of the stage after;
+after it the rank waits until there is room for what it sends (`planner.plan.actions.UNDER_WAY`). So which come first
+does not depend on how long they take, and whoever asks for many makespans of one schedule (`planner.kernel.makespan`,
+`planner.kernel.critical_path`) walks the same list each time.
 """
 
 from __future__ import annotations
@@ -15,51 +16,88 @@ from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Indices
 from planner.kernel.compiled import compiled
+from planner.plan.actions import UNDER_WAY
 from planner.plan.orders import PassKind
-from planner.plan.schedules import ScheduleName, rank_orders
+from planner.plan.schedules import SCHEDULES, Ring, ScheduleName, rank_orders
 
 Turns: TypeAlias = NDArray[np.int32]
-"""Shape (passes of all ranks, 4): kind of the pass, its stage and micro-batch, and whether it is a backward pass that
-follows its own forward pass. There are no passes where they wait for each other for ever."""
+"""Shape (passes of all ranks, 6): kind of the pass, its stage and micro-batch, its rank, over which of the rank's links
+it sends (`Ring.direction`, or `NO_LINK`), and whether it is a backward pass that follows its own forward pass. There
+are no passes where they wait for each other for ever."""
 FORWARD, BACKWARD = int(PassKind.FORWARD), int(PassKind.BACKWARD)
+NO_LINK = -1
+"""Where the rank itself reads what a pass makes, or nobody does."""
 
 
 @lru_cache(maxsize=64)
 def turns_of(schedule: ScheduleName, ranks: int, micro_batches: int, chunks: int) -> Turns:
     """The passes of a schedule whose orders do not depend on the plan."""
     orders = np.array(rank_orders(schedule, ranks, micro_batches, chunks), dtype=np.int64)
-    return in_turn(orders, ranks * chunks, micro_batches)
+    return turns_in(orders, SCHEDULES[schedule].ring(ranks, chunks), micro_batches)
+
+
+def turns_in(orders: Indices, ring: Ring, micro_batches: int) -> Turns:
+    """The passes of these orders, see `in_turn`."""
+    return in_turn(orders, *ways(ring), micro_batches)
+
+
+@lru_cache(maxsize=256)
+def ways(ring: Ring) -> tuple[Indices, Indices]:
+    """Where stages are, for `in_turn`.
+
+    Returns:
+        By rank and chunk the stage, shape (ranks, chunks), and by way, forward or back, and stage the link that it
+        sends over, shape (2, K).
+    """
+    stages = np.array([ring.stages_of(rank) for rank in range(ring.ranks)], dtype=np.int64)
+    links = np.full((2, ring.stages), NO_LINK)
+    for stage in range(ring.stages - 1):
+        if not ring.is_turn(stage):
+            links[FORWARD, stage] = ring.direction(stage, forward=True)
+            links[BACKWARD, stage + 1] = ring.direction(stage + 1, forward=False)
+    return stages, links
 
 
 @compiled
-def in_turn(orders: Indices, stages: int, micro_batches: int) -> Turns:
+def in_turn(orders: Indices, stages_of: Indices, links: Indices, micro_batches: int) -> Turns:
     """The passes of these orders.
 
     Args:
         orders: numbers of the passes of each rank, see `planner.plan.schedules`, shape (ranks, passes).
-        stages: of all ranks.
+        stages_of: see `ways`.
+        links: likewise.
         micro_batches: M.
     """
     ranks, most = orders.shape
-    chunks = stages // ranks
-    turns = np.empty((ranks * most, 4), dtype=np.int32)
+    chunks, stages = stages_of.shape[1], links.shape[1]
+    turns = np.empty((ranks * most, 6), dtype=np.int32)
     done = np.zeros((3, stages, micro_batches), dtype=np.bool_)
+    many = np.zeros((3, stages), dtype=np.int64)
     position = np.zeros(ranks, dtype=np.int64)
+    sent = np.full((ranks, 2), NO_LINK)  # of the last pass of each rank, kind and stage where it sends
     walked, before = 0, -1
     while walked > before:
         before = walked
         for rank in range(ranks):
             while position[rank] < most:
+                if sent[rank, 0] != NO_LINK:
+                    way, stage = sent[rank, 0], sent[rank, 1]
+                    if many[way, stage] - many[way, stage + 1 if way == FORWARD else stage - 1] > UNDER_WAY:
+                        break
                 number = orders[rank, position[rank]]
                 place, batch = number // micro_batches, number % micro_batches
-                kind, stage = place // chunks, place % chunks * ranks + rank
+                kind, stage = place // chunks, stages_of[rank, place % chunks]
                 source = stage - 1 if kind == FORWARD else stage + 1
                 if kind <= BACKWARD and 0 <= source < stages and not done[kind, source, batch]:
                     break
                 done[kind, stage, batch] = True
                 own = number - chunks * micro_batches
                 around = kind == BACKWARD and position[rank] > 0 and orders[rank, position[rank] - 1] == own
-                turns[walked, 0], turns[walked, 1], turns[walked, 2], turns[walked, 3] = kind, stage, batch, around
+                turn = turns[walked]
+                turn[0], turn[1], turn[2], turn[3], turn[5] = kind, stage, batch, rank, around
+                turn[4] = links[kind, stage] if kind <= BACKWARD else NO_LINK
+                many[kind, stage] += 1
+                sent[rank, 0], sent[rank, 1] = kind if turn[4] != NO_LINK else NO_LINK, stage
                 position[rank] += 1
                 walked += 1
     return turns[: walked if walked == len(turns) else 0]

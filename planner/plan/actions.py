@@ -47,7 +47,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from planner.plan.orders import Order, PassKind, pass_of
-from planner.plan.schedules import SCHEDULES, ScheduleName, check_chunks, known, rank_orders
+from planner.plan.schedules import SCHEDULES, Ring, ScheduleName, check_chunks, known, rank_orders
 from profiler.errors import ArgumentError
 from profiler.text import counted
 
@@ -68,6 +68,11 @@ def receives_ahead(distance: int) -> int:
     stages between the two could wait for each other.
     """
     return RECEIVES_AHEAD + distance - 1
+
+
+UNDER_WAY = SENDS_AHEAD + receives_ahead(1)
+"""Messages between neighbours that may be under way in one direction, however long they are: with so many a rank that
+sends one more waits until the first is read."""
 
 
 class ActionKind(StrEnum):
@@ -157,12 +162,14 @@ class Action:
 
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
-"""One list of actions a rank; with R ranks list r has actions of stages r, R + r, 2 R + r, ..."""
+"""One list of actions a rank; which stages these are of says `planner.plan.schedules.Ring`."""
 
 
-def has_chunks(schedule: Schedule) -> bool:
-    """Whether a rank has several stages."""
-    return any(action.stage >= len(schedule) for actions in schedule for action in actions)
+def ring_of(schedule: Schedule) -> Ring:
+    """Which rank runs which stages."""
+    ranks, stages = len(schedule), 1 + max((action.stage for actions in schedule for action in actions), default=0)
+    folds = ranks > 1 and any(action.stage == ranks for action in schedule[-1])
+    return Ring(ranks, -(-stages // ranks), folds)
 
 
 def schedule_text(schedule: Schedule) -> str:
@@ -177,12 +184,13 @@ def parse_schedule(text: str) -> Schedule:
         ArgumentError: a token is no action, or stands in the line of another rank.
     """
     schedule = tuple(tuple(Action.parse(token) for token in line.split()) for line in text.splitlines())
+    ring = ring_of(schedule)
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.stage % len(schedule) != rank:
+            if ring.rank_of(action.stage) != rank:
                 raise ArgumentError(
                     f"action {action} of stage {action.stage} stands in line {rank} of {len(schedule)}, which is for "
-                    f"rank {rank}, and belongs in line {action.stage % len(schedule)}"
+                    f"rank {rank}, and belongs in line {ring.rank_of(action.stage)}"
                 )
     return schedule
 
@@ -228,11 +236,20 @@ def make_schedule(
     for sender, receiver in skips:
         if not 0 <= sender < receiver - 1 < stages - 1:
             raise ArgumentError(f"stage {sender} cannot skip to stage {receiver} of {stages}: none lies between them")
-    ranks = stages // chunks
+    record, ranks = SCHEDULES[name], stages // chunks
+    ring = record.ring(ranks, chunks)
     peers = [_Peers.of(stage, stages, skips) for stage in range(stages)]
-    back = ActionKind.I if SCHEDULES[name].splits_backward else ActionKind.B
+    back = ActionKind.I if record.splits_backward else ActionKind.B
     return tuple(
-        tuple(_with_transfers(order, micro_batches, back, recompute[rank::ranks], peers[rank::ranks]))
+        tuple(
+            _with_transfers(
+                order,
+                micro_batches,
+                back,
+                [recompute[stage] for stage in ring.stages_of(rank)],
+                [peers[stage] for stage in ring.stages_of(rank)],
+            )
+        )
         for rank, order in enumerate(orders or rank_orders(name, ranks, micro_batches, chunks))
     )
 

@@ -123,6 +123,21 @@ def zb_h1_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order
     return (*order, *range(3 * micro_batches - min(rank, micro_batches), 3 * micro_batches))
 
 
+def one_by_one_order(rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
+    """One micro-batch after the other through all chunks and back, the weights at once: it holds least.
+
+    >>> one_by_one_order(0, 2, 2, 2)
+    (0, 2, 6, 10, 4, 8, 1, 3, 7, 11, 5, 9)
+    """
+    order: list[int] = []
+    for micro_batch in range(micro_batches):
+        order += [chunk * micro_batches + micro_batch for chunk in range(chunks)]
+        for chunk in reversed(range(chunks)):
+            back = (chunks + chunk) * micro_batches + micro_batch
+            order += [back, back + chunks * micro_batches]
+    return tuple(order)
+
+
 def fixed_split_orders(ranks: int, micro_batches: int) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
     """Of every rank, two orders with a split backward pass that suit any plan.
 

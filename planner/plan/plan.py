@@ -19,7 +19,15 @@ from planner.plan.actions import Schedule, make_schedule
 from planner.plan.first_format import in_later_form
 from planner.plan.order_text import check_order_texts, order_of_text
 from planner.plan.prediction import ROUNDING, Prediction
-from planner.plan.schedules import MOST_CHUNKS, SCHEDULE_OF_OLD_PLANS, SCHEDULES, ScheduleName, check_chunks, known
+from planner.plan.schedules import (
+    MOST_CHUNKS,
+    SCHEDULE_OF_OLD_PLANS,
+    SCHEDULES,
+    Ring,
+    ScheduleName,
+    check_chunks,
+    known,
+)
 from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
 from planner.plan.unused import Unused
 from profiler.arguments import fits_its_arguments
@@ -60,13 +68,13 @@ class Plan(Value):
         micro_batch_sizes: samples of each micro-batch of one replica in order; replica r takes samples
             `[r * n, (r + 1) * n)` of the mini-batch with `n = batch_size / replicas`, which they add up to.
         schedule: order of the passes on each stage, one of `planner.plan.schedules.SCHEDULES`.
-        orders: the passes of each stage as letters, F, I and W, of a schedule that each plan has its own of;
-            micro-batches take each of them in order.
+        orders: the passes of each rank as letters, F, I and W, and f, i and w of its second chunk, of a schedule that
+            each plan has its own of; micro-batches take each of them in order.
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
         shard_optimizer: whether the replicas share the optimizer's state, each stepping a part of every stage's
             parameters (ZeRO, stage 1), by `planner.plan.shares`. Files leave it out where they do not.
         optimizer: class name of the optimizer that the predictions assume.
-        chunks: stages a rank, of a schedule that has several: stage k runs on rank k mod (K / chunks).
+        chunks: stages a rank, of a schedule that has several; each stage names its rank.
         stages: in pipeline order.
         skips: what goes past stages, one entry for each pair of ends; all else is sent from neighbour to neighbour.
         prediction: step time and how good the plan is.
@@ -129,13 +137,18 @@ class Plan(Value):
             recompute=[bool(stage.recompute) for stage in self.stages],
             skips=[skip.ends for skip in self.skips],
             chunks=self.chunks,
-            orders=[order_of_text(text, count) for text in self.orders],
+            orders=[order_of_text(text, count, self.chunks) for text in self.orders],
         )
 
     @property
     def ranks(self) -> int:
         """Processes of one replica; `ranks * replicas` of them train together."""
         return 1 + max(stage.rank for stage in self.stages)
+
+    @property
+    def ring(self) -> Ring:
+        """Which list of actions is of which stages: one list a stage, or one a rank where ranks have several chunks."""
+        return SCHEDULES[self.schedule].ring(self.K // self.chunks, self.chunks)
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """What a rank runs, in pipeline order."""
@@ -226,20 +239,21 @@ class Plan(Value):
         if self.chunks == 1:
             self._check_rank_memories()
             return
-        ranks = self.K // self.chunks
+        ring = self.ring
         if self.skips:
             raise ValueError(
                 f"{counted(len(self.skips), 'skip')} with {self.chunks} chunks a rank; values are relayed from "
                 "chunk to chunk"
             )
         for position, stage in enumerate(self.stages):
-            if stage.rank != position % ranks:
+            rank = ring.rank_of(position)
+            if stage.rank != rank:
                 raise ValueError(
                     f"stage {position} is on rank {stage.rank}; with {self.chunks} chunks on each of "
-                    f"{counted(ranks, 'rank')} it belongs on rank {position % ranks}"
+                    f"{counted(ring.ranks, 'rank')} it belongs on rank {rank}"
                 )
-            if stage.devices != self.stages[position % ranks].devices:
-                raise ValueError(f"stages {position % ranks} and {position} are of one rank and on unlike devices")
+            if stage.devices != self.stages[rank].devices:
+                raise ValueError(f"stages {rank} and {position} are of one rank and on unlike devices")
         self._check_rank_memories()
         try:
             _ = self.device_memories
@@ -269,7 +283,7 @@ class Plan(Value):
                 )
             return
         try:
-            check_order_texts(self.orders, self.K, self.M)
+            check_order_texts(self.orders, self.ring, self.M)
         except ArgumentError as problem:
             raise ValueError(str(problem)) from problem
 

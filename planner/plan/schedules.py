@@ -6,9 +6,8 @@ actions (`planner.plan.actions`), what the simulator and the executor do, the me
 command. A schedule of another order is one more record, with `Objective.WORK` if nobody has a tighter form for it: its
 plans are listed and simulated.
 
-A rank runs one stage, or with v chunks a rank v of them: chunk c of rank r is stage c * ranks + r, so a micro-batch
-passes all ranks v times forward and v times back. Two ranks with two chunks each, M = 2; `F0` is the forward pass of
-micro-batch 0:
+A rank runs one stage, or with v chunks a rank v of them, and a micro-batch passes all ranks v times forward and v times
+back (`Ring`). Two ranks with two chunks each, M = 2; `F0` is the forward pass of micro-batch 0:
 
     rank 0   stages 0, 2    0F0 0F1 2F0 2F1 ... 2B0 2B1 ... 0B0 ... 0B1
     rank 1   stages 1, 3        1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
@@ -23,7 +22,14 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from planner.plan.held import Held, Moment, held_by, moments_of, most_under_way
-from planner.plan.orders import Order, gpipe_order, interleaved_order, one_f_one_b_order, zb_h1_order
+from planner.plan.orders import (
+    Order,
+    gpipe_order,
+    interleaved_order,
+    one_by_one_order,
+    one_f_one_b_order,
+    zb_h1_order,
+)
 from profiler.errors import ArgumentError
 
 ScheduleName: TypeAlias = str
@@ -31,13 +37,71 @@ ScheduleName: TypeAlias = str
 
 
 class Ring(NamedTuple):
-    """Over how many ranks the stages go, and how often they go round: stage c * ranks + r is chunk c of rank r.
+    """Which rank runs which stages: chunk c of a rank is one of the stages from c * ranks on.
 
-    Where there is one chunk a rank, the number of ranks makes no difference and may be left out.
+        round and round     rank 0   stages 0, 3      folded     rank 0   stages 0, 5
+                            rank 1   stages 1, 4                 rank 1   stages 1, 4
+                            rank 2   stages 2, 5                 rank 2   stages 2, 3
+
+    Where there is one chunk a rank, the number of ranks makes no difference to what a stage holds and may be left out.
+
+    >>> Ring(3, 2).stages_of(0), Ring(3, 2, folds=True).stages_of(0), Ring(3, 2, folds=True).rank_of(3)
+    ((0, 3), (0, 5), 2)
+
+    Attributes:
+        ranks: over how many the stages go.
+        chunks: of each rank.
+        folds: whether every second chunk goes back over the ranks, in a V, and not round them. Then the stage after
+            such a turn is on the rank of the one before it, which sends it no message.
     """
 
     ranks: int = 1
     chunks: int = 1
+    folds: bool = False
+
+    @property
+    def stages(self) -> int:
+        """K."""
+        return self.ranks * self.chunks
+
+    def over(self, stages: int) -> Ring:
+        """The same over as many ranks as so many stages need."""
+        return self._replace(ranks=stages // self.chunks)
+
+    def rank_of(self, stage: int) -> int:
+        """Where a stage runs."""
+        chunk, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self._goes_back(chunk) else place
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """What a rank runs, in pipeline order."""
+        return tuple(
+            chunk * self.ranks + (self.ranks - 1 - rank if self._goes_back(chunk) else rank)
+            for chunk in range(self.chunks)
+        )
+
+    def is_turn(self, stage: int) -> bool:
+        """Whether the next stage is on the same rank."""
+        return self.rank_of(stage) == self.rank_of(stage + 1)
+
+    def direction(self, stage: int, *, forward: bool) -> int:
+        """Over which link a stage sends: 0 to the rank after its own, or 1; of two ranks there is one for all."""
+        return 0 if self.ranks == TWO else int(not self._goes_up(stage, forward=forward))
+
+    def lower_end(self, stage: int, *, forward: bool) -> int:
+        """Of what a stage sends, and comes to one rank up or down, the lower rank; the last is below the first."""
+        rank = self.rank_of(stage)
+        return rank if self._goes_up(stage, forward=forward) else (rank - 1) % self.ranks
+
+    def _goes_up(self, stage: int, *, forward: bool) -> bool:
+        return forward != self._goes_back(stage // self.ranks)
+
+    def _goes_back(self, chunk: int) -> bool:
+        return self.folds and chunk % 2 == 1
+
+
+TWO = 2
+"""Ranks of which each is before and after the other."""
 
 
 ONE_CHUNK = Ring()
@@ -68,7 +132,9 @@ class ScheduleRecord:
         objective: its closed form, or its bound.
         source: where it was published.
         most_chunks: chunks that a rank may have, at most.
+        fewest_chunks: and at least.
         splits_backward: whether the gradients of the parameters have passes of their own.
+        folds: whether its chunks go over the ranks and back, see `Ring`.
         made_for_plan: whether each plan has orders of its own, found from what its stages take and may hold; `order` is
             then one that any plan could have.
         elsewhere: by other engines that have it, what it is called there; the keys are names of `planner.export`.
@@ -79,9 +145,15 @@ class ScheduleRecord:
     objective: Objective
     source: str
     most_chunks: int = 1
+    fewest_chunks: int = 1
     splits_backward: bool = False
+    folds: bool = False
     made_for_plan: bool = False
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+
+    def ring(self, ranks: int, chunks: int) -> Ring:
+        """Which rank runs which stages."""
+        return Ring(ranks, chunks, self.folds and chunks > 1)
 
     @property
     def keeps_all(self) -> bool:
@@ -96,10 +168,10 @@ class ScheduleRecord:
             micro_batches: M.
             ring: ranks, and chunks of each; where there are several, the passes are counted.
         """
-        ranks, chunks = ring
-        if chunks > 1:
-            chunk, rank = divmod(chunks * ranks - number, ranks)
-            return most_under_way(self.order, rank, ranks, micro_batches, chunks)[chunk]
+        if ring.chunks > 1:
+            stage = ring.stages - number
+            by_chunk = most_under_way(self.order, ring.rank_of(stage), ring.ranks, micro_batches, ring.chunks)
+            return by_chunk[stage // ring.ranks]
         return micro_batches if self.in_flight is None else self.in_flight(number, micro_batches)
 
     def most_under_way(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> int:
@@ -114,8 +186,7 @@ class ScheduleRecord:
         """
         if self.made_for_plan:
             return micro_batches
-        stages = ring.ranks * ring.chunks
-        return self.most_in_flight(min(number, stages) if ring.chunks > 1 else number, micro_batches, ring)
+        return self.most_in_flight(min(number, ring.stages) if ring.chunks > 1 else number, micro_batches, ring)
 
     def held(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> tuple[Held, ...]:
         """What a stage holds at the moments at which it may need most memory; see `most_in_flight` and `most_held`."""
@@ -191,6 +262,18 @@ SCHEDULES: Mapping[ScheduleName, ScheduleRecord] = {
         splits_backward=True,
         made_for_plan=True,
     ),
+    "zb-v": ScheduleRecord(
+        one_by_one_order,
+        min,
+        Objective.WORK,
+        "after Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: two chunks a rank, in a V, "
+        "as far ahead as memory allows (V-ZB with that of 1F1B, V-half with half of it)",
+        most_chunks=TWO,
+        fewest_chunks=TWO,
+        splits_backward=True,
+        folds=True,
+        made_for_plan=True,
+    ),
 }
 SCHEDULE_OF_OLD_PLANS: ScheduleName = "gpipe"
 """Of plans that do not say which they have."""
@@ -217,12 +300,12 @@ def schedules_of(engine: str) -> tuple[ScheduleName, ...]:
 
 
 def split_schedules() -> tuple[ScheduleName, ...]:
-    """Those that split the backward pass."""
-    return tuple(name for name, record in SCHEDULES.items() if record.splits_backward)
+    """Those that are for one stage a rank and split the backward pass."""
+    return tuple(name for name, record in SCHEDULES.items() if record.most_chunks == 1 and record.splits_backward)
 
 
 def chunk_schedules() -> tuple[ScheduleName, ...]:
-    """Those that may have several chunks a rank."""
+    """Those that may have several chunks a rank, or must."""
     return tuple(name for name, record in SCHEDULES.items() if record.most_chunks > 1)
 
 
@@ -244,12 +327,11 @@ def check_chunks(name: ScheduleName, stages: int, chunks: int) -> None:
     Raises:
         ArgumentError: the schedule has no order for them, or they do not divide the number of stages.
     """
-    most = SCHEDULES[name].most_chunks
-    if not 1 <= chunks <= most:
-        able = ", ".join(repr(other) for other, record in SCHEDULES.items() if record.most_chunks > 1)
-        raise ArgumentError(
-            f"chunks is {chunks}, and schedule {name!r} has at most {most} a rank; several are for {able}"
-        )
+    fewest, most = SCHEDULES[name].fewest_chunks, SCHEDULES[name].most_chunks
+    if not fewest <= chunks <= most:
+        able = ", ".join(map(repr, chunk_schedules()))
+        has = f"exactly {most}" if fewest == most > 1 else f"at most {most}"
+        raise ArgumentError(f"chunks is {chunks}, and schedule {name!r} has {has} a rank; several are for {able}")
     if stages % chunks:
         raise ArgumentError(
             f"{stages} stages are not {chunks} chunks for each rank; give a multiple of {chunks} stages"

@@ -5,9 +5,10 @@
 
 Each rank is a machine that takes its actions in the order of its list, those of all its stages. Each has one more
 machine for each direction that it sends in: its link, which takes messages first in, first out, those that skip stages
-after the neighbour's. A SEND hands the message over and costs the sender nothing; a RECV blocks its rank until the
-message has arrived. What the ends of a message copy of it themselves is part of the passes that make and read it. With
-two ranks that have several chunks each, outputs and gradients go the same way, and share it.
+after the neighbour's. What one of its stages sends to the next one of its own is there at once. A SEND hands the
+message over and costs the sender nothing; a RECV blocks its rank until the message has arrived. What the ends of a
+message copy of it themselves is part of the passes that make and read it. With two ranks that have several chunks each,
+outputs and gradients go the same way, and share it.
 
     stage 0   |F0 |F1 |F2 |                 F, R, B, I, W: the stage computes
     link 0>1      |==0==|==1==|==2==|       from SEND_F (or the message before) on, for the transfer time
@@ -21,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from planner.plan.actions import Action, ActionKind, Schedule, has_chunks
+from planner.plan.actions import Action, ActionKind, Schedule, ring_of
 from profiler.errors import PlanError
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 _RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
-TWO = 2
-"""Ranks of which each is before and after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +209,7 @@ def simulate_plan(plan: Plan, *, events: bool = True) -> Timeline:
 def _optimizer_s(plan: Plan) -> float:
     """Of the slowest rank; where each stage has a list of its own, of the slowest stage."""
     ends_s = [stage.all_reduce_s + stage.optimizer_s for stage in plan.stages]
-    lists = plan.K // plan.chunks
-    return max(sum(ends_s[rank::lists]) for rank in range(lists))
+    return max(sum(ends_s[stage] for stage in plan.ring.stages_of(rank)) for rank in range(plan.ring.ranks))
 
 
 def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0.0, events: bool = True) -> Timeline:
@@ -254,12 +252,13 @@ class _Run:
         self.clock_s = [0.0] * ranks
         self.busy_s = [0.0] * ranks
         self.position = [0] * ranks
-        self.link_free_s: dict[tuple[int, ActionKind | None], float] = {}
+        self.link_free_s: dict[tuple[int, int], float] = {}
         self.arrival_s: dict[Action, float] = {}
         self.waiting: set[Action] = set()
         self.ready = deque(range(ranks))
         self.events: dict[str, list[Event]] = {}
-        self._kind = "rank" if has_chunks(schedule) else "stage"
+        self.ring = ring_of(schedule)
+        self._kind = "rank" if self.ring.chunks > 1 else "stage"
 
     def lane(self, rank: int) -> str:
         """Where a rank's passes are noted."""
@@ -290,9 +289,12 @@ class _Run:
             self._note(self.lane(rank), action, start_s, start_s + seconds)
 
     def _send(self, rank: int, action: Action) -> None:
-        receive, ranks = action.other_end, len(self.schedule)
-        receiver = receive.stage % ranks
-        link = rank, None if ranks == TWO else action.kind
+        receive = action.other_end
+        receiver = self.ring.rank_of(receive.stage)
+        if receiver == rank:
+            self.arrival_s[receive] = self.clock_s[rank]
+            return
+        link = rank, self.ring.direction(action.stage, forward=action.kind is ActionKind.SEND_F)
         start_s = max(self.clock_s[rank], self.link_free_s.get(link, 0.0))
         end_s = start_s + self.durations.seconds(action)
         self.link_free_s[link] = end_s
@@ -315,7 +317,7 @@ def _deadlock_text(schedule: Schedule, position: list[int]) -> str:
             continue
         receive = actions[position[rank]]
         send = receive.other_end
-        sender = send.stage % len(schedule)
+        sender = ring_of(schedule).rank_of(send.stage)
         if send in schedule[sender]:
             blocker = schedule[sender][position[sender]]
             reason = f"{send}, which stands after {blocker} in the list of stage {blocker.stage}"

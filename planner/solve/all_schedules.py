@@ -4,6 +4,7 @@
    because where they are faster, which is mostly, their plan shows at once that the next ones are slower.
 2. Schedules with one stage a rank and a backward pass in one: `planner.solve.balancer`.
 3. Those that split the backward pass: `planner.solve.chunk_search`.
+4. Those that do so with several chunks a rank, likewise.
 
 Where orders are made for each plan, the best one of 1F1B is a start (`planner.solve.order_start`).
 
@@ -97,6 +98,8 @@ def _count_beside(problem: Problem, best: Balance, deadline: Deadline) -> Candid
     """The number of micro-batches with which its stages are fastest, if it was left out."""
     schedule = best.candidate.schedule
     made, plain = SCHEDULES[schedule].made_for_plan, best.candidate.ring == ONE_CHUNK
+    if made and best.candidate.ring.chunks > 1:
+        return None  # whether they fit would have to be found out for each anew
 
     def step_s(candidate: Candidate) -> float:
         if not made:
@@ -134,7 +137,7 @@ def _with_share(problem: Problem, deadline: Deadline, families_left: int) -> Pro
 def _start(problem: Problem, best: Balance | None) -> Balance | None:
     """A plan whose stages are tried with orders made for them: the best one of 1F1B."""
     settings, lean = problem.settings, tuple(name for name in one_chunk_schedules() if not SCHEDULES[name].keeps_all)
-    if not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
+    if settings.chunks > 1 or not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
         return None
     if best is not None and best.candidate.schedule in lean:
         return best
@@ -154,7 +157,8 @@ def families(problem: Problem) -> Iterator[list[Problem]]:
     """For each search the problem with the schedules that it is for, once for each number of chunks."""
     settings = problem.settings
     names = {
-        kind: tuple(name for name in settings.schedules if _kind(name) == kind) for kind in ("plain", "split", "chunks")
+        kind: tuple(name for name in settings.schedules if _kind(name) == kind)
+        for kind in ("plain", "split", "chunks", "split chunks")
     }
     numbers = CHUNKS_TRIED if settings.choose_chunks else (settings.chunks,)
     several = [
@@ -169,6 +173,10 @@ def families(problem: Problem) -> Iterator[list[Problem]]:
         yield [replace(problem, settings=replace(settings, schedules=plain))]
     if names["split"]:
         yield [replace(problem, settings=replace(settings, schedules=names["split"]))]
+    for name in names["split chunks"]:
+        chosen = with_chunks(settings, SCHEDULES[name].fewest_chunks, problem.layers)
+        if chosen is not None:
+            yield [replace(problem, settings=replace(chosen, schedules=(name,)))]
 
 
 def with_chunks(settings: Settings, chunks: int, layers: int) -> Settings | None:
@@ -186,7 +194,8 @@ def with_chunks(settings: Settings, chunks: int, layers: int) -> Settings | None
 
 def _kind(name: str) -> str:
     record = SCHEDULES[name]
-    return "split" if record.splits_backward else "chunks" if record.most_chunks > 1 else "plain"
+    kinds = ["split"] * record.splits_backward + ["chunks"] * (record.most_chunks > 1)
+    return " ".join(kinds) or "plain"
 
 
 def is_plain(settings: Settings) -> bool:

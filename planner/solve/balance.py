@@ -13,7 +13,7 @@ from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.cost.transfers import Shares, boundary_s, copied_shares
 from planner.kernel.makespan import B, W, makespan_s, walked_s, with_copies
-from planner.plan.schedules import SCHEDULES
+from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.stage import Segment
 from planner.solve.order_arrays import orders_of
 from planner.solve.problem import Candidate, Problem
@@ -125,23 +125,24 @@ def evaluate_s(
 ) -> float:
     """Seconds of the step of a plan: the simulator's number."""
     seconds, placement = passes_seconds(problem, candidate, stages), placement_of(problem, candidate, stages)
-    ranks = len(stages) // candidate.ring.chunks
+    ring = candidate.ring.over(len(stages))
     ends = [
-        sum(end_seconds(problem, candidate, stage, far=placement.rings_far(number % ranks)))
+        sum(end_seconds(problem, candidate, stage, far=placement.rings_far(ring.rank_of(number))))
         for number, stage in enumerate(stages)
     ]
-    end_s = max(sum(ends[rank::ranks]) for rank in range(ranks))
+    end_s = max(sum(ends[stage] for stage in ring.stages_of(rank)) for rank in range(ring.ranks))
     if not orders:
-        return makespan_s(candidate.schedule, seconds, candidate.ring.chunks) + end_s
-    return walked_s(orders_of(orders, candidate.split.count), seconds) + end_s
+        return makespan_s(candidate.schedule, seconds, ring.chunks) + end_s
+    return walked_s(orders_of(orders, candidate.split.count, ring.chunks), seconds, ring) + end_s
 
 
 def passes_seconds(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> Floats:
     """Of all passes and messages, as `planner.kernel.makespan.makespan_s` has them."""
     split, splits = candidate.split, SCHEDULES[candidate.schedule].splits_backward
     placement = placement_of(problem, candidate, stages)
+    ring = candidate.ring.over(len(stages))
     large, small = (
-        stage_seconds(problem, size, stages, splits=splits, placement=placement)
+        stage_seconds(problem, size, stages, ring, splits=splits, placement=placement)
         for size in (split.largest, split.smallest)
     )
     number = split.number_largest
@@ -150,21 +151,24 @@ def passes_seconds(problem: Problem, candidate: Candidate, stages: tuple[StageCh
     )
     if splits:
         seconds[B] -= seconds[W]
-    return with_copies(seconds, shares_of(problem, placement, len(stages)))
+    return with_copies(seconds, shares_of(problem, placement, ring))
 
 
-def shares_of(problem: Problem, placement: Placement, stages: int) -> list[Shares]:
+def shares_of(problem: Problem, placement: Placement, ring: Ring) -> list[Shares]:
     """What of messages the ends copy, after each stage but the last one."""
     near, hosts = copied_shares(problem.link), placement.hosts
-    if hosts is None:
-        return [near] * (stages - 1)
-    ranks, far = len(placement.members), copied_shares(hosts.between)
-    return [far if placement.is_far((number - 1) % ranks, number % ranks) else near for number in range(1, stages)]
+    far = near if hosts is None else copied_shares(hosts.between)
+    return [far if hosts is not None and _is_far(placement, ring, stage) else near for stage in range(ring.stages - 1)]
+
+
+def _is_far(placement: Placement, ring: Ring, stage: int) -> bool:
+    """Whether what a stage sends to the next one leaves a host."""
+    return placement.is_far(ring.rank_of(stage), ring.rank_of(stage + 1))
 
 
 def placement_of(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> Placement:
     """Where the ranks of these stages are."""
-    ranks = len(stages) // candidate.ring.chunks
+    ranks = candidate.ring.over(len(stages)).ranks
     return problem.placement([stage.device_class for stage in stages[:ranks]], candidate.replicas)
 
 
@@ -183,7 +187,13 @@ def end_seconds(
 
 
 def stage_seconds(
-    problem: Problem, size: int, stages: tuple[StageChoice, ...], *, splits: bool, placement: Placement | None = None
+    problem: Problem,
+    size: int,
+    stages: tuple[StageChoice, ...],
+    ring: Ring,
+    *,
+    splits: bool,
+    placement: Placement | None = None,
 ) -> Floats:
     """Seconds of F, R, B, SEND_F, SEND_B and W, which is a part of B, of every stage for that size, shape (6, K).
 
@@ -193,15 +203,17 @@ def stage_seconds(
         problem: that the stages are of.
         size: of a micro-batch.
         stages: the cuts.
+        ring: which rank runs which.
         splits: whether the schedule takes W apart.
         placement: of the ranks, where there are several hosts.
     """
-    sent = {False: boundary_s(problem.link, problem.at_boundaries(size))}
-    far = [False] * (len(stages) + 1)  # of the boundary before each stage
+    near = boundary_s(problem.link, problem.at_boundaries(size))
+    sent = [near] * (len(stages) + 1)  # at the boundary before each stage
     if placement is not None and placement.hosts is not None:
-        sent[True] = boundary_s(placement.hosts.between, problem.at_boundaries(size))
-        ranks = len(placement.members)
-        far[1:-1] = [placement.is_far((number - 1) % ranks, number % ranks) for number in range(1, len(stages))]
+        far = boundary_s(placement.hosts.between, problem.at_boundaries(size))
+        sent[1:-1] = [far if _is_far(placement, ring, stage) else near for stage in range(len(stages) - 1)]
+    within = (np.zeros(problem.layers + 1),) * 2
+    sent[1:-1] = [within if ring.is_turn(stage) else sent[stage + 1] for stage in range(len(stages) - 1)]
     rows = []
     for number, stage in enumerate(stages):
         costs = layer_seconds(problem.costs, problem.classes[stage.device_class].device.kind, size)
@@ -212,8 +224,8 @@ def stage_seconds(
                 costs.forward_s[stage.first : stage.stop].sum(),
                 recompute_s[-1] if recompute_s else 0.0,
                 costs.backward_s[stage.first : stage.stop].sum() + sum(recompute_s[:-1]) + split_s,
-                sent[far[number + 1]][0][stage.stop],
-                sent[far[number]][1][stage.first],
+                sent[number + 1][0][stage.stop],
+                sent[number][1][stage.first],
                 costs.weight_s[stage.first : stage.stop].sum() + split_s,
             )
         )

@@ -10,15 +10,15 @@ from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.cost.transfers import Shares
 from planner.kernel.makespan import SEND_B, SEND_F
-from planner.plan.held import Held
+from planner.plan.held import Held, Moment
 from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction
-from planner.plan.schedules import SCHEDULES
+from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, shares_of, stage_seconds
 from planner.solve.counts import left_out_s
-from planner.solve.order_arrays import held_in, orders_of
+from planner.solve.order_arrays import moments_of_order, orders_of
 from planner.solve.problem import Problem
 from profiler.device import Device, Link
 from profiler.record import Profile
@@ -87,7 +87,10 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
     sizes = sorted({*found.candidate.split.sizes}, reverse=True)
     splits = SCHEDULES[found.candidate.schedule].splits_backward
     placement = placement_of(problem, found.candidate, found.stages)
-    seconds = {size: stage_seconds(problem, size, found.stages, splits=splits, placement=placement) for size in sizes}
+    ring = found.candidate.ring.over(len(found.stages))
+    seconds = {
+        size: stage_seconds(problem, size, found.stages, ring, splits=splits, placement=placement) for size in sizes
+    }
     if routes:
         stops = [stage.stop for stage in found.stages]
         for size, table in seconds.items():
@@ -97,11 +100,10 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
     names = ["forward_s", "recompute_s", "backward_s", "send_forward_s", "send_backward_s"]
     if splits:
         names.append("weight_s")
-    ranks = len(found.stages) // found.candidate.ring.chunks
-    copied = [*shares_of(problem, placement, len(found.stages)), (0.0, 0.0)]
+    copied = [*shares_of(problem, placement, ring), (0.0, 0.0)]
     stages = []
     for index, choice in enumerate(found.stages):
-        members = placement.members[index % ranks]
+        rank = ring.rank_of(index)
         times = tuple(
             StageTimes(
                 micro_batch_size=size,
@@ -115,10 +117,11 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
                 found,
                 index,
                 choice,
-                tuple(problem.devices[member] for member in members),
+                rank,
+                tuple(problem.devices[member] for member in placement.members[rank]),
                 times,
                 routes,
-                far=placement.rings_far(index % ranks),
+                far=placement.rings_far(rank),
                 copied=copied[index],
             )
         )
@@ -141,6 +144,7 @@ def _stage(
     found: Balance,
     index: int,
     choice: StageChoice,
+    rank: int,
     devices: tuple[Device, ...],
     times: tuple[StageTimes, ...],
     routes: Sequence[Route],
@@ -149,17 +153,17 @@ def _stage(
     copied: Shares,
 ) -> Stage:
     profile = problem.costs.profile
-    first, stop, count = choice.first, choice.stop, found.candidate.split.count
+    first, stop = choice.first, choice.stop
     names = dict.fromkeys(name for layer in profile.layers[first:stop] for name in layer.parameters)
     elements = {parameter.name: parameter.elements for parameter in profile.parameters}
-    held = held_in(orders_of(found.orders[index : index + 1], count)[0], count) if found.orders else ()
+    held = [held[index // _ring(found).ranks] for _, held in _own_moments(found, rank)] if found.orders else ()
     all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice, far=far)
     return Stage(
         first_layer=first,
         stop_layer=stop,
         module_paths=_end_paths(profile, first, stop),
         devices=devices,
-        rank=index % (len(found.stages) // found.candidate.ring.chunks),
+        rank=rank,
         parameters=tuple(names),
         parameter_count=sum(elements[name] for name in names),
         recompute=choice.segments,
@@ -198,14 +202,27 @@ def _moments(
     )
 
 
+def _ring(found: Balance) -> Ring:
+    return found.candidate.ring.over(len(found.stages))
+
+
+def _own_moments(found: Balance, rank: int) -> tuple[Moment, ...]:
+    """What a rank holds in the order that the plan has for it."""
+    count, chunks = found.candidate.split.count, found.candidate.ring.chunks
+    return moments_of_order(orders_of(found.orders[rank : rank + 1], count, chunks)[0], count, chunks)
+
+
 def _under_way(found: Balance) -> tuple[int, ...]:
     """Micro-batches in flight at most at each stage, from the last one on, where the plan has orders of its own.
 
     Rings have no more slots; the search, which makes the orders, counts as if all micro-batches might be in flight.
     """
-    count = found.candidate.split.count
-    held = (held_in(order, count) for order in orders_of(found.orders[::-1], count))
-    return tuple(max(flying for flying, _ in moments) for moments in held)
+    ring = _ring(found)
+    moments = [_own_moments(found, rank) for rank in range(ring.ranks if found.orders else 0)]
+    return tuple(
+        max(held[stage // ring.ranks][0] for _, held in moments[ring.rank_of(stage)])
+        for stage in reversed(range(ring.stages if found.orders else 0))
+    )
 
 
 def _rank_memories(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[StageMemory, ...]:
@@ -213,10 +230,11 @@ def _rank_memories(problem: Problem, found: Balance, routes: Sequence[Route]) ->
     ring = found.candidate.ring
     memories = []
     for rank in range(ring.ranks if ring.chunks > 1 else 0):
-        moments = SCHEDULES[found.candidate.schedule].moments(rank, found.candidate.split.count, ring)
+        fixed = SCHEDULES[found.candidate.schedule].moments(rank, found.candidate.split.count, ring)
+        moments = _own_moments(found, rank) if found.orders else fixed
         chunks = [
-            _moments(problem, found, chunk * ring.ranks + rank, [held[chunk] for _, held in moments], routes)
-            for chunk in range(ring.chunks)
+            _moments(problem, found, stage, [held[chunk] for _, held in moments], routes)
+            for chunk, stage in enumerate(ring.stages_of(rank))
         ]
         memories.append(together(chunks, [computing for computing, _ in moments]).largest)
     return tuple(memories)

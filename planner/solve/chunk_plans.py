@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from planner.solve.problem import Candidate, Problem
 MOST_PASSES_OF_SETS = 2_000_000
 """Passes that are walked to find out which chunks of some cuts are best recomputed, where all ways are tried [chosen:
 30 ms]."""
+Said = TypeVar("Said")
 Stops = tuple[int, ...]
 """Index after the last layer of each stage."""
 
@@ -65,6 +67,7 @@ class ChunkPlans:
         deadline: when to look for nothing better.
 
     Attributes:
+        ring: which rank runs which stages.
         ranks: how many there are.
         stages: K.
         tries_all: whether `fitted` has found the fastest of all plans with its cuts, whenever it was asked.
@@ -76,8 +79,8 @@ class ChunkPlans:
 
     def __init__(self, problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> None:
         self.problem, self.candidate = problem, candidate
-        self.ranks = candidate.ring.ranks
-        self.stages = candidate.ring.ranks * candidate.ring.chunks
+        self.ring = candidate.ring
+        self.ranks, self.stages = candidate.ring.ranks, candidate.ring.stages
         split = candidate.split
         self.sizes = split.largest, split.smallest
         self.deadline = deadline
@@ -136,7 +139,7 @@ class ChunkPlans:
     def step_s(self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool] = ()) -> float:
         """Seconds of the step, up to rounding; nothing is recomputed by default. Whether it fits is not asked."""
         seconds = self.seconds(stops, classes, recompute)
-        return makespan_s(self.candidate.schedule, seconds, self.candidate.ring.chunks) + self.end_s(stops, classes)
+        return makespan_s(self.candidate.schedule, seconds, self.ring.chunks) + self.end_s(stops, classes)
 
     @property
     def passes_s(self) -> tuple[Floats, ...]:
@@ -148,7 +151,7 @@ class ChunkPlans:
     def seconds(self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool] = ()) -> Floats:
         """Of all passes and messages, as `planner.kernel.makespan.makespan_s` has them."""
         first, stop = np.array((0, *stops[:-1])), np.array(stops)
-        group = np.array([*classes] * self.candidate.ring.chunks)
+        group = np.array(classes)[self._ranks_of]
         seconds = np.zeros((6 if self._splits else 5, self.stages, 2))
         outputs_s, gradients_s = self.messages_s
         for size in range(2):
@@ -157,17 +160,27 @@ class ChunkPlans:
                 seconds[R, :, size] = _between(self.recompute_s[size], group, first, stop) * np.array(recompute)
             backward_s = self.inputs_s if self._splits else self.backward_s
             seconds[B, :, size] = _between(backward_s[size], group, first, stop)
-            seconds[SEND_F, :, size] = outputs_s[size][stop]
-            seconds[SEND_B, :, size] = gradients_s[size][first]
+            seconds[SEND_F, :-1, size] = outputs_s[size][stop[:-1]] * self._sends
+            seconds[SEND_B, 1:, size] = gradients_s[size][first[1:]] * self._sends
             if self._splits:
                 seconds[W, :, size] = _between(self.weight_s[size], group, first, stop)
         return np.repeat(with_copies(seconds, [self.shares] * (self.stages - 1)), self._counts, axis=2)
+
+    @cached_property
+    def _ranks_of(self) -> Indices:
+        """The rank of each stage, shape (K,)."""
+        return np.array([self.ring.rank_of(stage) for stage in range(self.stages)])
+
+    @cached_property
+    def _sends(self) -> Floats:
+        """1 for each stage that sends to the next one, and 0 where that is on the same rank, shape (K - 1,)."""
+        return np.array([not self.ring.is_turn(stage) for stage in range(self.stages - 1)], dtype=np.float64)
 
     def end_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """Of the slowest rank's all-reduce and optimizer step."""
         spent = [0.0] * self.ranks
         for index, (first, stop) in enumerate(pairwise((0, *stops))):
-            rank = index % self.ranks
+            rank = self._ranks_of[index]
             key = classes[rank], first, stop
             if key not in self._ends:
                 self._ends[key] = sum(
@@ -196,7 +209,7 @@ class ChunkPlans:
             sets = [flags[:1] for flags in sets]
 
         def made(chosen: Sequence[tuple[bool, ...]]) -> ChunkChoice:
-            recompute = tuple(flags[chunk] for chunk in range(self.candidate.ring.chunks) for flags in chosen)
+            recompute = self.by_stage(chosen)
             priced = any(recompute) and mode == "auto"
             return ChunkChoice(
                 self.step_s(stops, classes, recompute) if priced else at_best_s, stops, classes, recompute
@@ -208,6 +221,10 @@ class ChunkPlans:
             self.tries_all = False
             best = self._rank_by_rank(sets, made)
         return best if best.step_s < below_s else None
+
+    def by_stage(self, chosen: Sequence[tuple[Said, ...]]) -> tuple[Said, ...]:
+        """What is said of each rank's chunks, in pipeline order."""
+        return tuple(chosen[rank][stage // self.ranks] for stage, rank in enumerate(self._ranks_of))
 
     def _rank_by_rank(
         self,
@@ -231,10 +248,14 @@ class ChunkPlans:
                         best, chosen, faster = choice, changed, True
         return best
 
+    def levelled(self, stops: Stops, classes: tuple[int, ...]) -> Stops:
+        """Cuts to begin with, from these: the same where the order of passes does not depend on them."""
+        return stops
+
     def _recompute_s(self, rank: int, stops: Stops, classes: Sequence[int], flags: Sequence[bool]) -> float:
         """Seconds to recompute these chunks of a rank for one micro-batch."""
         sums, starts = self.recompute_s[0, classes[rank]], (0, *stops)
-        stages = range(rank, self.stages, self.ranks)
+        stages = self.ring.stages_of(rank)
         return float(
             sum(sums[stops[stage]] - sums[starts[stage]] for stage, flag in zip(stages, flags, strict=True) if flag)
         )
@@ -252,7 +273,7 @@ class ChunkPlans:
 
     def over_bytes(self, rank: int, stops: Stops, classes: Sequence[int]) -> int:
         """Bytes that a rank needs beyond its device with the recompute that needs least; 0 if it fits."""
-        chunks = self.candidate.ring.chunks
+        chunks = self.ring.chunks
         sets = [frozenset(range(chunks))] if self.problem.settings.recompute != "never" else []
         if self.problem.settings.recompute != "always":
             sets.append(frozenset())
@@ -262,7 +283,7 @@ class ChunkPlans:
     def _sets_of(self, rank: int, stops: Stops, classes: Sequence[int], mode: str) -> list[tuple[bool, ...]]:
         """Which chunks of a rank to recompute, those first that take least."""
         starts = (0, *stops)
-        key = rank, classes[rank], tuple(starts[stage : stage + 2] for stage in range(rank, self.stages, self.ranks))
+        key = rank, classes[rank], tuple(starts[stage : stage + 2] for stage in self.ring.stages_of(rank))
         if key not in self._sets_known:
             recompute_s = partial(self._recompute_s, rank, stops, classes)
             self._sets_known[key] = sorted(self._sets(rank, stops, classes, mode), key=recompute_s)
@@ -270,7 +291,7 @@ class ChunkPlans:
 
     def _sets(self, rank: int, stops: Stops, classes: Sequence[int], mode: str) -> Iterator[tuple[bool, ...]]:
         """Which chunks of a rank to recompute, by chunk."""
-        chunks = self.candidate.ring.chunks
+        chunks = self.ring.chunks
         limit = self.problem.classes[classes[rank]].device.memory_bytes
         numbers = {"always": [chunks], "never": [0], "auto": range(chunks + 1)}[mode]
         found: list[frozenset[int]] = []
@@ -285,8 +306,7 @@ class ChunkPlans:
     def rank_bytes(self, rank: int, stops: Stops, classes: Sequence[int], recomputed: frozenset[int]) -> int:
         """Bytes of a rank's device if these of its chunks are recomputed, at the moment that needs most."""
         needed = np.zeros(1)
-        for chunk in range(self.candidate.ring.chunks):
-            stage = chunk * self.ranks + rank
+        for chunk, stage in enumerate(self.ring.stages_of(rank)):
             first = stops[stage - 1] if stage else 0
             needed = needed + self._stage_bytes(stage, classes[rank], first, stops[stage], chunk in recomputed)
         return int(needed.max())
@@ -295,8 +315,8 @@ class ChunkPlans:
         """What a stage has at each moment of its rank, what passes only where it is the one that computes."""
         key = stage, group, first, stop, recomputed
         if key not in self._bytes:
-            chunk, rank = divmod(stage, self.ranks)
-            device, split, ring = self.problem.classes[group].device, self.candidate.split, self.candidate.ring
+            chunk, rank = stage // self.ranks, self.ring.rank_of(stage)
+            device, split, ring = self.problem.classes[group].device, self.candidate.split, self.ring
             moments = SCHEDULES[self.candidate.schedule].moments(rank, split.count, ring)
             found = stage_moments(
                 self.problem.costs,
@@ -327,7 +347,10 @@ class ChunkPlans:
         """
         stages = tuple(
             StageChoice(
-                first, stop, choice.classes[index % self.ranks], segments_of_stage(first, stop, choice.recompute[index])
+                first,
+                stop,
+                choice.classes[self.ring.rank_of(index)],
+                segments_of_stage(first, stop, choice.recompute[index]),
             )
             for index, (first, stop) in enumerate(pairwise((0, *choice.stops)))
         )

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from planner.plan.schedules import SCHEDULES, Ring
+from planner.plan.schedules import SCHEDULES
 from planner.plan.units import bytes_text
 from planner.solve.balance import TIE, Balance, Unsettled
 from planner.solve.chunk_bound import has_room, least_s
@@ -139,7 +139,7 @@ class _Search:
                     break
                 ranks = _most_ranks(problem, candidate)
                 if ranks:
-                    self._push(problem, replace(candidate, ring=Ring(ranks, problem.settings.chunks)))
+                    self._push(problem, with_ranks(candidate, ranks, problem.settings.chunks))
 
     def found(self) -> Balance | None:
         """The best plan, and what none is below."""
@@ -169,6 +169,7 @@ class _Search:
                 self._halved(entry)
             else:
                 self._lower_s = min(self._lower_s, entry.bound_s)
+        self._go_over_the_best()
         self._use_what_is_left()
         return None if self._best is None else replace(self._best, lower_bound_s=self._lower_s)
 
@@ -206,7 +207,7 @@ class _Search:
     def _begin_with(self, problem: Problem, start: Balance | None) -> None:
         """The stages of another schedule's plan are the first ones that orders are made for."""
         for name in problem.settings.schedules:
-            if start is not None and SCHEDULES[name].made_for_plan:
+            if start is not None and SCHEDULES[name].made_for_plan and problem.settings.chunks == 1:
                 found = with_own_orders(problem, start, name, self._deadline)
                 if found is None:
                     continue
@@ -228,7 +229,7 @@ class _Search:
         """Queue the same candidate with a rank less, whose bound is above this one's."""
         problem = plans.problem
         if problem.settings.stages is None and plans.ranks > _fewest_ranks(problem):
-            self._push(problem, replace(plans.candidate, ring=Ring(plans.ranks - 1, plans.candidate.ring.chunks)))
+            self._push(problem, with_ranks(plans.candidate, plans.ranks - 1, problem.settings.chunks))
 
     def _tightened(self, entry: _Waiting) -> None:
         """Make the bound of a candidate better, and queue it again."""
@@ -310,6 +311,23 @@ class _Search:
         choice = CutClimb(entry.plans, None, self._deadline).probed(below_s)
         return np.inf if choice is None else choice.step_s
 
+    def _go_over_the_best(self) -> None:
+        """Search the best candidate's cuts from its best bound, where ranks have several chunks and their own orders.
+
+        How good a bound is when its cuts are searched depends on other candidates: of densenet121 on 8 devices a step
+        was 4 % longer.
+        """
+        plans = self._best_plans
+        if plans is None or plans.ring.chunks == 1 or plans.tries_all or self._lower_s >= self._reached_s:
+            return
+        if self._over or (self._spent and plans.stages > STAGES_OF_WORK):
+            return
+        bound = CutBound(plans)
+        bound.tightened(PROGRAMS_OF_HALVES, self._deadline)
+        climb = CutClimb(plans, bound, self._deadline)
+        for choice in () if climb.tries_all_cuts else climb.found(self._reached_s)[0]:
+            self._note(plans, choice)
+
     def _use_what_is_left(self) -> None:
         """Try cuts near the best ones as long as there is time, where there is a limit of it and a gap."""
         for climbed in sorted(self._climbs.values(), key=lambda one: one.plans is not self._best_plans):
@@ -325,7 +343,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         most = _most_ranks(problem, candidate)
         for ranks in range(_fewest_ranks(problem), most + 1) if problem.settings.stages is None else (most,):
             if ranks:
-                yield replace(candidate, ring=Ring(ranks, problem.settings.chunks))
+                yield with_ranks(candidate, ranks, problem.settings.chunks)
+
+
+def with_ranks(candidate: Candidate, ranks: int, chunks: int) -> Candidate:
+    """The candidate over so many ranks."""
+    return replace(candidate, ring=SCHEDULES[candidate.schedule].ring(ranks, chunks))
 
 
 def _most_ranks(problem: Problem, candidate: Candidate) -> int:

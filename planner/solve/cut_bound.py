@@ -36,7 +36,7 @@ from planner.cost.transfers import copies_s
 from planner.kernel.critical_path import longest_path
 from planner.kernel.cut_walk import free_ends, least_cuts
 from planner.kernel.turns import turns_of
-from planner.plan.schedules import SCHEDULES
+from planner.plan.schedules import SCHEDULES, Ring
 from planner.solve.chunk_bound import CERTAINTY, least_end_s, least_s
 from planner.solve.chunk_plans import ChunkPlans, Stops
 from planner.solve.deadline import Deadline
@@ -112,7 +112,8 @@ class CutBound:
             messages = np.array(plans.messages_s)[:, :, places]
         messages[..., [0, -1]] = 0.0
         copied = np.zeros((2, len(sized), len(places)))
-        copied[:, :2] = copies_s(plans.shares, messages[:1, 0], messages[1:, 0])
+        if not plans.ring.folds:  # else there are none at its turns, wherever these are
+            copied[:, :2] = copies_s(plans.shares, messages[:1, 0], messages[1:, 0])
         self._begins, self._ends = self._sums - copied[0], self._sums + copied[1]
         self._messages = (1 - sum(plans.shares)) * messages[:, 0]
         if any(plans.shares):
@@ -346,24 +347,26 @@ class CutBound:
     def _note_first(self) -> None:
         """Paths that are known before any cuts are: of any order, or of equal stages."""
         if self._any_order:
-            self._paths = _paths_of_any_order(self._stages, self._shares, self._send_shares)
+            self._paths = _paths_of_any_order(self._plans.ring, self._shares, self._send_shares)
             return
         even = np.zeros((self._kinds + 2, self._stages))
         even[: self._kinds] = self._sums[:, -1:] / self._stages
         self._note_path(even)
 
 
-def _paths_of_any_order(stages: int, shares: Floats, send_shares: Floats) -> list[Floats]:
-    """Paths that there are in any order of passes, see `planner.solve.any_order`."""
+def _paths_of_any_order(ring: Ring, shares: Floats, send_shares: Floats) -> list[Floats]:
+    """Paths that there are in any order of passes, see `planner.solve.any_order`: two of each rank."""
     forward, backward, weights, outputs, gradients = range(5)
     totals, last, paths = shares.sum(axis=1), shares[:, -1], []
-    for stage in range(stages):
-        path = np.zeros((5, stages))
-        path[forward, :stage], path[outputs, :stage] = 1.0, 1.0
-        path[forward, stage], path[backward, stage] = totals[forward], totals[backward]
+    for rank in range(ring.ranks):
+        stages = [*ring.stages_of(rank)]
+        first = stages[0]
+        path = np.zeros((5, ring.stages))
+        path[forward, :first], path[outputs, :first] = 1.0, 1.0
+        path[forward, stages], path[backward, stages] = totals[forward], totals[backward]
         own = path.copy()
-        own[weights, stage] = totals[weights]
-        path[backward, :stage], path[gradients, :stage] = last[backward], send_shares[1, -1]
+        own[weights, stages] = totals[weights]
+        path[backward, :first], path[gradients, :first] = last[backward], send_shares[1, -1]
         path[weights, 0] += last[weights]
         paths += [own, path]
     return paths

@@ -79,10 +79,15 @@ class CutClimb:
         if self.tries_all_cuts:
             only, least_s = self._best_of_all(orders, below_s)
             return [] if only is None else [only], least_s
-        scored = [
-            (self._score(start, classes, Score(np.inf, np.inf, None)).rank(), start, classes)
+        starts = {
+            (begun, classes): None
             for start in self._starts()
             for classes in orders
+            for begun in (self._plans.levelled(start, classes), start)
+        }
+        scored = [
+            (self._score(start, classes, Score(np.inf, np.inf, None)).rank(), start, classes)
+            for start, classes in starts
         ]
         for _, start, classes in sorted(scored):  # what is tried may be used up by the first
             self._climbed(start, classes)
@@ -96,9 +101,11 @@ class CutClimb:
 
     def probed(self, below_s: float) -> ChunkChoice | None:
         """A first plan, with equal shares of the work; None if it does not fit or takes no less than `below_s`."""
-        start = self._starts()[-1:]
+        start, classes = self._starts()[-1:], next(device_orders(self._plans))
         return (
-            self._plans.fitted(start[0], next(device_orders(self._plans)), below_s, thorough=False) if start else None
+            self._plans.fitted(self._plans.levelled(start[0], classes), classes, below_s, thorough=False)
+            if start
+            else None
         )
 
     def at(self, stops: Stops, below_s: float) -> ChunkChoice | None:

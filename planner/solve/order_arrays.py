@@ -8,38 +8,73 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Indices
-from planner.plan.held import Held
+from planner.plan.held import Held, Moment
 from planner.plan.order_text import LETTERS, order_of_text
 
-_CODES = np.frombuffer(LETTERS.encode(), dtype=np.uint8)
+_CODES = [np.frombuffer(letters.encode(), dtype=np.uint8) for letters in LETTERS]
+KINDS = len(LETTERS[0])
+"""Of passes."""
 
 
 def texts_of(orders: Indices, count: int) -> tuple[str, ...]:
-    """Each stage's order of so many micro-batches as letters, as `planner.plan.order_text.order_text` has them.
+    """Each rank's order of so many micro-batches as letters, as `planner.plan.order_text.order_text` has them.
 
     >>> texts_of(np.array([[0, 3, 1, 4, 6, 2, 5, 7, 8]]), 3)
     ('FIFIWFIWW',)
     """
-    return tuple(row.tobytes().decode("ascii") for row in _CODES[orders // count])
+    codes = _CODES[orders.shape[1] // (KINDS * count) - 1]
+    return tuple(row.tobytes().decode("ascii") for row in codes[orders // count])
 
 
-def orders_of(texts: Sequence[str], count: int) -> Indices:
-    """The passes that these letters mean, shape (K, 3 M).
+def orders_of(texts: Sequence[str], count: int, chunks: int = 1) -> Indices:
+    """The passes that these letters mean, shape (ranks, 3 * chunks * M).
 
     >>> orders_of(["FIFIWFIWW"], 3)
     array([[0, 3, 1, 4, 6, 2, 5, 7, 8]])
     """
-    orders = np.empty((len(texts), len(LETTERS) * count), dtype=np.int64)
+    codes = _CODES[chunks - 1]
+    orders = np.empty((len(texts), len(codes) * count), dtype=np.int64)
     for row, text in zip(orders, texts, strict=True):
         if len(text) != row.size:  # of another number of micro-batches
-            row[:] = order_of_text(text, count)
+            row[:] = order_of_text(text, count, chunks)
             continue
         letters = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
-        for kind, code in enumerate(_CODES):
-            row[letters == code] = np.arange(kind * count, (kind + 1) * count)
+        for place, code in enumerate(codes):
+            row[letters == code] = np.arange(place * count, (place + 1) * count)
     return orders
+
+
+def moments_of_order(order: Indices, count: int, chunks: int) -> tuple[Moment, ...]:
+    """What the chunks of a rank hold at the moments that may need most, as `planner.plan.held.moments_in` has them.
+
+    >>> moments_of_order(np.array([0, 2, 1, 6, 3, 10, 4, 8, 7, 11, 5, 9]), 2, 2)
+    ((0, ((2, 0), (1, 0))), (1, ((2, 0), (1, 1))))
+    """
+    if chunks == 1:
+        return tuple((0, (held,)) for held in held_in(order, count))
+    places = order // count
+    done = np.cumsum(places[:, None] == np.arange(KINDS * chunks), axis=0).reshape(-1, KINDS, chunks)
+    goes_back = (places[:, None] == np.arange(chunks, 2 * chunks)).astype(np.int64)
+    flying = done[:, 0] - done[:, 1] + goes_back
+    waiting = done[:, 1] - done[:, 2] - goes_back
+    computes, rows = places < 2 * chunks, np.concatenate((flying, waiting), axis=1)
+    found: list[Moment] = []
+    for chunk in range(chunks):
+        own = np.unique(rows[computes & (places % chunks == chunk)], axis=0)
+        for row in own[_are_most(own)].tolist():
+            found.append((chunk, tuple(zip(row[:chunks], row[chunks:], strict=True))))
+    return tuple(found)
+
+
+def _are_most(rows: Indices) -> NDArray[np.bool_]:
+    """Of which of these different rows no other one has as much of everything."""
+    most = np.ones(len(rows), dtype=np.bool_)
+    for number, row in enumerate(rows):
+        most[number] = (rows >= row).all(axis=1).sum() == 1
+    return most
 
 
 def held_in(order: Indices, count: int) -> tuple[Held, ...]:
@@ -48,7 +83,7 @@ def held_in(order: Indices, count: int) -> tuple[Held, ...]:
     >>> held_in(np.array([0, 3, 1, 4, 6, 2, 5, 7, 8]), 3)
     ((1, 1),)
     """
-    forward, backward, weights = (np.cumsum(order // count == kind) for kind in range(len(LETTERS)))
+    forward, backward, weights = (np.cumsum(order // count == kind) for kind in range(KINDS))
     goes_back = order // count == 1
     computes = order < 2 * count  # passes of weights need no more than the one before
     before = backward - goes_back

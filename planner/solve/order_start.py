@@ -14,14 +14,13 @@ from functools import partial
 import numpy as np
 
 from planner.cost.stage_memory import StageMoments, stage_moments
-from planner.kernel.list_scheduler import Room
 from planner.plan.held import Held
 from planner.plan.schedules import Ring, ScheduleName
 from planner.solve.any_order import any_order_s
 from planner.solve.balance import Balance, evaluate_s, passes_seconds
 from planner.solve.deadline import Deadline
 from planner.solve.order_arrays import held_in, texts_of
-from planner.solve.own_order_plans import room_of
+from planner.solve.own_order_plans import chunk_bytes, room_arrays, room_of
 from planner.solve.own_orders import best_orders
 from planner.solve.problem import Problem
 
@@ -61,10 +60,13 @@ def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, dea
     def bytes_of(index: int, held: Sequence[Held]) -> StageMoments:
         return memories[index](held=held)
 
-    rooms = [room_of(partial(bytes_of, index), limits[index], split.count) for index in range(len(plan.stages))]
+    rooms = [
+        room_of([chunk_bytes(partial(bytes_of, index), split.count)], limits[index])
+        for index in range(len(plan.stages))
+    ]
     seconds = passes_seconds(problem, candidate, plan.stages)
-    least_s = any_order_s(seconds, np.array([max(1, room.most(split.count)) for room in rooms]))
-    found = best_orders(seconds, Room(*map(np.array, zip(*rooms, strict=True))), least_s, deadline)
+    least_s = any_order_s(seconds, np.array([max(1, *room.most()) for room in rooms]))
+    found = best_orders(seconds, room_arrays(rooms, candidate.ring), least_s, deadline)
     if found is None:
         return None
     held = [held_in(order, split.count) for order in found[1]]

@@ -19,66 +19,123 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.cost.stage_memory import StageMoments, stage_moments
+from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.kernel.list_scheduler import Room
 from planner.plan.held import Held
-from planner.solve.any_order import any_order_s
+from planner.plan.schedules import Ring
+from planner.solve.any_order import any_order_s, ranks_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
 from planner.solve.deadline import NO_DEADLINE, Deadline
-from planner.solve.order_arrays import held_in, orders_of, texts_of
-from planner.solve.own_orders import best_orders, moved
+from planner.solve.level_cuts import Level
+from planner.solve.order_arrays import moments_of_order, orders_of, texts_of
+from planner.solve.own_orders import Tried, best_orders, moved
 from planner.solve.problem import Candidate, Problem
 
 MOST_TRIED = 1_000
 """Micro-batches of stages that are looked at for all sets of stages to recompute; of more sets, one stage changes at a
 time [chosen]."""
-
-
+MOST_COUNTED = 64
+"""Micro-batches of a step up to which each number of them in flight is looked at [chosen]."""
 MOST_CHANGED = 100_000
 """Micro-batches of stages that are looked at for changes of single stages of one plan [chosen: each change of 64 stages
 of 1,024 micro-batches takes 3 s]."""
 
 
-class StageRoom(NamedTuple):
-    """Of one stage, see `planner.kernel.list_scheduler.Room`."""
+Flags = tuple[bool, ...]
+"""Of each chunk of a rank, or of each stage, whether it is recomputed."""
 
-    free: float
-    flying: float
-    waiting: float
+
+class RankRoom(NamedTuple):
+    """Of one rank, by chunk; see `planner.kernel.list_scheduler.Room`."""
+
+    free: Floats
+    flying: Floats
+    waiting: Floats
 
     @property
     def over(self) -> float:
-        """Bytes that one micro-batch needs too many; at most 0 if it fits."""
-        return self.flying - self.free
+        """Bytes that one micro-batch needs too many on its way through all chunks; at most 0 if it fits."""
+        return float((self.flying[:, 1].cumsum() - self.free).max())
 
-    def most(self, count: int) -> int:
-        """Micro-batches in flight at most, while none waits."""
-        return count if not self.flying else min(count, int(self.free // self.flying))
+    def most(self) -> tuple[int, ...]:
+        """Micro-batches in flight at most in each chunk: they are so in all chunks before it, too."""
+        fits = self.flying.cumsum(axis=0) <= self.free[:, None]
+        return tuple((fits.sum(axis=1) - 1).tolist())
 
-    def holds_all(self, count: int) -> bool:
+    def holds_all(self) -> bool:
         """Whether the order need not look at memory."""
-        return self.flying + (count - 1) * max(self.flying, self.waiting) <= self.free
+        each = self.flying + self.waiting[:, ::-1]
+        most, computing = each.max(axis=1), each[:, 1:].max(axis=1)
+        return bool((computing + most.sum() - most <= self.free).all())
 
 
-def room_of(
-    memory: Callable[[Sequence[Held]], StageMoments], limit: int, count: int, *, always: bool = True
-) -> StageRoom:
-    """What a stage may hold on a device of so many bytes.
+class ChunkBytes(NamedTuple):
+    """Of one stage.
+
+    Attributes:
+        kept: bytes with no micro-batch, whichever chunk of the rank computes.
+        passing: those that are there while this one does, at different moments: with none, with one and with more.
+        flying: what so many micro-batches in flight need more than none, shape (M + 1,).
+        waiting: what so many need that wait for the gradients of their parameters, likewise.
+    """
+
+    kept: float
+    passing: Floats
+    flying: Floats
+    waiting: Floats
+
+
+def chunk_bytes(memory: Callable[[Sequence[Held]], StageMoments], count: int) -> ChunkBytes:
+    """What a stage needs that holds so many micro-batches in flight, or waiting for gradients of parameters.
+
+    Where there are many micro-batches, each counts with what the first, the second or the last one needs: the more of
+    them in flight, the smaller the next one may be, and the fewer receives are posted ahead.
+    """
+    many = range(count + 1) if count <= MOST_COUNTED else (0, 1, 2, count - 1, count)
+    asked = [*((one, 0) for one in many), *((0, one) for one in many)]
+    found = memory(asked)
+    passing = np.broadcast_to(found.passing, len(asked))
+    kept = found.totals - passing
+    flying, waiting = (_growth(each, many) for each in np.split(kept, 2))
+    return ChunkBytes(float(kept[0]), passing, flying, waiting)
+
+
+def room_of(chunks: Sequence[ChunkBytes], limit: int, *, always: bool = True) -> RankRoom:
+    """What a rank may hold on a device of so many bytes.
 
     Args:
-        memory: its bytes where it holds so many micro-batches in flight, and waiting for gradients of parameters.
+        chunks: that it runs.
         limit: bytes of the device.
-        count: micro-batches of a step.
         always: whether that is asked for where there is room for all micro-batches, too.
     """
-    many = (1, min(2, count), max(1, count - 1), count)
-    at = memory([*((one, one if count > 1 else 0) for one in many), (count, 0), (1, count - 1)])
-    one, two, before, last, *all_there = (at.at(moment) for moment in range(len(many) + 2))
-    if not always and all(each.total <= limit for each in all_there):
-        return StageRoom(np.inf, 0.0, 0.0)
-    flying = max(two.activations - one.activations, last.activations - before.activations)
-    waiting = max(two.deferred - one.deferred, last.deferred - before.deferred)
-    return StageRoom(float(limit - one.total + flying + waiting), float(flying), float(waiting))
+    flying, waiting = np.array([chunk.flying for chunk in chunks]), np.array([chunk.waiting for chunk in chunks])
+    kept, passing = sum(chunk.kept for chunk in chunks), np.array([chunk.passing for chunk in chunks])
+    # the end of the step may need more than all that passes while few micro-batches are in flight
+    least = flying[:, 1].cumsum() + kept + passing[:, 1]
+    free = limit - kept - passing.min(axis=1)
+    room = RankRoom(np.where(least <= limit, free, limit - least + flying[:, 1].cumsum()), flying, waiting)
+    if not always and room.holds_all():
+        return RankRoom(np.full(len(chunks), np.inf), np.zeros_like(flying), np.zeros_like(waiting))
+    return room
+
+
+def _growth(kept: Floats, many: Sequence[int]) -> Floats:
+    """What micro-batches need more than none, from the bytes with so many of them, shape (M + 1,)."""
+    if many[-1] < len(many):
+        grown: Floats = np.maximum.accumulate(kept - kept[0])
+        return grown
+    each = float(np.diff(kept)[[0, 1, -1]].max())
+    return np.arange(many[-1] + 1.0) * max(each, 0.0)
+
+
+def room_arrays(rooms: Sequence[RankRoom], ring: Ring) -> Room:
+    """What all ranks may hold, as the kernel takes it."""
+    own = [(rooms[ring.rank_of(stage)], stage // ring.ranks) for stage in range(ring.stages)]
+    return Room(
+        np.array([room.free[chunk] for room, chunk in own]),
+        np.array([room.flying[chunk] for room, chunk in own]),
+        np.array([room.waiting[chunk] for room, chunk in own]),
+    )
 
 
 class OwnOrderPlans(ChunkPlans):
@@ -89,7 +146,10 @@ class OwnOrderPlans(ChunkPlans):
 
     def __init__(self, problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> None:
         super().__init__(problem, candidate, deadline)
-        self._rooms: dict[tuple[int, int, int, int, bool], StageRoom] = {}
+        self._rooms: dict[tuple[int, int, Stops, Flags], RankRoom] = {}
+        self._tried = Tried()
+        self._chunk_bytes: dict[tuple[int, int, int, int, bool], ChunkBytes] = {}
+        self._levels: dict[tuple[int, ...], tuple[Indices, Level]] = {}
 
     def fitted(
         self, stops: Stops, classes: tuple[int, ...], below_s: float = np.inf, *, thorough: bool = True
@@ -98,107 +158,151 @@ class OwnOrderPlans(ChunkPlans):
 
         If it need not be thorough, and there are many sets of stages to recompute, the fewest and the most alone.
         """
-        if self.at_best_s(stops, classes) >= below_s:
+        if self._works_s(stops, classes) >= below_s or self.at_best_s(stops, classes) >= below_s:
             return None
-        modes = [self._modes(stage, stops, classes) for stage in range(self.stages)]
+        modes = [self._modes(rank, stops, classes) for rank in range(self.ranks)]
         best: ChunkChoice | None = None
+        tried = None if thorough else self._tried_if_several
         for recompute in self._chosen(modes):
             if best is not None and self.deadline.over:
                 break
-            found = self._ordered(stops, classes, recompute, below_s if best is None else best.step_s)
+            found = self._ordered(stops, classes, recompute, below_s if best is None else best.step_s, tried)
             if found is not None and found.step_s < (below_s if best is None else best.step_s):
                 best = found
         if best is not None and thorough and self._many_sets(modes):
             best = self._one_by_one(best, modes)
         return best if best is None or self._fits(best) else None
 
+    def levelled(self, stops: Stops, classes: tuple[int, ...]) -> Stops:
+        """With several chunks a rank, cuts near these by which the ranks are done at about the same time."""
+        if self.ring.chunks == 1:
+            return stops
+        key = classes
+        if key not in self._levels:
+            rules = self.problem.rules
+            places = np.flatnonzero(rules.allowed)
+            group = list(classes)
+            large, small = (sum(kind[size][group][:, places] for kind in self.passes_s) for size in range(2))
+            work_s = self._counts[0] * large + self._counts[1] * small
+            demanded = np.flatnonzero(np.isin(places, np.flatnonzero(rules.demanded)))
+            head_s, messages_s = self.forward_s[0][group][:, places], self.messages_s[0][0][places]
+            self._levels[key] = places, Level(work_s, head_s, messages_s, demanded.tolist(), self.ring)
+        places, level = self._levels[key]
+        cuts = np.searchsorted(places, stops[:-1])
+        return (*(int(places[cut]) for cut in level.found(cuts.tolist())), stops[-1])
+
     def finished(self, choice: ChunkChoice) -> ChunkChoice:
         """The plan with recompute of single stages changed, and single passes moved, so that the step is shorter."""
         if self.deadline.over:
             return choice
-        modes = [self._modes(stage, choice.stops, choice.classes) for stage in range(self.stages)]
+        modes = [self._modes(rank, choice.stops, choice.classes) for rank in range(self.ranks)]
         if self._many_sets(modes):
             choice = self._one_by_one(choice, modes)
         seconds = self.seconds(choice.stops, choice.classes, choice.recompute)
         rooms, least_s = self._rooms_of(choice.stops, choice.classes, choice.recompute, seconds)
         count = self.candidate.split.count
-        orders = orders_of(choice.orders, count)
+        orders = orders_of(choice.orders, count, self.ring.chunks)
         end_s = self.end_s(choice.stops, choice.classes)
-        found = self._choice(moved((choice.step_s - end_s, orders), seconds, rooms, least_s), choice)
+        found = self._choice(moved((choice.step_s - end_s, orders), seconds, rooms, least_s, self.ring), choice)
         return found if found.step_s < choice.step_s and self._fits(found) else choice
 
     def _fits(self, choice: ChunkChoice) -> bool:
-        """Whether all stages fit as the report counts: smaller micro-batches may need more of some messages."""
-        count = self.candidate.split.count
-        starts = (0, *choice.stops)
-        return self.candidate.split.equal or all(
+        """Whether all ranks fit as the report counts: smaller micro-batches may need more of some messages."""
+        if self.candidate.split.equal:
+            return True
+        for rank, order in enumerate(orders_of(choice.orders, self.candidate.split.count, self.ring.chunks)):
+            flags = tuple(choice.recompute[stage] for stage in self.ring.stages_of(rank))
+            limit = self.problem.classes[choice.classes[rank]].device.memory_bytes
+            has_all = np.isinf(self._room(rank, choice.stops, choice.classes, flags).free).all()
+            if not has_all and self._needed(rank, choice, order) > limit:
+                return False
+        return True
+
+    def _needed(self, rank: int, choice: ChunkChoice, order: Indices) -> int:
+        """Bytes of a rank in that order, at the moment that needs most."""
+        moments = moments_of_order(order, self.candidate.split.count, self.ring.chunks)
+        stops, own = choice.stops, self.ring.stages_of(rank)
+        found = [
             self._moments(
-                stage,
-                group := choice.classes[stage],
-                starts[stage],
-                starts[stage + 1],
-                choice.recompute[stage],
-                held_in(order, count),
-            ).largest.total
-            <= self.problem.classes[group].device.memory_bytes
-            for stage, order in enumerate(orders_of(choice.orders, count))
-        )
+                stage, choice.classes[rank], stops, choice.recompute[stage], [held[chunk] for _, held in moments]
+            )
+            for chunk, stage in enumerate(own)
+        ]
+        whole = found[0] if len(own) == 1 else together(found, [computing for computing, _ in moments])
+        return whole.largest.total
+
+    def _works_s(self, stops: Stops, classes: Sequence[int]) -> float:
+        """The same whether it fits or not: soon found, and mostly enough."""
+        return ranks_s(self.seconds(stops, classes), self.ring) + self.end_s(stops, classes)
 
     def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """What no order and no recompute of these cuts takes less than."""
-        modes = [self._modes(stage, stops, classes) for stage in range(self.stages)]
+        modes = [self._modes(rank, stops, classes) for rank in range(self.ranks)]
         if not all(modes):
             return np.inf
-        count = self.candidate.split.count
-        seconds = self.seconds(stops, classes, [mode == (True,) for mode in modes])
+        always = self.by_stage([tuple(map(all, zip(*mode, strict=True))) for mode in modes])
+        seconds = self.seconds(stops, classes, always)
         most = [
-            max(self._room(stage, stops, classes, flag).most(count) for flag in mode)
-            for stage, mode in enumerate(modes)
+            tuple(map(max, zip(*(self._room(rank, stops, classes, flags).most() for flags in mode), strict=True)))
+            for rank, mode in enumerate(modes)
         ]
-        return any_order_s(seconds, np.array(most)) + self.end_s(stops, classes)
+        return any_order_s(seconds, np.array(self.by_stage(most)), self.ring) + self.end_s(stops, classes)
 
     def over_bytes(self, rank: int, stops: Stops, classes: Sequence[int]) -> int:
-        """Bytes that a stage needs beyond its device for one micro-batch, recomputed or not; 0 if it fits."""
-        mode = self.problem.settings.recompute
-        flags = {"always": (True,), "never": (False,), "auto": (False, True)}[mode]
-        return int(max(0.0, min(self._room(rank, stops, classes, flag).over for flag in flags)))
+        """Bytes that a rank needs beyond its device for one micro-batch, recomputed or not; 0 if it fits."""
+        return int(max(0.0, min(self._room(rank, stops, classes, flags).over for flags in self._ways())))
 
-    def _modes(self, stage: int, stops: Stops, classes: Sequence[int]) -> tuple[bool, ...]:
-        """Whether to recompute a stage: what fits, and makes sense."""
-        mode = self.problem.settings.recompute
-        flags = {"always": (True,), "never": (False,), "auto": (False, True)}[mode]
-        rooms = {flag: self._room(stage, stops, classes, flag) for flag in flags}
-        if len(flags) > 1 and rooms[False].holds_all(self.candidate.split.count):
-            return (False,)
-        return tuple(flag for flag, room in rooms.items() if room.over <= 0)
+    def _ways(self) -> list[Flags]:
+        """Which chunks of a rank may be recomputed, the fewest first."""
+        mode, chunks = self.problem.settings.recompute, self.ring.chunks
+        if mode == "auto":
+            return sorted(itertools.product((False, True), repeat=chunks), key=sum)
+        return [(mode == "always",) * chunks]
 
-    def _chosen(self, modes: Sequence[tuple[bool, ...]]) -> Iterator[tuple[bool, ...]]:
+    def _modes(self, rank: int, stops: Stops, classes: Sequence[int]) -> tuple[Flags, ...]:
+        """Which chunks of a rank to recompute: what fits, and makes sense."""
+        ways = self._ways()
+        if len(ways) > 1 and self._room(rank, stops, classes, ways[0]).holds_all():
+            return (ways[0],)
+        return tuple(flags for flags in ways if self._room(rank, stops, classes, flags).over <= 0)
+
+    def _chosen(self, modes: Sequence[tuple[Flags, ...]]) -> Iterator[Flags]:
         """All sets of stages to recompute where they are few; else as few stages as may be, and as many."""
         if not all(modes):
             return iter(())
         if not self._many_sets(modes):
-            return itertools.product(*modes)
-        return iter({tuple(mode[0] for mode in modes), tuple(mode[-1] for mode in modes)})
+            return map(self.by_stage, itertools.product(*modes))
+        return iter({self.by_stage([mode[0] for mode in modes]), self.by_stage([mode[-1] for mode in modes])})
 
-    def _many_sets(self, modes: Sequence[tuple[bool, ...]]) -> bool:
+    def _many_sets(self, modes: Sequence[tuple[Flags, ...]]) -> bool:
         """Whether there are so many sets of stages to recompute that not all are tried."""
         return math.prod(len(mode) for mode in modes) * self.stages * self.candidate.split.count > MOST_TRIED
 
-    def _one_by_one(self, best: ChunkChoice, modes: Sequence[tuple[bool, ...]]) -> ChunkChoice:
-        """Change single stages as long as the step becomes shorter, of many large ones the last few alone."""
-        several = [stage for stage, mode in enumerate(modes) if len(mode) > 1]
-        most = max(1, MOST_CHANGED // (self.stages * self.candidate.split.count))
-        for stage in several[-most:]:
-            if not self.deadline.over:
-                flags = best.recompute
-                changed = (*flags[:stage], not flags[stage], *flags[stage + 1 :])
-                found = self._ordered(best.stops, best.classes, changed, best.step_s)
-                if found is not None and found.step_s < best.step_s:
-                    best = found
+    def _one_by_one(self, best: ChunkChoice, modes: Sequence[tuple[Flags, ...]]) -> ChunkChoice:
+        """Change single ranks as long as the step becomes shorter, of many large ones the last few alone."""
+        changes = [(rank, flags) for rank, mode in enumerate(modes) if len(mode) > 1 for flags in mode]
+        most = 2 * max(1, MOST_CHANGED // (self.stages * self.candidate.split.count))
+        for rank, flags in changes[-most:]:
+            now = [tuple(best.recompute[stage] for stage in self.ring.stages_of(each)) for each in range(self.ranks)]
+            if flags == now[rank] or self.deadline.over:
+                continue
+            changed = self.by_stage([*now[:rank], flags, *now[rank + 1 :]])
+            found = self._ordered(best.stops, best.classes, changed, best.step_s, self._tried_if_several)
+            if found is not None and found.step_s < best.step_s:
+                best = found
         return best
 
+    @property
+    def _tried_if_several(self) -> Tried | None:
+        return self._tried if self.ring.chunks > 1 else None
+
     def _ordered(
-        self, stops: Stops, classes: tuple[int, ...], recompute: tuple[bool, ...], below_s: float
+        self,
+        stops: Stops,
+        classes: tuple[int, ...],
+        recompute: tuple[bool, ...],
+        below_s: float,
+        tried: Tried | None = None,
     ) -> ChunkChoice | None:
         """With the fastest order found, if any may take less than `below_s`."""
         seconds = self.seconds(stops, classes, recompute)
@@ -206,7 +310,7 @@ class OwnOrderPlans(ChunkPlans):
         end_s = self.end_s(stops, classes)
         if least_s + end_s >= below_s:
             return None
-        found = best_orders(seconds, rooms, least_s, self.deadline, below_s - end_s)
+        found = best_orders(seconds, rooms, least_s, self.deadline, below_s - end_s, self.ring, tried)
         return None if found is None else self._choice(found, ChunkChoice(np.inf, stops, classes, recompute))
 
     def _choice(self, found: tuple[float, Indices], plan: ChunkChoice) -> ChunkChoice:
@@ -218,35 +322,38 @@ class OwnOrderPlans(ChunkPlans):
     def _rooms_of(
         self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool], seconds: Floats
     ) -> tuple[Room, float]:
-        """What the stages may hold, and what no order takes less than."""
-        rooms = [self._room(stage, stops, classes, flag) for stage, flag in enumerate(recompute)]
-        least_s = any_order_s(seconds, np.array([room.most(self.candidate.split.count) for room in rooms]))
-        return Room(*map(np.array, zip(*rooms, strict=True))), least_s
+        """What the ranks may hold, and what no order takes less than."""
+        flags = [tuple(recompute[stage] for stage in self.ring.stages_of(rank)) for rank in range(self.ranks)]
+        rooms = [self._room(rank, stops, classes, own) for rank, own in enumerate(flags)]
+        most = self.by_stage([room.most() for room in rooms])
+        return room_arrays(rooms, self.ring), any_order_s(seconds, np.array(most), self.ring)
 
-    def _room(self, stage: int, stops: Stops, classes: Sequence[int], recomputed: bool) -> StageRoom:
-        """What a stage may hold: bytes of its device less what is there in any case, and of each micro-batch.
-
-        A micro-batch counts with what the second or the last one needs: the more of them, the larger or the smaller.
-        """
-        first, group = stops[stage - 1] if stage else 0, classes[stage]
-        key = stage, group, first, stops[stage], recomputed
+    def _room(self, rank: int, stops: Stops, classes: Sequence[int], recomputed: Flags) -> RankRoom:
+        """What a rank may hold: bytes of its device less what is there in any case, and of each micro-batch."""
+        own = self.ring.stages_of(rank)
+        key = rank, classes[rank], tuple(end for stage in own for end in _ends(stops, stage)), recomputed
         if key not in self._rooms:
-            self._rooms[key] = self.limited_room(*key, always=False)
+            self._rooms[key] = self.limited_room(rank, classes[rank], stops, recomputed, always=False)
         return self._rooms[key]
 
-    def limited_room(
-        self, stage: int, group: int, first: int, stop: int, recomputed: bool, *, always: bool = True
-    ) -> StageRoom:
+    def limited_room(self, rank: int, group: int, stops: Stops, recomputed: Flags, *, always: bool = True) -> RankRoom:
         """The same; `always` where there is room for all micro-batches, too."""
-        memory = partial(self._moments, stage, group, first, stop, recomputed)
-        limit = self.problem.classes[group].device.memory_bytes
-        return room_of(memory, limit, self.candidate.split.count, always=always)
+        chunks = [
+            self._bytes_of(stage, group, stops, flag)
+            for stage, flag in zip(self.ring.stages_of(rank), recomputed, strict=True)
+        ]
+        return room_of(chunks, self.problem.classes[group].device.memory_bytes, always=always)
 
-    def _moments(
-        self, stage: int, group: int, first: int, stop: int, recomputed: bool, held: Sequence[Held]
-    ) -> StageMoments:
+    def _bytes_of(self, stage: int, group: int, stops: Stops, recomputed: bool) -> ChunkBytes:
+        key = stage, group, *_ends(stops, stage), recomputed
+        if key not in self._chunk_bytes:
+            memory = partial(self._moments, stage, group, stops, recomputed)
+            self._chunk_bytes[key] = chunk_bytes(memory, self.candidate.split.count)
+        return self._chunk_bytes[key]
+
+    def _moments(self, stage: int, group: int, stops: Stops, recomputed: bool, held: Sequence[Held]) -> StageMoments:
         """Bytes of a stage that holds so many micro-batches, at each of these moments."""
-        device = self.problem.classes[group].device
+        device, (first, stop) = self.problem.classes[group].device, _ends(stops, stage)
         return stage_moments(
             self.problem.costs,
             self.problem.parameters,
@@ -263,3 +370,8 @@ class OwnOrderPlans(ChunkPlans):
             shares=self.problem.shares(self.candidate.replicas),
             carrier=self.problem.carrier(device),
         )
+
+
+def _ends(stops: Stops, stage: int) -> tuple[int, int]:
+    """The layers of a stage: from the first one to before the second."""
+    return stops[stage - 1] if stage else 0, stops[stage]

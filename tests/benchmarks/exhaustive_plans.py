@@ -73,6 +73,10 @@ class Asked:
                 return link.latency_s + sent / link.bytes_per_s if sent else 0.0
         raise KeyError((layer, size))
 
+    def ring(self, ranks: int) -> Ring:
+        """Which rank runs which stages."""
+        return SCHEDULES[self.schedule].ring(ranks, self.chunks)
+
     @cached_property
     def messages(self) -> dict[tuple[ActionKind, int], Any]:
         """The same after all layers by kind and size, shape (L + 1,) for the index after a layer."""
@@ -128,6 +132,7 @@ def step_s(asked: Asked, plan: Plan) -> float:
 def _steps_s(asked: Asked, plans: Plans, path: Path, count: int) -> Any:
     """The longest path of each plan, and the slowest rank's optimizer."""
     ranks = plans.kinds.shape[1]
+    ring = asked.ring(ranks)
     sizes = MicroBatches(asked.batch_size, count).sizes
     of: dict[tuple[int, ActionKind, int], Any] = {}
     done: list[Any] = []
@@ -145,7 +150,7 @@ def _steps_s(asked: Asked, plans: Plans, path: Path, count: int) -> Any:
         for position, name in enumerate(plans.kind_names):
             sums = asked.optimizer_s[name]
             spent = sums[plans.edges[:, stage + 1]] - sums[plans.edges[:, stage]]
-            ends[:, stage % ranks] += spent * (plans.kinds[:, stage % ranks] == position)
+            ends[:, ring.rank_of(stage)] += spent * (plans.kinds[:, ring.rank_of(stage)] == position)
     return np.max(done, axis=0) + ends.max(axis=1)
 
 
@@ -154,10 +159,14 @@ def _seconds(asked: Asked, plans: Plans, stage: int, kind: ActionKind, size: int
     first, stop = plans.edges[:, stage], plans.edges[:, stage + 1]
     (link,) = asked.profile.links
     leaving, coming = link.sender_share, link.receiver_share
+    ring = asked.ring(plans.kinds.shape[1])
+    rank = ring.rank_of(stage)
+    before = stage > 0 and ring.rank_of(stage - 1) != rank  # whether messages cross the boundary there
+    after = stage < ring.stages - 1 and ring.rank_of(stage + 1) != rank
     if kind in SENDS:
-        return (1 - leaving - coming) * asked.messages[kind, size][stop if kind is ActionKind.SEND_F else first]
+        crosses, place = (after, stop) if kind is ActionKind.SEND_F else (before, first)
+        return (1 - leaving - coming) * asked.messages[kind, size][place] * crosses
     outputs, gradients = (asked.messages[sent, size] for sent in SENDS)
-    ranks = plans.kinds.shape[1]
     found = np.zeros(len(first))
     for position, name in enumerate(plans.kind_names):
         forward, again, backward, weights = (rows[stop] - rows[first] for rows in asked.seconds[name, size])
@@ -168,11 +177,11 @@ def _seconds(asked: Asked, plans: Plans, stage: int, kind: ActionKind, size: int
             ActionKind.I: backward - weights,
             ActionKind.W: weights,
         }
-        found += by_kind[kind] * (plans.kinds[:, stage % ranks] == position)
+        found += by_kind[kind] * (plans.kinds[:, rank] == position)
     if kind is ActionKind.F:
-        found += coming * outputs[first] + leaving * outputs[stop]
+        found += before * coming * outputs[first] + after * leaving * outputs[stop]
     if kind in {ActionKind.B, ActionKind.I}:
-        found += leaving * gradients[first] + coming * gradients[stop]
+        found += before * leaving * gradients[first] + after * coming * gradients[stop]
     return found
 
 
@@ -184,7 +193,7 @@ def _path(schedule: str, stages: int, chunks: int, count: int) -> Path:
 
 def _path_of(lists: Schedule) -> Path:
     """What waits for what, in an order in which all can be done."""
-    ranks = len(lists)
+    rank_of = {action.stage: rank for rank, own in enumerate(lists) for action in own}
     sent = {action: (rank, place) for rank, own in enumerate(lists) for place, action in enumerate(own)}
     waits: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, own in enumerate(lists):
@@ -194,9 +203,10 @@ def _path_of(lists: Schedule) -> Path:
             node = rank, place
             waits[node] = list(before)
             if action.kind in SENDS:
-                link = None if ranks == 2 else action.kind
-                waits[node] += on_link.get(link, [])
-                on_link[link] = [node]
+                to = rank_of[action.other_end.stage]
+                if to != rank:
+                    waits[node] += on_link.get(to, [])
+                    on_link[to] = [node]
                 continue
             if action.kind in RECEIVES:
                 waits[node].append(sent[action.other_end])
@@ -250,8 +260,7 @@ def _orders(devices: tuple[Device, ...], ranks: int) -> Iterator[tuple[Device, .
 @lru_cache(maxsize=256)
 def _states(schedule: str, ring: Ring, count: int, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """The stage of each pass of a rank, and the micro-batches in flight of each of its stages meanwhile."""
-    ranks, chunks = ring
-    stages = ranks * chunks
+    stages, chunks = ring.stages, ring.chunks
     lists = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages, chunks=chunks)
     now, seen = [0] * stages, set()
     for action in lists[rank]:

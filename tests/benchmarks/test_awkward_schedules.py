@@ -27,7 +27,7 @@ from profiler import LayerSequence, trace
 from tests.executor import known_traces
 from tests.executor.conftest import _plan as plan_for
 from tests.executor.conftest import inherited, traced_once  # noqa: F401 - fixtures
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for, random_chunks
 from tests.executor.same_result import Trained, differing, random_segments
 from tests.models.chunked import AWKWARD, BATCH_SIZE
 
@@ -68,18 +68,16 @@ def train(plan: Plan, name: str) -> Trained:
 
 def random_plan(chance: random.Random, sequence: LayerSequence, schedule: str, ranks: int, **settings: Any) -> Plan:
     """With these ranks; the rest is drawn."""
-    most = min(3, len(sequence) // ranks) if SCHEDULES[schedule].most_chunks > 1 else 1
-    chunks = chance.randint(1, most)
-    stages = ranks * chunks
+    chunks = random_chunks(schedule, min(3, len(sequence) // ranks), chance)
+    stages = min(ranks, len(sequence) // chunks) * chunks
     cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
-    own = SCHEDULES[schedule].made_for_plan
     return plan_for(
         sequence,
         cuts,
         batch_size=BATCH_SIZE,
         schedule=schedule,
         chunks=chunks,
-        orders=random_orders(stages, settings["micro_batches"], chance) if own else (),
+        orders=orders_for(schedule, stages, settings["micro_batches"], chance, chunks),
         recompute=[random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])],
         skips=chunks == 1 and chance.random() < 0.5,
         **settings,

@@ -19,6 +19,8 @@ from tests.planner.test_export_engines import compared_with_torch
         {"stages": 2, "schedule": "zb-h1"},
         {"stages": 2, "schedule": "zb"},
         {"stages": 3, "schedule": "zb-h1"},
+        {"stages": 4, "schedule": "zb-v", "chunks": 2},
+        {"stages": 6, "schedule": "zb-v", "chunks": 2},
     ],
     ids=str,
 )

@@ -41,6 +41,7 @@ FORKS = {
     ("interleaved-lean", 2, "auto"): 20,
     ("zb-h1", 1, "auto"): 20,
     ("zb", 1, "auto"): 20,
+    ("zb-v", 2, "auto"): 20,
 }
 """Trials of each kind of fault, by schedule, chunks a rank and transport."""
 KILLS = 200

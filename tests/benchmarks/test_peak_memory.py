@@ -31,6 +31,7 @@ BATCH_SIZE, M = 16, 8
 WITHIN = 0.05
 OVER = 0.01  # measured: GPipe's last rank 0.5 % over, before slots were counted for what they are
 AT_LEAST_IN_BFLOAT16 = 0.9
+AT_LEAST_RECOMPUTED = 0.88  # in a V
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,22 @@ def test_ranks_with_chunks_never_peak_above_the_plan() -> None:
     table = table_of(task, task.profiled(2), 2, chosen)
     assert (table["ratio"] <= 1).all()
     assert (table["ratio"] >= 1 - WITHIN).all()
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_chunks_in_a_v_peak_where_the_plan_says(ranks: int) -> None:
+    """Nothing is under way at the turn; both chunks have micro-batches that wait for the gradients of parameters.
+
+    A forward pass that keeps nothing, since its chunk is recomputed, counts as its backward pass: up to 11 % too much
+    where it comes when most of them wait.
+    """
+    task = gpt()
+    chosen = [{"schedule": "zb-v", "chunks": 2, "recompute": again} for again in ("never", "always")]
+    ratio = table_of(task, task.profiled(ranks), ranks, chosen)["ratio"]
+    assert (ratio <= 1).all()
+    assert (ratio.xs("never", level="recompute") >= 1 - WITHIN).all()
+    assert (ratio >= AT_LEAST_RECOMPUTED).all()
 
 
 @pytest.mark.benchmark

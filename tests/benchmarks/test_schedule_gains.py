@@ -49,6 +49,7 @@ OURS: Mapping[str, tuple[ScheduleName, int]] = {  # name -> schedule and chunks 
     "interleaved-lean": ("interleaved-lean", 2),
     "zb-h1": ("zb-h1", 1),
     "zb": ("zb", 1),
+    "zb-v": ("zb-v", 2),
 }
 TORCH = {"torch interleaved": ScheduleInterleaved1F1B, "torch zero bubble": ScheduleInterleavedZeroBubble}
 ROUNDS = int(os.environ.get("ROUNDS", "3"))

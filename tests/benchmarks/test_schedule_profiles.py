@@ -31,6 +31,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "interleaved": {"chunks": "auto"},
     "zb-h1": {},
     "zb": {},
+    "zb-v": {},
 }
 WEIGHTS = 0.5
 """Part of a backward pass that makes gradients of parameters, and of what is kept that it needs, where there are

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from planner.cost.layer_costs import Floats
-from planner.kernel.list_scheduler import Room
+from planner.kernel.list_scheduler import room_for
 from planner.kernel.makespan import makespan_s
 from planner.solve.own_orders import best_orders
 
@@ -43,8 +43,9 @@ def predicted_s(row: dict[str, str]) -> float:
     stages = int(row["pp"])
     if row["schedule"].startswith("ZB"):
         many = {"ZB-1p": 1, "ZB-2p": 2}[row["schedule"]] * stages
-        room = Room(np.full(stages, many + WAITS), np.ones(stages), np.full(stages, WAITS))
-        found = best_orders(seconds(row, stages), room)
+        of = seconds(row, stages)
+        room = room_for(np.full(stages, many + WAITS), np.ones(stages), np.full(stages, WAITS), of.shape[2])
+        found = best_orders(of, room)
         assert found is not None
         return found[0]
     chunks = (int(row["layers"]) + 2) // stages if row["schedule"] == "1F1B-I" else 1

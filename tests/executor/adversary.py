@@ -15,10 +15,11 @@ from torch import Tensor
 import executor.pipeline
 from executor import Pipeline
 from planner import Plan, plan_from_profile
-from planner.plan.schedules import SCHEDULES, ScheduleName, chunk_schedules
+from planner.cost.layer_costs import CostModel
+from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import Cluster, LayerSequence, profile, trace
 from tests.executor.conftest import _plan as plan_for
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for
 from tests.executor.same_result import random_segments
 from tests.models.random_models import Recipe, RecipeModel, loss_of, sample
 
@@ -75,18 +76,21 @@ def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int 
     stages = min(stages or chance.choice((2, 2, 3, 4)), layers)
     cuts = tuple(sorted(chance.sample(range(1, layers), stages - 1)))
     segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, layers])]
-    schedule = chance.choice(tuple(SCHEDULES))
-    several = [number for number in range(2, stages + 1) if stages % number == 0]
+    schedule = chance.choice([name for name, record in SCHEDULES.items() if stages % record.fewest_chunks == 0])
+    record = SCHEDULES[schedule]
+    least, most = record.fewest_chunks, min(record.most_chunks, stages)
+    able = [number for number in range(least, most + 1) if stages % number == 0]
+    chunks = chance.choice([number for number in able if number > 1] or able)
     return Case(
         recipe=str(recipe),
         batch_size=batch_size,
         micro_batches=micro_batches,
         cuts=cuts,
         schedule=schedule,
-        chunks=chance.choice(several) if several and schedule in chunk_schedules() else 1,
-        orders=random_orders(stages, micro_batches, chance) if schedule == "zb" else (),
+        chunks=chunks,
+        orders=orders_for(schedule, stages, micro_batches, chance, chunks),
         recompute=tuple(map(tuple, segments)) if chance.random() < 0.5 else ((),) * stages,
-        skips=chance.random() < 0.5,
+        skips=chunks == 1 and chance.random() < 0.5,  # chunks relay their values
         replicas=replicas,
     )
 
@@ -105,16 +109,22 @@ def planned_case(subject: Subject, chance: random.Random) -> Case:
         progress=False,
         cache=False,
     )
+    costs, most = CostModel(counted), min(4, micro_batches, len(subject.sequence))
+    splits = all(costs.splits_backward(device.kind) for device in cluster.devices)
+    able = [name for name in SCHEDULES if _least_stages(name) <= most]
+    schedule = chance.choice([name for name in able if splits or not SCHEDULES[name].splits_backward])
+    chunks, split = SCHEDULES[schedule].fewest_chunks, SCHEDULES[schedule].splits_backward
     plan = plan_from_profile(
         counted,
         cluster,
         batch_size=size,
-        stages=chance.randint(1, min(4, micro_batches, len(subject.sequence))),
+        stages=chance.randrange(_least_stages(schedule), most + 1, chunks),
+        chunks=chunks,
         micro_batches=micro_batches,
         micro_batches_per_stage=1,
         recompute=chance.choice(("auto", "always", "never")),
-        schedule=chance.choice(tuple(SCHEDULES)),
-        skips=chance.choice(("relayed", "direct")),
+        schedule=schedule,
+        skips="relayed" if split else chance.choice(("relayed", "direct")),
     )
     return Case(
         recipe=str(recipe),
@@ -127,6 +137,12 @@ def planned_case(subject: Subject, chance: random.Random) -> Case:
         chunks=plan.chunks,
         orders=plan.orders,
     )
+
+
+def _least_stages(schedule: ScheduleName) -> int:
+    """The planner has chunks for two ranks or more."""
+    chunks = SCHEDULES[schedule].fewest_chunks
+    return chunks if chunks == 1 else 2 * chunks
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from planner.cost.skips import plan_skips, routes_of
 from planner.plan.of_model import traced_as_planned
 from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction
-from planner.plan.schedules import ScheduleName
+from planner.plan.schedules import SCHEDULES, ScheduleName
 from planner.plan.stage import Segment, Stage, StageMemory, StageTimes
 from profiler.device import Device
 from profiler.sample_spec import SampleSpec
@@ -74,8 +74,8 @@ def plan_for() -> Iterator[PlanFor]:
     """Builds a plan from cuts: `plan_for(sequence, [3, 5], batch_size=10, micro_batches=4, recompute=True)`.
 
     `recompute` is one flag, one flag a stage, or for each stage its segments; `batch_size` is that of all replicas;
-    with `chunks` stages go round the ranks so often; `orders` are those of schedule zb; with `skips` values go past
-    stages that do not read them.
+    with `chunks` ranks have so many stages each; `orders` are those of schedules that each plan has its own of; with
+    `skips` values go past stages that do not read them.
     """
 
     def make(sequence: LayerSequence, *cuts: Any, **settings: Any) -> Plan:
@@ -121,13 +121,14 @@ def _plan(
         )
         for size in sorted(set(sizes))
     )
+    ring = SCHEDULES[schedule].ring(len(stages_bounds) // chunks, chunks)
     stages = tuple(
         Stage(
             first_layer=first,
             stop_layer=stop,
             module_paths=(sequence.layers[first].name, sequence.layers[stop - 1].name),
             devices=(CPU,) * replicas,
-            rank=index % (len(stages_bounds) // chunks) if ranks is None else ranks[index],
+            rank=ring.rank_of(index) if ranks is None else ranks[index],
             parameters=(),
             parameter_count=0,
             recompute=tuple(Segment(first=begin, stop=end) for begin, end in segments[index]),

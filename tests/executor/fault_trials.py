@@ -29,9 +29,9 @@ from executor import Pipeline, launch
 from executor.run.stage_runner import StageRunner
 from executor.world import TIMEOUT_VARIABLE
 from planner import ExecutionError, Plan
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.schedules import ScheduleName
 from profiler import trace
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for
 
 BATCH = 16
 M = 8
@@ -291,7 +291,7 @@ def plan_of(plan_for: Any, ranks: int, schedule: ScheduleName = "gpipe", chunks:
     sequence = trace(Deep(), X)
     stages = ranks * chunks
     cuts = [round(len(sequence) * stage / stages) for stage in range(1, stages)]
-    orders = random_orders(ranks, M, random.Random(0)) if SCHEDULES[schedule].made_for_plan else ()
+    orders = orders_for(schedule, stages, M, random.Random(0), chunks)
     return plan_for(sequence, cuts, batch_size=BATCH, micro_batches=M, schedule=schedule, chunks=chunks, orders=orders)
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from executor import Pipeline
 from planner import Plan
-from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.schedules import ScheduleName
 from profiler import LayerSequence
 from profiler.tracing.sample import call_arguments
 from tests.coverage.model_list import BATCH_SIZE, BY_NAME
 from tests.executor.conftest import _plan as plan_for
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for
 from tests.snapshot import differences, snapshot
 
 M = 4
@@ -63,14 +63,15 @@ def random_plan(
     stages = min(stages, len(sequence))
     cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
     segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])]
-    past = settings.get("chunks", 1) == 1 and chance.random() < 0.5  # chunks relay their values
+    chunks = settings.get("chunks", 1)
+    past = chunks == 1 and chance.random() < 0.5  # chunks relay their values
     return plan_for(
         sequence,
         cuts,
         batch_size=BATCH_SIZE,
         micro_batches=M,
         schedule=schedule,
-        orders=random_orders(stages, M, chance) if SCHEDULES[schedule].made_for_plan else (),
+        orders=orders_for(schedule, stages, M, chance, chunks),
         recompute=segments,
         skips=past,
         **settings,

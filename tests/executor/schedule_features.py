@@ -15,9 +15,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from executor import launch
 from planner import ExecutionError, Plan
-from planner.plan.schedules import SCHEDULES, chunk_schedules
+from planner.plan.schedules import SCHEDULES
 from tests.executor.conftest import _plan as plan_for
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for, random_chunks
 from tests.executor.rich_training import Training, X, Y, same, sequence
 from tests.executor.same_result import random_segments
 
@@ -29,7 +29,7 @@ def random_plan(chance: random.Random, replicas: int) -> Plan:
     """1 to 3 ranks with 1 to 3 chunks of the small model, any schedule that sums gradients in order."""
     schedule = chance.choice([name for name in SCHEDULES if name != "gpipe"])
     layers = len(sequence())
-    chunks = chance.randint(1, 3) if schedule in chunk_schedules() else 1
+    chunks = random_chunks(schedule, 3, chance)
     stages = chance.randint(1, min(3, layers // chunks)) * chunks
     cuts = sorted(chance.sample(range(1, layers), stages - 1))
     plan = whole_plan(replicas)
@@ -41,7 +41,7 @@ def random_plan(chance: random.Random, replicas: int) -> Plan:
         replicas=replicas,
         schedule=schedule,
         chunks=chunks,
-        orders=random_orders(stages, plan.M, chance) if SCHEDULES[schedule].made_for_plan else (),
+        orders=orders_for(schedule, stages, plan.M, chance, chunks),
         recompute=[random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, layers])],
     )
 

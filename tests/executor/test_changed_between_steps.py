@@ -23,7 +23,7 @@ from planner.plan.schedules import SCHEDULES
 from profiler import LayerSequence, trace
 from tests.executor import known_traces
 from tests.executor.conftest import _plan as plan_of
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for, random_chunks
 
 SIZE, M = 6, 2
 X = torch.cos(torch.arange(SIZE * 4, dtype=torch.float64) * 1.7).reshape(SIZE, 4)
@@ -184,14 +184,17 @@ def check(seed: int, sequences: Sequence[LayerSequence], names: Sequence[str] = 
     chance = random.Random(seed)
     form = chance.randrange(len(FORMS))
     changes = [(name, chance.randrange(4)) for name in names or chance.sample([*CHANGES], chance.choice((1, 1, 2)))]
-    stages, schedule = chance.choice((1, 2, 3)), chance.choice(tuple(SCHEDULES))
+    ranks, schedule = chance.choice((1, 2, 3)), chance.choice(tuple(SCHEDULES))
+    chunks = random_chunks(schedule, 1, chance)
+    stages = min(ranks, len(sequences[form]) // chunks) * chunks
     plan = plan_of(
         sequences[form],
         sorted(chance.sample(range(1, len(sequences[form])), stages - 1)),
         batch_size=SIZE,
         micro_batches=M,
         schedule=schedule,
-        orders=random_orders(stages, M, chance) if schedule == "zb" else (),
+        chunks=chunks,
+        orders=orders_for(schedule, stages, M, chance, chunks),
         recompute=chance.random() < 0.5,
     )
     plain, model = Model(**FORMS[form]), Model(**FORMS[form])

@@ -24,7 +24,7 @@ from planner.plan.schedules import SCHEDULES
 from profiler import LayerSequence, trace
 from tests.executor import known_traces
 from tests.executor.conftest import _plan as plan_of
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for, random_chunks
 
 SIZE, M = 6, 2
 
@@ -162,11 +162,13 @@ def traced(number: int) -> LayerSequence:
 
 
 def random_plan(sequence: LayerSequence, chance: random.Random) -> Plan:
-    stages = chance.choice((1, 2, 3))
+    ranks = chance.choice((1, 2, 3))
     schedule = chance.choice(tuple(SCHEDULES))
+    chunks = random_chunks(schedule, 1, chance)
+    stages = min(ranks, len(sequence) // chunks) * chunks
     cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
-    orders = random_orders(stages, M, chance) if schedule == "zb" else ()
-    return plan_of(sequence, cuts, batch_size=SIZE, micro_batches=M, schedule=schedule, orders=orders)
+    orders = orders_for(schedule, stages, M, chance, chunks)
+    return plan_of(sequence, cuts, batch_size=SIZE, micro_batches=M, schedule=schedule, chunks=chunks, orders=orders)
 
 
 def check(seed: int, sequences: Sequence[LayerSequence]) -> str:

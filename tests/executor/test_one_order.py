@@ -18,9 +18,10 @@ from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from planner import Plan
 from planner.plan.actions import COMPUTING, Action, ActionKind, Schedule, make_schedule, receives_ahead
 from planner.plan.order_text import order_of_text
+from planner.plan.schedules import SCHEDULES
 from profiler import LayerSequence
 from profiler.machine.cpu import Cpu
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for
 from tests.executor.test_rank_order import rank_problems, seconds
 from tests.executor.trained_cases import BATCH_SIZE, M, Trained, assert_same, case, traced, train
 
@@ -33,10 +34,12 @@ def ranks_with_queues(draw: st.DrawFn) -> tuple[Schedule, dict[Any, int]]:
         lists: Schedule = rank_lists(*draw(rank_problems()), seconds)
     else:
         chunks, ranks = draw(st.sampled_from([(1, 2), (1, 5), (2, 2), (2, 3), (3, 2)]))
-        name = draw(st.sampled_from(["1f1b", "zb-h1", "zb"] if chunks == 1 else ["interleaved", "interleaved-lean"]))
+        able = [key for key, one in SCHEDULES.items() if one.fewest_chunks <= chunks <= one.most_chunks]
+        name = draw(st.sampled_from(able))
         recompute = draw(st.lists(st.booleans(), min_size=ranks * chunks, max_size=ranks * chunks))
         count = ranks * draw(st.integers(1, 4))
-        orders = [order_of_text(text, count) for text in random_orders(ranks, count, chance)] if name == "zb" else None
+        texts = orders_for(name, ranks * chunks, count, chance, chunks)
+        orders = [order_of_text(text, count, chunks) for text in texts] or None
         lists = make_schedule(
             name, stages=ranks * chunks, micro_batches=count, recompute=recompute, chunks=chunks, orders=orders
         )

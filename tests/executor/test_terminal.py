@@ -61,7 +61,7 @@ def test_the_page_says_how_each_shell_completes() -> None:
     ("words", "offered"),
     [
         ("autoplan pl", {"plan", "plot"}),
-        ("autoplan plan --schedule zb", {"zb", "zb-h1"}),
+        ("autoplan plan --schedule zb", {"zb", "zb-h1", "zb-v"}),
         ("autoplan plot --what mem", {"memory", "memory-over-time"}),
         ("autoplan show --ti", {"--timeline"}),
     ],

@@ -15,7 +15,7 @@ from planner import Plan
 from planner.plan.schedules import SCHEDULES
 from profiler import LayerSequence, trace
 from tests.executor.conftest import _plan as plan_for
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for, random_chunks
 
 M = 2
 
@@ -50,14 +50,17 @@ def by_plan(model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> Stepped:
 
 def random_plan(sequence: LayerSequence, batch_size: int, chance: random.Random, stages: int) -> Plan:
     """At random cuts, of any schedule."""
-    stages, schedule = min(stages, len(sequence)), chance.choice(tuple(SCHEDULES))
+    schedule = chance.choice(tuple(SCHEDULES))
+    chunks = random_chunks(schedule, 1, chance)
+    stages = max(1, min(stages, len(sequence)) // chunks) * chunks
     return plan_for(
         sequence,
         sorted(chance.sample(range(1, len(sequence)), stages - 1)),
         batch_size=batch_size,
         micro_batches=M,
         schedule=schedule,
-        orders=random_orders(stages, M, chance) if schedule == "zb" else (),
+        chunks=chunks,
+        orders=orders_for(schedule, stages, M, chance, chunks),
         recompute=chance.random() < 0.5,
     )
 

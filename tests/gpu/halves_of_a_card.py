@@ -35,6 +35,7 @@ SCHEDULES: Mapping[str, tuple[ScheduleName, int]] = {  # with chunks a rank
     "interleaved-lean": ("interleaved-lean", 2),
     "zb-h1": ("zb-h1", 1),
     "zb": ("zb", 1),
+    "zb-v": ("zb-v", 2),
 }
 MICRO_BATCHES = (4, 8)
 WORTH = 0.04  # gains predicted to be smaller do not count

@@ -10,7 +10,7 @@ from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import LayerSequence, trace
 from tests.benchmarks.stage_models import BATCH, UNLIKE, build
 from tests.executor.conftest import _plan as plan_for
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for
 from tests.executor.same_result import random_segments
 from tests.gpu.on_a_card import equal_in_every_run, on_card, trained, unlike
 
@@ -19,8 +19,7 @@ STEPS = 2
 
 
 def random_plan(sequence: LayerSequence, schedule: ScheduleName, chance: random.Random) -> Plan:
-    record = SCHEDULES[schedule]
-    chunks = 2 if record.most_chunks > 1 else 1
+    chunks = 2 if SCHEDULES[schedule].most_chunks > 1 else 1
     stages = chunks * chance.randint(2, 3)
     cuts = sorted(chance.sample(range(1, len(sequence)), stages - 1))
     return plan_for(
@@ -31,7 +30,7 @@ def random_plan(sequence: LayerSequence, schedule: ScheduleName, chance: random.
         schedule=schedule,
         chunks=chunks,
         recompute=[random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, len(sequence)])],
-        orders=random_orders(stages, M, chance) if record.made_for_plan else (),
+        orders=orders_for(schedule, stages, M, chance, chunks),
     )
 
 

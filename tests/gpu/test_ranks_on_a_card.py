@@ -22,7 +22,7 @@ from planner import ExecutionError, Plan
 from profiler import LayerSequence, trace
 from tests.benchmarks.stage_models import BATCH, build
 from tests.executor.conftest import _plan as plan_for
-from tests.executor.random_orders import random_orders
+from tests.executor.random_orders import orders_for
 from tests.gpu.on_a_card import NAME, Trained, equal_in_every_run, on_card, trained, unlike
 
 M = 4
@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "past others": {"schedule": "1f1b", "skips": True},
     "interleaved": {"schedule": "interleaved", "chunks": 2},
     "zb": {"schedule": "zb"},
+    "zb-v": {"schedule": "zb-v", "chunks": 2},
 }
 
 
@@ -51,9 +52,10 @@ def on_a_host_of_its_own() -> None:
 def plans_of(sequence: LayerSequence, ranks: int = 2) -> dict[str, Plan]:
     found = {}
     for name, settings in SETTINGS.items():
-        stages = ranks * int(settings.get("chunks", 1))
+        chunks = settings.get("chunks", 1)
+        stages = ranks * chunks
         cuts = [len(sequence) * part // stages for part in range(1, stages)]
-        orders = random_orders(stages, M, random.Random(0)) if name == "zb" else ()
+        orders = orders_for(settings["schedule"], stages, M, random.Random(0), chunks)
         found[name] = on_card(plan_for(sequence, cuts, batch_size=BATCH, micro_batches=M, orders=orders, **settings))
     return found
 

@@ -20,11 +20,16 @@ from tests.planner.made_up import COPIED, FIELDS, build_profile, copying
 
 @st.composite
 def small_profiles(
-    draw: st.DrawFn, *, kinds: Sequence[str] = ("a", "b"), sizes: Sequence[int] = (1, 5, 14), most_layers: int = 7
+    draw: st.DrawFn,
+    *,
+    kinds: Sequence[str] = ("a", "b"),
+    sizes: Sequence[int] = (1, 5, 14),
+    most_layers: int = 7,
+    fewest_layers: int = 1,
 ) -> Profile:
     """Profiles of at most `most_layers` layers with tied parameters, transfers, and costs that grow with the
     micro-batch."""
-    layers = draw(st.integers(1, most_layers))
+    layers = draw(st.integers(fewest_layers, most_layers))
     seconds = st.integers(0, 20).map(lambda number: number / 16)
     size_bytes = st.integers(0, 40)
     rows = {}

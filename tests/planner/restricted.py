@@ -23,7 +23,9 @@ SIZES = (1, 5, 14)
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb")
 """Schedules of one stage for each rank."""
 SEVERAL = ("interleaved", "interleaved-lean")
-"""Schedules of several."""
+"""Schedules of several, of which any number may be chosen."""
+IN_A_V = "zb-v"
+"""The schedule of two."""
 LONG_S, SHORT_S = 1000.0, 1e-4
 """Limits of time: one that is over after some looks at the clock alone, and one that leaves next to no labels."""
 
@@ -140,7 +142,7 @@ def problems(
         per_host = draw(st.integers(1, max(1, len(devices) - 1)))
         cluster = Cluster(devices=devices, link=profile.links[0], between=far, devices_per_host=per_host)
     settings: dict[str, Any] = {
-        "schedule": draw(st.sampled_from([*SEVERAL, "auto"] if chunks else [*ONE_CHUNK, "auto"])),
+        "schedule": draw(st.sampled_from([*SEVERAL, IN_A_V, "auto"] if chunks else [*ONE_CHUNK, "auto"])),
         "recompute": draw(st.sampled_from(["auto", "auto", "never"])),
         "micro_batches_per_stage": per_stage,
         "replicas": draw(st.sampled_from([1, "auto"])),
@@ -154,18 +156,23 @@ def restrictions(problem: Asked) -> list[Asked]:
     """Each way to restrict it, one at a time; or other ones, with which there is no problem."""
     devices = problem.devices.devices
     most = len(devices)
-    chosen = "chunks" in problem.settings
+    chosen, schedule = "chunks" in problem.settings, problem.settings["schedule"]
+    fewest = 2 if schedule == IN_A_V else 1  # ranks
     changes: list[dict[str, Any]] = [
         {"stages": number} for number in range(1, min(most, len(problem.profile.layers)) + 1) if not chosen
     ]
     changes += [{"max_stages": number} for number in range(1, most) if not chosen]
-    changes += [{"chunks": number} for number in (1, 2, 3) if chosen and problem.settings["schedule"] != "auto"]
-    changes += [{"schedule": name, "chunks": number} for name in SEVERAL for number in ("auto", 2) if chosen
-                and problem.settings["schedule"] == "auto"]  # fmt: skip
+    changes += [{"chunks": number} for number in (1, 2, 3) if schedule in SEVERAL]
+    changes += [
+        {"schedule": name, "chunks": number}
+        for name in (*SEVERAL, IN_A_V)
+        for number in ("auto", 2)
+        if chosen and schedule == "auto"
+    ]
     changes += [{"micro_batch_sizes": sizes} for sizes in ([1], [2], [1, 2], [3, 4])]
     changes += [
         {"micro_batches": number}
-        for number in range(problem.settings["micro_batches_per_stage"], problem.batch_size + 1)
+        for number in range(fewest * problem.settings["micro_batches_per_stage"], problem.batch_size + 1)
     ]
     changes += [{"replicas": 1}, {"recompute": "never"}]
     changes += [{"recompute": "always"}] if problem.settings["recompute"] == "auto" else []
@@ -175,11 +182,11 @@ def restrictions(problem: Asked) -> list[Asked]:
     ]
     changes += [{"memory_limit": [device.memory_bytes // (1 + (place == 0)) for place, device in enumerate(devices)]}]
     changes += [{"cut_at": [f"blocks.{layer}"]} for layer in range(1, len(problem.profile.layers))]
-    if problem.settings["schedule"] == "auto":
+    if schedule == "auto":
         changes += [{"schedule": name, "chunks": 1} for name in ONE_CHUNK]
     found = [replace(problem, settings=problem.settings | one) for one in changes]
     # The first one stays: its kind says what crosses boundaries. On hosts those behind one that goes would move.
-    leaving = range(1 if problem.devices.between is None else most - 1, most)
+    leaving = range(1 if problem.devices.between is None else most - 1, most if most > fewest else 0)
     found += [problem.on(devices[:place] + devices[place + 1 :]) for place in leaving]
     return found + [problem.on(host) for host in later_hosts(problem.devices)]
 

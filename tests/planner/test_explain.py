@@ -250,13 +250,13 @@ def test_nothing_else_brings_more_than_what_limits_the_step(device, schedule, se
     asked |= {"batch_size": 12, "micro_batches": 12, "schedule": schedule, "recompute": "never"}
     cluster = Cluster(devices=(device(),) * 3, link=link)
     plan = plan_from_profile(build_profile(rows, links=(link,)), cluster, **asked)
-    durations, ranks = Durations.of(plan), plan.ranks
+    durations = Durations.of(plan)
     whole_s = simulate(plan.actions(), durations).makespan_s
     every = [
-        whole_s - simulate(plan.actions(), faster(durations, rank, ranks)).makespan_s
+        whole_s - simulate(plan.actions(), faster(durations, rank, plan.ring)).makespan_s
         for faster in (bottleneck._faster_device, bottleneck._faster_link)
-        for rank in range(ranks)
+        for rank in range(plan.ranks)
     ]
     limit = bottleneck.limit_of(plan)
     assert limit.gain_s == pytest.approx(max(every))
-    assert limit.gain_s == pytest.approx(every[limit.rank + ranks * limit.is_link])
+    assert limit.gain_s == pytest.approx(every[limit.rank + plan.ranks * limit.is_link])

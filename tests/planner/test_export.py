@@ -44,6 +44,9 @@ def traced_before(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMES = ("decoder", "skipping", "tied", "counting", "norms", "plain")
 
 
+IN_A_V = {"schedule": "zb-v", "stages": 4, "chunks": 2}
+
+
 def planned(name: str, target: str, **settings: Any) -> tuple[Case, Plan]:
     settings = {"schedule": SCHEDULE.get(target, "gpipe"), "stages": 2, **settings}
     return case(name), case(name).plan(**settings)
@@ -388,6 +391,10 @@ def test_megatron_and_deepspeed_add_up_tied_weights() -> None:
             {"replicas": 2, "micro_batches": 2},
             "averages no gradients, and R = 2",
         ),
+        ("decoder", "torchtitan", IN_A_V, "torchtitan has no schedule 'zb-v'; plan with schedule 'gpipe' or '1f1b'"),
+        ("decoder", "megatron-lm", IN_A_V, "Megatron-LM has no schedule 'zb-v'"),
+        ("decoder", "deepspeed", IN_A_V, "DeepSpeed has no schedule 'zb-v'; plan with schedule '1f1b'"),
+        ("decoder", "torchgpipe", IN_A_V, "torchgpipe has no schedule 'zb-v'; plan with schedule 'gpipe'"),
         ("decoder", "torchgpipe", {"schedule": "1f1b"}, "has no schedule '1f1b'; plan with schedule 'gpipe'"),
         ("decoder", "megatron-lm", {"schedule": "gpipe"}, "plan with schedule '1f1b' or 'interleaved'"),
         ("plain", "megatron-lm", {}, "a transformer of one list of blocks, and this model has"),

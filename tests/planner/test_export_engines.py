@@ -88,6 +88,11 @@ def test_torchs_engine_trains_the_model_by_the_plan() -> None:
     compared_with_torch("skipping", stages=2, schedule="1f1b", recompute="always")
 
 
+def test_torchs_engine_has_chunks_in_a_v_and_results_that_their_stage_has_saved() -> None:
+    """It detaches results in place: one that a layer of the stage had saved ended the step, with zb-h1, too."""
+    compared_with_torch("decoder", stages=6, schedule="zb-v", chunks=2, recompute="never")
+
+
 def test_torchtitan_takes_the_fragment() -> None:
     """Its split and the model's own forward give the model again; every option is a field of its configuration."""
     split = pytest.importorskip("torchtitan.distributed.pipeline_parallel")

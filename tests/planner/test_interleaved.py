@@ -15,7 +15,7 @@ from planner.plan.schedules import SCHEDULES, Ring, rank_orders
 from planner.plan.simulator import Durations, simulate
 from profiler.errors import ArgumentError
 
-INTERLEAVED = [name for name, record in SCHEDULES.items() if record.most_chunks > 1]
+INTERLEAVED = [name for name, record in SCHEDULES.items() if record.most_chunks > 1 and not record.folds]
 GOLDEN = """\
 0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1 0B2 0B3 4B4 4B5 4B6 4B7 \
 0B4 0B5 0B6 0B7

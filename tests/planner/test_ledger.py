@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.cost.ledger import ROWS, Counts, Form, Of, RangeRow, Row, rows_of
-from planner.cost.stage_memory import stage_memory
+from planner.cost.stage_memory import stage_memory, together
 from planner.from_profile import make_problem
 from planner.kernel.least_overflow import least_bad
 from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
@@ -229,17 +229,7 @@ def test_a_row_more_is_counted_everywhere(row, profiles, device, monkeypatch):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None, phases=[Phase.generate])
 def test_of_split_backward_passes_all_count_the_same_bytes(profiles, device, data):
     """The search, the report, the peak over time, and the walk through the list of actions."""
-    profile = data.draw(profiles(kinds=("a",), sizes=SIZES))
-    if data.draw(st.booleans()):
-        profile = with_details(data, profile)
-    kept = [data.draw(st.integers(0, 50)) for _ in profile.layers]
-    costs = [
-        cost.model_copy(
-            update={"weight_s": cost.backward_s / 2, "weight_kept_bytes": kept[cost.layer] * cost.micro_batch_size}
-        )
-        for cost in profile.costs
-    ]
-    profile = profile.model_copy(update={"costs": tuple(costs)})
+    profile = split_profile(data, profiles(kinds=("a",), sizes=SIZES))
     layers = len(profile.layers)
     cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1), max_size=3))) if layers > 1 else []
     stops, stages = (*cuts, layers), len(cuts) + 1
@@ -266,15 +256,94 @@ def test_of_split_backward_passes_all_count_the_same_bytes(profiles, device, dat
         counted = [bytes_at(problem, candidate, index, stages, stage, held) for held in moments]
         assert max(memory.total for memory in counted) == said.total
         if isinstance(plans, OwnOrderPlans):
-            room = plans.limited_room(index, 0, stage.first_layer, stage.stop_layer, choice.recompute[index])
-            needs = max(many * room.flying + others * room.waiting for many, others in moments)
-            counted_by_search = device("a").memory_bytes - room.free + needs
+            room = plans.limited_room(index, 0, stops, (choice.recompute[index],))
+            needs = max(room.flying[0, many] + room.waiting[0, others] for many, others in moments)
+            counted_by_search = device("a").memory_bytes - room.free[0] + needs
             assert counted_by_search >= said.total or not candidate.split.equal
             if candidate.split.equal and not said.receive_buffers:  # fewer messages are posted where more is in flight
                 assert counted_by_search == said.total
         else:
             recomputed = frozenset([0] if choice.recompute[index] else [])
             assert plans.rank_bytes(index, stops, (0,) * stages, recomputed) == said.total
+
+
+def split_profile(data, drawn):
+    """A profile whose backward passes are split; of half of them layers have more in a stage."""
+    profile = data.draw(drawn)
+    if data.draw(st.booleans()):
+        profile = with_details(data, profile)
+    kept = [data.draw(st.integers(0, 50)) for _ in profile.layers]
+    costs = [
+        cost.model_copy(
+            update={"weight_s": cost.backward_s / 2, "weight_kept_bytes": kept[cost.layer] * cost.micro_batch_size}
+        )
+        for cost in profile.costs
+    ]
+    return profile.model_copy(update={"costs": tuple(costs)})
+
+
+@given(st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None, phases=[Phase.generate])
+def test_of_two_chunks_in_a_v_all_count_the_same_bytes(profiles, device, data):
+    """The search, the report, and the walk through the list of actions of each rank, whatever it recomputes."""
+    profile = split_profile(data, profiles(kinds=("a",), sizes=SIZES, fewest_layers=4, most_layers=8))
+    layers = len(profile.layers)
+    ranks = data.draw(st.integers(2, min(4, layers // 2)))
+    ring = Ring(ranks, 2, folds=True)
+    cuts = data.draw(st.permutations(range(1, layers)))[: ring.stages - 1]
+    stops = (*sorted(cuts), layers)
+    batch_size = data.draw(st.integers(ranks, 14))
+    asked: SettingKeywords = {
+        "micro_batches_per_stage": 1,
+        "micro_batches": data.draw(st.integers(ranks, batch_size)),
+        "schedule": "zb-v",
+        "recompute": data.draw(st.sampled_from(["always", "never", "auto"])),
+    }
+
+    def planned(devices):
+        problem = make_problem(profile, devices, batch_size=batch_size, optimizer=None, settings=asked)
+        (candidate,) = problem.candidates()
+        plans = plans_of(problem, replace(candidate, ring=ring))
+        return problem, candidate, plans, plans.fitted(stops, (0,) * ranks)
+
+    problem, candidate, plans, choice = planned([device("a")] * ranks)
+    if data.draw(st.booleans()):  # an order that memory binds
+        plan = make_plan(problem, plans.balance(choice))
+        most = max(memory.total for memory in plan.rank_memories)
+        limited = planned([device("a", int(data.draw(st.sampled_from([0.8, 0.9, 0.97])) * most))] * ranks)
+        problem, candidate, plans, choice = limited if limited[3] is not None else (problem, candidate, plans, choice)
+    plan = make_plan(problem, plans.balance(choice))
+    for rank, said in enumerate(plan.rank_memories):
+        own, limit = ring.stages_of(rank), plan.stages[rank].device.memory_bytes
+        moments = chunks_held_in(plan, rank, own)
+        flags = tuple(choice.recompute[stage] for stage in own)
+        chunks = [
+            plans._moments(stage, 0, stops, flag, [held[chunk] for _, held in moments])
+            for chunk, (stage, flag) in enumerate(zip(own, flags, strict=True))
+        ]
+        assert together(chunks, [computing for computing, _ in moments]).largest.total == said.total <= limit
+        room = plans.limited_room(rank, 0, stops, flags)
+        counted = [
+            limit - room.free[computing] + sum(room.flying[c, one] + room.waiting[c, two] for c, (one, two) in each)
+            for computing, held in moments
+            for each in [[*enumerate(held)]]
+        ]
+        assert max(counted) == said.total
+
+
+def chunks_held_in(plan, rank, own):
+    """Which chunk computes, and what each has in flight and waiting, whenever a pass other than one of weights is."""
+    held = {stage: [0, 0] for stage in own}
+    seen = set()
+    for action in plan.actions()[rank]:
+        of_stage = held[action.stage]
+        of_stage[0] += action.kind is ActionKind.F
+        if action.kind in {ActionKind.F, ActionKind.I}:
+            seen.add((own.index(action.stage), tuple(tuple(held[stage]) for stage in own)))
+        of_stage[0] -= action.kind is ActionKind.I
+        of_stage[1] += (action.kind is ActionKind.I) - (action.kind is ActionKind.W)
+    assert not any(map(any, held.values()))
+    return sorted(seen)
 
 
 def held_in(plan, stage):

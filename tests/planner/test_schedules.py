@@ -50,11 +50,11 @@ def new(request, monkeypatch):
 
 
 def test_the_records_say_how_many_micro_batches_are_in_flight(new):
-    for name in SCHEDULES:
-        for stages in range(1, 5):
+    for name, record in SCHEDULES.items():
+        for stages in range(1, 5) if record.fewest_chunks == 1 else ():
             for count in range(1, 10):
                 for stage in range(stages):
-                    said = SCHEDULES[name].most_in_flight(stages - stage, count)
+                    said = record.most_in_flight(stages - stage, count)
                     assert said == most_in_flight(name, stage, stages, count)
 
 

@@ -32,9 +32,14 @@ def test_zb_h1_of_three_stages():
 @pytest.mark.parametrize("name", SPLIT)
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
 def test_every_micro_batch_has_f_then_i_then_w_and_no_b(name, stages, count, data):
-    recompute = data.draw(st.lists(st.booleans(), min_size=stages, max_size=stages))
-    schedule = make_schedule(name, stages=stages, micro_batches=count, recompute=recompute)
-    for stage, actions in enumerate(schedule):
+    chunks = SCHEDULES[name].fewest_chunks
+    ring = SCHEDULES[name].ring(stages, chunks)
+    recompute = data.draw(st.lists(st.booleans(), min_size=ring.stages, max_size=ring.stages))
+    schedule = make_schedule(name, stages=ring.stages, micro_batches=count, recompute=recompute, chunks=chunks)
+    assert parse_schedule(schedule_text(schedule)) == schedule
+    assert [{a.stage for a in actions} for actions in schedule] == [{*ring.stages_of(rank)} for rank in range(stages)]
+    for stage in range(ring.stages):
+        actions = [action for action in schedule[ring.rank_of(stage)] if action.stage == stage]
         assert len(set(actions)) == len(actions)
         for kind in (ActionKind.F, ActionKind.I, ActionKind.W):
             assert [a.micro_batch for a in actions if a.kind is kind] == [*range(count)]
@@ -73,15 +78,17 @@ def test_zb_h1_keeps_what_the_paper_says():
 
 @pytest.mark.parametrize("name", SPLIT)
 @given(st.integers(1, 5), st.integers(1, 8), st.randoms(use_true_random=False))
-def test_fast_makespan_equals_the_simulator(name, stages, count, random):
+def test_fast_makespan_equals_the_simulator(name, ranks, count, random):
+    chunks = SCHEDULES[name].fewest_chunks
+    stages = ranks * chunks
     recompute = [random.random() < 0.5 for _ in range(stages)]
     rows = np.array([[[random.random() for _ in range(count)] for _ in range(stages)] for _ in range(6)])
     rows[1] *= np.array(recompute)[:, None]
     forward, again, inputs, outputs, gradients, weights = (tuple(map(tuple, row.tolist())) for row in rows)
     whole = tuple(tuple(map(sum, zip(*pair, strict=True))) for pair in zip(inputs, weights, strict=True))
     durations = Durations(forward, again, whole, outputs, gradients, weight_s=weights)
-    schedule = make_schedule(name, stages=stages, micro_batches=count, recompute=recompute)
-    assert makespan_s(name, rows) == pytest.approx(simulate(schedule, durations).makespan_s, rel=1e-12)
+    schedule = make_schedule(name, stages=stages, micro_batches=count, recompute=recompute, chunks=chunks)
+    assert makespan_s(name, rows, chunks) == pytest.approx(simulate(schedule, durations).makespan_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", SPLIT)

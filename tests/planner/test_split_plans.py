@@ -10,8 +10,9 @@ import pytest
 
 from planner import Plan, plan_from_profile
 from planner.from_profile import make_problem
-from planner.kernel.list_scheduler import NOTHING, Room, listed
+from planner.kernel.list_scheduler import NOTHING, listed, room_for
 from planner.kernel.makespan import walked_s
+from planner.kernel.turns import ways
 from planner.plan.held import most_held
 from planner.plan.order_text import order_of_text, order_text
 from planner.plan.schedules import SCHEDULES, Ring
@@ -27,7 +28,7 @@ from planner.solve.own_orders import best_orders
 from profiler import Device
 from profiler.device import Link
 from profiler.errors import ArgumentError, InfeasibleError, PlanFileError, ProfileError
-from tests.benchmarks.exhaustive_orders import any_below, order_below
+from tests.benchmarks.exhaustive_orders import any_below, memory_of, order_below
 from tests.benchmarks.test_exhaustive_schedules import drawn as exhaustive_drawn
 from tests.benchmarks.test_exhaustive_schedules import oracle_of
 from tests.planner.made_up import build_profile, copied_of, copying
@@ -185,11 +186,16 @@ def test_single_passes_are_moved_past_orders_that_are_slower():
     assert plan.prediction.gap < ROUGH
 
 
-def rooms(chance, stages):
+def rooms(chance, stages, count):
     """Room for one micro-batch at least, and for some more."""
     flying, waiting = (np.array([float(chance.randint(0, 9)) for _ in range(stages)]) for _ in range(2))
     free = flying + np.array([float(chance.randint(0, 30)) for _ in range(stages)])
-    return Room(free, flying, waiting)
+    return room_for(free, flying, waiting, count)
+
+
+def most_of(room):
+    """Micro-batches in flight at most while none waits, of ranks with one stage."""
+    return (room.flying <= room.free[:, None]).sum(axis=1) - 1
 
 
 def seconds_of(chance, stages, count, *, recompute=True):
@@ -203,14 +209,15 @@ def seconds_of(chance, stages, count, *, recompute=True):
 def test_orders_that_are_made_finish_fit_and_are_not_below_the_bound(seed):
     chance = random.Random(seed)
     stages, count = chance.randint(1, 5), chance.randint(1, 9)
-    seconds, room = seconds_of(chance, stages, count), rooms(chance, stages)
+    seconds, room = seconds_of(chance, stages, count), rooms(chance, stages, count)
     lead = np.array([chance.randint(1, count) for _ in range(stages)])
+    stages_of, links = ways(Ring(stages))
     how = lead, np.maximum(lead, chance.randint(1, count)), chance.choice([0.0, 0.5, 1.0])
-    orders = listed(seconds, room, *how, np.inf)
+    orders = listed(seconds, room, stages_of, links, *how, np.inf)
     found = best_orders(seconds, room)
     assert found is not None
     below_s = walked_s(orders, seconds) * chance.uniform(0.5, 1.5)
-    until = listed(seconds, room, *how, below_s)
+    until = listed(seconds, room, stages_of, links, *how, below_s)
     ends = (until[:, -1] != NOTHING).all()
     assert np.array_equal(until, orders) if ends else below_s <= walked_s(orders, seconds)
     for made in (orders, found[1]):
@@ -218,8 +225,8 @@ def test_orders_that_are_made_finish_fit_and_are_not_below_the_bound(seed):
             text = order_text(tuple(order), count)
             assert order_of_text(text, count) == tuple(order)
             for flying, waiting in most_held(tuple(order), count):
-                assert flying * room.flying[stage] + waiting * room.waiting[stage] <= room.free[stage]
-    most = np.array([min(count, int(f // a)) if a else count for f, a in zip(room.free, room.flying, strict=True)])
+                assert room.flying[stage, flying] + room.waiting[stage, waiting] <= room.free[stage]
+    most = most_of(room)
     assert any_order_s(seconds, most) <= found[0] * (1 + ROUGH) <= walked_s(orders, seconds) * (1 + 2 * ROUGH)
 
 
@@ -258,19 +265,20 @@ def test_what_an_order_holds_is_what_no_other_moment_has_as_much_of(seed):
 def test_no_order_at_all_is_below_the_bound(seed):
     chance = random.Random(seed)
     stages, count = chance.choice([(1, 4), (2, 2), (2, 3), (3, 2)])
-    seconds, room = seconds_of(chance, stages, count), rooms(chance, stages)
-    most = np.array([min(count, int(f // a)) if a else count for f, a in zip(room.free, room.flying, strict=True)])
-    assert order_below(seconds, np.stack(room, axis=1), any_order_s(seconds, most), 10**6) == 0
+    seconds, room = seconds_of(chance, stages, count), rooms(chance, stages, count)
+    most = most_of(room)
+    memory, ring = memory_of(room, Ring(stages)), Ring(stages)
+    assert order_below(seconds, memory, ring, any_order_s(seconds, most), 10**6) == 0
     found = best_orders(seconds, room)
     assert found is not None
-    assert order_below(seconds, np.stack(room, axis=1), found[0] * (1 + 1e-6), 10**6) == 1
+    assert order_below(seconds, memory, ring, found[0] * (1 + 1e-6), 10**6) == 1
 
 
 def test_a_stage_without_room_for_one_micro_batch_has_no_order():
     seconds = np.ones((6, 2, 3))
-    room = Room(np.array([9.0, 0.5]), np.ones(2), np.ones(2))
+    room = room_for(np.array([9.0, 0.5]), np.ones(2), np.ones(2), 3)
     assert best_orders(seconds, room) is None
-    assert (listed(seconds, room, np.array([2, 1]), np.array([3, 3]), 0.0, np.inf) == NOTHING).all()
+    assert (listed(seconds, room, *ways(Ring(2)), np.array([2, 1]), np.array([3, 3]), 0.0, np.inf) == NOTHING).all()
 
 
 @pytest.mark.parametrize(("ahead", "over"), [(1, 1.0), (2, 0.0)])
@@ -279,7 +287,7 @@ def test_room_for_twice_as_many_leaves_the_bubble_of_the_first_stage_alone(ahead
     stages, count = 4, 12
     seconds = np.ones((6, stages, count))
     seconds[[1, 3, 4]] = 0
-    room = Room(np.full(stages, ahead * (stages + 1.0)), np.ones(stages), np.full(stages, 0.5))
+    room = room_for(np.full(stages, ahead * (stages + 1.0)), np.ones(stages), np.full(stages, 0.5), count)
     found = best_orders(seconds, room)
     assert found is not None
     assert found[0] == pytest.approx(3 * count + stages - 1)

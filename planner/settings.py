@@ -337,7 +337,8 @@ def _check_choice_of_chunks(schedule: ScheduleName, given: Mapping[str, Any]) ->
 
 def _check_chunks(chunks: int, schedule: ScheduleName, given: Mapping[str, Any], devices: int) -> None:
     """Several chunks a rank go together with the other settings."""
-    if chunks == 1:
+    fixed = schedule != "auto" and SCHEDULES[schedule].fewest_chunks > 1
+    if chunks == 1 and not fixed:
         return
     able = ", ".join(map(repr, chunk_schedules()))
     if schedule == "auto":
@@ -345,8 +346,8 @@ def _check_chunks(chunks: int, schedule: ScheduleName, given: Mapping[str, Any],
     check_chunks(schedule, given.get("stages", chunks), chunks)
     if given.get("stages", 2 * chunks) < 2 * chunks or devices < 2:
         raise ArgumentError(
-            f"chunks is {chunks}, and there would be 1 rank; give at least 2 devices and {2 * chunks} stages, or leave "
-            "chunks out"
+            f"chunks is {chunks}, and there would be 1 rank; give at least 2 devices and {2 * chunks} stages, or "
+            f"{'choose another schedule' if fixed else 'leave chunks out'}"
         )
     for name, value in _ONLY_WHOLE:
         if given.get(name) and value in (None, given[name]):

@@ -254,6 +254,9 @@ def test_a_plan_with_chunks_is_explained(device):
     [
         ({"schedule": "1f1b"}, "chunks is 2, and schedule '1f1b' has at most 1 a rank"),
         ({"schedule": "auto"}, 'schedule is "auto", which is for one chunk a rank, and chunks is 2'),
+        ({"schedule": "zb-v", "chunks": 1}, "chunks is 1, and schedule 'zb-v' has exactly 2 a rank"),
+        ({"schedule": "zb-v", "chunks": 3}, "chunks is 3, and schedule 'zb-v' has exactly 2 a rank"),
+        ({"schedule": "zb-v", "stages": 2}, "give at least 2 devices and 4 stages, or choose another schedule"),
         ({"chunks": 0}, "chunks is 0"),
         ({"chunks": 100}, "chunks is 100"),
         ({"stages": 3}, "3 stages are not 2 chunks for each rank"),

@@ -33,12 +33,7 @@ NO_LINK = -1
 def turns_of(schedule: ScheduleName, ranks: int, micro_batches: int, chunks: int) -> Turns:
     """The passes of a schedule whose orders do not depend on the plan."""
     orders = np.array(rank_orders(schedule, ranks, micro_batches, chunks), dtype=np.int64)
-    return turns_in(orders, SCHEDULES[schedule].ring(ranks, chunks), micro_batches)
-
-
-def turns_in(orders: Indices, ring: Ring, micro_batches: int) -> Turns:
-    """The passes of these orders, see `in_turn`."""
-    return in_turn(orders, *ways(ring), micro_batches)
+    return in_turn(orders, *ways(SCHEDULES[schedule].ring(ranks, chunks)), micro_batches)
 
 
 @lru_cache(maxsize=256)

@@ -46,26 +46,6 @@ def moments_of(
     )
 
 
-def moments_in(order: Order, micro_batches: int, chunks: int) -> tuple[Moment, ...]:
-    """Those of an order whose backward passes are split, passes of weights left out as in `most_held`."""
-    flying, waiting = [0] * chunks, [0] * chunks
-    seen: list[set[tuple[int, ...]]] = [set() for _ in range(chunks)]
-    for number in order:
-        kind, chunk, _ = pass_of(number, micro_batches, chunks)
-        if kind is PassKind.WEIGHTS:
-            waiting[chunk] -= 1
-            continue
-        flying[chunk] += kind is PassKind.FORWARD
-        seen[chunk].add((*flying, *waiting))
-        if kind is PassKind.BACKWARD:
-            flying[chunk], waiting[chunk] = flying[chunk] - 1, waiting[chunk] + 1
-    return tuple(
-        (chunk, tuple(zip(held[:chunks], held[chunks:], strict=True)))
-        for chunk, moments in enumerate(seen)
-        for held in _most(moments)
-    )
-
-
 @lru_cache(maxsize=4096)
 def held_by(
     order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int

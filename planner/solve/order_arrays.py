@@ -48,7 +48,9 @@ def orders_of(texts: Sequence[str], count: int, chunks: int = 1) -> Indices:
 
 
 def moments_of_order(order: Indices, count: int, chunks: int) -> tuple[Moment, ...]:
-    """What the chunks of a rank hold at the moments that may need most, as `planner.plan.held.moments_in` has them.
+    """What the chunks of a rank hold at the moments of which no other one of the same chunk has as much of everything.
+
+    Passes of weights need no more than the one before, as in `planner.plan.held.most_held`.
 
     >>> moments_of_order(np.array([0, 2, 1, 6, 3, 10, 4, 8, 7, 11, 5, 9]), 2, 2)
     ((0, ((2, 0), (1, 0))), (1, ((2, 0), (1, 1))))

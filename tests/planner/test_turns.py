@@ -1,16 +1,17 @@
 """Where chunks go over the ranks and back, a rank hands what its one chunk makes to its own next one."""
 
 import random
+from operator import le
 
 import numpy as np
 import pytest
 
 from planner.cost.layer_costs import CostModel, ParameterRanges
 from planner.cost.stage_memory import stage_memory
-from planner.plan.held import moments_in
+from planner.plan.held import Moment
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.order_text import order_of_text
-from planner.plan.orders import PassKind, pass_of
+from planner.plan.orders import Order, PassKind, pass_of
 from planner.plan.schedules import Ring
 from planner.plan.stage import StageMemory
 from planner.solve.order_arrays import moments_of_order
@@ -85,4 +86,24 @@ def test_what_a_walk_finds_at_a_turn_is_what_is_in_flight_before_it(seed):
         if not forward:
             inputs, gradients = (inputs, gradients - 1) if chunk == 0 else (inputs - 1, gradients + 1)
             flying -= chunk == 0
-    assert {*moments_of_order(np.array(order), COUNT, 2)} == {*moments_in(order, COUNT, 2)}
+    assert {*moments_of_order(np.array(order), COUNT, 2)} == moments_in(order, COUNT, 2)
+
+
+def moments_in(order: Order, micro_batches: int, chunks: int) -> set[Moment]:
+    """By looking at each pass: those of which no other one of the same chunk has as much of everything."""
+    flying, waiting = [0] * chunks, [0] * chunks
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for number in order:
+        kind, chunk, _ = pass_of(number, micro_batches, chunks)
+        if kind is PassKind.WEIGHTS:
+            waiting[chunk] -= 1
+            continue
+        flying[chunk] += kind is PassKind.FORWARD
+        seen.add((chunk, (*flying, *waiting)))
+        if kind is PassKind.BACKWARD:
+            flying[chunk], waiting[chunk] = flying[chunk] - 1, waiting[chunk] + 1
+    return {
+        (chunk, tuple(zip(held[:chunks], held[chunks:], strict=True)))
+        for chunk, held in seen
+        if not any(chunk == one and held != other and all(map(le, held, other)) for one, other in seen)
+    }

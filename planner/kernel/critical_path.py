@@ -1,10 +1,10 @@
 """The longest path through the passes of a schedule, and of what it is made: how the makespan depends on the stages.
 
 The makespan is the length of the longest path from pass to pass, each of which waits for the pass before it on its rank
-and for the message that it reads; a message waits for its sender and for the one before it on the link. As a function
-of the stages' seconds it is the largest of linear functions, one for each path, so where it is evaluated, the longest
-path is a line that lies nowhere above it. `planner.solve.cut_bound` makes a lower bound of such lines. Nothing is
-recomputed here: that only adds to a step.
+and for the message that it reads; a message waits for its sender and for the one before it on the link, and a sender
+for the start of the pass that makes room. As a function of the stages' seconds it is the largest of linear functions,
+one for each path, so where it is evaluated, the longest path is a line that lies nowhere above it.
+`planner.solve.cut_bound` makes a lower bound of such lines. Nothing is recomputed here: that only adds to a step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats
 from planner.kernel.compiled import compiled
 from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, Turns
+from planner.plan.actions import UNDER_WAY
 
 NONE = -1
 """No pass; they are numbered as they are walked."""
@@ -49,6 +50,9 @@ def longest_path(
     before, by_message = np.empty(len(turns), dtype=np.int32), np.zeros(len(turns), dtype=np.bool_)
     sent_before = np.full(len(turns), NONE, dtype=np.int32)  # what a message waited for on its link
     number_of = np.empty((2, stages, shares.shape[1]), dtype=np.int32)
+    many, taken_s = np.zeros((2, stages), dtype=np.int64), np.empty((2, stages, shares.shape[1]))
+    taken_by = np.empty((2, stages, shares.shape[1]), dtype=np.int32)
+    room_by = np.full(len(turns), NONE, dtype=np.int32)  # the pass with whose start a pass ends that waits for room
     for turn in range(len(turns)):
         kind, stage, batch = turns[turn, 0], turns[turn, 1], turns[turn, 2]
         rank, link = turns[turn, 3], turns[turn, 4]
@@ -62,6 +66,12 @@ def longest_path(
         last[rank] = turn
         if kind > BACKWARD:
             continue
+        number, target = many[kind, stage], 2 * stage - source
+        taken_s[kind, stage, number], taken_by[kind, stage, number] = start_s, turn
+        many[kind, stage] += 1
+        if link != NO_LINK and number >= UNDER_WAY and taken_s[kind, target, number - UNDER_WAY] > end_s:
+            end_s = clock_s[rank] = taken_s[kind, target, number - UNDER_WAY]
+            room_by[turn] = taken_by[kind, target, number - UNDER_WAY]
         number_of[kind, stage, batch], there_s[turn] = turn, end_s
         if link != NO_LINK:
             boundary = stage if kind == FORWARD else stage - 1
@@ -78,6 +88,9 @@ def longest_path(
             if sent_before[at] != NONE:
                 at = sent_before[at]
                 continue
+        if room_by[at] != NONE:
+            at, sent = before[room_by[at]], by_message[room_by[at]]
+            continue
         on_path[kind, stage] += shares[kind, batch]
         at, sent = before[at], by_message[at]
     return length_s, on_path, on_links

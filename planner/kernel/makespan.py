@@ -11,7 +11,8 @@ It is the critical path of two flow shops in a row, forward and backward: in eac
 at one of them, the bottleneck, for the other M - 1 micro-batches. Between them it turns around at the last stage; a
 stage before it could hold it up by its own work only, and that the bottleneck covers.
 
-For unequal micro-batches, the larger first, `planner.kernel.two_sizes` says exactly what a step takes. Where the
+For unequal micro-batches, the larger first, `planner.kernel.two_sizes` says exactly what a step takes, or what it takes
+at least where a rank waits for room for messages, as it does where small ones take long. Where the
 segments of stages are chosen, too, a lower bound does: the same form with the least seconds in the sum, and the mean of
 the first M - 1 micro-batches in the bottlenecks, is the length of a path that stays at one machine. What layers before
 the bottleneck take longer with the first, large micro-batch is added (`heads`). For any other order there is no such
@@ -25,7 +26,9 @@ The exact makespan follows from the passes of each rank in order, for any schedu
    before the gradient comes; where the backward pass follows its own forward pass, nothing is recomputed.
 3. What a pass computes goes over the link in that direction, one message after the other. Of two ranks each is before
    and after the other, so all that one sends goes over one link.
-4. The ranks take turns until all are at their end.
+4. After a pass the rank waits until there is room for what it sends: of `UNDER_WAY` messages that are under way between
+   two stages the first is taken when the pass that reads it starts.
+5. The ranks take turns until all are at their end.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
 from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, Turns, in_turn, turns_of, ways
+from planner.plan.actions import UNDER_WAY
 from planner.plan.schedules import SCHEDULES, Ring, ScheduleName
 
 F, R, B, SEND_F, SEND_B, W = range(6)
@@ -94,11 +98,13 @@ def walked(orders: Indices, stages_of: Indices, links: Indices, seconds: Floats)
 
 @compiled
 def walked_in_turn(turns: Turns, ranks: int, seconds: Floats) -> float:
-    """Steps 2 and 3 for each pass in turn; infinite if there is none."""
+    """Steps 2 to 4 for each pass in turn; infinite if there is none."""
     _, stages, micro_batches = seconds.shape
     clock_s, link_s = np.zeros(ranks), np.zeros((2, ranks))
     # when the output of a stage is at the next one, and the gradient for its inputs at the one before
     there_s = np.empty((2, stages, micro_batches))
+    # of each stage how many of its passes have started, and when each did, in their order: then it took its message
+    many, taken_s = np.zeros((2, stages), dtype=np.int64), np.empty((2, stages, micro_batches))
     for turn in range(len(turns)):
         kind, stage, batch = turns[turn, 0], turns[turn, 1], turns[turn, 2]
         rank, link = turns[turn, 3], turns[turn, 4]
@@ -114,7 +120,12 @@ def walked_in_turn(turns: Turns, ranks: int, seconds: Floats) -> float:
                 start_s += seconds[R, stage, batch]
         if 0 <= source < stages:
             start_s = max(start_s, there_s[kind, source, batch])
+        number, target = many[kind, stage], 2 * stage - source
+        taken_s[kind, stage, number] = start_s
+        many[kind, stage] += 1
         end_s = start_s + seconds[computes, stage, batch]
+        if link != NO_LINK and number >= UNDER_WAY:
+            end_s = max(end_s, taken_s[kind, target, number - UNDER_WAY])
         clock_s[rank] = there_s[kind, stage, batch] = end_s
         if link != NO_LINK:
             sent_s = max(link_s[link, rank], end_s) + seconds[sends, stage, batch]

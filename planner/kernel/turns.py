@@ -1,9 +1,9 @@
 """The passes of all ranks one after the other: what waits comes later than what it waits for.
 
 A rank takes its passes in order, and each waits for the output of the stage before or the gradient of the stage after;
-after it the rank waits until there is room for what it sends (`planner.plan.actions.UNDER_WAY`). So which come first
-does not depend on how long they take, and whoever asks for many makespans of one schedule (`planner.kernel.makespan`,
-`planner.kernel.critical_path`) walks the same list each time.
+after it the rank waits until there is room for what it sends (`planner.plan.actions.UNDER_WAY`), and so it comes after
+the pass that makes room. So which come first does not depend on how long they take, and whoever asks for many makespans
+of one schedule (`planner.kernel.makespan`, `planner.kernel.critical_path`) walks the same list each time.
 """
 
 from __future__ import annotations
@@ -69,30 +69,26 @@ def in_turn(orders: Indices, stages_of: Indices, links: Indices, micro_batches: 
     done = np.zeros((3, stages, micro_batches), dtype=np.bool_)
     many = np.zeros((3, stages), dtype=np.int64)
     position = np.zeros(ranks, dtype=np.int64)
-    sent = np.full((ranks, 2), NO_LINK)  # of the last pass of each rank, kind and stage where it sends
     walked, before = 0, -1
     while walked > before:
         before = walked
         for rank in range(ranks):
             while position[rank] < most:
-                if sent[rank, 0] != NO_LINK:
-                    way, stage = sent[rank, 0], sent[rank, 1]
-                    if many[way, stage] - many[way, stage + 1 if way == FORWARD else stage - 1] > UNDER_WAY:
-                        break
                 number = orders[rank, position[rank]]
                 place, batch = number // micro_batches, number % micro_batches
                 kind, stage = place // chunks, stages_of[rank, place % chunks]
-                source = stage - 1 if kind == FORWARD else stage + 1
+                source, target = (stage - 1, stage + 1) if kind == FORWARD else (stage + 1, stage - 1)
                 if kind <= BACKWARD and 0 <= source < stages and not done[kind, source, batch]:
+                    break
+                link = links[kind, stage] if kind <= BACKWARD else NO_LINK
+                if link != NO_LINK and many[kind, stage] - many[kind, target] >= UNDER_WAY:
                     break
                 done[kind, stage, batch] = True
                 own = number - chunks * micro_batches
                 around = kind == BACKWARD and position[rank] > 0 and orders[rank, position[rank] - 1] == own
                 turn = turns[walked]
-                turn[0], turn[1], turn[2], turn[3], turn[5] = kind, stage, batch, rank, around
-                turn[4] = links[kind, stage] if kind <= BACKWARD else NO_LINK
+                turn[0], turn[1], turn[2], turn[3], turn[4], turn[5] = kind, stage, batch, rank, link, around
                 many[kind, stage] += 1
-                sent[rank, 0], sent[rank, 1] = kind if turn[4] != NO_LINK else NO_LINK, stage
                 position[rank] += 1
                 walked += 1
     return turns[: walked if walked == len(turns) else 0]

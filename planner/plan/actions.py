@@ -25,7 +25,7 @@ of the parameters, which fill what 1F1B leaves idle at the end of the step:
 A recompute stands before the wait for the gradient (`R2`, `RECV_B2`, `B2`), so that it fills the time in which the
 gradient travels. Where no other pass stands between the forward and the backward pass of a micro-batch, its activations
 are kept and there is nothing to recompute. The simulator and the executor walk exactly these lists: RECV waits for a
-message whose receive was posted ahead, SEND starts a transfer and does not wait for it.
+message whose receive was posted ahead, SEND starts a transfer and does not wait for it, but for room for one more.
 
 A rank has one stage, or several chunks: stages that it runs in the order of one list (`planner.plan.schedules`). Then
 there is one list a rank, and its actions are of several stages.
@@ -70,9 +70,16 @@ def receives_ahead(distance: int) -> int:
     return RECEIVES_AHEAD + distance - 1
 
 
-UNDER_WAY = SENDS_AHEAD + receives_ahead(1)
-"""Messages between neighbours that may be under way in one direction, however long they are: with so many a rank that
-sends one more waits until the first is read."""
+def room_between(stage: int, other: int) -> int:
+    """Messages from one stage to another that may be under way, however long they are.
+
+    With so many a rank that sends one more waits until the first of them is taken.
+    """
+    return SENDS_AHEAD + receives_ahead(abs(other - stage))
+
+
+UNDER_WAY = room_between(0, 1)
+"""The same between neighbours."""
 
 
 class ActionKind(StrEnum):

@@ -90,24 +90,19 @@ def _check_progress(texts: Sequence[str], ring: Ring) -> None:
     letters, last = LETTERS[ring.chunks - 1], ring.stages - 1
     done = [[0] * 3 for _ in range(ring.stages)]
     place = [0] * ring.ranks
-    sent: list[tuple[int, int, int] | None] = [None] * ring.ranks  # kind and ends of the last message of each rank
     waiting = [*range(ring.ranks)]
     while waiting:
         rank = waiting.pop()
         own, begun = ring.stages_of(rank), place[rank]
         while place[rank] < len(texts[rank]):
-            if (message := sent[rank]) is not None:
-                kind, sender, receiver = message
-                if done[sender][kind] - done[receiver][kind] > UNDER_WAY:
-                    break
             kind, chunk = divmod(letters.index(texts[rank][place[rank]]), ring.chunks)
             stage = own[chunk]
-            source = (stage - 1, stage + 1, stage)[kind]
+            source, target = ((stage - 1, stage + 1), (stage + 1, stage - 1), (stage, stage))[kind]
             if source != stage and 0 <= source <= last and done[source][kind] <= done[stage][kind]:
                 break
-            target = (stage + 1, stage - 1, stage)[kind]
             sends = 0 <= target <= last and ring.rank_of(target) != rank
-            sent[rank] = (kind, stage, target) if sends else None
+            if sends and done[stage][kind] - done[target][kind] >= UNDER_WAY:
+                break
             done[stage][kind] += 1
             place[rank] += 1
         if place[rank] > begun:

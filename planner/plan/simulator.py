@@ -6,9 +6,10 @@
 Each rank is a machine that takes its actions in the order of its list, those of all its stages. Each has one more
 machine for each direction that it sends in: its link, which takes messages first in, first out, those that skip stages
 after the neighbour's. What one of its stages sends to the next one of its own is there at once. A SEND hands the
-message over and costs the sender nothing; a RECV blocks its rank until the message has arrived. What the ends of a
-message copy of it themselves is part of the passes that make and read it. With two ranks that have several chunks each,
-outputs and gradients go the same way, and share it.
+message over and costs the sender nothing, unless as many are under way as may be, however long they are
+(`planner.plan.actions.room_between`): then it blocks its rank until the receiver takes one. A RECV blocks its rank
+until the message has arrived. What the ends of a message copy of it themselves is part of the passes that make and read
+it. With two ranks that have several chunks each, outputs and gradients go the same way, and share it.
 
     stage 0   |F0 |F1 |F2 |                 F, R, B, I, W: the stage computes
     link 0>1      |==0==|==1==|==2==|       from SEND_F (or the message before) on, for the transfer time
@@ -17,12 +18,12 @@ outputs and gradients go the same way, and share it.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from planner.plan.actions import Action, ActionKind, Schedule, ring_of
+from planner.plan.actions import Action, ActionKind, Schedule, ring_of, room_between
 from profiler.errors import PlanError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 _RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
+_Channel: TypeAlias = tuple[int, int, ActionKind]
+"""The stages that send and receive, and what is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,8 @@ def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0
 
 
 class _Run:
-    """The state of one simulation: a clock and a position for each rank, and the messages that have arrived."""
+    """The state of one simulation: a clock and a position for each rank, and messages that have arrived and were taken.
+    """
 
     def __init__(self, schedule: Schedule, durations: Durations, *, notes: bool) -> None:
         ranks = len(schedule)
@@ -254,7 +258,10 @@ class _Run:
         self.position = [0] * ranks
         self.link_free_s: dict[tuple[int, int], float] = {}
         self.arrival_s: dict[Action, float] = {}
+        self.sent: dict[_Channel, int] = defaultdict(int)
+        self.taken_s: dict[_Channel, list[float]] = defaultdict(list)
         self.waiting: set[Action] = set()
+        self.full: dict[_Channel, int] = {}  # with ranks that wait until there is room
         self.ready = deque(range(ranks))
         self.events: dict[str, list[Event]] = {}
         self.ring = ring_of(schedule)
@@ -265,7 +272,7 @@ class _Run:
         return f"{self._kind} {rank}"
 
     def advance(self, rank: int) -> None:
-        """Walk the rank's list until it ends or a message is missing."""
+        """Walk the rank's list until it ends, or a message or room for one is missing."""
         actions = self.schedule[rank]
         while self.position[rank] < len(actions):
             action = actions[self.position[rank]]
@@ -273,12 +280,33 @@ class _Run:
                 if action not in self.arrival_s:
                     self.waiting.add(action)
                     return
-                self.clock_s[rank] = max(self.clock_s[rank], self.arrival_s[action])
+                self._receive(rank, action)
             elif action.kind in _SENDS:
+                if not self._has_room(rank, action):
+                    return
                 self._send(rank, action)
             else:
                 self._compute(rank, action)
             self.position[rank] += 1
+
+    def _receive(self, rank: int, action: Action) -> None:
+        self.clock_s[rank] = max(self.clock_s[rank], self.arrival_s[action])
+        channel = _channel_of(action.other_end)
+        self.taken_s[channel].append(self.clock_s[rank])
+        if channel in self.full:
+            self.ready.append(self.full.pop(channel))
+
+    def _has_room(self, rank: int, send: Action) -> bool:
+        """Whether it is known when there is room for a message; the rank's clock is then there."""
+        channel = _channel_of(send)
+        first = self.sent[channel] - room_between(*channel[:2])  # of those before it which has to be taken
+        if first < 0 or self.ring.rank_of(channel[1]) == rank:
+            return True
+        if first >= len(self.taken_s[channel]):
+            self.full[channel] = rank
+            return False
+        self.clock_s[rank] = max(self.clock_s[rank], self.taken_s[channel][first])
+        return True
 
     def _compute(self, rank: int, action: Action) -> None:
         start_s = self.clock_s[rank]
@@ -294,6 +322,7 @@ class _Run:
         if receiver == rank:
             self.arrival_s[receive] = self.clock_s[rank]
             return
+        self.sent[_channel_of(action)] += 1
         link = rank, self.ring.direction(action.stage, forward=action.kind is ActionKind.SEND_F)
         start_s = max(self.clock_s[rank], self.link_free_s.get(link, 0.0))
         end_s = start_s + self.durations.seconds(action)
@@ -309,19 +338,31 @@ class _Run:
         self.events.setdefault(lane, []).append(Event(lane, action, start_s, end_s))
 
 
+def _channel_of(send: Action) -> _Channel:
+    return send.stage, send.other_end.stage, send.kind
+
+
 def _deadlock_text(schedule: Schedule, position: list[int]) -> str:
     """Every waiting rank's stage, what it waits for, and why that does not come."""
     waits = []
+    ring = ring_of(schedule)
     for rank, actions in enumerate(schedule):
         if position[rank] == len(actions):
             continue
-        receive = actions[position[rank]]
-        send = receive.other_end
-        sender = ring_of(schedule).rank_of(send.stage)
-        if send in schedule[sender]:
-            blocker = schedule[sender][position[sender]]
-            reason = f"{send}, which stands after {blocker} in the list of stage {blocker.stage}"
+        waiting = actions[position[rank]]
+        awaited = waiting.other_end if waiting.kind in _RECEIVES else _taken_before(actions, position[rank])
+        other = ring.rank_of(awaited.stage)
+        if awaited in schedule[other]:
+            blocker = schedule[other][position[other]]
+            reason = f"{awaited}, which stands after {blocker} in the list of stage {blocker.stage}"
         else:
-            reason = f"{send}, which stands in no list"
-        waits.append(f"stage {receive.stage} waits in {receive} for {reason}")
+            reason = f"{awaited}, which stands in no list"
+        waits.append(f"stage {waiting.stage} waits in {waiting} for {reason}")
     return "the schedule cannot finish: " + "; ".join(waits)
+
+
+def _taken_before(actions: Sequence[Action], place: int) -> Action:
+    """The RECV that makes room for what is sent there."""
+    channel = _channel_of(actions[place])
+    before = [action for action in actions[:place] if action.kind in _SENDS and _channel_of(action) == channel]
+    return before[-room_between(*channel[:2])].other_end

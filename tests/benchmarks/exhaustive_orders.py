@@ -3,7 +3,8 @@
 Stages, devices, and which stages are recomputed are enumerated, and for each the orders are searched as a tree: of all
 passes that could be next, the one that would be done first has a rank; whatever is done before that on this rank is a
 branch (Giffler and Thompson, Operations Research 8, 1960). Because memory may forbid later what is done now, not to do
-it yet is a branch, too. A branch ends where what the ranks still have to do takes too long. Bytes are those of the
+it yet is a branch, too. A branch ends where what the ranks still have to do takes too long. Waits for room for messages
+count at the end of each; orders that are best for these waits alone may be missing. Bytes are those of the
 report, which has tests of its own; order, time and which moments count are this file's.
 """
 
@@ -228,7 +229,7 @@ def _order_below(seconds: Any, memory: Memory, ways: Ways, limit_s: float, most_
                 return UNKNOWN
             if done[depth].sum() == 3 * stages * count:
                 in_time = clock[depth].max() < limit_s * (1 - ROUNDING)
-                if in_time and _finishes(options[:depth], turn[:depth], ways, stages, count):
+                if in_time and _with_waits_s(options[:depth], turn[:depth], seconds, ways) < limit_s * (1 - ROUNDING):
                     return SOME
                 depth -= 1
                 continue
@@ -252,7 +253,9 @@ def _order_below(seconds: Any, memory: Memory, ways: Ways, limit_s: float, most_
         if chosen >= 3 * stages:
             blocked[new, kind, stage] = 1
         else:
-            _do(seconds, ways, clock[new], last[new], done[new], inputs[new], gradients[new], links[new], stage, kind)
+            _do(
+                seconds, ways, clock[new], last[new], done[new], inputs[new], gradients[new], links[new], stage, kind, 0.0
+            )  # fmt: skip
             for other in ways.own[ways.rank[stage]]:
                 blocked[new, :, other] = 0
         turn[new] = NOWHERE
@@ -261,8 +264,9 @@ def _order_below(seconds: Any, memory: Memory, ways: Ways, limit_s: float, most_
 
 
 @compiled
-def _finishes(options: Any, turn: Any, ways: Ways, stages: int, count: int) -> bool:
-    """Whether the ranks come to an end if each waits, after a pass that sends, until there is room for one more."""
+def _with_waits_s(options: Any, turn: Any, seconds: Any, ways: Ways) -> float:
+    """What the order takes if each rank waits, after a pass that sends, until there is room; infinite if for ever."""
+    _, stages, count = seconds.shape
     ranks, chunks = ways.own.shape
     passes = np.full((ranks, 3 * chunks * count), NOWHERE)
     many = np.zeros(ranks, dtype=np.int64)
@@ -273,31 +277,35 @@ def _finishes(options: Any, turn: Any, ways: Ways, stages: int, count: int) -> b
             passes[rank, many[rank]] = chosen
             many[rank] += 1
     at, begun = np.zeros(ranks, dtype=np.int64), np.zeros((3, stages), dtype=np.int64)
+    clock, last, links = np.zeros(ranks), np.full(ranks, NOWHERE), np.zeros((2, ranks))
+    inputs, gradients = np.zeros((stages, count)), np.zeros((stages, count))
+    taken = np.zeros((2, stages, count))  # when a pass has its message
     went = True
     while went:
         went = False
         for rank in range(ranks):
             while at[rank] < many[rank]:
-                if at[rank] and _is_full(begun, ways, passes[rank, at[rank] - 1]):
-                    break
                 kind, stage = passes[rank, at[rank]] // stages, passes[rank, at[rank]] % stages
-                if kind == 0 and stage and begun[0, stage - 1] <= begun[0, stage]:
+                batch = begun[kind, stage]
+                if kind == 0 and stage and begun[0, stage - 1] <= batch:
                     break
-                if kind == 1 and stage < stages - 1 and begun[1, stage + 1] <= begun[1, stage]:
+                if kind == 1 and stage < stages - 1 and begun[1, stage + 1] <= batch:
                     break
-                begun[kind, stage] += 1
+                room_s = 0.0
+                if kind < 2:
+                    target = stage + 1 - 2 * kind
+                    if ways.links[kind, stage] != NOWHERE and batch >= UNDER_WAY:
+                        if begun[kind, target] <= batch - UNDER_WAY:
+                            break
+                        room_s = taken[kind, target, batch - UNDER_WAY]
+                    ready_s = clock[rank]
+                    if kind == 1 and last[rank] != stage * count + batch:
+                        ready_s += seconds[R, stage, batch]
+                    taken[kind, stage, batch] = max(ready_s, (gradients if kind else inputs)[stage, batch])
+                _do(seconds, ways, clock, last, begun, inputs, gradients, links, stage, kind, room_s)
                 at[rank] += 1
                 went = True
-    return bool((at == many).all())
-
-
-@compiled
-def _is_full(begun: Any, ways: Ways, sent: int) -> bool:
-    """Whether a rank waits after that pass because too many messages that nobody has read are under way."""
-    kind, stage = sent // begun.shape[1], sent % begun.shape[1]
-    if kind > 1 or ways.links[kind, stage] == NOWHERE:
-        return False
-    return bool(begun[kind, stage] - begun[kind, stage + 1 - 2 * kind] > UNDER_WAY)
+    return float(clock.max()) if (at == many).all() else np.inf
 
 
 @compiled
@@ -423,8 +431,9 @@ def _do(
     links: Any,
     stage: int,
     kind: int,
+    room_s: float,
 ) -> None:
-    """Carry a pass out."""
+    """Carry a pass out; what it sends, and what its rank does next, wait until there is room."""
     stages, count = seconds.shape[1:]
     rank, batch = ways.rank[stage], done[kind, stage]
     done[kind, stage] += 1
@@ -438,6 +447,7 @@ def _do(
     else:
         again_s = 0.0 if turns else seconds[R, stage, batch]
         clock[rank] = max(clock[rank] + again_s, gradients[stage, batch]) + seconds[B, stage, batch]
+    clock[rank] = max(clock[rank], room_s)
     there_s, link = clock[rank], ways.links[kind, stage]
     if link != NOWHERE:
         there_s = links[link, rank] = (

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.plan.plan import Plan
+from planner.plan.schedules import ONE_CHUNK, Ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Layout:
         replica: the one that this process belongs to; 0 where it runs alone.
         stages: that this process runs, ascending.
         process_of: by stage: the process that runs it in this process's replica.
+        ring: which rank of the plan runs which stages.
     """
 
     process: int
@@ -35,6 +37,7 @@ class Layout:
     replica: int
     stages: tuple[int, ...]
     process_of: tuple[int, ...]
+    ring: Ring = ONE_CHUNK
 
     @property
     def alone(self) -> bool:
@@ -85,4 +88,5 @@ def layout_of(plan: Plan, process: int, processes: int) -> Layout:
         replica=replica,
         stages=tuple(index for index, stage in enumerate(plan.stages) if stage.rank == rank),
         process_of=tuple(replica * plan.ranks + stage.rank for stage in plan.stages),
+        ring=plan.ring,
     )

@@ -18,7 +18,7 @@ from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from executor.run.stage_runner import StageLayers
 from executor.run.transport import Transfer
 from executor.watch.position import ActionNumbers, numbers_of
-from planner.plan.actions import COMPUTING, SENDS_AHEAD, Action, ActionKind, Schedule, most_in_flight, receives_ahead
+from planner.plan.actions import COMPUTING, Action, ActionKind, Schedule, most_in_flight, receives_ahead, room_between
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
 from profiler.machine.backend import backend_of
@@ -170,7 +170,7 @@ def _most_under_way(plan: Plan, receive: Action) -> int | None:
     """How many messages of a channel may be under way, as a plan's memory has it."""
     if receive.kind is ActionKind.RECV_F and SCHEDULES[plan.schedule].keeps_all:
         return None
-    return receives_ahead(abs(receive.other_end.stage - receive.stage))
+    return receives_ahead(abs(receive.other_end.stage - receive.stage), plan.ring)
 
 
 def _ticks(plan: Plan) -> Callable[[Action], int]:
@@ -252,7 +252,7 @@ class _Moves:
         form = self._form((*mask, *specs), here)
         most = self._most[min(action.stage, other)]
         if not self._training:  # nothing comes back that would hold up the sender
-            most = max(most, receives_ahead(abs(other - action.stage)) + SENDS_AHEAD)
+            most = max(most, room_between(action.stage, other, self._plan.ring))
         return Move(
             names=tuple(value.name for value in values),
             specs=specs,
@@ -263,6 +263,7 @@ class _Moves:
                 self._channel(action),
                 unlimited,
                 most,
+                ring=self._plan.ring,
                 borrows=receiver == action.stage and self._borrows(receiver),
             ),
             is_remote=self._layout.process_of[other] != self._layout.process,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.plan.actions import SENDS_AHEAD, Action, ActionKind, Schedule, receives_ahead
+from planner.plan.actions import Action, ActionKind, Schedule, ring_of, room_between
 from profiler.errors import ExecutionError
 
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
@@ -90,7 +90,7 @@ def _blockers(schedule: Schedule) -> dict[Action, Action]:
             if action.kind in SENDS and action.other_end.stage not in own:
                 by_channel.setdefault((action.stage, action.kind, action.peer), []).append(action)
         for sends in by_channel.values():
-            distance = abs(sends[0].other_end.stage - sends[0].stage)
-            for earlier, later in zip(sends, sends[receives_ahead(distance) + SENDS_AHEAD :], strict=False):
+            room = room_between(sends[0].stage, sends[0].other_end.stage, ring_of(schedule))
+            for earlier, later in zip(sends, sends[room:], strict=False):
                 found[later] = earlier.other_end
     return found

@@ -21,7 +21,7 @@ from executor.run.distributed import Distributed
 from executor.run.message import MessageForm
 from executor.run.rank_order import RECEIVES
 from executor.run.transport import Transfer
-from planner.plan.actions import AHEAD_BYTES, SENDS_AHEAD, receives_ahead
+from planner.plan.actions import AHEAD_BYTES, room_between
 from profiler.machine.backend import backend_of
 from profiler.machine.ring import Incoming, Outgoing, Slot
 from profiler.machine.ring_meeting import Rings, Wanted, meet
@@ -164,7 +164,7 @@ def _rings_wanted(
     for sender, receiver in [*forward, *((receiver, sender) for sender, receiver in forward)]:
         source, target = layout.process_of[sender], layout.process_of[receiver]
         if layout.process == source != target:
-            at_least = receives_ahead(abs(receiver - sender)) + SENDS_AHEAD
+            at_least = room_between(sender, receiver, layout.ring)
             outgoing[sender, receiver] = Wanted(target, at_least, AHEAD_BYTES)
         elif layout.process == target != source:
             incoming[sender, receiver] = source

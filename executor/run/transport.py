@@ -21,6 +21,7 @@ from executor.layout import Layout
 from executor.run.message import MessageForm
 from executor.run.rank_order import RECEIVES
 from planner.plan.actions import AHEAD_BYTES, SENDS_AHEAD, Action, receives_ahead
+from planner.plan.schedules import ONE_CHUNK, Ring
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +36,7 @@ class Transfer:
             actions, whose hash Python computes.
         unlimited: whether all receives of this kind and stage may be posted at once, whatever their size.
         most: how many messages like this one can be under way on its channel, by the order of actions.
+        ring: which rank runs which stages.
         borrows: of a RECV: whether nobody needs the tensors any more, or changes them before, when the next message of
             the channel is waited for, or the run ends; they may lie in memory of the transport then.
         other: stage at the other end.
@@ -49,6 +51,7 @@ class Transfer:
     channel: int
     unlimited: bool = False
     most: int = field(default_factory=lambda: _MICRO_BATCHES)
+    ring: Ring = ONE_CHUNK
     borrows: bool = False
     other: int = field(init=False)
     tag: int = field(init=False)
@@ -58,7 +61,7 @@ class Transfer:
     def __post_init__(self) -> None:
         other = self.action.other_end.stage
         distance = abs(other - self.action.stage)
-        at_least = min(receives_ahead(distance) if self.action.kind in RECEIVES else SENDS_AHEAD, self.most)
+        at_least = min(receives_ahead(distance, self.ring) if self.action.kind in RECEIVES else SENDS_AHEAD, self.most)
         wanted = _MICRO_BATCHES if self.unlimited else max(at_least, AHEAD_BYTES // max(1, self.form.size_bytes))
         object.__setattr__(self, "other", other)
         object.__setattr__(self, "tag", _tag(self.channel, self.action.micro_batch))

@@ -433,7 +433,7 @@ class Ledger:
         split = basis.micro_batches
         sizes = split.largest, split.smallest
         large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
-        message = self.message = Message.after_layers(large, small, basis.ahead_bytes, basis.carrier)
+        message = self.message = Message.after_layers(large, small, basis.ahead_bytes, basis.carrier, basis.ring)
         self._numbers = numbers
         self._splits = SCHEDULES[basis.schedule].splits_backward
         held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]

@@ -11,6 +11,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices, LayerArrays
 from planner.plan.actions import AHEAD_BYTES, MOST_SLOTS, SENDS_AHEAD, SLOT_ALIGNMENT, receives_ahead
 from planner.plan.micro_batches import MicroBatches
+from planner.plan.schedules import ONE_CHUNK, Ring
 from profiler.device import Device
 
 
@@ -42,6 +43,7 @@ class Message:
         distance: how many stages it goes.
         ahead_bytes: of short messages as many may be under way as these hold.
         carrier: what carries it.
+        ring: which rank runs which stages.
     """
 
     outputs: tuple[Floats, Floats]
@@ -49,6 +51,7 @@ class Message:
     distance: int = 1
     ahead_bytes: int = AHEAD_BYTES
     carrier: Carrier = Carrier.POSTED
+    ring: Ring = ONE_CHUNK
 
     @classmethod
     def after_layers(
@@ -57,6 +60,7 @@ class Message:
         small: LayerArrays,
         ahead_bytes: int = AHEAD_BYTES,
         carrier: Carrier = Carrier.POSTED,
+        ring: Ring = ONE_CHUNK,
     ) -> Message:
         """What crosses the boundary after each layer."""
         return cls(
@@ -64,6 +68,7 @@ class Message:
             (large.output_gradient_bytes, small.output_gradient_bytes),
             ahead_bytes=ahead_bytes,
             carrier=carrier,
+            ring=ring,
         )
 
     def at(self, layer: int) -> Message:
@@ -96,7 +101,7 @@ class Message:
             count: M.
         """
         outputs, gradients = (np.maximum(*both) for both in (self.outputs, self.gradients))
-        posted = self._ahead(receives_ahead(self.distance), np.minimum(*self.gradients), most)
+        posted = self._ahead(receives_ahead(self.distance, self.ring), np.minimum(*self.gradients), most)
         sent = self._ahead(SENDS_AHEAD, np.minimum(*self.outputs), most)
         on_the_way = np.minimum(posted + 1, count) * gradients + sent * outputs
         return self._by_carrier(on_the_way, self._slots(outputs, most) + self.at_hand(sender=True))
@@ -131,7 +136,7 @@ class Message:
         in_slots = self._slots(gradients, most) + self.at_hand(sender=False)
         if not keeps_all:
             large, small = self.outputs
-            posted_ahead = self._ahead(receives_ahead(self.distance), np.minimum(large, small), most)
+            posted_ahead = self._ahead(receives_ahead(self.distance, self.ring), np.minimum(large, small), most)
             soon = np.minimum(flying + posted_ahead, micro_batches.count)
             soon_large, now_large = (np.minimum(many, micro_batches.number_largest) for many in (soon, flying))
             more_large = soon_large - now_large
@@ -147,7 +152,7 @@ class Message:
     def _slots(self, message_bytes: Floats, most: int) -> Floats:
         """Bytes of a ring in memory that both stages share, which its sender holds, see `profiler.machine.ring`."""
         slot_bytes = np.ceil(message_bytes / SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        at_least = SENDS_AHEAD + receives_ahead(self.distance)
+        at_least = SENDS_AHEAD + receives_ahead(self.distance, self.ring)
         slots: Floats = np.minimum(self._ahead(at_least, slot_bytes, most), MOST_SLOTS) * slot_bytes
         return slots
 

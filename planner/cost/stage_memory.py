@@ -317,9 +317,9 @@ class _Stage:
             return []
         if of is Of.FIRST_BOUNDARY:
             near = [message.at(self.first - 1).less(skips.incoming)] if self._follows else []
-            return [*(replace(skip, carrier=message.carrier) for skip in skips.incoming), *near]
+            return [*(replace(skip, carrier=message.carrier, ring=message.ring) for skip in skips.incoming), *near]
         near = [message.at(self.stop - 1).less(skips.outgoing)] if self._goes_on else []
-        return [*(replace(skip, carrier=message.carrier) for skip in skips.outgoing), *near]
+        return [*(replace(skip, carrier=message.carrier, ring=message.ring) for skip in skips.outgoing), *near]
 
 
 def _turns(number: int, ring: Ring) -> tuple[bool, bool]:

@@ -13,8 +13,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats
 from planner.kernel.compiled import compiled
-from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, Turns
-from planner.plan.actions import UNDER_WAY
+from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, THERE_IS_ROOM, Turns
 
 NONE = -1
 """No pass; they are numbered as they are walked."""
@@ -50,9 +49,7 @@ def longest_path(
     before, by_message = np.empty(len(turns), dtype=np.int32), np.zeros(len(turns), dtype=np.bool_)
     sent_before = np.full(len(turns), NONE, dtype=np.int32)  # what a message waited for on its link
     number_of = np.empty((2, stages, shares.shape[1]), dtype=np.int32)
-    many, taken_s = np.zeros((2, stages), dtype=np.int64), np.empty((2, stages, shares.shape[1]))
-    taken_by = np.empty((2, stages, shares.shape[1]), dtype=np.int32)
-    room_by = np.full(len(turns), NONE, dtype=np.int32)  # the pass with whose start a pass ends that waits for room
+    starts_s, waits = np.empty(len(turns)), np.zeros(len(turns), dtype=np.bool_)  # and which end when there is room
     for turn in range(len(turns)):
         kind, stage, batch = turns[turn, 0], turns[turn, 1], turns[turn, 2]
         rank, link = turns[turn, 3], turns[turn, 4]
@@ -66,12 +63,10 @@ def longest_path(
         last[rank] = turn
         if kind > BACKWARD:
             continue
-        number, target = many[kind, stage], 2 * stage - source
-        taken_s[kind, stage, number], taken_by[kind, stage, number] = start_s, turn
-        many[kind, stage] += 1
-        if link != NO_LINK and number >= UNDER_WAY and taken_s[kind, target, number - UNDER_WAY] > end_s:
-            end_s = clock_s[rank] = taken_s[kind, target, number - UNDER_WAY]
-            room_by[turn] = taken_by[kind, target, number - UNDER_WAY]
+        starts_s[turn], room = start_s, turns[turn, 6]
+        if room != THERE_IS_ROOM and starts_s[room] > end_s:
+            end_s = clock_s[rank] = starts_s[room]
+            waits[turn] = True
         number_of[kind, stage, batch], there_s[turn] = turn, end_s
         if link != NO_LINK:
             boundary = stage if kind == FORWARD else stage - 1
@@ -88,8 +83,8 @@ def longest_path(
             if sent_before[at] != NONE:
                 at = sent_before[at]
                 continue
-        if room_by[at] != NONE:
-            at, sent = before[room_by[at]], by_message[room_by[at]]
+        if waits[at]:
+            at, sent = before[turns[at, 6]], by_message[turns[at, 6]]
             continue
         on_path[kind, stage] += shares[kind, batch]
         at, sent = before[at], by_message[at]

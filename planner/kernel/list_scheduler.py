@@ -14,8 +14,8 @@ is in flight in each chunk that it went forward through and not yet back.
 A forward pass is taken only if the rank can hold one micro-batch more in addition to the waiting ones, and then one
 also in each later chunk that has none: the earliest micro-batch always comes to the end. A backward pass is, if the
 rank can hold those that are in flight and wait; where it cannot, weights are made first, and those go back that are in
-a later chunk. Both are only if there is room for what they send (`planner.plan.actions.UNDER_WAY`). Passes of weights
-need nothing and free what waited, so that no rank is ever stuck.
+a later chunk. Both are only if there is room for what they send (`planner.plan.actions.room_between`). Passes of
+weights need nothing and free what waited, so that no rank is ever stuck.
 How far ahead a rank goes, and how soon is soon, are the settings that `planner.solve.own_orders` tries.
 Recompute and messages are as in `planner.kernel.makespan`.
 """
@@ -29,8 +29,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled, inlined
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, walked
-from planner.kernel.turns import NO_LINK
-from planner.plan.actions import UNDER_WAY
+from planner.kernel.turns import NO_LINK, Ways
 
 NOT_YET = -1.0
 """When a message comes that nobody has begun to make."""
@@ -83,8 +82,7 @@ class _Walk(NamedTuple):
 def listed(
     seconds: Floats,
     room: Room,
-    stages_of: Indices,
-    links: Indices,
+    ways: Ways,
     lead: Indices,
     most: Indices,
     patience: float,
@@ -95,8 +93,7 @@ def listed(
     Args:
         seconds: as `planner.kernel.makespan.makespan_s` has them, shape (6, K, M).
         room: what ranks may hold.
-        stages_of: of each rank, see `planner.kernel.turns.ways`.
-        links: likewise.
+        ways: where stages are, and what they send over.
         lead: micro-batches in flight up to which a forward pass goes before a backward pass, shape (ranks,).
         most: micro-batches in flight in each stage at most, shape (K,).
         patience: part of a pass of weights, or of a forward pass beyond the lead, that a rank rather waits.
@@ -107,10 +104,10 @@ def listed(
         and in the last ones of some rank if they take too long.
     """
     _, stages, count = seconds.shape
-    ranks, chunks = stages_of.shape
+    ranks, chunks = ways.stages.shape
     orders = np.full((ranks, 3 * chunks * count), NOTHING)
     for rank in range(ranks):
-        if (room.flying[stages_of[rank], 1].cumsum() > room.free[stages_of[rank]]).any():
+        if (room.flying[ways.stages[rank], 1].cumsum() > room.free[ways.stages[rank]]).any():
             return orders
     there = stages, count
     walk = _Walk(
@@ -126,11 +123,11 @@ def listed(
     walk.wake_s[0] = 0.0
     left_s = np.zeros(ranks)
     for rank in range(ranks):
-        for stage in stages_of[rank]:
+        for stage in ways.stages[rank]:
             left_s[rank] += seconds[F, stage].sum() + seconds[B, stage].sum() + seconds[W, stage].sum()
     rank_of = np.zeros(stages, dtype=np.int64)
     for rank in range(ranks):
-        rank_of[stages_of[rank]] = rank
+        rank_of[ways.stages[rank]] = rank
     places = np.zeros(ranks, dtype=np.int64)
     for _ in range(8 * ranks * orders.shape[1]):
         rank = int(np.argmin(walk.wake_s))
@@ -143,8 +140,8 @@ def listed(
             walk,
             seconds,
             room,
-            stages_of[rank],
-            links,
+            ways.stages[rank],
+            ways,
             now_s,
             lead[rank],
             most,
@@ -154,13 +151,13 @@ def listed(
         if kind == NOTHING:
             walk.wake_s[rank] = np.inf
             continue
-        stage = stages_of[rank, chunk]
+        stage = ways.stages[rank, chunk]
         batch = walk.done[kind, stage]
         turns_around = kind == 1 and before == chunk * count + batch
         orders[rank, place] = (kind * chunks + chunk) * count + batch
         places[rank] += 1
         left_s[rank] -= seconds[W if kind == 2 else B if kind else F, stage, batch]
-        _begin(walk, seconds, rank_of, links, stage, now_s, kind, turns_around)
+        _begin(walk, seconds, rank_of, ways, stage, now_s, kind, turns_around)
     return orders
 
 
@@ -170,7 +167,7 @@ def _chosen(
     seconds: Floats,
     room: Room,
     own: Indices,
-    links: Indices,
+    ways: Ways,
     now_s: float,
     lead: int,
     most: Indices,
@@ -181,7 +178,7 @@ def _chosen(
     flying = 0
     for stage in own:
         flying += walk.done[0, stage] - walk.done[1, stage]
-    ready = _ready(walk, seconds, room, own, links, now_s, most, before)
+    ready = _ready(walk, seconds, room, own, ways, now_s, most, before)
     (forward_wait_s, goes), (backward_wait_s, comes), waits = ready
     if backward_wait_s == 0.0 and (forward_wait_s > 0.0 or flying >= lead):
         return 1, comes
@@ -202,7 +199,7 @@ def _ready(
     seconds: Floats,
     room: Room,
     own: Indices,
-    links: Indices,
+    ways: Ways,
     now_s: float,
     most: Indices,
     before: int,
@@ -219,11 +216,11 @@ def _ready(
         stage = own[chunk]
         forward, backward, weights = walk.done[0, stage], walk.done[1, stage], walk.done[2, stage]
         fits = forward < count and forward - backward < most[stage] and _holds(walk, room, own, held, chunk)
-        if fits and _has_way(walk, links, 0, stage):
+        if fits and _has_way(walk, ways, 0, stage):
             there_s = walk.input_s[stage, forward]
             if there_s != NOT_YET and max(0.0, there_s - now_s) < forward_wait_s:
                 forward_wait_s, goes = max(0.0, there_s - now_s), chunk
-        if backward < forward and held <= room.free[stage] and _has_way(walk, links, 1, stage):
+        if backward < forward and held <= room.free[stage] and _has_way(walk, ways, 1, stage):
             there_s = walk.gradient_s[stage, backward]
             again_s = 0.0 if before == chunk * count + backward else seconds[R, stage, backward]
             if there_s != NOT_YET and max(0.0, there_s - now_s - again_s) < backward_wait_s:
@@ -247,12 +244,12 @@ def _holds(walk: _Walk, room: Room, own: Indices, held: float, chunk: int) -> bo
 
 
 @inlined
-def _has_way(walk: _Walk, links: Indices, kind: int, stage: int) -> bool:
+def _has_way(walk: _Walk, ways: Ways, kind: int, stage: int) -> bool:
     """Whether there is room for what such a pass sends."""
-    if links[kind, stage] == NO_LINK:
+    if ways.links[kind, stage] == NO_LINK:
         return True
-    under_way: int = walk.done[kind, stage] - walk.done[kind, stage - 1 if kind else stage + 1]
-    return under_way < UNDER_WAY
+    sent: int = walk.done[kind, stage] - walk.done[kind, stage - 1 if kind else stage + 1]
+    return sent < ways.under_way
 
 
 @inlined
@@ -260,7 +257,7 @@ def _begin(
     walk: _Walk,
     seconds: Floats,
     rank_of: Indices,
-    links: Indices,
+    ways: Ways,
     stage: int,
     now_s: float,
     kind: int,
@@ -274,19 +271,19 @@ def _begin(
     elif kind == 0:
         walk.clock_s[rank] = max(now_s, walk.input_s[stage, batch]) + seconds[F, stage, batch]
         if stage < stages - 1:
-            sent_s = _sent_s(walk, rank, links[0, stage], seconds[SEND_F, stage, batch])
+            sent_s = _sent_s(walk, rank, ways.links[0, stage], seconds[SEND_F, stage, batch])
             walk.input_s[stage + 1, batch] = sent_s
             _wake(walk, rank_of[stage + 1], now_s)
-        if stage > 0 and walk.done[0, stage - 1] - walk.done[0, stage] + 1 >= UNDER_WAY:
+        if stage > 0 and walk.done[0, stage - 1] - walk.done[0, stage] + 1 >= ways.under_way:
             _wake(walk, rank_of[stage - 1], now_s)
     else:
         again_s = 0.0 if turns_around else seconds[R, stage, batch]
         walk.clock_s[rank] = max(now_s + again_s, walk.gradient_s[stage, batch]) + seconds[B, stage, batch]
         if stage > 0:
-            sent_s = _sent_s(walk, rank, links[1, stage], seconds[SEND_B, stage, batch])
+            sent_s = _sent_s(walk, rank, ways.links[1, stage], seconds[SEND_B, stage, batch])
             walk.gradient_s[stage - 1, batch] = sent_s
             _wake(walk, rank_of[stage - 1], now_s)
-        if stage < stages - 1 and walk.done[1, stage + 1] - walk.done[1, stage] + 1 >= UNDER_WAY:
+        if stage < stages - 1 and walk.done[1, stage + 1] - walk.done[1, stage] + 1 >= ways.under_way:
             _wake(walk, rank_of[stage + 1], now_s)
     walk.wake_s[rank] = walk.clock_s[rank]
 
@@ -311,8 +308,7 @@ def exchanged(
     orders: Indices,
     seconds: Floats,
     room: Room,
-    stages_of: Indices,
-    links: Indices,
+    ways: Ways,
     tries: int,
     longer: float,
     enough_s: float,
@@ -326,8 +322,7 @@ def exchanged(
         orders: numbers of passes, shape (ranks, 3 * chunks * M), that fit.
         seconds: as for `listed`.
         room: likewise.
-        stages_of: likewise.
-        links: likewise.
+        ways: likewise.
         tries: moves to try.
         longer: by what part a step may become longer when the first pass is moved.
         enough_s: no order takes less.
@@ -335,7 +330,7 @@ def exchanged(
     count = seconds.shape[2]
     ranks, passes = orders.shape
     best, now, chance = orders.copy(), orders.copy(), 12345
-    best_s = now_s = walked(best, stages_of, links, seconds)
+    best_s = now_s = walked(best, ways, seconds)
     for number in range(tries):
         if best_s <= enough_s:
             break
@@ -347,8 +342,8 @@ def exchanged(
         reach = min(1 + (chance >> 8) % MOST_PLACES, passes - 1 - place)
         if not _moved(now[rank], place, reach, chance >> 16 & 1):
             continue
-        allowed = _allowed(now[rank], count, room, stages_of[rank])
-        made_s = walked(now, stages_of, links, seconds) if allowed else np.inf
+        allowed = _allowed(now[rank], count, room, ways.stages[rank])
+        made_s = walked(now, ways, seconds) if allowed else np.inf
         if made_s <= max(now_s, best_s * (1 + longer * (1 - number / tries))):
             now_s = made_s
         else:

@@ -26,7 +26,7 @@ The exact makespan follows from the passes of each rank in order, for any schedu
    before the gradient comes; where the backward pass follows its own forward pass, nothing is recomputed.
 3. What a pass computes goes over the link in that direction, one message after the other. Of two ranks each is before
    and after the other, so all that one sends goes over one link.
-4. After a pass the rank waits until there is room for what it sends: of `UNDER_WAY` messages that are under way between
+4. After a pass the rank waits until there is room for what it sends: of the messages that are under way between
    two stages the first is taken when the pass that reads it starts.
 5. The ranks take turns until all are at their end.
 """
@@ -39,8 +39,7 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled
-from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, Turns, in_turn, turns_of, ways
-from planner.plan.actions import UNDER_WAY
+from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, THERE_IS_ROOM, Turns, Ways, in_turn, turns_of, ways
 from planner.plan.schedules import SCHEDULES, Ring, ScheduleName
 
 F, R, B, SEND_F, SEND_B, W = range(6)
@@ -87,13 +86,13 @@ def makespan_s(schedule: ScheduleName, seconds: Floats, chunks: int = 1) -> floa
 
 def walked_s(orders: Indices, seconds: Floats, ring: Ring | None = None) -> float:
     """The same for passes of shape (ranks, passes); without a ring each stage has a rank of its own."""
-    return float(walked(orders, *ways(ring or Ring(len(orders))), np.ascontiguousarray(seconds)))
+    return float(walked(orders, ways(ring or Ring(len(orders))), np.ascontiguousarray(seconds)))
 
 
 @compiled
-def walked(orders: Indices, stages_of: Indices, links: Indices, seconds: Floats) -> float:
+def walked(orders: Indices, ways: Ways, seconds: Floats) -> float:
     """The same; infinite if all wait for each other."""
-    return walked_in_turn(in_turn(orders, stages_of, links, seconds.shape[2]), len(orders), seconds)
+    return walked_in_turn(in_turn(orders, ways, seconds.shape[2]), len(orders), seconds)
 
 
 @compiled
@@ -103,8 +102,7 @@ def walked_in_turn(turns: Turns, ranks: int, seconds: Floats) -> float:
     clock_s, link_s = np.zeros(ranks), np.zeros((2, ranks))
     # when the output of a stage is at the next one, and the gradient for its inputs at the one before
     there_s = np.empty((2, stages, micro_batches))
-    # of each stage how many of its passes have started, and when each did, in their order: then it took its message
-    many, taken_s = np.zeros((2, stages), dtype=np.int64), np.empty((2, stages, micro_batches))
+    starts_s = np.empty(len(turns))  # then a pass has its message
     for turn in range(len(turns)):
         kind, stage, batch = turns[turn, 0], turns[turn, 1], turns[turn, 2]
         rank, link = turns[turn, 3], turns[turn, 4]
@@ -120,12 +118,10 @@ def walked_in_turn(turns: Turns, ranks: int, seconds: Floats) -> float:
                 start_s += seconds[R, stage, batch]
         if 0 <= source < stages:
             start_s = max(start_s, there_s[kind, source, batch])
-        number, target = many[kind, stage], 2 * stage - source
-        taken_s[kind, stage, number] = start_s
-        many[kind, stage] += 1
+        starts_s[turn] = start_s
         end_s = start_s + seconds[computes, stage, batch]
-        if link != NO_LINK and number >= UNDER_WAY:
-            end_s = max(end_s, taken_s[kind, target, number - UNDER_WAY])
+        if turns[turn, 6] != THERE_IS_ROOM:
+            end_s = max(end_s, starts_s[turns[turn, 6]])
         clock_s[rank] = there_s[kind, stage, batch] = end_s
         if link != NO_LINK:
             sent_s = max(link_s[link, rank], end_s) + seconds[sends, stage, batch]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planner.plan.actions import UNDER_WAY
+from planner.plan.actions import room_between
 from planner.plan.orders import Order
 from profiler.errors import ArgumentError
 from profiler.text import counted
@@ -101,7 +101,7 @@ def _check_progress(texts: Sequence[str], ring: Ring) -> None:
             if source != stage and 0 <= source <= last and done[source][kind] <= done[stage][kind]:
                 break
             sends = 0 <= target <= last and ring.rank_of(target) != rank
-            if sends and done[stage][kind] - done[target][kind] >= UNDER_WAY:
+            if sends and done[stage][kind] - done[target][kind] >= room_between(stage, target, ring):
                 break
             done[stage][kind] += 1
             place[rank] += 1
@@ -113,5 +113,5 @@ def _check_progress(texts: Sequence[str], ring: Ring) -> None:
             name = "stage" if ring.chunks == 1 else "rank"
             raise ArgumentError(
                 f"the orders cannot finish: {name} {rank} waits in pass {place[rank]}, {text[place[rank]]}, and all "
-                f"others are at their end or wait, too, with {UNDER_WAY} messages under way at most"
+                f"others are at their end or wait, too, with {room_between(0, 1, ring)} messages under way at most"
             )

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from planner.plan.actions import Action, ActionKind, Schedule, ring_of, room_between
+from planner.plan.schedules import Ring
 from profiler.errors import PlanError
 
 if TYPE_CHECKING:
@@ -245,8 +246,7 @@ def simulate(schedule: Schedule, durations: Durations, *, optimizer_s: float = 0
 
 
 class _Run:
-    """The state of one simulation: a clock and a position for each rank, and messages that have arrived and were taken.
-    """
+    """The state of one simulation: a clock and a position for each rank, and messages that arrived and were taken."""
 
     def __init__(self, schedule: Schedule, durations: Durations, *, notes: bool) -> None:
         ranks = len(schedule)
@@ -299,7 +299,7 @@ class _Run:
     def _has_room(self, rank: int, send: Action) -> bool:
         """Whether it is known when there is room for a message; the rank's clock is then there."""
         channel = _channel_of(send)
-        first = self.sent[channel] - room_between(*channel[:2])  # of those before it which has to be taken
+        first = self.sent[channel] - room_between(*channel[:2], self.ring)  # of those before it which has to be taken
         if first < 0 or self.ring.rank_of(channel[1]) == rank:
             return True
         if first >= len(self.taken_s[channel]):
@@ -350,7 +350,7 @@ def _deadlock_text(schedule: Schedule, position: list[int]) -> str:
         if position[rank] == len(actions):
             continue
         waiting = actions[position[rank]]
-        awaited = waiting.other_end if waiting.kind in _RECEIVES else _taken_before(actions, position[rank])
+        awaited = waiting.other_end if waiting.kind in _RECEIVES else _taken_before(actions, position[rank], ring)
         other = ring.rank_of(awaited.stage)
         if awaited in schedule[other]:
             blocker = schedule[other][position[other]]
@@ -361,8 +361,8 @@ def _deadlock_text(schedule: Schedule, position: list[int]) -> str:
     return "the schedule cannot finish: " + "; ".join(waits)
 
 
-def _taken_before(actions: Sequence[Action], place: int) -> Action:
+def _taken_before(actions: Sequence[Action], place: int, ring: Ring) -> Action:
     """The RECV that makes room for what is sent there."""
     channel = _channel_of(actions[place])
     before = [action for action in actions[:place] if action.kind in _SENDS and _channel_of(action) == channel]
-    return before[-room_between(*channel[:2])].other_end
+    return before[-room_between(*channel[:2], ring)].other_end

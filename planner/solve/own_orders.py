@@ -94,7 +94,7 @@ def best_orders(
     """
     _, stages, count = seconds.shape
     ring = ring or Ring(stages)
-    stages_of, _ = ways(ring)
+    stages_of = ways(ring).stages
     if (room.flying[stages_of, 1].cumsum(axis=1) > room.free[stages_of]).any():
         return None
     seconds = np.ascontiguousarray(seconds)
@@ -143,7 +143,7 @@ def _by_settings(
         limit_s = ends.below_s
         if best is not None and not (moves and ring.chunks > 1):
             limit_s = min(limit_s, best[0] * (1 + LATER))
-        orders = listed(seconds, room, *ways(ring), lead, most, patience, limit_s)
+        orders = listed(seconds, room, ways(ring), lead, most, patience, limit_s)
         if (orders[:, -1] != NOTHING).all():
             starts += [(walked_s(orders, seconds, ring), orders)] if moves else []
             had, best = best, _faster(best, orders, seconds, ring)
@@ -174,7 +174,7 @@ def moved(
     tries, enough_s = min(MOST_TRIES, WORK_OF_TRIES // seconds[0].size), least_s * (1 + CLOSE)
     return _faster(
         best,
-        exchanged(best[1], np.ascontiguousarray(seconds), room, *ways(ring), tries, longer, enough_s),
+        exchanged(best[1], np.ascontiguousarray(seconds), room, ways(ring), tries, longer, enough_s),
         seconds,
         ring,
     )

@@ -254,7 +254,8 @@ def _order_below(seconds: Any, memory: Memory, ways: Ways, limit_s: float, most_
             blocked[new, kind, stage] = 1
         else:
             _do(
-                seconds, ways, clock[new], last[new], done[new], inputs[new], gradients[new], links[new], stage, kind, 0.0
+                seconds, ways, clock[new], last[new], done[new], inputs[new], gradients[new], links[new], stage,
+                kind, 0.0,
             )  # fmt: skip
             for other in ways.own[ways.rank[stage]]:
                 blocked[new, :, other] = 0

@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m pytest -m benchmark tests/benchmarks/test_schedule_gains.py -s
 
-Two CPU workers with one thread each; M = 4 and 8; each schedule with the cuts that the planner finds for it. All train
-the same model in the same two processes and take turns of a few steps, since the speed of a machine drifts; ratios of
-neighbouring turns count, their median over turns and rounds; turns beside which others computed do not. Each round has
+Two CPU workers with one thread each; M = 4 and 8; each schedule with the cuts that the planner finds for it. It and
+1F1B train the same model in the same two processes and take turns of a few steps, since the speed of a machine drifts;
+of more pipelines in one process each finds its memory in pieces and in no cache. Ratios of neighbouring turns count,
+their median over turns and rounds; turns beside which others computed do not. Each round has
 a profile of its own. The optimizer is left out on both sides. Torch's schedules run the same layers at the cuts of our
 interleaved plan; where they do not run, or their gradients are not those of the plain model, the table says so.
 """
@@ -89,31 +90,28 @@ def subject(name: str) -> tuple[Model, int]:
     return made, len(pytree.tree_leaves(made.sample)[0])
 
 
-def contenders(
-    model: Model, sequence: LayerSequence, plans: Mapping[Key, Plan], runs: Mapping[Key, str]
-) -> dict[Key, Callable[[], object]]:
-    """A step of each."""
+def contenders(model: Model, sequence: LayerSequence, plans: Mapping[Key, Plan]) -> dict[Key, Callable[[], object]]:
+    """A step of each; torch's schedules at the cuts of the plan."""
     args, kwargs = call_arguments(model.sample)
+    inputs = dict(zip(sequence.inputs, tensor_leaves(model.sample, sequence.sample), strict=True))
     steps: dict[Key, Callable[[], object]] = {}
     for key, plan in plans.items():
+        if key[0] in TORCH:
+            steps[key] = torch_step(TORCH[key[0]], sequence, plan, inputs, model.target, model.loss_fn)
+            continue
         pipe = Pipeline(model.model, plan, loss_fn=model.loss_fn, compare_first_step=False)
         steps[key] = lambda pipe=pipe: pipe.step(*args, target=model.target, **kwargs)  # type: ignore[misc]
-    inputs = dict(zip(sequence.inputs, tensor_leaves(model.sample, sequence.sample), strict=True))
-    for (name, count), reason in runs.items():
-        if not reason:
-            chunked = plans["interleaved", count]
-            steps[name, count] = torch_step(TORCH[name], sequence, chunked, inputs, model.target, model.loss_fn)
     return steps
 
 
-def worker(_: Plan, name: str, plans: Mapping[Key, Plan], runs: Mapping[Key, str]) -> Found:
-    """All contenders in turns, in each of the processes."""
+def worker(_: Plan, name: str, plans: Mapping[Key, Plan]) -> Found:
+    """The contenders in turns, in each of the processes."""
     keep_freed_memory()
     torch.set_num_threads(1)
     model, _size = subject(name)
     sequence = trace(model.model, model.sample)
-    steps = contenders(model, sequence, plans, runs)
-    expected = {count: plain_gradients(model, count) for count in MICRO_BATCHES}
+    steps = contenders(model, sequence, plans)
+    expected = {count: plain_gradients(model, count) for _, count in plans}
     off = {}
     for key, step in steps.items():
         model.model.zero_grad()
@@ -132,15 +130,6 @@ def worker(_: Plan, name: str, plans: Mapping[Key, Plan], runs: Mapping[Key, str
             dist.all_reduce(own_s)
             others[key].append(load.cores(own_s.item()))
     return Found(seconds, others, off)
-
-
-def attempt(_: Plan, name: str, plans: Mapping[Key, Plan], key: Key) -> None:
-    """One step of one of torch's schedules."""
-    torch.set_num_threads(1)
-    model, _size = subject(name)
-    sequence = trace(model.model, model.sample)
-    inputs = dict(zip(sequence.inputs, tensor_leaves(model.sample, sequence.sample), strict=True))
-    torch_step(TORCH[key[0]], sequence, plans["interleaved", key[1]], inputs, model.target, model.loss_fn)()
 
 
 def plain_gradients(model: Model, micro_batches: int) -> dict[str, Tensor]:
@@ -186,28 +175,38 @@ def measured_once(name: str) -> Iterator[dict[str, Any]]:
         for kind, (schedule, chunks) in OURS.items()
         for count in MICRO_BATCHES
     }  # fmt: skip
-    whole = plans["1f1b", MICRO_BATCHES[0]]
-    runs = {(kind, count): why_not(whole, name, plans, (kind, count)) for kind in TORCH for count in MICRO_BATCHES}
-    parts: list[Found] = launch(worker, whole, (name, plans, runs))
-    for key in (*plans, *runs):
-        base, plan = plans["1f1b", key[1]], plans.get(key)
-        row: dict[str, Any] = {"model": name, "M": key[1], "schedule": key[0], "says": runs.get(key, ""), "wrong": ""}
-        if key in parts[0].seconds:
-            keys = ("1f1b", key[1]), key
-            before, after = (step_seconds(parts, one) for one in keys)
-            busy = [max(turns) for turns in zip(*(part.others[one] for part in parts for one in keys), strict=True)]
-            kept = [pair for *pair, cores in zip(before, after, busy, strict=True) if cores <= ALONE]
-            off = {name: by for part in parts for name, by in part.off[key].items() if by > RIGHT}
-            row |= {
-                "seconds": median(own_s for _, own_s in kept) if kept else float("nan"),
-                "gain": median(base_s / own_s for base_s, own_s in kept) if kept else float("nan"),
-                "turns": len(kept),
-                "off": max(by for part in parts for by in part.off[key].values()),
-                "wrong": ", ".join(sorted(off)),
-            }
-        if plan is not None:
-            row |= {"predicted": of_step(base) / of_step(plan), "predicted_s": of_step(plan)}
-        yield row
+    torchs = {(kind, count): plans["interleaved", count] for kind in TORCH for count in MICRO_BATCHES}
+    for key, plan in {**plans, **torchs}.items():
+        first = "1f1b", key[1]
+        if key == first:
+            continue
+        row: dict[str, Any] = {"model": name, "M": key[1], "schedule": key[0], "says": "", "wrong": ""}
+        if key in plans:
+            row |= {"predicted": of_step(plans[first]) / of_step(plan), "predicted_s": of_step(plan)}
+        try:
+            parts: list[Found] = launch(worker, plans[first], (name, {first: plans[first], key: plan}))
+        except ExecutionError as problem:
+            if key in plans:
+                raise
+            yield row | {"says": " ".join(str(problem).split())[:200]}
+            continue
+        yield row | measured_by(parts, first, key)
+
+
+def measured_by(parts: list[Found], first: Key, key: Key) -> dict[str, Any]:
+    """What the processes found, of the turns beside which nobody else computed."""
+    before, after = (step_seconds(parts, one) for one in (first, key))
+    busy = [max(turns) for turns in zip(*(part.others[one] for part in parts for one in (first, key)), strict=True)]
+    kept = [pair for *pair, cores in zip(before, after, busy, strict=True) if cores <= ALONE]
+    nothing = float("nan")
+    return {
+        "1f1b_s": median(base_s for base_s, _ in kept) if kept else nothing,
+        "seconds": median(own_s for _, own_s in kept) if kept else nothing,
+        "gain": median(base_s / own_s for base_s, own_s in kept) if kept else nothing,
+        "turns": len(kept),
+        "off": max(by for part in parts for by in part.off[key].values()),
+        "wrong": ", ".join(sorted({name for part in parts for name, by in part.off[key].items() if by > RIGHT})),
+    }
 
 
 def all_processes_s() -> float:
@@ -226,21 +225,12 @@ def of_step(plan: Plan) -> float:
     return plan.prediction.step_s - plan.prediction.optimizer_s
 
 
-def why_not(whole: Plan, name: str, plans: Mapping[Key, Plan], key: Key) -> str:
-    """Why one of torch's schedules does not run; empty if it does."""
-    try:
-        launch(attempt, whole, (name, plans, key))
-    except ExecutionError as problem:
-        return " ".join(str(problem).split())[:200]
-    return ""
-
-
 @pytest.mark.benchmark
 @pytest.mark.parametrize("name", ["demo's GPT", "T5", "DenseNet", "U-Net"])
 def test_gains_over_1f1b_are_as_predicted(name: str) -> None:
     frame = pandas.DataFrame([row for _ in range(ROUNDS) for row in measured_once(name)])
     by = frame.groupby(["model", "M", "schedule"], sort=False)
-    table = by[["seconds", "predicted_s", "gain", "predicted", "off"]].median().join(by["turns"].sum())
+    table = by[["1f1b_s", "seconds", "predicted_s", "gain", "predicted", "off"]].median().join(by["turns"].sum())
     with pandas.option_context("display.width", 200):
         print(f"\n{table.to_string(float_format='{:.4g}'.format)}", flush=True)
     for said in sorted(set(frame["says"]) - {""}):

@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 
 from executor.run.rank_order import RECEIVES, SENDS, rank_lists
 from planner import ExecutionError
-from planner.plan.actions import (
-    SENDS_AHEAD,
-    Action,
-    ActionKind,
-    Schedule,
-    make_schedule,
-    parse_schedule,
-    receives_ahead,
-)
+from planner.plan.actions import Action, ActionKind, Schedule, make_schedule, parse_schedule, room_between
 
 SECONDS = {ActionKind.F: 1.0, ActionKind.R: 1.0, ActionKind.B: 2.0}
 
@@ -66,7 +58,7 @@ def test_ranks_that_wait_for_each_other_finish(problem: tuple[Schedule, list[int
                 elif action.kind in SENDS:
                     receive = action.other_end
                     way = action.stage, receive.stage
-                    if under_way[way] >= receives_ahead(abs(receive.stage - action.stage)) + SENDS_AHEAD:
+                    if under_way[way] >= room_between(*way):
                         break
                     under_way[way] += 1
                     sent.add(receive)

@@ -26,9 +26,9 @@ way as may be, and outputs likewise."""
 class Scaled(nn.Module):
     """Each stage hands on what the first one makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) for _ in range(4))
+        self.scales = nn.ParameterList(nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = torch.tanh(x * self.scales[0])
@@ -37,17 +37,19 @@ class Scaled(nn.Module):
         return x + first  # which goes through all stages between
 
 
-X = torch.linspace(-1, 1, M * WIDTH).reshape(M, WIDTH)
+def batch(rows: int) -> Tensor:
+    return torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)
 
 
-def traced(_: str = "") -> LayerSequence:
-    return trace(Scaled(), X[:2], progress=False)
+def traced(layers: str = "") -> LayerSequence:
+    return trace(Scaled(int(layers or 4)), batch(2), progress=False)
 
 
-def train(plan: Plan, transport: str = "auto") -> tuple[list[float], dict[str, Tensor]]:
+def train(plan: Plan, transport: str = "auto", layers: int = 4) -> tuple[list[float], dict[str, Tensor]]:
     torch.set_num_threads(1)
-    pipe = Pipeline(Scaled(), plan, loss_fn=functional.mse_loss, transport=transport)
-    losses = [call(X, target=X.flip(0)).item() for call in (pipe.step, pipe.step, pipe.evaluate)]
+    pipe = Pipeline(Scaled(layers), plan, loss_fn=functional.mse_loss, transport=transport)
+    x = batch(plan.batch_size)
+    losses = [call(x, target=x.flip(0)).item() for call in (pipe.step, pipe.step, pipe.evaluate)]
     return losses, {name: held.grad.clone() for name, held in pipe.named_parameters() if held.grad is not None}
 
 
@@ -99,5 +101,21 @@ def test_as_many_long_messages_as_may_be_are_under_way(
 
 
 def test_one_more_is_refused(build: Callable[..., Plan]) -> None:
-    with pytest.raises(ValueError, match=r"cannot finish: stage 0 waits in pass 10, I, .* with 4 messages under way"):
+    with pytest.raises(ValueError, match=r"cannot finish: stage 0 waits in pass 9, F, .* with 4 messages under way"):
         build("zb", (ahead(AHEAD + 1), AT_ONCE))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-lean"])
+def test_chunks_that_go_round_many_ranks_finish(
+    plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence], schedule: ScheduleName
+) -> None:
+    """With 4 messages under way 8 ranks waited for each other for ever, and with this M."""
+    ranks, layers, count = 8, 16, 23
+    given: dict[str, Any] = {"batch_size": count, "micro_batches": count, "chunks": 2, "schedule": schedule}
+    plan = plan_for(inherited(traced, str(layers)), [1 + 2 * part for part in range(1, 2 * ranks)], **given)
+    losses, gradients = train(plan, layers=layers)
+    found: list[tuple[list[float], dict[str, Tensor]]] = launch(train, plan, ("auto", layers), timeout_s=60.0)
+    assert {name for _, own in found for name in own} == gradients.keys()
+    for own_losses, own in found:
+        assert own_losses == losses
+        assert all(torch.equal(gradient, gradients[name]) for name, gradient in own.items())

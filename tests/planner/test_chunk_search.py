@@ -159,13 +159,13 @@ def test_where_the_model_is_too_large_for_so_many_ranks_no_cuts_fit(profiles, de
 
 @given(
     st.sampled_from(["interleaved", "interleaved-lean", "zb-h1"]),
-    st.integers(1, 4),
+    st.integers(1, 7),
     st.integers(1, 3),
-    st.integers(1, 9),
+    st.integers(1, 17),
     st.integers(0, 2**32 - 1),
 )
 def test_the_longest_path_is_the_makespan_and_a_line_below_it(name, ranks, chunks, count, seed):
-    """Messages wait for their sender and for one another, of 2 ranks in both directions."""
+    """Messages wait for their sender and for one another, of 2 ranks in both directions, and senders for room."""
     random = np.random.default_rng(seed)
     kinds = 3 if SCHEDULES[name].splits_backward else 2
     chunks = min(chunks, SCHEDULES[name].most_chunks)

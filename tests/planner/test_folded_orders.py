@@ -102,12 +102,12 @@ def test_orders_that_are_made_finish_fit_and_are_not_below_the_bound(seed: int) 
     where = ways(ring)
     lead = np.array([chance.randint(1, 2 * count) for _ in range(ring.ranks)])
     most = np.array([chance.randint(1, count) for _ in range(ring.stages)])
-    orders = listed(seconds, room, *where, lead, most, chance.choice([0.0, 0.5, 1.0]), np.inf)
+    orders = listed(seconds, room, where, lead, most, chance.choice([0.0, 0.5, 1.0]), np.inf)
     assert (orders != NOTHING).all()
     found = best_orders(seconds, room, ring=ring)
     assert found is not None
     least_s = any_order_s(seconds, most_of(room, ring), ring)
-    other = exchanged(orders, seconds, room, *where, 300, 0.1, 0.0)
+    other = exchanged(orders, seconds, room, where, 300, 0.1, 0.0)
     for made in (orders, found[1], other):
         check(made, room, ring, count)
         assert least_s <= walked_s(made, seconds, ring) * (1 + ROUGH)
@@ -121,7 +121,7 @@ def test_the_step_of_any_order_is_the_simulators(seed: int) -> None:
     ring, count = Ring(chance.randint(2, 5), CHUNKS, folds=True), chance.randint(1, 8)
     seconds, room = seconds_of(chance, ring, count), room_of(chance, ring, count)
     most = np.full(ring.stages, chance.randint(1, count))
-    made = listed(seconds, room, *ways(ring), np.full(ring.ranks, chance.randint(1, 9)), most, 0.5, np.inf)
+    made = listed(seconds, room, ways(ring), np.full(ring.ranks, chance.randint(1, 9)), most, 0.5, np.inf)
     one_by_one = np.array([one_by_one_order(rank, ring.ranks, count, CHUNKS) for rank in range(ring.ranks)])
     again = [bool(row.any()) for row in seconds[R]]
     forward, recompute, inputs, outputs, gradients, weights = (tuple(map(tuple, row.tolist())) for row in seconds)

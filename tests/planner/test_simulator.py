@@ -1,3 +1,6 @@
+import random
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -106,3 +109,45 @@ def test_messages_that_skip_stages_wait_for_the_neighbours():
     assert spans["2SEND_B0@0"] == (11.0, 19.0)
     assert timeline.makespan_s == 20.0
     assert {"link 0>2", "link 2>0"} <= set(timeline.lanes)
+
+
+def test_a_rank_waits_for_room_for_what_it_sends():
+    """With four messages under way, however long they are: the fifth leaves when the first is taken."""
+    count = 7
+    schedule = make_schedule("gpipe", stages=2, micro_batches=count, recompute=(False, False))
+    timeline = simulate(schedule, constant([(1, 0, 1, 0, 0), (10, 0, 1, 0, 0)], count))
+    ends = {str(event.action): event.end_s for event in timeline.events}
+    assert [ends[f"0F{batch}"] for batch in range(count)] == [1, 2, 3, 4, 5, 6, 12]
+    assert [ends[f"0SEND_F{batch}"] for batch in range(count)] == [1, 2, 3, 4, 5, 11, 21]
+
+
+def test_who_waits_for_room_for_ever_is_named():
+    sends = " ".join(f"0F{batch} 0SEND_F{batch}" for batch in range(5))
+    schedule = parse_schedule(f"{sends} 0SEND_B0\n1RECV_B0 " + " ".join(f"1RECV_F{batch}" for batch in range(5)))
+    with pytest.raises(PlanError) as caught:
+        simulate(schedule, constant([(1, 0, 1, 1, 1)] * 2, 5))
+    assert "stage 0 waits in 0SEND_F4 for 1RECV_F0, which stands after 1RECV_B0 in the list of stage 1" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_makespan_has_waits_for_room(seed):
+    """One stage in seven is slow, and of 8 ranks with two chunks the lean order waits anyway."""
+    chance = random.Random(seed)
+    name, chunks = chance.choice([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved-lean", 2), ("zb-h1", 1)])
+    ranks, count = chance.randint(2, 8), chance.randint(6, 24)
+    stages = ranks * chunks
+    slow = np.array([chance.choice([1.0] * 6 + [20.0]) for _ in range(stages)])[:, None]
+    tables = np.array([[[chance.random() for _ in range(count)] for _ in range(stages)] for _ in range(6)])
+    tables[[0, 2, 5]] *= slow
+    tables[1] = 0.0
+    tables[2] += tables[5]  # of the whole backward pass
+    *rest, weights = (tuple(map(tuple, table.tolist())) for table in tables)
+    schedule = make_schedule(name, stages=stages, micro_batches=count, recompute=[False] * stages, chunks=chunks)
+    said_s = simulate(schedule, Durations(*rest, weight_s=weights)).makespan_s
+    if name == "zb-h1":
+        tables[2] -= tables[5]
+    assert makespan_s(name, tables, chunks) == pytest.approx(said_s, rel=1e-12)
+    with mock.patch("planner.plan.simulator.room_between", lambda *_: count):
+        assert simulate(schedule, Durations(*rest, weight_s=weights)).makespan_s <= said_s * (1 + 1e-12)

@@ -211,13 +211,13 @@ def test_orders_that_are_made_finish_fit_and_are_not_below_the_bound(seed):
     stages, count = chance.randint(1, 5), chance.randint(1, 9)
     seconds, room = seconds_of(chance, stages, count), rooms(chance, stages, count)
     lead = np.array([chance.randint(1, count) for _ in range(stages)])
-    stages_of, links = ways(Ring(stages))
+    where = ways(Ring(stages))
     how = lead, np.maximum(lead, chance.randint(1, count)), chance.choice([0.0, 0.5, 1.0])
-    orders = listed(seconds, room, stages_of, links, *how, np.inf)
+    orders = listed(seconds, room, where, *how, np.inf)
     found = best_orders(seconds, room)
     assert found is not None
     below_s = walked_s(orders, seconds) * chance.uniform(0.5, 1.5)
-    until = listed(seconds, room, stages_of, links, *how, below_s)
+    until = listed(seconds, room, where, *how, below_s)
     ends = (until[:, -1] != NOTHING).all()
     assert np.array_equal(until, orders) if ends else below_s <= walked_s(orders, seconds)
     for made in (orders, found[1]):
@@ -278,7 +278,7 @@ def test_a_stage_without_room_for_one_micro_batch_has_no_order():
     seconds = np.ones((6, 2, 3))
     room = room_for(np.array([9.0, 0.5]), np.ones(2), np.ones(2), 3)
     assert best_orders(seconds, room) is None
-    assert (listed(seconds, room, *ways(Ring(2)), np.array([2, 1]), np.array([3, 3]), 0.0, np.inf) == NOTHING).all()
+    assert (listed(seconds, room, ways(Ring(2)), np.array([2, 1]), np.array([3, 3]), 0.0, np.inf) == NOTHING).all()
 
 
 @pytest.mark.parametrize(("ahead", "over"), [(1, 1.0), (2, 0.0)])

@@ -21,7 +21,7 @@ def least_s(plans: ChunkPlans) -> float:
 
     Of unlike devices the fastest with each layer counts. Whatever the order of its passes, the first micro-batch comes
     to a layer through all layers before it, and the last gradient goes back through them, while gradients of parameters
-    may wait (see `planner.solve.any_order`).
+    may wait (see `planner.kernel.any_order`).
     """
     split = plans.candidate.split
     passes = [[np.diff(sums, axis=-1).min(axis=0) for sums in sized] for sized in zip(*plans.passes_s, strict=True)]

@@ -17,7 +17,7 @@ all cuts in order is found by going through them once, and with weights that add
    half has a bound of its own.
 
 Of unlike devices the cheapest counts; memory, recompute and waiting for links only add to a step. Where orders are made
-for each plan there are paths of any order, see `planner.solve.any_order`.
+for each plan there are paths of any order, see `planner.kernel.any_order`.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class CutBound:
 
 
 def _paths_of_any_order(ring: Ring, shares: Floats, send_shares: Floats) -> list[Floats]:
-    """Paths that there are in any order of passes, see `planner.solve.any_order`: two of each rank."""
+    """Paths that there are in any order of passes, see `planner.kernel.any_order`: two of each rank."""
     forward, backward, weights, outputs, gradients = range(5)
     totals, last, paths = shares.sum(axis=1), shares[:, -1], []
     for rank in range(ring.ranks):

@@ -1,7 +1,7 @@
 """Cuts by which all ranks are done at about the same time, where each makes its own order of passes.
 
 A rank begins when the first micro-batch has come to its first stage, and then does all its work: no order is faster
-(`planner.solve.any_order`, path 1), and where there is room an order that is made for the plan often takes no longer.
+(`planner.kernel.any_order`, path 1), and where there is room an order that is made for the plan often takes no longer.
 So cuts are moved until the slowest rank is as fast as may be, all single moves and exchanges of neighbours looked at in
 one array; and again from cuts near the best ones.
 """

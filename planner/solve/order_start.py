@@ -14,9 +14,10 @@ from functools import partial
 import numpy as np
 
 from planner.cost.stage_memory import StageMoments, stage_moments
+from planner.kernel.any_order import any_order_s
+from planner.kernel.turns import ways
 from planner.plan.held import Held
 from planner.plan.schedules import Ring, ScheduleName
-from planner.solve.any_order import any_order_s
 from planner.solve.balance import Balance, evaluate_s, passes_seconds
 from planner.solve.deadline import Deadline
 from planner.solve.order_arrays import held_in, texts_of
@@ -65,7 +66,7 @@ def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, dea
         for index in range(len(plan.stages))
     ]
     seconds = passes_seconds(problem, candidate, plan.stages)
-    least_s = any_order_s(seconds, np.array([max(1, *room.most()) for room in rooms]))
+    least_s = any_order_s(seconds, np.array([max(1, *room.most()) for room in rooms]), ways(candidate.ring))
     found = best_orders(seconds, room_arrays(rooms, candidate.ring), least_s, deadline)
     if found is None:
         return None

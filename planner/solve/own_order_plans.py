@@ -20,10 +20,11 @@ import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
 from planner.cost.stage_memory import StageMoments, stage_moments, together
+from planner.kernel.any_order import any_order_s, ranks_s
 from planner.kernel.list_scheduler import Room
+from planner.kernel.turns import ways
 from planner.plan.held import Held
 from planner.plan.schedules import Ring
-from planner.solve.any_order import any_order_s, ranks_s
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.level_cuts import Level
@@ -148,6 +149,7 @@ class OwnOrderPlans(ChunkPlans):
         super().__init__(problem, candidate, deadline)
         self._rooms: dict[tuple[int, int, Stops, Flags], RankRoom] = {}
         self._tried = Tried()
+        self._ways = ways(self.ring)
         self._chunk_bytes: dict[tuple[int, int, int, int, bool], ChunkBytes] = {}
         self._levels: dict[tuple[int, ...], tuple[Indices, Level]] = {}
 
@@ -158,9 +160,11 @@ class OwnOrderPlans(ChunkPlans):
 
         If it need not be thorough, and there are many sets of stages to recompute, the fewest and the most alone.
         """
-        if self._works_s(stops, classes) >= below_s or self.at_best_s(stops, classes) >= below_s:
+        if self._works_s(stops, classes) >= below_s:
             return None
         modes = [self._modes(rank, stops, classes) for rank in range(self.ranks)]
+        if self._at_best_s(stops, classes, modes) >= below_s:
+            return None
         best: ChunkChoice | None = None
         tried = None if thorough else self._tried_if_several
         for recompute in self._chosen(modes):
@@ -233,11 +237,14 @@ class OwnOrderPlans(ChunkPlans):
 
     def _works_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """The same whether it fits or not: soon found, and mostly enough."""
-        return ranks_s(self.seconds(stops, classes), self.ring) + self.end_s(stops, classes)
+        return ranks_s(self.seconds(stops, classes), self._ways) + self.end_s(stops, classes)
 
     def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """What no order and no recompute of these cuts takes less than."""
-        modes = [self._modes(rank, stops, classes) for rank in range(self.ranks)]
+        return self._at_best_s(stops, classes, [self._modes(rank, stops, classes) for rank in range(self.ranks)])
+
+    def _at_best_s(self, stops: Stops, classes: Sequence[int], modes: Sequence[tuple[Flags, ...]]) -> float:
+        """The same, of these sets of chunks that each rank may recompute."""
         if not all(modes):
             return np.inf
         always = self.by_stage([tuple(map(all, zip(*mode, strict=True))) for mode in modes])
@@ -246,13 +253,13 @@ class OwnOrderPlans(ChunkPlans):
             tuple(map(max, zip(*(self._room(rank, stops, classes, flags).most() for flags in mode), strict=True)))
             for rank, mode in enumerate(modes)
         ]
-        return any_order_s(seconds, np.array(self.by_stage(most)), self.ring) + self.end_s(stops, classes)
+        return any_order_s(seconds, np.array(self.by_stage(most)), self._ways) + self.end_s(stops, classes)
 
     def over_bytes(self, rank: int, stops: Stops, classes: Sequence[int]) -> int:
         """Bytes that a rank needs beyond its device for one micro-batch, recomputed or not; 0 if it fits."""
-        return int(max(0.0, min(self._room(rank, stops, classes, flags).over for flags in self._ways())))
+        return int(max(0.0, min(self._room(rank, stops, classes, flags).over for flags in self._flags())))
 
-    def _ways(self) -> list[Flags]:
+    def _flags(self) -> list[Flags]:
         """Which chunks of a rank may be recomputed, the fewest first."""
         mode, chunks = self.problem.settings.recompute, self.ring.chunks
         if mode == "auto":
@@ -261,10 +268,10 @@ class OwnOrderPlans(ChunkPlans):
 
     def _modes(self, rank: int, stops: Stops, classes: Sequence[int]) -> tuple[Flags, ...]:
         """Which chunks of a rank to recompute: what fits, and makes sense."""
-        ways = self._ways()
-        if len(ways) > 1 and self._room(rank, stops, classes, ways[0]).holds_all():
-            return (ways[0],)
-        return tuple(flags for flags in ways if self._room(rank, stops, classes, flags).over <= 0)
+        every = self._flags()
+        if len(every) > 1 and self._room(rank, stops, classes, every[0]).holds_all():
+            return (every[0],)
+        return tuple(flags for flags in every if self._room(rank, stops, classes, flags).over <= 0)
 
     def _chosen(self, modes: Sequence[tuple[Flags, ...]]) -> Iterator[Flags]:
         """All sets of stages to recompute where they are few; else as few stages as may be, and as many."""
@@ -326,7 +333,7 @@ class OwnOrderPlans(ChunkPlans):
         flags = [tuple(recompute[stage] for stage in self.ring.stages_of(rank)) for rank in range(self.ranks)]
         rooms = [self._room(rank, stops, classes, own) for rank, own in enumerate(flags)]
         most = self.by_stage([room.most() for room in rooms])
-        return room_arrays(rooms, self.ring), any_order_s(seconds, np.array(most), self.ring)
+        return room_arrays(rooms, self.ring), any_order_s(seconds, np.array(most), self._ways)
 
     def _room(self, rank: int, stops: Stops, classes: Sequence[int], recomputed: Flags) -> RankRoom:
         """What a rank may hold: bytes of its device less what is there in any case, and of each micro-batch."""

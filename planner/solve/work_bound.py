@@ -106,7 +106,7 @@ def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:
 def _split_bound(problem: Problem, candidate: Candidate) -> WorkBound:
     """Where the gradients of parameters may wait: a micro-batch goes forward to a stage, which then does all its work.
 
-    That is path 1 of `planner.solve.any_order` with the stage's weights at its end; links take no time here.
+    That is path 1 of `planner.kernel.any_order` with the stage's weights at its end; links take no time here.
     """
     split = candidate.split
     sized = [

@@ -4,15 +4,17 @@ make bench     # or EXAMPLES=50 python -m pytest -m benchmark tests/benchmarks/t
 """
 
 import os
+import random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.planner.restricted import check_restrictions, cut_short, problems
+from tests.planner.long_chains import long_chain, restrictions_of_chain
+from tests.planner.restricted import check_against, check_restrictions, cut_short, problems
 
 pytestmark = pytest.mark.benchmark
-EXAMPLES = int(os.environ.get("EXAMPLES", "400"))  # of each of the six kinds
+EXAMPLES = int(os.environ.get("EXAMPLES", "400"))  # of each of the six kinds, and of long chains
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
@@ -23,3 +25,9 @@ SUPPRESSED = [HealthCheck.too_slow, HealthCheck.data_too_large]
 def test_no_restriction_has_a_better_plan(short: bool, hosts: bool, chunks: bool, data: st.DataObject) -> None:
     with cut_short(data.draw(st.integers(0, 2**16)) if short else None):
         check_restrictions(data.draw(problems(most_layers=12, most_devices=6, hosts=hosts, chunks=chunks)), data)
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_no_restriction_of_a_long_chain_has_a_better_plan(seed: int) -> None:
+    problem = long_chain(seed)
+    check_against(problem, random.Random(seed).choice([*restrictions_of_chain(problem)]))

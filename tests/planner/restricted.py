@@ -208,9 +208,12 @@ def planned(problem: Asked) -> Plan | None:
 
 def check_restrictions(problem: Asked, data: st.DataObject) -> None:
     """One of its restrictions has no better plan than the problem, and its bound holds for that plan, too."""
-    own = planned(problem)
-    restricted = data.draw(st.sampled_from(restrictions(problem)))
-    other = planned(restricted)
+    check_against(problem, data.draw(st.sampled_from(restrictions(problem))))
+
+
+def check_against(problem: Asked, restricted: Asked) -> None:
+    """The same of one restriction."""
+    own, other = planned(problem), planned(restricted)
     if other is None:
         return
     assert own is not None, restricted

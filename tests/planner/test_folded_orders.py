@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from planner.kernel.any_order import any_order_s
 from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed, room_for
 from planner.kernel.makespan import SEND_B, SEND_F, R, walked_s
 from planner.kernel.turns import ways
@@ -13,7 +14,6 @@ from planner.plan.order_text import order_of_text, order_text
 from planner.plan.orders import PassKind, one_by_one_order, pass_of
 from planner.plan.schedules import Ring
 from planner.plan.simulator import Durations, simulate
-from planner.solve.any_order import any_order_s
 from planner.solve.order_arrays import moments_of_order, orders_of, texts_of
 from planner.solve.own_orders import best_orders
 from tests.benchmarks.exhaustive_orders import memory_of, order_below
@@ -106,7 +106,7 @@ def test_orders_that_are_made_finish_fit_and_are_not_below_the_bound(seed: int) 
     assert (orders != NOTHING).all()
     found = best_orders(seconds, room, ring=ring)
     assert found is not None
-    least_s = any_order_s(seconds, most_of(room, ring), ring)
+    least_s = any_order_s(seconds, most_of(room, ring), ways(ring))
     other = exchanged(orders, seconds, room, where, 300, 0.1, 0.0)
     for made in (orders, found[1], other):
         check(made, room, ring, count)
@@ -148,7 +148,7 @@ def test_no_order_at_all_is_below_the_bound(seed: int) -> None:
     ring = Ring(ranks, CHUNKS, folds=True)
     seconds, room = seconds_of(chance, ring, count), room_of(chance, ring, count)
     memory = memory_of(room, ring)
-    assert order_below(seconds, memory, ring, any_order_s(seconds, most_of(room, ring), ring), 10**6) == 0
+    assert order_below(seconds, memory, ring, any_order_s(seconds, most_of(room, ring), ways(ring)), 10**6) == 0
     found = best_orders(seconds, room, ring=ring)
     assert found is not None
     assert order_below(seconds, memory, ring, found[0] * (1 + 1e-6), 10**6) == 1

@@ -1,4 +1,4 @@
-"""Six to twelve ranks, long messages or short ones, values that go past stages, any M: all finish, with equal results."""
+"""Six to twelve ranks, messages long or short, values that go past stages, any M: all finish, with equal results."""
 
 import random
 from collections.abc import Callable

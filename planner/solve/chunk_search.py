@@ -55,7 +55,7 @@ of a Llama of 70B parameters on 64 devices none fits under zb-h1, and their boun
 MOST_LOOKED_AT = 12
 """Candidates, spread over all, of which one is named that is near to fitting."""
 FEW_TO_SEARCH_AGAIN = 1_000
-"""Micro-batches of stages up to which the best candidate is searched alone in the end [chosen: 1 to 2 s]."""
+"""Micro-batches of stages up to which those like the best candidate are searched once more [chosen: 1 to 2 s]."""
 FEW_RANKS = 2
 """Fewer have nothing to interleave."""
 
@@ -103,8 +103,8 @@ def chunk_balance(
     """
     search = _Search((problem, *others), reached, start)
     found = search.found()
-    if (alone := search.best_alone) is not None and found is not None:
-        again = _Search((alone,), None, None, last=True).found()
+    if found is not None and (nearer := search.nearer()):
+        again = _Search(nearer, None, None, last=True).found()
         if again is not None and again.better_than(found):
             found = replace(again, lower_bound_s=found.lower_bound_s)
     if found is None:
@@ -121,7 +121,7 @@ class _Search:
         problems: alike but for the number of chunks and the schedules.
         reached: the best plan of other schedules.
         start: a plan of another schedule.
-        last: whether its best candidate is not searched once more.
+        last: whether nothing is searched once more.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class _Search:
         self._climbs: dict[int, _Climbed] = {}
         self._probed_in_vain = 0
         self._best_plans: ChunkPlans | None = None
-        self._last = last
+        self._problems, self._last = problems, last
         self._first: list[Candidate] = []  # of each R and M, over the most ranks
         self._in_segments = False  # whether there is a plan of which no search of cuts says what it takes
         self._queue: list[_Waiting] = []
@@ -182,33 +182,38 @@ class _Search:
             else:
                 self._lower_s = min(self._lower_s, entry.bound_s)
         self._try_fewer_ranks()
-        if self.best_alone is None:
+        if not self.nearer():
             self._go_over_the_best()
         self._use_what_is_left()
         return None if self._best is None else replace(self._best, lower_bound_s=self._lower_s)
 
-    @property
-    def best_alone(self) -> Problem | None:
-        """The problem of the best candidate alone, where it is small and others were searched, too.
+    def nearer(self) -> list[Problem]:
+        """The problems with the M of the best plan and no more ranks, if that is not what they are; only small ones.
 
         What is found of a candidate depends on others: on how good its bound is when its cuts are searched, and what is
-        below which plan. So the one that is chosen is searched once more, and no restriction to it has a better plan.
+        below which plan. So those like the one that is chosen are searched once more, and no restriction to these has
+        a better plan.
         """
         plans = self._best_plans
-        if plans is None or plans.tries_all or self._last or self._over or self._first == [plans.candidate]:
-            return None
-        candidate, settings = plans.candidate, plans.problem.settings
-        if candidate.ring.stages * candidate.split.count > FEW_TO_SEARCH_AGAIN:
-            return None
-        alone = replace(
-            settings,
-            schedules=(candidate.schedule,),
-            replicas=candidate.replicas,
-            micro_batches=candidate.split.count,
-            max_stages=candidate.ring.stages,
-            time_limit_s=self._deadline.left_s if self._timed else None,
-        )
-        return replace(plans.problem, settings=alone)
+        if plans is None or self._last or self._over:
+            return []
+        best = plans.candidate
+        few = best.ring.stages * best.split.count <= FEW_TO_SEARCH_AGAIN
+        if not few or all(one.split == best.split and one.ring.ranks <= best.ring.ranks for one in self._first):
+            return []
+        left_s = self._deadline.left_s if self._timed else None
+        return [
+            replace(
+                problem,
+                settings=replace(
+                    problem.settings,
+                    micro_batches=best.split.count,
+                    max_stages=best.ring.ranks * problem.settings.chunks,
+                    time_limit_s=left_s,
+                ),
+            )
+            for problem in self._problems
+        ]
 
     @property
     def least_s(self) -> float:

@@ -216,9 +216,10 @@ def check_against(problem: Asked, restricted: Asked) -> None:
     own, other = planned(problem), planned(restricted)
     if other is None:
         return
-    assert own is not None, restricted
-    assert own.prediction.step_s <= other.prediction.step_s * (1 + CLOSE), restricted
-    assert own.prediction.lower_bound_s <= other.prediction.step_s * (1 + CLOSE), restricted
+    said = f"{len(restricted.devices.devices)} of {len(problem.devices.devices)} devices, {restricted.settings}"
+    assert own is not None, said
+    assert own.prediction.step_s <= other.prediction.step_s * (1 + CLOSE), said
+    assert own.prediction.lower_bound_s <= other.prediction.step_s * (1 + CLOSE), said
 
 
 def check_short_limit(problem: Asked, data: st.DataObject) -> None:

@@ -55,7 +55,7 @@ def turns_of(schedule: ScheduleName, ranks: int, micro_batches: int, chunks: int
 
 @lru_cache(maxsize=256)
 def ways(ring: Ring) -> Ways:
-    """Of all stages."""
+    """Where the stages of a ring are."""
     stages = np.array([ring.stages_of(rank) for rank in range(ring.ranks)], dtype=np.int64)
     links = np.full((2, ring.stages), NO_LINK)
     for stage in range(ring.stages - 1):

@@ -68,10 +68,10 @@ def receives_ahead(distance: int, ring: Ring = ONE_CHUNK) -> int:
     stages between the two could wait for each other.
 
     Where chunks go round and round the ranks, a rank sends all that one of its chunks makes of a group of micro-batches
-    while the next rank is at another chunk: with 8 ranks and 4 messages the published order could stand still for ever
-    where the ranks do not divide M, and the lean one took 3 to 6 % longer. It takes no longer with 3 for each 4 ranks,
-    and half of that and one more is the least with which all finish [found for 2 to 16 ranks, 2 to 4 chunks, all kinds
-    of M, and backward passes of 1 to 3 times the forward passes].
+    while the next rank is at another chunk. With 4 messages 8 ranks stood still for ever with M = 23, 16 of them with
+    many M, and those that went on took 3 to 6 % longer in the lean order. With half as many as ranks and one more all
+    finish, and with 3 for each 4 ranks none takes longer [found for 2 to 16 ranks, 2 to 4 chunks, M from 1 to 49, and
+    backward passes of 1 to 3 times the forward passes].
     """
     round_and_round = ring.chunks > 1 and not ring.folds
     least = -(-3 * ring.ranks // 4) - SENDS_AHEAD if round_and_round else 0

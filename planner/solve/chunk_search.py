@@ -192,16 +192,15 @@ class _Search:
 
         What is found of a candidate depends on others: on how good its bound is when its cuts are searched, and what is
         below which plan. So those like the one that is chosen are searched once more, and no restriction to these has
-        a better plan.
+        a better plan. Where time is limited it goes to cuts near those that were found.
         """
         plans = self._best_plans
-        if plans is None or self._last or self._over:
+        if plans is None or self._last or self._timed or self._over:
             return []
         best = plans.candidate
         few = best.ring.stages * best.split.count <= FEW_TO_SEARCH_AGAIN
         if not few or all(one.split == best.split and one.ring.ranks <= best.ring.ranks for one in self._first):
             return []
-        left_s = self._deadline.left_s if self._timed else None
         return [
             replace(
                 problem,
@@ -209,7 +208,6 @@ class _Search:
                     problem.settings,
                     micro_batches=best.split.count,
                     max_stages=best.ring.ranks * problem.settings.chunks,
-                    time_limit_s=left_s,
                 ),
             )
             for problem in self._problems

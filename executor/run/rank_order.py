@@ -83,6 +83,7 @@ def rank_lists(
 def _blockers(schedule: Schedule) -> dict[Action, Action]:
     """For each SEND the receive that must have been carried out before, if any; none of one from a list to itself."""
     found: dict[Action, Action] = {}
+    ring = ring_of(schedule)
     for actions in schedule:
         own = {action.stage for action in actions}
         by_channel: dict[tuple[int, ActionKind, int | None], list[Action]] = {}
@@ -90,7 +91,7 @@ def _blockers(schedule: Schedule) -> dict[Action, Action]:
             if action.kind in SENDS and action.other_end.stage not in own:
                 by_channel.setdefault((action.stage, action.kind, action.peer), []).append(action)
         for sends in by_channel.values():
-            room = room_between(sends[0].stage, sends[0].other_end.stage, ring_of(schedule))
+            room = room_between(sends[0].stage, sends[0].other_end.stage, ring)
             for earlier, later in zip(sends, sends[room:], strict=False):
                 found[later] = earlier.other_end
     return found

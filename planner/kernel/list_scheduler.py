@@ -52,12 +52,6 @@ class Room(NamedTuple):
     waiting: Floats
 
 
-def room_for(free: Floats, flying: Floats, waiting: Floats, micro_batches: int) -> Room:
-    """Room where each micro-batch takes as much as every other one, of shape (K,)."""
-    many = np.arange(micro_batches + 1.0)
-    return Room(free, np.outer(flying, many), np.outer(waiting, many))
-
-
 class _Walk(NamedTuple):
     """How far all ranks are.
 

@@ -86,10 +86,6 @@ def room_between(stage: int, other: int, ring: Ring = ONE_CHUNK) -> int:
     return SENDS_AHEAD + receives_ahead(abs(other - stage), ring)
 
 
-UNDER_WAY = room_between(0, 1)
-"""The same between neighbours, unless chunks go round and round the ranks."""
-
-
 class ActionKind(StrEnum):
     """What a rank does in one action.
 

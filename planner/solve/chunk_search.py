@@ -259,11 +259,16 @@ class _Search:
 
     def _push(self, problem: Problem, candidate: Candidate) -> None:
         """Queue a candidate with its cheap bound, unless the model is too large for so many ranks."""
+        entry = self._entry(problem, candidate)
+        if entry is not None:
+            heapq.heappush(self._queue, entry)
+
+    def _entry(self, problem: Problem, candidate: Candidate) -> _Waiting | None:
+        """A candidate with its cheap bound; None where the model is too large for so many ranks."""
         plans = plans_of(problem, candidate, self._deadline)
         if not has_room(plans):
-            return
-        entry = _Waiting(least_s(plans), candidate.split.count, next(self._number), plans, None)
-        heapq.heappush(self._queue, entry)
+            return None
+        return _Waiting(least_s(plans), candidate.split.count, next(self._number), plans, None)
 
     def _push_with_a_rank_less(self, plans: ChunkPlans) -> None:
         """Queue the same candidate with a rank less, whose bound is above this one's."""
@@ -362,12 +367,9 @@ class _Search:
             return
         probed: list[tuple[float, _Waiting]] = []
         for ranks in range(plans.ranks - 1, _fewest_ranks(plans.problem) - 1, -1):
-            fewer = plans_of(
-                plans.problem, with_ranks(plans.candidate, ranks, plans.problem.settings.chunks), self._deadline
-            )
-            if self._over or not has_room(fewer) or least_s(fewer) >= self._reached_s:
+            entry = self._entry(plans.problem, with_ranks(plans.candidate, ranks, plans.ring.chunks))
+            if self._over or entry is None or entry.bound_s >= self._reached_s:
                 break
-            entry = _Waiting(least_s(fewer), fewer.candidate.split.count, next(self._number), fewer, None)
             probed.append((self._probe_s(entry, self._reached_s * PROBE_MARGIN), entry))
         for step_s, entry in sorted(probed)[:PROBES_CLIMBED]:
             if step_s < np.inf:

@@ -17,7 +17,7 @@ import numpy as np
 from planner.cost.stage_memory import stage_moments
 from planner.kernel.compiled import compiled
 from planner.kernel.list_scheduler import Room
-from planner.plan.actions import UNDER_WAY
+from planner.plan.actions import room_between
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.stage import Segment
 from planner.solve.balance import StageChoice, end_seconds, stage_seconds
@@ -26,6 +26,7 @@ from planner.solve.problem import Candidate, Problem
 F, R, B, SEND_F, SEND_B, W = range(6)
 NONE, SOME, UNKNOWN = 0, 1, -1
 NOT_YET, NOWHERE = -1.0, -1
+UNDER_WAY = room_between(0, 1)  # of one chunk a rank, and of two in a V
 ROUNDING = 1e-9
 
 

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from planner.cost.layer_costs import Floats
-from planner.kernel.list_scheduler import room_for
 from planner.kernel.makespan import makespan_s
 from planner.solve.own_orders import best_orders
+from tests.planner.made_up import room_for
 
 ROWS = Path(__file__).parent.parent / "data" / "zb_profiled_times.csv"
 WAITS = 32 / 34

@@ -2,7 +2,7 @@
 
 import random
 
-from planner.plan.actions import UNDER_WAY
+from planner.plan.actions import room_between
 from planner.plan.order_text import LETTERS
 from planner.plan.orders import PassKind
 from planner.plan.schedules import SCHEDULES, Ring, ScheduleName
@@ -30,8 +30,8 @@ def random_chunks(schedule: ScheduleName, most: int, chance: random.Random) -> i
 def random_orders(ring: Ring, micro_batches: int, chance: random.Random) -> tuple[str, ...]:
     """Orders that no rank waits in for ever, as letters of each rank; any that such a plan may have.
 
-    One pass after the other that can be taken is, with `UNDER_WAY` messages of a boundary and direction at most that
-    nobody has read. There always is one: of the passes in the way of a message the last on its way can go.
+    One pass after the other that can be taken is, with no more messages of a boundary and direction that nobody has
+    read than there is room for. There always is one: of the passes in the way of a message the last on its way can go.
     """
     letters, last = LETTERS[ring.chunks - 1], ring.stages - 1
     done = [[0] * len(PassKind) for _ in range(ring.stages)]
@@ -49,7 +49,7 @@ def random_orders(ring: Ring, micro_batches: int, chance: random.Random) -> tupl
         if step and 0 <= source <= last and done[source][kind] == number:
             return False
         sends = 0 <= target <= last and ring.rank_of(target) != ring.rank_of(stage)
-        return not sends or number - done[target][kind] < UNDER_WAY
+        return not sends or number - done[target][kind] < room_between(stage, target, ring)
 
     for _ in range(ring.stages * len(PassKind) * micro_batches):
         able = [one for one in likings if can_be_taken(*one)]

@@ -11,14 +11,14 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan
-from planner.plan.actions import AHEAD_BYTES, UNDER_WAY
+from planner.plan.actions import AHEAD_BYTES, room_between
 from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import LayerSequence, trace
 from tests.executor.random_orders import orders_for, random_chunks
 
 LAYERS, READ = 24, 5
 """Scales of the model, and every how many of them what came before the last ones is read again."""
-LONG, SHORT = AHEAD_BYTES // UNDER_WAY // 4 + 1000, 100
+LONG, SHORT = AHEAD_BYTES // room_between(0, 1) // 4 + 1000, 100
 """Elements of a sample: with the first no more messages are under way than must be."""
 
 

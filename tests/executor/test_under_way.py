@@ -10,11 +10,12 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan
-from planner.plan.actions import AHEAD_BYTES, UNDER_WAY
+from planner.plan.actions import AHEAD_BYTES, room_between
 from planner.plan.schedules import ScheduleName
 from profiler import LayerSequence, trace
 
 M = 10
+UNDER_WAY = room_between(0, 1)
 WIDTH = AHEAD_BYTES // UNDER_WAY // 4 + 1000  # more bytes of a sample than would let one more message go ahead
 AT_ONCE = "FI" * M + "W" * M
 BACK = "".join(letter * M for letter in "iIwW")

@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+
+from planner.cost.layer_costs import Floats
+from planner.kernel.list_scheduler import Room
 from planner.plan.actions import make_schedule
 from planner.plan.schedules import ScheduleName
 from profiler.device import Link
@@ -108,3 +112,9 @@ def most_held(schedule: ScheduleName, number: int, micro_batches: int) -> int:
     for action in make_schedule(schedule, stages=number, micro_batches=micro_batches, recompute=(False,) * number)[0]:
         held.append(held[-1] + (action.kind == "F") - (action.kind == "B"))
     return max(held)
+
+
+def room_for(free: Floats, flying: Floats, waiting: Floats, micro_batches: int) -> Room:
+    """Room where each micro-batch takes as much as every other one, of shape (K,)."""
+    many = np.arange(micro_batches + 1.0)
+    return Room(free, np.outer(flying, many), np.outer(waiting, many))

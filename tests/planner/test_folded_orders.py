@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from planner.kernel.any_order import any_order_s
-from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed, room_for
+from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
 from planner.kernel.makespan import SEND_B, SEND_F, R, walked_s
 from planner.kernel.turns import ways
-from planner.plan.actions import UNDER_WAY, make_schedule
+from planner.plan.actions import make_schedule, room_between
 from planner.plan.order_text import order_of_text, order_text
 from planner.plan.orders import PassKind, one_by_one_order, pass_of
 from planner.plan.schedules import Ring
@@ -18,6 +18,7 @@ from planner.solve.order_arrays import moments_of_order, orders_of, texts_of
 from planner.solve.own_orders import best_orders
 from tests.benchmarks.exhaustive_orders import memory_of, order_below
 from tests.benchmarks.test_exhaustive_schedules import against_all_orders, drawn
+from tests.planner.made_up import room_for
 
 ROUGH = 1e-9
 CHUNKS = 2
@@ -54,7 +55,7 @@ def most_of(room: Room, ring: Ring) -> np.ndarray:
 
 def finishes(orders: np.ndarray, ring: Ring, count: int) -> bool:
     """Whether all ranks come to the end if one that sent waits until no more than so many messages are under way."""
-    begun = np.zeros((3, ring.stages), dtype=np.int64)
+    begun, room = np.zeros((3, ring.stages), dtype=np.int64), room_between(0, 1, ring)
     at = [0] * ring.ranks
     waits_for: list[tuple[int, int, int] | None] = [None] * ring.ranks
     went = True
@@ -62,7 +63,7 @@ def finishes(orders: np.ndarray, ring: Ring, count: int) -> bool:
         went = False
         for rank, order in enumerate(orders.tolist()):
             full = waits_for[rank]
-            if at[rank] == len(order) or (full and begun[full[0], full[1]] - begun[full[0], full[2]] > UNDER_WAY):
+            if at[rank] == len(order) or (full and begun[full[0], full[1]] - begun[full[0], full[2]] > room):
                 continue
             kind, chunk, batch = pass_of(order[at[rank]], count, CHUNKS)
             stage = ring.stages_of(rank)[chunk]

@@ -11,7 +11,7 @@ import pytest
 from planner import Plan, plan_from_profile
 from planner.from_profile import make_problem
 from planner.kernel.any_order import any_order_s
-from planner.kernel.list_scheduler import NOTHING, listed, room_for
+from planner.kernel.list_scheduler import NOTHING, listed
 from planner.kernel.makespan import walked_s
 from planner.kernel.turns import ways
 from planner.plan.held import most_held
@@ -31,7 +31,7 @@ from profiler.errors import ArgumentError, InfeasibleError, PlanFileError, Profi
 from tests.benchmarks.exhaustive_orders import any_below, memory_of, order_below
 from tests.benchmarks.test_exhaustive_schedules import drawn as exhaustive_drawn
 from tests.benchmarks.test_exhaustive_schedules import oracle_of
-from tests.planner.made_up import build_profile, copied_of, copying
+from tests.planner.made_up import build_profile, copied_of, copying, room_for
 
 ROUGH = 1e-9
 MOST_OVER = 1.01

@@ -59,7 +59,9 @@ def check_model(model: nn.Module, sequence: LayerSequence, plan: Plan) -> None:
         _refuse_another_each_time(sequence, traced_as_planned(model, plan))
         raise ForeignPlanError(
             f"the plan was made for a model with fingerprint {plan.model_fingerprint}, this model has "
-            f"{sequence.fingerprint} (torch {torch.__version__}); plan again for this model"
+            f"{sequence.fingerprint} (torch {torch.__version__}); plan again for this model; if it is the same, what "
+            "it computes changes at times with something outside of tensors (an object's address, the time); keep that "
+            "in a buffer or pass it as an input"
         )
     if plan.stages[-1].stop_layer != len(sequence):
         raise ForeignPlanError(

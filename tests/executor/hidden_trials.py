@@ -50,6 +50,8 @@ class Outcome(StrEnum):
 
 
 GOOD = frozenset({Outcome.RIGHT, Outcome.REFUSED, Outcome.STOPPED, Outcome.NOTHING})
+AT_TIMES = frozenset({"an object's number"})
+"""What is the same in two traces by chance: an object takes the address of one that has just gone."""
 KNOWN = frozenset({"a text of numbers", "the precision of decimals"})  # what notebooks/limits.md says is not noticed
 
 
@@ -174,15 +176,15 @@ def _tried(names: Sequence[str]) -> Found:
             if frozen(names):
                 return Found(Outcome.WRONG, "its random numbers are the same in each step")
     except PlanError as problem:
-        return refused(problem)
+        return refused(problem, at_times=bool(AT_TIMES.intersection(names)))
     except Exception as problem:
         return Found(Outcome.CRASHED, f"{type(problem).__name__}: {problem}")
     apart = difference(found, expected)
     return Found(Outcome.RIGHT if not apart else Outcome.WRONG, apart)
 
 
-def refused(problem: PlanError) -> Found:
-    """Whether it says where, and what to do."""
+def refused(problem: PlanError, at_times: bool = False) -> Found:
+    """Whether it says where, and what to do; what changes at times alone may be found out without a place."""
     text = str(problem).partition("\n")[0]
     if isinstance(problem, ExecutionError) and "in this micro-batch and was" in text:
         return Found(Outcome.STOPPED, text)
@@ -195,6 +197,7 @@ def refused(problem: PlanError) -> Found:
         r"forward pass of module '.*' makes, replaces or takes away its .*; make|has no shape before the first call|"
         r"\.py:\d+|backward hook|module '.*' is called as it is.*; (make it|use) a buffer|traced twice in a row, its "
     )
+    told += "|if it is the same, what it computes changes at times" if at_times else ""
     clear = re.search(told, text) is not None
     return Found(Outcome.REFUSED if clear else Outcome.UNCLEAR, f"{type(problem).__name__}: {text}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 from datetime import timedelta
 
@@ -15,8 +14,9 @@ from executor.layout import Layout
 from executor.watch.accusation import timeout_for
 from planner.plan.plan import Plan
 from profiler.errors import ExecutionError, ForeignPlanError
-from profiler.machine.backend import HOST, backend_of, process_groups
+from profiler.machine.backend import HOST, backend_of
 from profiler.machine.descriptors import hold_standard_descriptors
+from profiler.machine.groups import join_group, leave_group
 from profiler.text import counted
 
 TIMEOUT_VARIABLE = "GPIPE_AUTOPLAN_TIMEOUT_S"  # how `launch` tells its workers how long to wait for each other
@@ -98,24 +98,6 @@ def _initialize(world_size: int, timeout: timedelta) -> None:
         master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
     )
     keep_gloo_inside(host)
-    # Imported later, as tracing does, it has the group for default arguments: destroyed, its threads would go on.
-    importlib.import_module("torch.distributed.nn")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        process_groups(),
-        store=PrefixStore(f"gpipe-autoplan/{restart}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    """At the exit of Python: gloo's threads end while there is a Python that they can let go of tensors in.
-
-    Left to themselves they ended 4 of 85 trainings of two processes, which had gone well, with SIGABRT or SIGSEGV; none
-    of 108 now [measured]. Groups on other devices stay: to destroy them may wait for ranks that are gone.
-    """
-    if dist.is_initialized() and dist.get_backend() == backend_of(HOST).process_group:
-        dist.destroy_process_group()
+    join_group(PrefixStore(f"gpipe-autoplan/{restart}", store), rank, world_size, timeout)
+    atexit.register(leave_group)

@@ -13,25 +13,27 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any
 
 import cloudpickle
 import numpy
 import torch
-import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from profiler.errors import ExecutionError, PlanError
-from profiler.machine.backend import process_groups
+from profiler.machine.groups import join_group, leave_group
 from profiler.machine.journal import announce
 from profiler.machine.workers import Failure, Task
 from profiler.torch_private import process_groups_of_this_process
 from profiler.users_frames import in_users_code, users_way_to
 
 _ANY_FILE = io.IOBase.__base__ or io.IOBase  # the plain class of all files, of which the abstract one is a subclass
+SECONDS_TO_LEAVE = 0.5
 ASKED = "it was asked to end (SIGTERM)"
 # What a rank sees when another rank is gone: gloo's words for a closed socket or a message that never came.
 ECHOES = (
@@ -63,7 +65,8 @@ def main() -> None:
     _, pickled = connection.recv()
     task: Task = cloudpickle.loads(pickled)
     signal.signal(signal.SIGTERM, _raise_exit)
-    atexit.register(_write_open_files)  # before all others, since they run in reverse
+    leaves: list[list[Any]] = []
+    atexit.register(_end_last, leaves)  # before all others, since they run in reverse
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     outcome = _run(task)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent has had its error and ends all
@@ -71,11 +74,31 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it takes nothing
             stream.flush()  # now, since the threads that Python waits for first may never end
-    _keep_process_groups()
+    groups = _kept_process_groups()
+    if isinstance(outcome, bytes):
+        leaves.append(groups)
+
+
+def _end_last(leaves: Sequence[list[Any]]) -> None:
+    """The last exit function: write what is open, and end gloo's threads, unless they wait for what never comes.
+
+    Args:
+        leaves: the groups that this worker leaves, if it has ended well.
+    """
+    _write_open_files()
+    for groups in leaves:
+        leaving = threading.Thread(target=_leave, args=(groups,), daemon=True)
+        leaving.start()
+        leaving.join(SECONDS_TO_LEAVE)
+
+
+def _leave(groups: list[Any]) -> None:
+    groups.clear()
+    leave_group()
 
 
 def _write_open_files() -> None:
-    """The last exit function: write what files hold that are still open, and let Python end without looking for them.
+    """Write what files hold that are still open, and let Python end without looking for them.
 
     It looks for garbage, which may hold such files, several times when a process ends: among all objects of torch and
     of what the function has loaded that took 0.6 of 0.85 s [measured].
@@ -120,10 +143,11 @@ def _raise_exit(signal_number: int, frame: FrameType | None) -> None:
     raise SystemExit(ASKED)
 
 
-def _keep_process_groups() -> None:
-    """Let process groups never be destroyed: one that has lost a peer may wait for it without end."""
-    for group in process_groups_of_this_process():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def _kept_process_groups() -> list[Any]:
+    """Process groups that are destroyed when this list is emptied: one that has lost a peer may wait without end."""
+    groups = [*process_groups_of_this_process()]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+    return groups
 
 
 def _seed(seed: int | None) -> None:
@@ -151,9 +175,7 @@ def _run(task: Task) -> bytes | Failure:
     try:
         store = FileStore(task.meeting_point, task.world_size)
         store.set_timeout(timeout)
-        dist.init_process_group(
-            process_groups(), store=store, rank=task.rank, world_size=task.world_size, timeout=timeout
-        )
+        join_group(store, task.rank, task.world_size, timeout)
         _meet(store, task)
         if task.search_path is not None:
             sys.path[:] = task.search_path  # only now: all that this process itself is made of is there

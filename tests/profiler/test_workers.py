@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from profiler.device import Device
 from profiler.errors import ExecutionError
-from profiler.machine import ending
+from profiler.machine import ending, worker_main
 from profiler.machine.background_load import neighbours
 from profiler.machine.channel import finish, start_receive, start_send
 from profiler.machine.links import ping_pong
@@ -255,6 +255,29 @@ def _crashes_at_exit(_: int) -> int:
 def test_a_worker_that_ends_badly_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"rank 1 of 2 had reported .* then exited with code 3, in an exit function"):
         assert run_workers(_crashes_at_exit, [(0,)] * 2) == [0, 0]
+
+
+def _notes_threads(path: str) -> None:
+    """Which threads there are after the last exit function; the names of gloo's end in `loop`."""
+    importlib.import_module("torch.distributed.nn")
+    leave = worker_main.leave_group  # type: ignore[attr-defined]
+
+    def left() -> None:
+        leave()
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        Path(f"{path}-{dist.is_initialized()}").write_text(" ".join(names))
+
+    worker_main.leave_group = left  # type: ignore[attr-defined]
+    atexit.register(dist.barrier)  # exit functions may still use the group
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
+def test_no_thread_of_gloo_is_left_when_python_ends(tmp_path: Path) -> None:
+    """One that let go of a tensor while Python ended took the worker with it: 'terminate called without ...'."""
+    run_workers(_notes_threads, [(str(tmp_path / f"{rank}"),) for rank in range(2)])
+    for rank in range(2):
+        names = (tmp_path / f"{rank}-False").read_text().split()
+        assert names and not [name for name in names if name.endswith("loop")]
 
 
 def _ends_at_once(_: int) -> int:

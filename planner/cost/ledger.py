@@ -436,15 +436,31 @@ class Ledger:
         message = self.message = Message.after_layers(large, small, basis.ahead_bytes, basis.carrier, basis.ring)
         self._numbers = numbers
         self._splits = SCHEDULES[basis.schedule].splits_backward
-        held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]
         flying = None
-        if basis.held:
+        if not basis.held:
+            held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]
+        else:
             held = [(split.larger_first(many), split.larger_first(others)) for many, others in basis.held]
             flying = np.array([many for many, _ in basis.held])
         self.in_flight, self.waiting = np.array(held, dtype=np.float64).swapaxes(0, 1)
         self.large = self.small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage, flying)
         if not split.equal:
             self.small = replace(self.large, size=sizes[1], layers=small)
+
+    def counted_of(self, row: Row, places: Sequence[int]) -> Floats:
+        """The bytes of a row that does not count messages, of some layers together: as `counted`, without their axis.
+
+        Args:
+            row: which.
+            places: the layers, or the layers before boundaries.
+        """
+        if row.counts not in {Counts.IN_FLIGHT, Counts.WAITING}:
+            once: Floats = np.atleast_1d(self.moments(row)[list(places)].sum())
+            return once
+        many, few = (self.in_flight if row.counts is Counts.IN_FLIGHT else self.waiting).T
+        large, small = (np.asarray(row.figure(at))[list(places)].sum() for at in (self.large, self.small))
+        of_each: Floats = many * large + few * small
+        return of_each
 
     def counted(self, row: Row, message: Message | None = None) -> Floats:
         """Bytes of a row that lasts: those of its figure, one axis in front for the stages' numbers, or for moments.

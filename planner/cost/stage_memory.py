@@ -225,11 +225,9 @@ class _Stage:
         if row.counts is Counts.UNDER_WAY:
             messages = [self.ledger.counted(row, message) for message in self._messages(row.of)]
             return np.zeros(1) + sum(messages)
-        counted = self.ledger.counted(row)
         if row.of in {Of.STAGE, Of.WHOLE}:
-            return counted
-        of_places: Floats = counted[:, self._places(row.of)].sum(axis=1)
-        return of_places
+            return self.ledger.counted(row)
+        return self.ledger.counted_of(row, self._places(row.of))
 
     def at_hand(self) -> float:
         """Of what the rows count for messages under way, the bytes that are there while it computes."""

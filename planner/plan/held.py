@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from functools import lru_cache
-from operator import ge
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-from planner.plan.orders import Order, PassKind, pass_of
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.plan.orders import Order, PassKind
 
 Held: TypeAlias = tuple[int, int]
 """Micro-batches in flight, and those that wait for the gradients of their parameters, at one moment."""
+Indices: TypeAlias = NDArray[np.int64]
 Moment: TypeAlias = tuple[int, tuple[Held, ...]]
 """Which chunk of a rank computes, and what each chunk holds meanwhile."""
 
@@ -20,13 +23,8 @@ def most_under_way(
     order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
 ) -> tuple[int, ...]:
     """By chunk of a rank, how many micro-batches have gone forward and not yet back, at most."""
-    now, most = [0] * chunks, [0] * chunks
-    change = {PassKind.FORWARD: 1, PassKind.BACKWARD: -1, PassKind.WEIGHTS: 0}
-    for number in order(rank, ranks, micro_batches, chunks):
-        kind, chunk, _ = pass_of(number, micro_batches, chunks)
-        now[chunk] += change[kind]
-        most[chunk] = max(most[chunk], now[chunk])
-    return tuple(most)
+    _, flying = _in_flight(order(rank, ranks, micro_batches, chunks), micro_batches, chunks)
+    return tuple(flying.max(axis=0).tolist())
 
 
 @lru_cache(maxsize=4096)
@@ -34,16 +32,36 @@ def moments_of(
     order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
 ) -> tuple[Moment, ...]:
     """Those of which no other one of the same chunk has as many micro-batches in flight in every chunk."""
-    now = [0] * chunks
-    seen: list[set[tuple[int, ...]]] = [set() for _ in range(chunks)]
-    for number in order(rank, ranks, micro_batches, chunks):
-        kind, chunk, _ = pass_of(number, micro_batches, chunks)
-        now[chunk] += kind is PassKind.FORWARD
-        seen[chunk].add(tuple(now))
-        now[chunk] -= kind is PassKind.BACKWARD
-    return tuple(
-        (chunk, tuple((flying, 0) for flying in held)) for chunk, moments in enumerate(seen) for held in _most(moments)
-    )
+    computing, flying = _in_flight(order(rank, ranks, micro_batches, chunks), micro_batches, chunks)
+    found: list[Moment] = []
+    for chunk in range(chunks):
+        own = np.unique(flying[computing == chunk], axis=0)
+        found += [(chunk, tuple((many, 0) for many in row)) for row in own[are_most(own)].tolist()]
+    return tuple(found)
+
+
+def _in_flight(order: Order, micro_batches: int, chunks: int) -> tuple[Indices, Indices]:
+    """Which chunk computes in each pass, shape (passes,), and what each has in flight, shape (passes, chunks).
+
+    While a micro-batch goes back through a chunk, it is still in flight there.
+    """
+    kind, computing = np.divmod(np.array(order) // micro_batches, chunks)
+    own = computing[:, None] == np.arange(chunks)
+    goes_back = own & (kind == PassKind.BACKWARD)[:, None]
+    goes_on = own & (kind == PassKind.FORWARD)[:, None]
+    return computing, np.cumsum(goes_on, axis=0) - np.cumsum(goes_back, axis=0) + goes_back
+
+
+def are_most(rows: Indices) -> NDArray[np.bool_]:
+    """Of which of these different rows no other one has as much of everything.
+
+    >>> are_most(np.array([[1, 2], [0, 3], [1, 3]])).tolist()
+    [False, False, True]
+    """
+    most = np.ones(len(rows), dtype=np.bool_)
+    for number, row in enumerate(rows):
+        most[number] = (rows >= row).all(axis=1).sum() == 1
+    return most
 
 
 @lru_cache(maxsize=4096)
@@ -80,13 +98,3 @@ def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
         if not held or most_waiting[flying] > held[-1][1]:
             held.append((flying, most_waiting[flying]))
     return tuple(reversed(held))
-
-
-_Counts = TypeVar("_Counts", bound=tuple[int, ...])
-
-
-def _most(moments: Set[_Counts]) -> tuple[_Counts, ...]:
-    """Those of which no other one has as many of everything."""
-    return tuple(
-        one for one in sorted(moments) if not any(one != other and all(map(ge, other, one)) for other in moments)
-    )

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,20 +29,21 @@ from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import NO_DEADLINE, Deadline
+from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, FirstPlans, Waiting
 from planner.solve.order_start import with_own_orders
 from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
 from planner.solve.work_bound import least_s as least_of_all_s
 from profiler.text import counted
 
-PROBES, PROBE_ROUNDS, PROBES_CLIMBED = 12, 3, 2
-"""First plans of each R and number of chunks, rounds of them, each nearer to the best one, and of each number of chunks
-candidates whose cuts are searched then [chosen]."""
-PROBE_MARGIN = 1.05
-"""By how much slower than the fastest one a first plan may be [chosen]."""
+ROUNDS_OF_FIRST_PLANS = 3
+"""Each nearer to the best one [chosen]."""
 FIRST_PROGRAMS, PROGRAMS_AT_ONCE, PROGRAMS_OF_HALVES = 1, 4, 100
 """Linear programs of a candidate until it is another one's turn, when it comes first, later, and when its cuts are
 halved."""
+PROGRAMS_BEFORE = 21
+"""Linear programs before cuts are searched; those after it only make the bound better [chosen: of 400 layers whose
+candidates nearly all have the same bound they took half of the time]."""
 MOST_WORK, STAGES_OF_WORK = 1_000, 32
 """Linear programs of all candidates without a time limit, where of more stages than these for as many [fitted: 2 to
 5 s]."""
@@ -56,30 +57,23 @@ MOST_LOOKED_AT = 12
 """Candidates, spread over all, of which one is named that is near to fitting."""
 FEW_TO_SEARCH_AGAIN = 1_000
 """Micro-batches of stages up to which those like the best candidate are searched once more [chosen: 1 to 2 s]."""
+SHARE_OF_BOUNDS = 0.5
+"""Of the time that is left when some candidates were searched in vain, for bounds; then others are searched."""
 FEW_RANKS = 2
 """Fewer have nothing to interleave."""
 
 
-_Alike: TypeAlias = tuple[str, int, int]
-"""Schedule, R and chunks: candidates that differ in M and ranks alone."""
-
-
-class _Waiting(NamedTuple):
-    """A candidate that was not searched; of equal bounds the one with fewer micro-batches comes first."""
-
-    bound_s: float
-    micro_batches: int
-    position: int
-    plans: ChunkPlans
-    search: CutBound | None
-
-
 class _Climbed(NamedTuple):
-    """A candidate that was searched, and what no plan of it is below."""
+    """A candidate that was searched, and what no plan of it is below.
+
+    Attributes:
+        far: whether no plan was found that fits and is near the best: then memory is short, which bounds leave out.
+    """
 
     climb: CutClimb
     plans: ChunkPlans
     least_s: float
+    far: bool
 
 
 def chunk_balance(
@@ -135,12 +129,14 @@ class _Search:
         self._work, self._in_vain, self._patience = 0, 0, problems[0].patience
         self._began_s = time.monotonic()
         self._climbs: dict[int, _Climbed] = {}
-        self._probed_in_vain = 0
+        self._first_plans = FirstPlans(self._deadline)
         self._best_plans: ChunkPlans | None = None
         self._problems, self._last = problems, last
         self._first: list[Candidate] = []  # of each R and M, over the most ranks
         self._in_segments = False  # whether there is a plan of which no search of cuts says what it takes
-        self._queue: list[_Waiting] = []
+        self._queue: list[Waiting] = []  # those that were not searched yet, as a heap
+        self._searched: list[Waiting] = []
+        self._had_turns: set[int] = set()  # positions of those that the ones with a rank less were made for
         self._number = itertools.count()
         for problem in problems:
             self._begin_with(problem, start)
@@ -151,41 +147,81 @@ class _Search:
                 ranks = _most_ranks(problem, candidate)
                 if ranks:
                     self._first.append(with_ranks(candidate, ranks, problem.settings.chunks))
-                    self._push(problem, self._first[-1])
+                    entry = self._entry(problem, self._first[-1])
+                    self._queue += [] if entry is None else [entry]
 
     def found(self) -> Balance | None:
         """The best plan, and what none is below."""
-        for entry in self._probed():
+        for entry in self._first_plans.fastest(
+            self._queue, self._reached_s, math.ceil(ROUNDS_OF_FIRST_PLANS * self._patience)
+        ):
             self._climbed(entry)
         self._in_vain = min(self._in_vain, 1)
-        while self._queue:
-            entry = heapq.heappop(self._queue)
-            self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s), self._patience_s)
-            searched = self._timed or self._in_vain < PATIENCE * self._patience
-            some = self._best is not None or (self._dispensable and len(self._climbs) > 0)
-            ends = self._over and (self._in_vain > 0 or some)
-            if entry.bound_s > self._reached_s * (1 + TIE) or ends or not searched:
-                self._lower_s = min(self._lower_s, entry.bound_s)
-                break
-            if entry.search is None:
-                self._push_with_a_rank_less(entry.plans)
-            if not (
-                self._spent
-                or self._fits_nowhere_yet
-                or (entry.search is not None and (entry.search.done or entry.bound_s > self._reached_s))
-            ):
-                self._tightened(entry)
-            elif entry.position not in self._climbs:
-                heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, self._climbed(entry))))
-            elif not (self._spent or entry.search is None or entry.search.closed) and entry.bound_s < self._reached_s:
-                self._halved(entry)
-            else:
-                self._lower_s = min(self._lower_s, entry.bound_s)
+        self._queue = [self._expected(entry) for entry in self._queue]
+        heapq.heapify(self._queue)
+        self._search_cuts(PATIENCE * self._patience)
+        if self._timed:
+            self._raise_bounds(Deadline(self._deadline.left_s * SHARE_OF_BOUNDS))
+            self._search_cuts(np.inf)
+        self._raise_bounds(self._deadline)
+        self._lower_s = min([self._lower_s, *(entry.bound_s for entry in (*self._queue, *self._searched))])
         self._try_fewer_ranks()
         if not self.nearer():
             self._go_over_the_best()
         self._use_what_is_left()
         return None if self._best is None else replace(self._best, lower_bound_s=self._lower_s)
+
+    def _search_cuts(self, patience: float) -> None:
+        """Search the cuts of those that wait in their order, until so many were in vain or time is up."""
+        while self._queue:
+            entry = heapq.heappop(self._queue)
+            least_s = min(waiting.bound_s for waiting in (entry, *self._queue, *self._searched))
+            self._deadline.tell(self._reached_s, min(least_s, self._lower_s), self._patience_s)
+            some = self._best is not None or (self._dispensable and len(self._climbs) > 0)
+            if self._in_vain >= patience or (self._over and (self._in_vain > 0 or some)):
+                heapq.heappush(self._queue, entry)
+                break
+            if entry.bound_s > self._reached_s * (1 + TIE):
+                self._searched.append(entry)
+                continue
+            fewer = self._with_a_rank_less(entry)
+            if fewer is not None:
+                heapq.heappush(self._queue, fewer)
+            if entry.position in self._climbs:
+                self._searched.append(entry)
+            elif not (
+                self._spent
+                or self._fits_nowhere_yet
+                or self._is_tight(entry)
+                or (entry.search is not None and entry.search.rounds >= PROGRAMS_BEFORE)
+            ):
+                heapq.heappush(self._queue, self._tightened(entry, self._deadline))
+            else:
+                self._searched.append(entry._replace(bound_s=max(entry.bound_s, self._climbed(entry))))
+
+    def _raise_bounds(self, deadline: Deadline) -> None:
+        """Make the lowest bounds better, as long as that raises what no plan is below."""
+        waiting = [(entry.bound_s, entry.position, entry) for entry in (*self._queue, *self._searched)]
+        heapq.heapify(waiting)
+        while waiting and self._best is not None:
+            _, _, entry = waiting[0]
+            self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s))
+            if entry.bound_s >= min(self._reached_s, self._lower_s) or deadline.over or self._spent:
+                break
+            if not self._is_tight(entry):
+                better = self._tightened(entry, deadline)
+                fewer = self._with_a_rank_less(entry)
+                if fewer is not None:
+                    heapq.heappush(waiting, (fewer.bound_s, fewer.position, fewer))
+            elif self._is_worth_halving(entry):
+                better = self._halved(entry, deadline)
+            else:
+                break
+            heapq.heapreplace(waiting, (better.bound_s, better.position, better))
+        every = [entry for _, _, entry in waiting]
+        self._searched = [entry for entry in every if entry.position in self._climbs]
+        self._queue = [entry for entry in every if entry.position not in self._climbs]
+        heapq.heapify(self._queue)
 
     def nearer(self) -> list[Problem]:
         """The problems with the M of the best plan and no more ranks, if that is not what they are; only small ones.
@@ -234,7 +270,7 @@ class _Search:
     @property
     def _fits_nowhere_yet(self) -> bool:
         """Whether no plan was found where some were looked for: then bounds, which leave out memory, are of no use."""
-        return self._best is None and self._probed_in_vain + len(self._climbs) >= SOME_IN_VAIN
+        return self._best is None and self._first_plans.in_vain + len(self._climbs) >= SOME_IN_VAIN
 
     @property
     def _patience_s(self) -> float:
@@ -257,45 +293,60 @@ class _Search:
                 )
                 self._best = found if found.better_than(self._best) else self._best
 
-    def _push(self, problem: Problem, candidate: Candidate) -> None:
-        """Queue a candidate with its cheap bound, unless the model is too large for so many ranks."""
-        entry = self._entry(problem, candidate)
-        if entry is not None:
-            heapq.heappush(self._queue, entry)
-
-    def _entry(self, problem: Problem, candidate: Candidate) -> _Waiting | None:
+    def _entry(self, problem: Problem, candidate: Candidate) -> Waiting | None:
         """A candidate with its cheap bound; None where the model is too large for so many ranks."""
         plans = plans_of(problem, candidate, self._deadline)
         if not has_room(plans):
             return None
-        return _Waiting(least_s(plans), candidate.split.count, next(self._number), plans, None)
+        bound_s = least_s(plans)
+        return self._expected(Waiting(bound_s, bound_s, candidate.split.count, next(self._number), plans, None))
 
-    def _push_with_a_rank_less(self, plans: ChunkPlans) -> None:
-        """Queue the same candidate with a rank less, whose bound is above this one's."""
-        problem = plans.problem
-        if problem.settings.stages is None and plans.ranks > _fewest_ranks(problem):
-            self._push(problem, with_ranks(plans.candidate, plans.ranks - 1, problem.settings.chunks))
+    def _expected(self, entry: Waiting) -> Waiting:
+        return entry._replace(expected_s=self._first_plans.estimate_s(entry, self._reached_s))
 
-    def _tightened(self, entry: _Waiting) -> None:
-        """Make the bound of a candidate better, and queue it again."""
+    def _with_a_rank_less(self, entry: Waiting) -> Waiting | None:
+        """The same candidate with a rank less, whose bound is above this one's; it is made when this one's turn comes.
+
+        None where there is none, or it was made.
+        """
+        problem, plans = entry.plans.problem, entry.plans
+        if entry.position in self._had_turns:
+            return None
+        self._had_turns.add(entry.position)
+        if problem.settings.stages is not None or plans.ranks <= _fewest_ranks(problem):
+            return None
+        return self._entry(problem, with_ranks(plans.candidate, plans.ranks - 1, problem.settings.chunks))
+
+    def _is_tight(self, entry: Waiting) -> bool:
+        """Whether no more linear programs are solved for the bound of a candidate, but for halves."""
+        return entry.search is not None and (entry.search.done or entry.bound_s > self._reached_s)
+
+    def _tightened(self, entry: Waiting, deadline: Deadline) -> Waiting:
+        """A candidate with a better bound."""
         search = entry.search or CutBound(entry.plans)
         had = search.rounds
-        bound_s = search.tightened(PROGRAMS_AT_ONCE if had else FIRST_PROGRAMS, self._deadline, self._reached_s)
+        bound_s = search.tightened(PROGRAMS_AT_ONCE if had else FIRST_PROGRAMS, deadline, self._reached_s)
         self._work += (search.rounds - had) * max(1, entry.plans.stages // STAGES_OF_WORK)
-        heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, bound_s), search=search))
+        bound_s = max(entry.bound_s, bound_s)
+        return entry._replace(expected_s=max(entry.expected_s, bound_s), bound_s=bound_s, search=search)
 
-    def _halved(self, entry: _Waiting) -> None:
-        """Close what is left between a candidate's bound and the best plan by halves of its cuts; queue it again."""
+    def _is_worth_halving(self, entry: Waiting) -> bool:
+        """Whether halves of its cuts may show that no plan of a candidate that was searched is faster."""
+        climbed = self._climbs.get(entry.position)
+        return climbed is not None and not climbed.far and entry.search is not None and not entry.search.closed
+
+    def _halved(self, entry: Waiting, deadline: Deadline) -> Waiting:
+        """A candidate of which some of what is between its bound and the best plan is closed, by halves of its cuts."""
         search = entry.search
         assert search is not None
         had, stops = search.rounds, search.stops
-        bound_s = search.halved(PROGRAMS_OF_HALVES, self._deadline, self._reached_s)
+        bound_s = search.halved(PROGRAMS_OF_HALVES, deadline, self._reached_s)
         self._work += (search.rounds - had) * max(1, entry.plans.stages // STAGES_OF_WORK)
         if search.stops is not None and search.stops != stops:
             self._note(entry.plans, self._climbs[entry.position].climb.at(search.stops, self._reached_s))
-        heapq.heappush(self._queue, entry._replace(bound_s=max(entry.bound_s, bound_s)))
+        return entry._replace(bound_s=max(entry.bound_s, bound_s))
 
-    def _climbed(self, entry: _Waiting) -> float:
+    def _climbed(self, entry: Waiting) -> float:
         """Search the cuts of a candidate, once; what no plan of it is below, as far as that shows it."""
         if entry.position in self._climbs:
             return self._climbs[entry.position].least_s
@@ -303,8 +354,10 @@ class _Search:
         climb = CutClimb(entry.plans, bound, self._deadline)
         choices, least_of_all_s = climb.found(self._reached_s)
         least_s = bound.step_s if self._in_segments else max(bound.step_s, least_of_all_s)
-        self._climbs[entry.position] = _Climbed(climb, entry.plans, least_s)
+        self._climbs[entry.position] = _Climbed(climb, entry.plans, least_s, not choices)
         self._in_vain += not climb.tries_all_cuts
+        if choices:
+            self._first_plans.note(entry, min(choice.step_s for choice in choices))
         for choice in choices:
             self._note(entry.plans, choice)
         return self._climbs[entry.position].least_s
@@ -316,46 +369,6 @@ class _Search:
             self._best, self._in_vain = found, 0
             self._best_plans = plans
 
-    def _probed(self) -> list[_Waiting]:
-        """The candidates with the fastest first plans, of some all over the range of M, and then of some near the best.
-
-        Bounds leave out memory, and where there is little of it they say nothing about which M is good.
-        """
-        groups: dict[_Alike, list[_Waiting]] = {}
-        for entry in sorted(self._queue, key=lambda entry: (entry.micro_batches, entry.position)):
-            own = entry.plans.candidate
-            groups.setdefault((own.schedule, own.replicas, own.ring.chunks), []).append(entry)
-        groups = {key: entries for key, entries in groups.items() if len(entries) > PROBES}
-        known: dict[tuple[_Alike, int], float] = {}
-        wanted = [
-            (key, round(place) - 1) for key, group in groups.items() for place in np.geomspace(1, len(group), PROBES)
-        ]
-        for _ in range(math.ceil(PROBE_ROUNDS * self._patience)):
-            for key, place in dict.fromkeys(wanted):
-                if (key, place) not in known:
-                    least_s = min(self._below_s, min(known.values(), default=self._reached_s))
-                    known[key, place] = self._probe_s(groups[key][place], least_s * PROBE_MARGIN)
-            if not known:
-                break
-            self._probed_in_vain = len(known) if min(known.values()) == np.inf else 0
-            best_key, best = min(known, key=lambda at: (known[at], at))
-            tried = sorted(place for key, place in known if key == best_key)
-            at = tried.index(best)
-            ends = tried[max(0, at - 1)], tried[min(at + 1, len(tried) - 1)]
-            wanted = [(best_key, round(place)) for place in np.linspace(*ends, PROBES // 2)]
-        fastest: dict[int, list[_Waiting]] = {}
-        for _, (key, place) in sorted((step_s, at) for at, step_s in known.items() if step_s < np.inf):
-            entry = groups[key][place]
-            fastest.setdefault(entry.plans.candidate.ring.chunks, []).append(entry)
-        return [entry for alike in fastest.values() for entry in alike[:PROBES_CLIMBED]]
-
-    def _probe_s(self, entry: _Waiting, below_s: float) -> float:
-        """Seconds of a candidate's first plan; infinite where it takes no less than `below_s` or does not fit."""
-        if self._over or entry.bound_s >= below_s:
-            return np.inf
-        choice = CutClimb(entry.plans, None, self._deadline).probed(below_s)
-        return np.inf if choice is None else choice.step_s
-
     def _try_fewer_ranks(self) -> None:
         """Search the best candidate over fewer ranks, too, where these may take no longer.
 
@@ -365,12 +378,12 @@ class _Search:
         plans = self._best_plans
         if plans is None or plans.problem.settings.stages is not None:
             return
-        probed: list[tuple[float, _Waiting]] = []
+        probed: list[tuple[float, Waiting]] = []
         for ranks in range(plans.ranks - 1, _fewest_ranks(plans.problem) - 1, -1):
             entry = self._entry(plans.problem, with_ranks(plans.candidate, ranks, plans.ring.chunks))
             if self._over or entry is None or entry.bound_s >= self._reached_s:
                 break
-            probed.append((self._probe_s(entry, self._reached_s * PROBE_MARGIN), entry))
+            probed.append((self._first_plans.step_s(entry, self._reached_s * MARGIN), entry))
         for step_s, entry in sorted(probed)[:PROBES_CLIMBED]:
             if step_s < np.inf:
                 self._climbed(entry)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost.layer_costs import Indices
-from planner.plan.held import Held, Moment
+from planner.plan.held import Held, Moment, are_most
 from planner.plan.order_text import LETTERS, order_of_text
 
 _CODES = [np.frombuffer(letters.encode(), dtype=np.uint8) for letters in LETTERS]
@@ -66,17 +65,9 @@ def moments_of_order(order: Indices, count: int, chunks: int) -> tuple[Moment, .
     found: list[Moment] = []
     for chunk in range(chunks):
         own = np.unique(rows[computes & (places % chunks == chunk)], axis=0)
-        for row in own[_are_most(own)].tolist():
+        for row in own[are_most(own)].tolist():
             found.append((chunk, tuple(zip(row[:chunks], row[chunks:], strict=True))))
     return tuple(found)
-
-
-def _are_most(rows: Indices) -> NDArray[np.bool_]:
-    """Of which of these different rows no other one has as much of everything."""
-    most = np.ones(len(rows), dtype=np.bool_)
-    for number, row in enumerate(rows):
-        most[number] = (rows >= row).all(axis=1).sum() == 1
-    return most
 
 
 def held_in(order: Indices, count: int) -> tuple[Held, ...]:

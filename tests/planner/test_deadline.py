@@ -18,9 +18,10 @@ from planner.solve import all_schedules, balancer, chunk_search
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balancer import balance
 from planner.solve.candidate_search import CandidateSearch, first_balance
-from planner.solve.chunk_search import PROBE_ROUNDS, PROBES, chunk_balance
+from planner.solve.chunk_search import ROUNDS_OF_FIRST_PLANS, chunk_balance
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import UNLIMITED, Deadline
+from planner.solve.first_plans import PROBES
 from planner.solve.own_links import with_moved_cuts
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
@@ -124,7 +125,7 @@ def test_a_search_out_of_time_leaves_other_numbers_of_micro_batches(profile_of, 
         assert chunk_balance(problem, reached=reached) is not None
         return len(climbs)
 
-    assert searched("zb-h1") <= PROBES * PROBE_ROUNDS
+    assert searched("zb-h1") <= PROBES * ROUNDS_OF_FIRST_PLANS
 
 
 def test_not_even_whether_anything_fits_is_found_out_late(profile_of, device, monkeypatch):

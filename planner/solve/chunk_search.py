@@ -187,17 +187,11 @@ class _Search:
             fewer = self._with_a_rank_less(entry)
             if fewer is not None:
                 heapq.heappush(self._queue, fewer)
-            if entry.position in self._climbs:
-                self._searched.append(entry)
-            elif not (
-                self._spent
-                or self._fits_nowhere_yet
-                or self._is_tight(entry)
-                or (entry.search is not None and entry.search.rounds >= PROGRAMS_BEFORE)
-            ):
-                heapq.heappush(self._queue, self._tightened(entry, self._deadline))
-            else:
+            had = entry.position in self._climbs
+            if had or self._spent or self._fits_nowhere_yet or self._is_ready(entry):
                 self._searched.append(entry._replace(bound_s=max(entry.bound_s, self._climbed(entry))))
+            else:
+                heapq.heappush(self._queue, self._tightened(entry, self._deadline))
 
     def _raise_bounds(self, deadline: Deadline) -> None:
         """Make the lowest bounds better, as long as that raises what no plan is below."""
@@ -320,6 +314,10 @@ class _Search:
     def _is_tight(self, entry: Waiting) -> bool:
         """Whether no more linear programs are solved for the bound of a candidate, but for halves."""
         return entry.search is not None and (entry.search.done or entry.bound_s > self._reached_s)
+
+    def _is_ready(self, entry: Waiting) -> bool:
+        """Whether the cuts of a candidate are searched before its bound is made better."""
+        return self._is_tight(entry) or (entry.search is not None and entry.search.rounds >= PROGRAMS_BEFORE)
 
     def _tightened(self, entry: Waiting, deadline: Deadline) -> Waiting:
         """A candidate with a better bound."""

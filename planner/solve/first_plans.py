@@ -89,6 +89,7 @@ class FirstPlans:
         for entry in sorted(waiting, key=lambda entry: (entry.micro_batches, entry.position)):
             groups.setdefault(entry.kind, []).append(entry)
         groups = {key: _fewest_of_each_size(entries) for key, entries in groups.items() if len(entries) > FEW}
+        groups = dict(sorted(groups.items(), key=lambda item: min(entry.bound_s for entry in item[1])))
         known: dict[tuple[_Alike, int], float] = {}
         wanted = [
             (key, round(place) - 1) for key, group in groups.items() for place in np.geomspace(1, len(group), PROBES)
@@ -97,7 +98,7 @@ class FirstPlans:
             for key, place in dict.fromkeys(wanted):
                 if (key, place) not in known:
                     least_s = min(below_s, min(known.values(), default=np.inf))
-                    known[key, place] = self._noted(groups[key][place], least_s * HOPELESS)
+                    known[key, place] = self._noted(groups[key][place], least_s)
             if not known:
                 return []
             self.in_vain = len(known) if min(known.values()) == np.inf else 0
@@ -142,11 +143,14 @@ class FirstPlans:
         if first_s is not None:
             self._gain = min(self._gain, step_s / first_s)
 
-    def _noted(self, entry: Waiting, below_s: float) -> float:
-        """Seconds of a candidate's first plan, as `step_s` has them; those that fit are noted."""
-        if self._deadline.over or entry.bound_s >= below_s:
+    def _noted(self, entry: Waiting, least_s: float) -> float:
+        """Seconds of a candidate's first plan, infinite where it does not fit, or is far slower than the best so far.
+
+        Those that fit are noted.
+        """
+        if self._deadline.over or entry.bound_s >= least_s:
             return np.inf
-        climb = CutClimb(entry.plans, None, self._deadline)
+        climb, below_s = CutClimb(entry.plans, None, self._deadline), least_s * HOPELESS
         choice = climb.probed(below_s)
         if choice is not None or climb.first_fits:
             self._known[entry.kind][entry.plans.candidate.split.largest] = below_s if choice is None else choice.step_s

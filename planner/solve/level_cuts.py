@@ -29,8 +29,8 @@ FEW_CUTS = 24
 """Cuts up to which all moves are tried."""
 KICKED = 3
 """Cuts that are moved then."""
-SHARPNESS = 32
-"""Power of the ranks' seconds that is made small: near the slowest rank's, and finer than that."""
+SQUARINGS = 5
+"""Of the ranks' seconds, so that a power of them is made small: near the slowest rank's, and finer than that."""
 
 
 class Level:
@@ -106,8 +106,10 @@ class Level:
         scale_s = done_s.max()
         if not scale_s > 0:
             return np.zeros(len(cuts))
-        powers: Floats = (done_s / scale_s) ** SHARPNESS
-        return np.array(powers.sum(axis=1) ** (1 / SHARPNESS) * scale_s)
+        powers: Floats = done_s / scale_s
+        for _ in range(SQUARINGS):
+            powers *= powers
+        return np.array(powers.sum(axis=1) ** (0.5**SQUARINGS) * scale_s)
 
 
 def _moves(cuts: int) -> list[tuple[int, ...]]:

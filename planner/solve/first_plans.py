@@ -125,15 +125,15 @@ class FirstPlans:
     def estimate_s(self, entry: Waiting, reached_s: float) -> float:
         """What a candidate takes, about; its bound where nothing is known, or it may be faster than `reached_s`.
 
-        By first plans of the same kind with fewer and with more micro-batches, and by what the search of cuts has
-        gained so far.
+        By first plans of the same kind with larger and with smaller micro-batches, and by what the search of cuts has
+        gained so far. More of the same size come after the fewest.
         """
         known, split = self._known.get(entry.kind), entry.plans.candidate.split
         if not known:
             return entry.bound_s
         sizes = sorted(known)
         between_s = np.interp(math.log(split.largest), np.log(sizes), [known[size] for size in sizes])
-        more = split.count / math.ceil(split.batch_size / split.largest)
+        more = min(split.count / math.ceil(split.batch_size / split.largest), MARGIN)
         expected_s = float(between_s) * self._gain * more
         return entry.bound_s if expected_s <= reached_s else max(entry.bound_s, expected_s)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 from planner.plan.orders import Order, PassKind
 
+if TYPE_CHECKING:  # to show a plan nobody counts, and numpy takes time to load
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Indices: TypeAlias = NDArray[np.int64]
+
 Held: TypeAlias = tuple[int, int]
 """Micro-batches in flight, and those that wait for the gradients of their parameters, at one moment."""
-Indices: TypeAlias = NDArray[np.int64]
 Moment: TypeAlias = tuple[int, tuple[Held, ...]]
 """Which chunk of a rank computes, and what each chunk holds meanwhile."""
 
@@ -32,6 +34,8 @@ def moments_of(
     order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
 ) -> tuple[Moment, ...]:
     """Those of which no other one of the same chunk has as many micro-batches in flight in every chunk."""
+    import numpy as np
+
     computing, flying = _in_flight(order(rank, ranks, micro_batches, chunks), micro_batches, chunks)
     found: list[Moment] = []
     for chunk in range(chunks):
@@ -45,6 +49,8 @@ def _in_flight(order: Order, micro_batches: int, chunks: int) -> tuple[Indices, 
 
     While a micro-batch goes back through a chunk, it is still in flight there.
     """
+    import numpy as np
+
     kind, computing = np.divmod(np.array(order) // micro_batches, chunks)
     own = computing[:, None] == np.arange(chunks)
     goes_back = own & (kind == PassKind.BACKWARD)[:, None]
@@ -55,9 +61,12 @@ def _in_flight(order: Order, micro_batches: int, chunks: int) -> tuple[Indices, 
 def are_most(rows: Indices) -> NDArray[np.bool_]:
     """Of which of these different rows no other one has as much of everything.
 
+    >>> import numpy as np
     >>> are_most(np.array([[1, 2], [0, 3], [1, 3]])).tolist()
     [False, False, True]
     """
+    import numpy as np
+
     most = np.ones(len(rows), dtype=np.bool_)
     for number, row in enumerate(rows):
         most[number] = (rows >= row).all(axis=1).sum() == 1

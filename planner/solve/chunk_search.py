@@ -1,10 +1,13 @@
 """The search for plans with several chunks a rank: cuts, number of ranks, M and R together.
 
-A candidate is a schedule, R, M, and numbers of ranks and of chunks. They wait in the order of a bound: first a cheap
-one (`planner.solve.chunk_bound`), then `planner.solve.cut_bound`, a few linear programs at a time, which also says
-which cuts would be best. The cuts of those whose turn comes are searched (`planner.solve.cut_climb`), and what is left
-between plan and bound is closed by halves. Because a bound leaves out memory, some plans with equal shares of the work
-come before all that, and the candidates of the fastest of them are searched first.
+A candidate is a schedule, R, M, and numbers of ranks and of chunks. They wait in the order of what they may take: of a
+cheap bound (`planner.solve.chunk_bound`), or of what first plans near them say, since a bound leaves out memory
+(`planner.solve.first_plans`).
+
+1. The candidates of the fastest first plans are searched (`planner.solve.cut_climb`), and then those whose turn comes,
+   after a few linear programs (`planner.solve.cut_bound`) that say which cuts would be best, until some were in vain.
+2. Then the lowest bounds are made better, by more linear programs and by halves of cuts, as long as that raises what no
+   plan is below.
 
 What was not proven stays in the lower bound, and that is where a gap comes from.
 """

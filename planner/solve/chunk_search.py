@@ -205,16 +205,16 @@ class _Search:
             self._deadline.tell(self._reached_s, min(entry.bound_s, self._lower_s))
             if entry.bound_s >= min(self._reached_s, self._lower_s) or deadline.over or self._spent:
                 break
+            fewer: Waiting | None = None
             if not self._is_tight(entry):
-                better = self._tightened(entry, deadline)
-                fewer = self._with_a_rank_less(entry)
-                if fewer is not None:
-                    heapq.heappush(waiting, (fewer.bound_s, fewer.position, fewer))
+                better, fewer = self._tightened(entry, deadline), self._with_a_rank_less(entry)
             elif self._is_worth_halving(entry):
                 better = self._halved(entry, deadline)
             else:
                 break
             heapq.heapreplace(waiting, (better.bound_s, better.position, better))
+            if fewer is not None:  # only now: of what was first in the heap the better one takes the place
+                heapq.heappush(waiting, (fewer.bound_s, fewer.position, fewer))
         every = [entry for _, _, entry in waiting]
         self._searched = [entry for entry in every if entry.position in self._climbs]
         self._queue = [entry for entry in every if entry.position not in self._climbs]

@@ -28,9 +28,10 @@ from planner.solve.deadline import Deadline
 PROBES, PROBES_CLIMBED = 12, 2
 """First plans of a round, and of each number of chunks candidates that are the fastest [chosen]."""
 FEW = 3
-"""Candidates of a kind up to which no first plans are looked for: all are searched."""
+"""Candidates of a kind up to which no first plans are looked for [chosen]."""
 MARGIN = 1.05
-"""By how much slower than the fastest of all these may be [chosen]."""
+"""By how much slower than the fastest of all these may be, and at most those are expected to be that have more
+micro-batches of the same size [chosen]."""
 
 _Alike: TypeAlias = tuple[str, int, Ring]
 """Schedule, R and ranks with their chunks: candidates that differ in M alone."""

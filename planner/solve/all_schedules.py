@@ -26,7 +26,8 @@ from planner.plan.schedules import ONE_CHUNK, SCHEDULES, one_chunk_schedules
 from planner.search_watch import besides, others_follow
 from planner.settings import Settings
 from planner.solve.balance import TIE, Balance, Unsettled, evaluate_s, fits
-from planner.solve.chunk_search import FEW_RANKS, chunk_balance
+from planner.solve.chunk_candidates import FEW_RANKS
+from planner.solve.chunk_search import chunk_balance
 from planner.solve.deadline import Deadline
 from planner.solve.many_devices import balance_any
 from planner.solve.order_start import with_own_orders

@@ -18,26 +18,24 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.plan.schedules import SCHEDULES
-from planner.plan.units import bytes_text
 from planner.solve.balance import TIE, Balance, Unsettled
 from planner.solve.chunk_bound import has_room, least_s
-from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
+from planner.solve.chunk_candidates import fewest_ranks, most_ranks, plans_of, with_ranks
+from planner.solve.chunk_plans import ChunkChoice, ChunkPlans
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
-from planner.solve.deadline import NO_DEADLINE, Deadline
+from planner.solve.deadline import Deadline
 from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, FirstPlans, Waiting
 from planner.solve.order_start import with_own_orders
-from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
 from planner.solve.work_bound import least_s as least_of_all_s
-from profiler.text import counted
 
 ROUNDS_OF_FIRST_PLANS = 3
 """Each nearer to the best one [chosen]."""
@@ -56,14 +54,10 @@ no time limit."""
 SOME_IN_VAIN = 4
 """Candidates looked at in vain after which bounds are made no better until there is a plan [chosen: of 521 candidates
 of a Llama of 70B parameters on 64 devices none fits under zb-h1, and their bounds took 105 of 120 s]."""
-MOST_LOOKED_AT = 12
-"""Candidates, spread over all, of which one is named that is near to fitting."""
 FEW_TO_SEARCH_AGAIN = 1_000
 """Micro-batches of stages up to which those like the best candidate are searched once more [chosen: 1 to 2 s]."""
 SHARE_OF_BOUNDS = 0.5
 """Of the time that is left when some candidates were searched in vain, for bounds; then others are searched."""
-FEW_RANKS = 2
-"""Fewer have nothing to interleave."""
 
 
 class _Climbed(NamedTuple):
@@ -147,7 +141,7 @@ class _Search:
                 if self._deadline.over and self._queue and (self._dispensable or self._best is not None):
                     self._lower_s = min(self._lower_s, least_of_all_s(problem))
                     break
-                ranks = _most_ranks(problem, candidate)
+                ranks = most_ranks(problem, candidate)
                 if ranks:
                     self._first.append(with_ranks(candidate, ranks, problem.settings.chunks))
                     entry = self._entry(problem, self._first[-1])
@@ -310,7 +304,7 @@ class _Search:
         if entry.position in self._had_turns:
             return None
         self._had_turns.add(entry.position)
-        if problem.settings.stages is not None or plans.ranks <= _fewest_ranks(problem):
+        if problem.settings.stages is not None or plans.ranks <= fewest_ranks(problem):
             return None
         return self._entry(problem, with_ranks(plans.candidate, plans.ranks - 1, problem.settings.chunks))
 
@@ -380,7 +374,7 @@ class _Search:
         if plans is None or plans.problem.settings.stages is not None:
             return
         probed: list[tuple[float, Waiting]] = []
-        for ranks in range(plans.ranks - 1, _fewest_ranks(plans.problem) - 1, -1):
+        for ranks in range(plans.ranks - 1, fewest_ranks(plans.problem) - 1, -1):
             entry = self._entry(plans.problem, with_ranks(plans.candidate, ranks, plans.ring.chunks))
             if self._over or entry is None or entry.bound_s >= self._reached_s:
                 break
@@ -413,61 +407,3 @@ class _Search:
                 return
             if not climbed.climb.tries_all_cuts and climbed.least_s < self._reached_s:
                 self._note(climbed.plans, climbed.climb.kicked_until_over())
-
-
-def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Every schedule, R, M and number of ranks that the settings allow."""
-    for candidate in problem.candidates():
-        most = _most_ranks(problem, candidate)
-        for ranks in range(_fewest_ranks(problem), most + 1) if problem.settings.stages is None else (most,):
-            if ranks:
-                yield with_ranks(candidate, ranks, problem.settings.chunks)
-
-
-def with_ranks(candidate: Candidate, ranks: int, chunks: int) -> Candidate:
-    """The candidate over so many ranks."""
-    return replace(candidate, ring=SCHEDULES[candidate.schedule].ring(ranks, chunks))
-
-
-def _most_ranks(problem: Problem, candidate: Candidate) -> int:
-    """The most ranks of that R and M; 0 if there are none."""
-    chunks = problem.settings.chunks
-    most = problem.most_stages(candidate.replicas, candidate.split.count) // chunks
-    return most if most >= _fewest_ranks(problem) else 0
-
-
-def _fewest_ranks(problem: Problem) -> int:
-    return 1 if problem.settings.chunks == 1 else FEW_RANKS
-
-
-def plans_of(problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> ChunkPlans:
-    """The plans of a candidate: with the schedule's order, or with orders of their own."""
-    own = SCHEDULES[candidate.schedule].made_for_plan
-    return OwnOrderPlans(problem, candidate, deadline) if own else ChunkPlans(problem, candidate, deadline)
-
-
-def nothing_fits_text(problem: Problem) -> str:
-    """How far the nearest plan that was found is from fitting."""
-    nearest: tuple[float, ChunkPlans, Stops, tuple[int, ...]] | None = None
-    every = list(candidates(problem))
-    picks = np.linspace(0, len(every) - 1, min(len(every), MOST_LOOKED_AT)).round().astype(int)
-    for pick in picks:
-        plans = plans_of(problem, every[pick])
-        found = CutClimb(plans, CutBound(plans), NO_DEADLINE).nearest()
-        if found is not None and (nearest is None or found[0] < nearest[0]):
-            nearest = found[0], plans, found[1], found[2]
-    if nearest is None:
-        return "no number of ranks and micro-batches satisfies all settings; drop or loosen one"
-    _, plans, stops, classes = nearest
-    rank = max(range(plans.ranks), key=lambda rank: plans.over_bytes(rank, stops, classes))
-    device = problem.classes[classes[rank]].device
-    more = plans.over_bytes(rank, stops, classes)
-    chunks = f"{problem.settings.chunks} chunks a rank"
-    if problem.settings.chunks == 1:
-        chunks = f"schedule {' or '.join(map(repr, problem.settings.schedules))}"
-    return (
-        f"no plan with {chunks} was found that fits the memory. The nearest one has "
-        f"{plans.ranks} ranks and M = {counted(plans.candidate.split.count, 'micro-batch')}; its rank {rank} needs "
-        f"{bytes_text(device.memory_bytes + more)} and device {device.name} ({device.kind}) has "
-        f"{bytes_text(device.memory_bytes)}: {more} bytes ({bytes_text(more)}) too many"
-    )

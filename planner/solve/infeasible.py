@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,11 @@ from planner.plan.stage import Segment, StageMemory
 from planner.plan.units import bytes_text
 from planner.settings import Settings
 from planner.solve.candidate_search import first_balance
-from planner.solve.deadline import Deadline
+from planner.solve.chunk_candidates import candidates, plans_of
+from planner.solve.chunk_plans import ChunkPlans, Stops
+from planner.solve.cut_bound import CutBound
+from planner.solve.cut_climb import CutClimb
+from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.problem import Candidate, Problem, device_classes
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
@@ -36,7 +40,7 @@ def nothing_fits_text(problem: Problem) -> str:
     """Which stage of the least bad plan does not fit, by how much and why, and what would help."""
     looking = Deadline(MOST_NEAREST_S)
     tried: list[tuple[LeastBad, Candidate]] = []
-    for candidate in reversed(_some(problem)):  # the most micro-batches, which keep least, first
+    for candidate in reversed(_some(problem.candidates())):  # the most micro-batches, which keep least, first
         if not (tried and looking.over):
             tried.append((least_bad(make_tables(problem, candidate)), candidate))
     nearest, candidate = min(reversed(tried), key=lambda pair: pair[0].over_bytes)
@@ -52,7 +56,7 @@ def nothing_fits_text(problem: Problem) -> str:
     ]
     stage = int(np.argmax(over))
     if over[stage] <= 0:
-        return _not_found_text(problem, nearest, candidate)
+        return _not_found_text(problem, candidate, map(int, nearest.cuts[1:]))
     memory, segments = memories[stage]
     device = problem.classes[nearest.classes[stage]].device
     classes = sorted(((getattr(memory, field), field) for field in StageMemory.model_fields), reverse=True)
@@ -72,15 +76,44 @@ def nothing_fits_text(problem: Problem) -> str:
     )
 
 
-def _not_found_text(problem: Problem, plan: LeastBad, candidate: Candidate) -> str:
-    """Of a search that ended before it came to a plan that fits."""
-    names = problem.costs.profile.layers
-    cuts = ", ".join(names[int(cut)].name for cut in plan.cuts[1:-1])
+def no_chunks_fit_text(problem: Problem) -> str:
+    """The same for chunks and orders made for a plan: how far the nearest plan that was found is from fitting."""
+    nearest: tuple[float, ChunkPlans, Stops, tuple[int, ...]] | None = None
+    for candidate in _some(candidates(problem)):
+        plans = plans_of(problem, candidate)
+        found = CutClimb(plans, CutBound(plans), NO_DEADLINE).nearest()
+        if found is not None and (nearest is None or found[0] < nearest[0]):
+            nearest = found[0], plans, found[1], found[2]
+    if nearest is None:
+        return "no number of ranks and micro-batches satisfies all settings; drop or loosen one"
+    _, plans, stops, classes = nearest
+    rank = max(range(plans.ranks), key=lambda rank: plans.over_bytes(rank, stops, classes))
+    device = problem.classes[classes[rank]].device
+    more = plans.over_bytes(rank, stops, classes)
+    if not more:
+        return _not_found_text(problem, plans.candidate, stops)
+    chunks = f"{problem.settings.chunks} chunks a rank"
+    if problem.settings.chunks == 1:
+        chunks = f"schedule {' or '.join(map(repr, problem.settings.schedules))}"
     return (
-        f"no plan was found in the time that there was, though one fits the memory: with schedule="
-        f'"{candidate.schedule}", K = {counted(len(plan.classes), "stage")}, M = '
-        f"{counted(candidate.split.count, 'micro-batch')}{f' and cuts before {cuts}' if cuts else ''}. Set a longer "
-        "time_limit_s, or schedule, stages and micro_batches so"
+        f"no plan with {chunks} was found that fits the memory. The nearest one has "
+        f"{plans.ranks} ranks and M = {counted(plans.candidate.split.count, 'micro-batch')}; its rank {rank} needs "
+        f"{bytes_text(device.memory_bytes + more)} and device {device.name} ({device.kind}) has "
+        f"{bytes_text(device.memory_bytes)}: {more} bytes ({bytes_text(more)}) too many"
+    )
+
+
+def _not_found_text(problem: Problem, candidate: Candidate, stops: Iterable[int]) -> str:
+    """Of a search that ended before it came to a plan that fits."""
+    names, ring, inner = problem.costs.profile.layers, candidate.ring, [*stops][:-1]
+    cuts = ", ".join(names[stop].name for stop in inner)
+    chunks = f" in {ring.chunks} chunks a rank" if ring.chunks > 1 else ""
+    limit_s = problem.settings.time_limit_s
+    longer = "" if limit_s is None else f"a time_limit_s of more than {limit_s:g} s, or "
+    return (
+        f'no plan was found, though one fits the memory: with schedule="{candidate.schedule}", '
+        f"K = {counted(len(inner) + 1, 'stage')}{chunks}, M = {counted(candidate.split.count, 'micro-batch')}"
+        f"{f' and cuts before {cuts}' if cuts else ''}. Set {longer}schedule, stages and micro_batches so"
     )
 
 
@@ -205,14 +238,14 @@ def _with_devices(problem: Problem, count: int) -> Problem:
 def _fits(problem: Problem, deadline: Deadline) -> bool:
     """Whether a plan was found in time that fits."""
     return not deadline.over and any(
-        first_balance(problem, candidate, deadline) is not None for candidate in _some(problem) if not deadline.over
+        first_balance(problem, candidate, deadline) is not None
+        for candidate in _some(problem.candidates())
+        if not deadline.over
     )
 
 
-def _some(problem: Problem) -> list[Candidate]:
+def _some(candidates: Iterable[Candidate]) -> list[Candidate]:
     """At most `MOST_CANDIDATES` of the candidates, evenly spread."""
-    candidates = list(problem.candidates())
-    if len(candidates) <= MOST_CANDIDATES:
-        return candidates
-    picks = np.linspace(0, len(candidates) - 1, MOST_CANDIDATES).round().astype(int)
-    return [candidates[pick] for pick in picks]
+    every = list(candidates)
+    picks = np.linspace(0, len(every) - 1, min(len(every), MOST_CANDIDATES)).round().astype(int)
+    return [every[pick] for pick in picks]

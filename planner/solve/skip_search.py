@@ -29,12 +29,11 @@ from planner.plan.plan import Plan
 from planner.plan.stage import Segment, Stage
 from planner.rules import FREE
 from planner.search_watch import besides, others_follow
-from planner.solve import chunk_search
 from planner.solve.all_schedules import balance_of_all, families, is_plain, with_chunks
 from planner.solve.balance import Balance, StageChoice
 from planner.solve.build_plan import make_plan, stages_of
 from planner.solve.deadline import Deadline
-from planner.solve.infeasible import MOST_CURES_S, lean_cures_text, nothing_fits_text
+from planner.solve.infeasible import MOST_CURES_S, lean_cures_text, no_chunks_fit_text, nothing_fits_text
 from planner.solve.many_devices import balance_any, with_fewer_classes
 from planner.solve.problem import Candidate, Problem
 from planner.solve.work_bound import least_s
@@ -90,7 +89,7 @@ def no_plan_text(problem: Problem) -> str:
         one_chunk = with_chunks(problem.settings, 1, problem.layers) or problem.settings
         stages = problem.settings.stages if problem.settings.chunks == 1 else None
         alone = replace(problem, settings=replace(one_chunk, stages=stages))
-        return f"{chunk_search.nothing_fits_text(problem)}. {lean_cures_text(with_fewer_classes(alone))}"
+        return f"{no_chunks_fit_text(problem)}. {lean_cures_text(with_fewer_classes(alone))}"
     text = nothing_fits_text(with_fewer_classes(problem))
     if values_of(problem):
         return "no plan was found that fits with values that skip stages; with all of them relayed, " + text

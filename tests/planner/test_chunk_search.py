@@ -18,8 +18,8 @@ from planner.plan.schedules import SCHEDULES
 from planner.solve import chunk_plans, chunk_search, cut_climb
 from planner.solve.build_plan import make_plan
 from planner.solve.chunk_bound import has_room, least_s
+from planner.solve.chunk_candidates import candidates
 from planner.solve.chunk_plans import MOST_PASSES_OF_SETS, ChunkChoice, ChunkPlans
-from planner.solve.chunk_search import candidates
 from planner.solve.cut_bound import CutBound
 from planner.solve.deadline import Deadline
 from profiler.device import Link

@@ -17,8 +17,8 @@ from planner.plan.simulator import Durations, simulate_plan
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balance import evaluate_s
 from planner.solve.build_plan import make_plan
+from planner.solve.chunk_candidates import candidates
 from planner.solve.chunk_plans import ChunkPlans
-from planner.solve.chunk_search import candidates
 from planner.solve.cut_bound import CutBound
 from planner.solve.deadline import Deadline
 from planner.solve.work_bound import work_bound_s

@@ -14,10 +14,11 @@ from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.search import search
 from planner.plan.schedules import ScheduleName
 from planner.settings import SettingKeywords
-from planner.solve import all_schedules, balancer, chunk_search
+from planner.solve import all_schedules, balancer
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balancer import balance
 from planner.solve.candidate_search import CandidateSearch, first_balance
+from planner.solve.chunk_candidates import plans_of
 from planner.solve.chunk_search import ROUNDS_OF_FIRST_PLANS, chunk_balance
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import UNLIMITED, Deadline
@@ -214,13 +215,13 @@ def test_candidates_are_not_listed_when_time_is_up(profile_of, device, monkeypat
     problem = make_problem(profile, [device()] * 4, batch_size=128, optimizer=None, settings=settings)
     best = chunk_balance(problem)
     reached = balance(replace(problem, settings=replace(problem.settings, schedules=("1f1b",), chunks=1)))
-    listed, plans_of = [], chunk_search.plans_of
+    listed = []
 
     def noted(*given):
         listed.append(given)
         return plans_of(*given)
 
-    monkeypatch.setattr(chunk_search, "plans_of", noted)
+    monkeypatch.setattr("planner.solve.chunk_search.plans_of", noted)
     late = replace(problem, settings=replace(problem.settings, time_limit_s=1e-9))
     found = chunk_balance(late, reached=reached)
     assert best is not None
@@ -282,9 +283,28 @@ def test_without_any_plan_a_search_goes_on_past_its_limit_but_not_for_ever(profi
     with pytest.raises(InfeasibleError) as caught:
         plan_from_profile(profile, [device()] * 4, batch_size=32, **settings)
     found = re.fullmatch(
-        r"no plan was found in the time that there was, though one fits the memory: with "
-        r'schedule="1f1b", K = 4 stages, M = 16 micro-batches and cuts before (\w+), (\w+), (\w+)\. Set a longer .*',
+        r"no plan was found, though one fits the memory: with "
+        r'schedule="1f1b", K = 4 stages, M = 16 micro-batches and cuts before (\w+), (\w+), (\w+)\. '
+        r"Set a time_limit_s of more than 1e-06 s, or .*",
         str(caught.value),
     )
     assert found is not None, caught.value
     assert [*found.groups()] == sorted(found.groups(), key=[layer.name for layer in profile.layers].index)
+
+
+def test_chunks_that_fit_and_were_not_found_are_named(profile_of, device, monkeypatch):
+    """Not as a plan of which 0 bytes are too many."""
+    rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 8 for size in (1, 2, 4, 8)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e6),))
+    settings: SettingKeywords = {"schedule": "interleaved", "chunks": 2, "stages": 4, "micro_batches": 8}
+    plan_from_profile(profile, [device()] * 2, batch_size=8, **settings)
+    monkeypatch.setattr(CutClimb, "found", lambda *_: ([], 0.0))
+    monkeypatch.setattr(CutClimb, "kicked_until_over", lambda *_: None)
+    with pytest.raises(InfeasibleError) as caught:
+        plan_from_profile(profile, [device()] * 2, batch_size=8, **settings)
+    found = re.match(
+        r'no plan was found, though one fits the memory: with schedule="interleaved", K = 4 stages in 2 chunks a rank, '
+        r"M = 8 micro-batches and cuts before (\w+), (\w+), (\w+)\. Set schedule, stages and micro_batches so",
+        str(caught.value),
+    )
+    assert found is not None, caught.value

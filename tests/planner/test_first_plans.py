@@ -11,7 +11,7 @@ import pytest
 
 from planner.from_profile import make_problem, plan_from_profile
 from planner.solve.chunk_bound import least_s
-from planner.solve.chunk_search import plans_of, with_ranks
+from planner.solve.chunk_candidates import plans_of, with_ranks
 from planner.solve.cut_climb import HOPELESS, CutClimb
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.first_plans import FirstPlans, Waiting

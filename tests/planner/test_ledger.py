@@ -22,7 +22,7 @@ from planner.plan.stage import Segment, StageMemory
 from planner.settings import SettingKeywords
 from planner.solve.balance import Balance, StageChoice, evaluate_s
 from planner.solve.build_plan import make_plan
-from planner.solve.chunk_search import plans_of
+from planner.solve.chunk_candidates import plans_of
 from planner.solve.infeasible import _memory
 from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem

@@ -437,12 +437,16 @@ class Ledger:
         self._numbers = numbers
         self._splits = SCHEDULES[basis.schedule].splits_backward
         flying = None
-        if not basis.held:
-            held = [(split.in_flight(basis.schedule, number, basis.ring), (0, 0)) for number in numbers]
+        if basis.held:
+            held = np.array(basis.held)  # in flight and waiting, a row for each moment
+            large_ones = np.minimum(held, split.number_largest)
+            by_size = np.stack([large_ones, held - large_ones], axis=2, dtype=np.float64)
+            self.in_flight, self.waiting = by_size[:, 0], by_size[:, 1]
+            flying = held[:, 0]
         else:
-            held = [(split.larger_first(many), split.larger_first(others)) for many, others in basis.held]
-            flying = np.array([many for many, _ in basis.held])
-        self.in_flight, self.waiting = np.array(held, dtype=np.float64).swapaxes(0, 1)
+            in_flight = [split.in_flight(basis.schedule, number, basis.ring) for number in numbers]
+            self.in_flight = np.array(in_flight, dtype=np.float64)
+            self.waiting = np.zeros_like(self.in_flight)
         self.large = self.small = Figures(basis, sizes[0], large, message, numbers[0], layers_of_stage, flying)
         if not split.equal:
             self.small = replace(self.large, size=sizes[1], layers=small)

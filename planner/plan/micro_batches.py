@@ -54,9 +54,6 @@ class MicroBatches:
             number: of the stage, 1 for the last.
             ring: ranks, and chunks of each.
         """
-        return self.larger_first(SCHEDULES[schedule].most_in_flight(number, self.count, ring))
-
-    def larger_first(self, many: int) -> tuple[int, int]:
-        """So many micro-batches, as (of the larger size, of the smaller size): of the larger as many as there are."""
+        many = SCHEDULES[schedule].most_in_flight(number, self.count, ring)
         large = min(many, self.number_largest)
         return large, many - large

@@ -50,6 +50,10 @@ _MOST = {
 }
 
 
+CHUNKS_TRIED = (2, 3, 4)
+"""Chunks a rank that are tried where they are to be chosen [chosen: more send more, and gain ever less]."""
+FEW_RANKS = 2
+"""Fewer have nothing to interleave."""
 _OF_SEVERAL = frozenset({"micro_batch_sizes", "memory_limit", "keep_together", "cut_at"})
 """Settings that may be arrays; of others an array would be compared item by item."""
 _ONLY_WHOLE: tuple[tuple[str, str | None], ...] = (("skips", "direct"), ("pinned", None))
@@ -133,7 +137,9 @@ class Settings:
     Attributes:
         batch_size: samples of a mini-batch, over all replicas.
         schedules: those to choose from.
-        choose_chunks: whether any number of chunks will do, where the schedule may have several.
+        choose_chunks: whether any number of chunks will do, where the schedule may have several; `chunks` is then the
+            least that goes together with the number of stages and the cuts that are asked for.
+        stages_limit: of K as it was given, whatever the chunks; None for no limit.
         memory_limits: bytes for each device, the device's own where no limit was given.
         pinned: module paths and positions of devices.
     """
@@ -146,6 +152,7 @@ class Settings:
     choose_chunks: bool = False
     stages: int | None = None
     max_stages: int
+    stages_limit: int | None = None
     micro_batches: int | None = None
     micro_batches_per_stage: int = MICRO_BATCHES_PER_STAGE
     micro_batch_sizes: frozenset[int] | None = None
@@ -202,19 +209,23 @@ class Settings:
             raise ArgumentError("micro_batch_sizes is empty; name at least one size, or leave it out")
         chunks = given.get("chunks", 1)
         _check_chunks(chunks, schedule, given, len(devices))
+        cut_at = _paths("cut_at", given.pop("cut_at", ()))
         if choose_chunks:
             _check_choice_of_chunks(schedule, given)
-        most = min(len(devices) * chunks, given.pop("max_stages", len(devices) * chunks))
+            in_line = len(devices) // (1 if replicas == "auto" else replicas)
+            chunks = given["chunks"] = _least_chunks(given.get("stages"), len({*cut_at}), in_line)
+        limit = given.pop("max_stages", None)
         settings = cls(
             batch_size=batch_size,
             schedules=_schedules(schedule, given, choose_chunks=choose_chunks),
             choose_chunks=choose_chunks,
-            max_stages=most,
+            max_stages=min(len(devices) * chunks, limit or MOST_LAYERS),
+            stages_limit=limit,
             micro_batch_sizes=None if sizes is None else frozenset(sizes),
             replicas=None if replicas == "auto" else replicas,
             memory_limits=_memory_limits(devices, given.pop("memory_limit", None)),
             keep_together=_paths("keep_together", given.pop("keep_together", ())),
-            cut_at=_paths("cut_at", given.pop("cut_at", ())),
+            cut_at=cut_at,
             pinned=_pinned(devices, given.pop("pinned", {})),
             **given,
         )
@@ -242,6 +253,8 @@ class Settings:
             )
         if stages is not None and stages > devices:
             each = "each stage needs its own" if self.chunks == 1 else f"{self.chunks} of them share one"
+            if self.choose_chunks:
+                each += f", or as many share each of them as divide {self.stages}: {_or(CHUNKS_TRIED)}"
             raise ArgumentError(
                 f"stages is {self.stages}, and there {are(devices)} {counted(devices, 'device')}; {each}"
             )
@@ -318,6 +331,21 @@ def _chooses_chunks(schedule: ScheduleName, given: dict[str, Any]) -> bool:
     if fewest > 1:
         given.setdefault("chunks", fewest)
     return asked and fewest == 1
+
+
+def _least_chunks(stages: int | None, cuts: int, devices: int) -> int:
+    """Of the chunks a rank that may be chosen the fewest with so many stages, or at least so many cuts; else 1."""
+    for chunks in (1, *CHUNKS_TRIED):
+        fewest = 1 if chunks == 1 else FEW_RANKS
+        if stages is None and cuts < devices * chunks:
+            return chunks
+        if stages is not None and stages % chunks == 0 and fewest <= stages // chunks <= devices:
+            return chunks
+    return 1
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 def _check_choice_of_chunks(schedule: ScheduleName, given: Mapping[str, Any]) -> None:

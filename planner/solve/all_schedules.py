@@ -24,9 +24,8 @@ import numpy as np
 
 from planner.plan.schedules import ONE_CHUNK, SCHEDULES, one_chunk_schedules
 from planner.search_watch import besides, others_follow
-from planner.settings import Settings
+from planner.settings import CHUNKS_TRIED, FEW_RANKS, Settings
 from planner.solve.balance import TIE, Balance, Unsettled, evaluate_s, fits
-from planner.solve.chunk_candidates import FEW_RANKS
 from planner.solve.chunk_search import chunk_balance
 from planner.solve.deadline import Deadline
 from planner.solve.many_devices import balance_any
@@ -39,8 +38,6 @@ SHARE_OF_START, TIME_OF_START = 0.25, 0.5
 15 s a quarter did not do, and without it the step took eight times as long]."""
 LEAST_START_S = 2.0
 """Seconds under which none is looked for if there is a plan already [chosen: with 64 devices one takes 2 s]."""
-CHUNKS_TRIED = (2, 3, 4)
-"""Chunks a rank that are tried where they are to be chosen [chosen: more send more, and gain ever less]."""
 
 
 def balance_of_all(problem: Problem) -> Balance | None:
@@ -161,34 +158,41 @@ def families(problem: Problem) -> Iterator[list[Problem]]:
         kind: tuple(name for name in settings.schedules if _kind(name) == kind)
         for kind in ("plain", "split", "chunks", "split chunks")
     }
-    numbers = CHUNKS_TRIED if settings.choose_chunks else (settings.chunks,)
+    numbers = (1, *CHUNKS_TRIED) if settings.choose_chunks else (settings.chunks,)
+    with_so_many = {chunks: _with_chunks(problem, chunks) for chunks in numbers}
     several = [
-        replace(problem, settings=replace(chosen, schedules=names["chunks"]))
-        for chunks in numbers
-        if chunks > 1 and names["chunks"] and (chosen := with_chunks(settings, chunks, problem.layers)) is not None
+        replace(chosen, settings=replace(chosen.settings, schedules=names["chunks"]))
+        for chunks, chosen in with_so_many.items()
+        if chunks > 1 and names["chunks"] and chosen is not None
     ]
     if several:
         yield several
-    plain = names["plain"] or (names["chunks"] if settings.chunks == 1 else ())
-    if plain:
-        yield [replace(problem, settings=replace(settings, schedules=plain))]
-    if names["split"]:
-        yield [replace(problem, settings=replace(settings, schedules=names["split"]))]
+    one_chunk = with_so_many.get(1)
+    for schedules in (names["plain"] or names["chunks"], names["split"]):
+        if schedules and one_chunk is not None:
+            yield [replace(one_chunk, settings=replace(one_chunk.settings, schedules=schedules))]
     for name in names["split chunks"]:
-        chosen = with_chunks(settings, SCHEDULES[name].fewest_chunks, problem.layers)
+        chosen = _with_chunks(problem, SCHEDULES[name].fewest_chunks)
         if chosen is not None:
-            yield [replace(problem, settings=replace(chosen, schedules=(name,)))]
+            yield [replace(chosen, settings=replace(chosen.settings, schedules=(name,)))]
+
+
+def _with_chunks(problem: Problem, chunks: int) -> Problem | None:
+    """The problem with so many chunks a rank; None where its settings or its rules do not allow them."""
+    chosen = with_chunks(problem.settings, chunks, problem.layers)
+    if chosen is None or problem.rules.demanded.sum() >= chosen.max_stages:
+        return None
+    return replace(problem, settings=chosen)
 
 
 def with_chunks(settings: Settings, chunks: int, layers: int) -> Settings | None:
-    """The settings for so many chunks a rank; None where they do not allow 2 ranks of them."""
+    """The settings for so many chunks a rank; None where they do not allow them on as many ranks as these need."""
     if settings.chunks == chunks:
         return settings
-    devices = len(settings.memory_limits)
-    limited = settings.max_stages < devices
-    most = min(settings.max_stages if limited else devices * chunks, layers)
-    fixed = settings.stages
-    if most < FEW_RANKS * chunks or (fixed is not None and (fixed % chunks or fixed < FEW_RANKS * chunks)):
+    devices, fixed = len(settings.memory_limits), settings.stages
+    most = min(devices * chunks, layers, settings.stages_limit or layers)
+    fewest = 1 if chunks == 1 else FEW_RANKS * chunks
+    if most < fewest or (fixed is not None and (fixed % chunks or not fewest <= fixed <= most)):
         return None
     return replace(settings, chunks=chunks, max_stages=most)
 

@@ -51,7 +51,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         optimizer=problem.optimizer,
         stages=stages_of(problem, found, routes),
         skips=plan_skips(routes, _links(problem, found), sorted({*candidate.split.sizes}, reverse=True)),
-        rank_memories=_rank_memories(problem, found, routes),
+        rank_memories=rank_memories(problem, found, routes),
         prediction=Prediction(
             step_s=found.step_s,
             optimizer_s=0.0,
@@ -225,7 +225,7 @@ def _under_way(found: Balance) -> tuple[int, ...]:
     )
 
 
-def _rank_memories(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[StageMemory, ...]:
+def rank_memories(problem: Problem, found: Balance, routes: Sequence[Route]) -> tuple[StageMemory, ...]:
     """Bytes of each rank, where ranks have several chunks, at the moment at which these need most together."""
     ring = found.candidate.ring
     memories = []

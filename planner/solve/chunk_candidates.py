@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.plan.schedules import SCHEDULES
+from planner.settings import FEW_RANKS
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.own_order_plans import OwnOrderPlans
 from planner.solve.problem import Candidate, Problem
-
-FEW_RANKS = 2
-"""Fewer have nothing to interleave."""
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:

@@ -143,7 +143,8 @@ class OwnLinks:
 
 def _with_made_orders(problem: Problem, plans: Sequence[Balance], deadline: Deadline) -> Iterator[Balance]:
     """The plans of one stage a rank with orders that are made for their own links, of each schedule that makes them."""
-    made = [name for name in problem.settings.schedules if SCHEDULES[name].made_for_plan]
+    records = {name: SCHEDULES[name] for name in problem.settings.schedules}
+    made = [name for name, record in records.items() if record.made_for_plan and record.fewest_chunks == 1]
     for plan, name in product(plans, made):
         if not deadline.over and plan.candidate.ring.chunks == 1 and len(plan.stages) > 1:
             moved = with_moved_cuts(problem, replace(plan, orders=()), deadline) if plan.orders else plan

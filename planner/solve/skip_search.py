@@ -26,12 +26,12 @@ import numpy as np
 from planner.cost.layer_costs import CostModel
 from planner.cost.skips import Route, routes_of
 from planner.plan.plan import Plan
-from planner.plan.stage import Segment, Stage
+from planner.plan.stage import Segment
 from planner.rules import FREE
 from planner.search_watch import besides, others_follow
 from planner.solve.all_schedules import balance_of_all, families, is_plain, with_chunks
 from planner.solve.balance import Balance, StageChoice
-from planner.solve.build_plan import make_plan, stages_of
+from planner.solve.build_plan import make_plan, rank_memories, stages_of
 from planner.solve.deadline import Deadline
 from planner.solve.infeasible import MOST_CURES_S, lean_cures_text, no_chunks_fit_text, nothing_fits_text
 from planner.solve.many_devices import balance_any, with_fewer_classes
@@ -86,9 +86,9 @@ def no_plan_text(problem: Problem) -> str:
     """Why there is none. Cures are those of relaying, which is tried in any case."""
     problem = min((family[0] for family in families(problem)), key=lambda family: not is_plain(family.settings))
     if not is_plain(problem.settings):
-        one_chunk = with_chunks(problem.settings, 1, problem.layers) or problem.settings
         stages = problem.settings.stages if problem.settings.chunks == 1 else None
-        alone = replace(problem, settings=replace(one_chunk, stages=stages))
+        free = replace(problem.settings, stages=stages)
+        alone = replace(problem, settings=with_chunks(free, 1, problem.layers) or free)
         return f"{no_chunks_fit_text(problem)}. {lean_cures_text(with_fewer_classes(alone))}"
     text = nothing_fits_text(with_fewer_classes(problem))
     if values_of(problem):
@@ -220,7 +220,7 @@ class CutImprover:
             plan = self._direct(replace(balance, stages=stages))
             if plan is not None:
                 return plan
-            over = _over(stages_of(self._problem, replace(balance, stages=stages), self._routes(balance)))
+            over = self._over(replace(balance, stages=stages), self._routes(balance))
             segments = [one if full else () for one, full in zip(whole, over, strict=True)]
         return None
 
@@ -233,9 +233,16 @@ class CutImprover:
 
     def _plan(self, found: Balance, routes: Sequence[Route]) -> Plan | None:
         """The plan with these routes if it fits."""
-        if any(_over(stages_of(self._problem, found, routes))):
+        if any(self._over(found, routes)):
             return None
         return make_plan(self._problem, replace(found, lower_bound_s=self._lower_bound_s), routes)
+
+    def _over(self, found: Balance, routes: Sequence[Route]) -> list[bool]:
+        """For each stage whether its rank, with all of its chunks, needs more memory than the device has."""
+        stages, ring = stages_of(self._problem, found, routes), found.candidate.ring.over(len(found.stages))
+        needed = rank_memories(self._problem, found, routes) or [stage.memory for stage in stages]
+        full = [memory.total > stages[rank].device.memory_bytes for rank, memory in enumerate(needed)]
+        return [full[ring.rank_of(index)] for index in range(len(stages))]
 
     def _cut_at(self, stops: tuple[int, ...]) -> Problem:
         """The problem with these cuts, where boundaries are charged with what does not skip stages."""
@@ -254,11 +261,6 @@ class CutImprover:
 def _step_s(plan: Plan | None) -> float:
     """Seconds of its step; infinite where there is none."""
     return np.inf if plan is None else plan.prediction.step_s
-
-
-def _over(stages: Iterable[Stage]) -> list[bool]:
-    """For each stage whether it needs more memory than its device has."""
-    return [stage.memory.total > stage.device.memory_bytes for stage in stages]
 
 
 def _with_stops(found: Balance, stops: tuple[int, ...]) -> Balance:

@@ -15,6 +15,7 @@ from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
 from profiler.machine.backend import backend_of
 from profiler.machine.workers import run_workers
+from profiler.quantities import check_seconds, shown
 
 
 @fits_its_arguments
@@ -45,12 +46,19 @@ def launch(
         What `fn` returned, in rank order.
 
     Raises:
+        ArgumentError: an argument means nothing, or `fn` uses what cannot go to another process.
         PlanError: a process raised one of our errors (a `ForeignPlanError`, say); of the same class, with the rank.
         ExecutionError: a process raised anything else, died or got stuck. Either way all are ended, and the message
             names the rank that failed first, where it was (step, stage, micro-batch, action) and the cause.
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"launch got a {type(plan).__name__} as plan; call launch(fn, plan)")
+    if not callable(fn):
+        raise ArgumentError(f"fn is {shown(fn)}; pass a function of the plan, launch(fn, plan)")
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ArgumentError(f"args is {shown(args)}; pass a tuple of fn's further arguments, launch(fn, plan, (x,))")
+    if timeout_s is not None:
+        check_seconds("timeout_s", timeout_s)
     threads = max((stage.device.threads for stage in plan.stages), default=1)
     limit_s = timeout_for(plan) if timeout_s is None else timeout_s
     on_cpu = all(backend_of(stage.device.name).is_host for stage in plan.stages)

@@ -15,6 +15,7 @@ model, data, M, R, schedule and seed, not of K, the cuts, recompute or the proce
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -66,7 +67,7 @@ from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
 from profiler.machine.backend import backend_of
 from profiler.machine.channel import push_nobody_off
-from profiler.quantities import MOST_MICRO_BATCHES, check_count
+from profiler.quantities import MOST_MICRO_BATCHES, check_count, shown
 from profiler.run.loss import LossFunction
 from profiler.tracing.computing_model import computing_model
 
@@ -441,7 +442,12 @@ class Pipeline:
 
         Returns:
             The norm before, in float64; the same in every process and for every K.
+
+        Raises:
+            ArgumentError: `max_norm` is no number.
         """
+        if not isinstance(max_norm, int | float | Tensor) or math.isnan(max_norm):
+            raise ArgumentError(f"max_norm is {shown(max_norm)}; give a number, such as 1.0")
         with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_"}):
             norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout, self._owners)
         if norm > max_norm:

@@ -8,6 +8,7 @@ from executor.run.transports import CHOICES
 from planner.plan.plan import Plan
 from profiler.errors import ArgumentError, ForeignPlanError, PlanFileError
 from profiler.machine.backend import BACKENDS
+from profiler.quantities import check_seconds
 from profiler.run.loss import LossFunction
 from profiler.tracing.sample import keywords_of
 from profiler.tracing.sequence import LayerSequence
@@ -23,8 +24,8 @@ def check_arguments(plan: Plan, seed: int, timeout_s: float | None, transport: s
         raise ArgumentError(f"the plan is a {type(plan).__name__}; pass a Plan, Plan.load(path) reads one")
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ArgumentError(f"the seed is {seed!r}; pass a whole number of at most 64 bits")
-    if timeout_s is not None and not timeout_s > 0:
-        raise ArgumentError(f"timeout_s is {timeout_s}; pass more than 0 seconds, or None")
+    if timeout_s is not None:
+        check_seconds("timeout_s", timeout_s)
     if transport not in CHOICES:
         raise ArgumentError(f"transport={transport!r}; pass one of {', '.join(map(repr, CHOICES))}")
 

@@ -13,7 +13,7 @@ from planner.rules import rules_of
 from planner.settings import SettingKeywords, Settings, takes_settings
 from profiler.cache import CacheSetting
 from profiler.device import Cluster
-from profiler.errors import ArgumentError
+from profiler.errors import ArgumentError, InfeasibleError
 from profiler.machine.local import Devices, local_devices
 from profiler.measured_sizes import MICRO_BATCHES_PER_STAGE, measured_sizes
 from profiler.observe.untouched import untouched
@@ -23,6 +23,7 @@ from profiler.run.loss import LossFunction
 from profiler.text import counted
 from profiler.timing.optimizers import OptimizerChoice
 from profiler.tracing.sample import BatchDims, describe_sample
+from profiler.tracing.sequence import LayerSequence
 from profiler.tracing.tracing import check_model, trace
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def autoplan(
             progress=progress,
         )
         rules_of(sequence.layers, asked)  # whoever misspelt a module hears of it before anything is measured
+        _check_only_size(sequence, asked)
         measured = profile(
             sequence,
             cluster,
@@ -143,6 +145,29 @@ def _sizes(asked: Settings, cluster: Cluster, only: int | None) -> tuple[int, ..
         largest = -(-asked.batch_size // (count * (asked.replicas or 1)))
     usual = measured_sizes(asked.batch_size, None, cluster)
     return None if only is not None or largest <= usual[-1] else (*usual, largest)
+
+
+def _check_only_size(sequence: LayerSequence, asked: Settings) -> None:
+    """A model whose graph is for one size of micro-batches alone is given samples of a size that a batch is cut into.
+
+    Raises:
+        InfeasibleError: no number of micro-batches that may be has this size.
+    """
+    only = sequence.sample.only_micro_batch_size
+    if only is None:
+        return
+    share = asked.batch_size // (asked.replicas or 1)
+    least = asked.micro_batches or asked.micro_batches_per_stage * (asked.ranks or 1)
+    count, left = divmod(share, only)
+    if not left and count >= least and asked.micro_batches in (None, count):
+        return
+    size = max(size for size in range(1, max(1, share // least) + 1) if share % size == 0)
+    why = "; ".join(dict.fromkeys(sequence.refusals.values()))
+    raise InfeasibleError(
+        f"the model could be traced for micro-batches of {counted(only, 'sample')} alone, as many as the sample has, "
+        f"and a batch of {counted(share, 'sample')} is cut into at least {least} of equal size; pass a sample (and a "
+        f"target) of {size}, and batch_size={asked.batch_size}{f'. No other size, because {why}' if why else ''}"
+    )
 
 
 def _check_names(sample: Any, loss_fn: Any) -> None:

@@ -22,11 +22,12 @@ from planner.plan.actions import ActionKind
 from planner.plan.explanation import Explanation
 from planner.plan.plan import Plan
 from planner.plan.simulator import Durations, Timeline, simulate_plan
+from planner.planned_for import as_it_is_s, problem_of, refuse_other_links
 from planner.sentences import sentences_on
 from planner.settings import SettingKeywords
 from profiler.arguments import fits_its_arguments
 from profiler.device import Cluster, Device
-from profiler.errors import ArgumentError, ForeignPlanError, InfeasibleError
+from profiler.errors import ArgumentError, InfeasibleError
 from profiler.record import Profile
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ CLOSE = 1e-9
 """Relative difference below which two times count as equal."""
 
 
-def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
+def explain(
+    plan: Plan, profile: Profile | None = None, devices: Cluster | Sequence[Device] | None = None
+) -> Explanation:
     """Three sentences, and one row a stage: what it is busy with, whether it holds up the others, and its limits.
 
     Args:
@@ -49,6 +52,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             what the step would take with the cut after the stage one layer earlier or later, its best recompute
             included (missing where that does not fit), and a sentence what would help most: twice the memory,
             bandwidth or batch, or a device more, each of which is planned for `planner.sentences.SEARCH_S`.
+        devices: what the plan was made for, where a `Cluster` had other links than the profile; a plan made in this
+            process knows that itself.
 
     Returns:
         `sentences`, and columns: `forward_s`, `backward_s` (recompute included), both with what the stage copies of
@@ -61,9 +66,12 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
 
     Raises:
         ForeignPlanError: the profile is not the plan's.
+        ArgumentError: by the profile's link the plan takes another time than it says, and no devices are given.
     """
     profile = profile or plan.profile
-    problem = None if profile is None else problem_of(plan, profile)
+    problem = None if profile is None else problem_of(plan, profile, devices)
+    if problem is not None and devices is None and not plan.skips:
+        refuse_other_links(plan, as_it_is_s(problem, plan))
     timeline = simulate_plan(plan)
     size = max(plan.micro_batch_sizes)
     durations, largest = Durations.of(plan), plan.micro_batch_sizes.index(size)
@@ -126,41 +134,10 @@ def _row(plan: Plan, durations: Durations, index: int, largest: int) -> dict[str
     }
 
 
-def problem_of(plan: Plan, profile: Profile) -> Problem:
-    """The problem whose only freedom is recompute and cuts."""
-    from planner.cost.layer_costs import fingerprint_of
-    from planner.from_profile import make_problem
-
-    if fingerprint_of(profile) != plan.profile_fingerprint:
-        raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
-    link = next(iter(profile.links), None)
-    devices = tuple(device for replica in range(plan.replicas) for device in _devices(plan, replica))
-    return make_problem(
-        profile,
-        Cluster(devices=devices, link=link),
-        batch_size=plan.batch_size,
-        optimizer=plan.optimizer,
-        settings={
-            "schedule": plan.schedule,
-            "chunks": plan.chunks,
-            "stages": plan.K,
-            "micro_batches": plan.M,
-            "micro_batches_per_stage": 1,
-            "replicas": plan.replicas,
-            "shard_optimizer": plan.shard_optimizer,
-            "skips": "direct" if plan.skips else "relayed",
-        },
-    )
-
-
-def _devices(plan: Plan, replica: int) -> list[Device]:
-    return [stage.devices[replica] for stage in plan.stages[: plan.K // plan.chunks]]
-
-
 def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     """Seconds of the step with these cuts on the plan's devices; not a number when they do not fit."""
+    from planner.solve.host_search import best_plan
     from planner.solve.problem import device_classes
-    from planner.solve.skip_search import best_plan
 
     positions = [0, *cuts, problem.layers]
     if any(stop <= first for first, stop in itertools.pairwise(positions)):

@@ -79,7 +79,7 @@ def plan_from_profile(
     with watched(progress=progress, limit_s=problem.settings.time_limit_s) as watch:
         plan = plan_of(problem)
     cut_short = watch.interrupted and plan.prediction.gap > 0
-    return plan.model_copy(update={"interrupted": cut_short}).made_from(profile)
+    return plan.model_copy(update={"interrupted": cut_short}).made_from(profile, problem.cluster)
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -157,8 +157,9 @@ def _measured_schedules(settings: Settings, costs: CostModel, devices: Sequence[
         kinds = {device.kind for device in devices if not costs.splits_backward(device.kind)}
         raise ProfileError(
             f"schedule {settings.schedules[0]!r} takes gradients of parameters apart, and the profile has 0 seconds of "
-            f"that on {min(kinds)!r}: it was not measured, or nothing can be taken apart; profile the model again, or "
-            f"choose one of {', '.join(map(repr, one_chunk_schedules()))}"
+            f"that on {min(kinds)!r}: there is nothing to take apart, or doing so saved nothing, as in layers of few "
+            "microseconds, or an earlier version measured it; profile larger layers or micro-batches, or choose one of "
+            f"{', '.join(map(repr, one_chunk_schedules()))}"
         )
     return left
 

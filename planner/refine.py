@@ -26,6 +26,7 @@ from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import SkipTimes, Stage, StageTimes
 from planner.plan.units import seconds_text
+from planner.planned_for import as_it_is_s, planned_for, problem_of, refuse_other_links
 from planner.settings import MICRO_BATCHES_PER_STAGE
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError
@@ -98,7 +99,7 @@ def refined(
         plan: that was measured.
         measured: what `Pipeline.measured()` returned; columns `stage`, `what`, `predicted` and `measured`.
         profile: what the plan was made from, which a plan made in this process knows itself.
-        devices: what may be used; the plan's own by default.
+        devices: what may be used; by default the plan's own, with the links that it was made for.
         settings: see `planner.settings.SettingKeywords`; replicas, skips and the fewest micro-batches a stage are the
             plan's own where they are not given, and chunks are chosen anew where the plan has several. A limit of
             memory is not part of a plan: give it again.
@@ -115,16 +116,12 @@ def refined(
     ratios = _Ratios.of(plan, measured)
     ratios = ratios.times(_rest(plan, measured, ratios))
     better = _scaled_profile(profile, plan, ratios)
-    link = next(iter(better.links), None)
-    if devices is None:
-        given: Cluster | Sequence[Device] = Cluster(
-            devices=tuple(device for stage in plan.stages[: plan.ranks] for device in stage.devices), link=link
-        )
-    elif isinstance(devices, Cluster) and devices.link is not None:
-        between = None if devices.between is None else devices.between.slowed(ratios.link)
-        given = devices.model_copy(update={"link": devices.link.slowed(ratios.link), "between": between})
-    else:
-        given = devices
+    if devices is None and plan.cluster is None and not plan.skips:
+        refuse_other_links(plan, as_it_is_s(problem_of(plan, profile), plan))
+    given: Cluster | Sequence[Device] = planned_for(plan, profile) if devices is None else devices
+    if isinstance(given, Cluster) and given.link is not None:
+        between = None if given.between is None else given.between.slowed(ratios.link)
+        given = given.model_copy(update={"link": given.link.slowed(ratios.link), "between": between})
     from planner.from_profile import plan_from_profile
 
     asked: SettingKeywords = {**_settings_of(plan, settings.get("schedule", plan.schedule)), **settings}

@@ -12,7 +12,7 @@ from planner.cost.time_ledger import layer_seconds
 from planner.plan.plan import Plan
 from planner.plan.units import seconds_text
 from planner.solve.problem import Problem
-from profiler.device import Cluster
+from profiler.device import Link
 from profiler.errors import PlanError
 from profiler.text import one_line
 
@@ -115,7 +115,7 @@ def _most_help(plan: Plan, problem: Problem) -> str:
     """The best of twice the memory, bandwidth, batch, one device more, and a looser rule for M."""
     now = plan.prediction.samples_per_s
     asked = _asked(plan, problem)
-    as_asked = _samples_per_s({**asked, "devices": Cluster(devices=problem.devices, link=problem.link)}) or now
+    as_asked = _samples_per_s({**asked, "devices": problem.cluster}) or now
     again = as_asked / now - 1
     now = max(now, as_asked)  # what follows has K and M free as well, and is not to be given what these bring
     gains = {}
@@ -157,21 +157,24 @@ def _asked(plan: Plan, problem: Problem) -> dict[str, Any]:
 
 def _changes(plan: Plan, problem: Problem, asked: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The same with one thing changed."""
-    devices, link = problem.devices, problem.link
+    cluster = problem.cluster
+    devices, link = cluster.devices, cluster.link
     roomy = tuple(device.model_copy(update={"memory_bytes": TWICE * device.memory_bytes}) for device in devices)
-    yield "twice the memory", {**asked, "devices": Cluster(devices=roomy, link=link)}
+    yield "twice the memory", {**asked, "devices": cluster.model_copy(update={"devices": roomy})}
     if link is not None and plan.K > 1:
-        table = tuple((size, seconds / TWICE) for size, seconds in link.measured)
-        faster = link.model_copy(update={"bytes_per_s": TWICE * link.bytes_per_s, "measured": table})
-        yield "twice the bandwidth", {**asked, "devices": Cluster(devices=devices, link=faster)}
+        links = {"link": link, "between": cluster.between}
+        faster = {name: None if one is None else _twice_as_fast(one) for name, one in links.items()}
+        yield "twice the bandwidth", {**asked, "devices": cluster.model_copy(update=faster)}
     if link is not None:
         more = (*devices, *devices[-plan.replicas :])
         name = "a device more" if plan.replicas == 1 else f"{plan.replicas} devices more"
-        yield name, {**asked, "devices": Cluster(devices=more, link=link)}
-    yield (
-        "twice the batch",
-        {**asked, "devices": Cluster(devices=devices, link=link), "batch_size": TWICE * plan.batch_size},
-    )
+        yield name, {**asked, "devices": cluster.model_copy(update={"devices": more})}
+    yield "twice the batch", {**asked, "devices": cluster, "batch_size": TWICE * plan.batch_size}
+
+
+def _twice_as_fast(link: Link) -> Link:
+    table = tuple((size, seconds / TWICE) for size, seconds in link.measured)
+    return link.model_copy(update={"bytes_per_s": TWICE * link.bytes_per_s, "measured": table})
 
 
 def _samples_per_s(keywords: dict[str, Any]) -> float | None:

@@ -110,6 +110,8 @@ class HeldModules:
     def refuse_others(self, *, training: bool) -> None:
         """Refuse a model that has other modules by now, or to train in other modes: the layers are those that it had.
 
+        A model in evaluation mode as a whole is traced in training mode, since that is what a plan is for.
+
         Raises:
             ArgumentError: naming one of them.
         """
@@ -119,6 +121,12 @@ class HeldModules:
                     f"since the pipeline was constructed, modules in {_named(name)} were replaced, added or removed, "
                     "and it computes with those that it had; change the model before constructing it"
                 )
+        if training and not self._held[0][2]:
+            raise ArgumentError(
+                "the model is in evaluation mode, as model.eval() and from_pretrained leave it, and a step trains it "
+                "as in training mode; call model.train() before the pipeline is constructed, and then eval() on those "
+                "of its modules that are to stay in evaluation mode"
+            )
         turned = [(name, mode) for name, module, mode, _ in self._held if training and module.training != mode]
         if turned:
             name, mode = turned[0]

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from math import comb
-from typing import TypeAlias
 
-from planner.explain import problem_of
 from planner.export.target import Recompute
 from planner.export.units import Units
-from planner.plan.micro_batches import MicroBatches
 from planner.plan.plan import Plan
-from planner.plan.schedules import ONE_CHUNK
 from planner.plan.stage import Segment
-from planner.solve.balance import Balance, StageChoice, evaluate_s
+from planner.planned_for import SegmentsOf, as_it_is_s, evaluated, problem_of
 from planner.solve.build_plan import make_plan
-from planner.solve.problem import Candidate, Problem, device_classes
+from planner.solve.problem import Problem, device_classes
 from planner.solve.skip_search import best_plan
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.record import Profile
 
-SegmentsOf: TypeAlias = Callable[[int, int], tuple[Segment, ...]]
-"""What a stage of layers [first, stop) recomputes."""
 FEW = 300
 """Choices of cuts that are all tried [chosen]."""
 
@@ -119,7 +113,7 @@ def moved(plan: Plan, form: Form, profile: Profile | None) -> Moved:
             f"{max(stage.device.memory_bytes for stage in plan.stages)} bytes of a device; plan with more stages, or "
             "smaller micro-batches"
         )
-    return Moved(found, plan.prediction.step_s if plan.skips else _as_it_is(problem, plan))
+    return Moved(found, plan.prediction.step_s if plan.skips else as_it_is_s(problem, plan))
 
 
 def _what_changes(plan: Plan, form: Form) -> str:
@@ -197,33 +191,12 @@ def _climbed(
         cuts = best
 
 
-def _as_it_is(problem: Problem, plan: Plan) -> float:
-    """Seconds of the plan's own step by this problem: a plan may have been made with another link."""
-    own = {(stage.first_layer, stage.stop_layer): stage.recompute for stage in plan.stages}
-    cuts = [stage.stop_layer for stage in plan.stages[:-1]]
-    return _evaluated(problem, plan, cuts, lambda first, stop: own[first, stop]).step_s
-
-
 def _with_cuts(problem: Problem, plan: Plan, cuts: Sequence[int], segments_of: SegmentsOf) -> Plan:
     """The plan with other cuts and recompute, whether it fits or not."""
-    return make_plan(problem, _evaluated(problem, plan, cuts, segments_of))
+    return make_plan(problem, evaluated(problem, plan, cuts, segments_of))
 
 
 def _overflow(plan: Plan) -> int:
     """Bytes that its stages need beyond their devices."""
     pairs = zip(plan.device_memories, plan.stages, strict=False)
     return sum(max(0, memory.total - stage.device.memory_bytes) for memory, stage in pairs)
-
-
-def _evaluated(problem: Problem, plan: Plan, cuts: Sequence[int], segments_of: SegmentsOf) -> Balance:
-    ring = plan.ring if plan.chunks > 1 else ONE_CHUNK
-    split = MicroBatches(plan.batch_size // plan.replicas, plan.M)
-    candidate = Candidate(plan.schedule, plan.replicas, split, ring)
-    classes = [(group.device.kind, group.device.memory_bytes) for group in problem.classes]
-    where = [classes.index((stage.device.kind, stage.device.memory_bytes)) for stage in plan.stages]
-    stages = tuple(
-        StageChoice(first, stop, place, segments_of(first, stop))
-        for (first, stop), place in zip(pairwise([0, *cuts, problem.layers]), where, strict=True)
-    )
-    step_s = evaluate_s(problem, candidate, stages, plan.orders)
-    return Balance(candidate, stages, step_s, min(step_s, plan.prediction.lower_bound_s), plan.orders)

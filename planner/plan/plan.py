@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 PLAN_SCHEMA_VERSION: Final = 2
 _MADE_FROM: Final = "made_from_profile"
+_MADE_FOR: Final = "made_for_cluster"
 
 
 class Plan(Value):
@@ -333,17 +334,24 @@ class Plan(Value):
         """What the plan was made from, if that was in this process; it is in no file and goes to no other process."""
         return self.__dict__.get(_MADE_FROM)
 
-    def made_from(self, profile: Profile) -> Self:
-        """This plan, which knows its profile from now on."""
-        self.__dict__[_MADE_FROM] = profile  # no field: two plans are equal whoever knows their profile
+    @property
+    def cluster(self) -> Cluster | None:
+        """The devices and links that it was made for, likewise; with the limits of memory that were given."""
+        return self.__dict__.get(_MADE_FOR)
+
+    def made_from(self, profile: Profile, cluster: Cluster) -> Self:
+        """This plan, which knows its profile and its cluster from now on."""
+        self.__dict__[_MADE_FROM] = profile  # no fields: two plans are equal whoever knows their profile
+        self.__dict__[_MADE_FOR] = cluster
         return self
 
     def __getstate__(self) -> dict[Any, Any]:
         state = super().__getstate__()
-        return {**state, "__dict__": {name: v for name, v in state["__dict__"].items() if name != _MADE_FROM}}
+        kept = {name: value for name, value in state["__dict__"].items() if name not in (_MADE_FROM, _MADE_FOR)}
+        return {**state, "__dict__": kept}
 
     @fits_its_arguments
-    def explain(self, profile: Profile | None = None) -> Explanation:
+    def explain(self, profile: Profile | None = None, devices: Cluster | Sequence[Device] | None = None) -> Explanation:
         """Why these cuts: three sentences, and busy times, bottlenecks and limits of each stage.
 
         With the profile, which a plan made in this process knows itself, also what others would cost.
@@ -352,7 +360,7 @@ class Plan(Value):
         """
         from planner.explain import explain
 
-        return explain(self, profile)
+        return explain(self, profile, devices)
 
     @fits_its_arguments
     def refined(

@@ -194,6 +194,7 @@ def _leads(ring: Ring, seconds: Floats, *, few: bool) -> list[tuple[Indices, Ind
         busy_s = seconds[[F, B, W], :, 0].sum(axis=0)
         slowest_s = max(sum(busy_s[stage] for stage in ring.stages_of(rank)) for rank in range(ring.ranks))
         needed = back_s[::-1].cumsum()[::-1] / slowest_s if slowest_s else np.full(ring.stages, count)
+        needed = np.maximum(needed, np.finfo(np.float64).tiny)  # after some stages nothing takes time
         return [
             (lead, np.clip(np.ceil(times * needed + more), 1, count).astype(np.int64))
             for times, more in (CAPS if few else CAPS[:MANY_CAPS])

@@ -17,7 +17,7 @@ from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
 from planner.rules import FREE, Rules
 from planner.settings import Settings
-from profiler.device import Device, Link
+from profiler.device import Cluster, Device, Link
 from profiler.precision import recipe_of
 from profiler.quantities import MOST_MICRO_BATCHES
 
@@ -100,6 +100,19 @@ class Problem:
     def layers(self) -> int:
         """L, number of layers."""
         return len(self.costs.profile.layers)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices, with their limits of memory, and the links between them."""
+        if self.hosts is None:
+            return Cluster(devices=tuple(self.devices), link=self.link)
+        hosts = self.hosts
+        return Cluster(
+            devices=tuple(self.devices),
+            link=hosts.link,
+            between=hosts.between,
+            devices_per_host=hosts.devices_per_host,
+        )
 
     def at_boundaries(self, size: int) -> LayerArrays:
         """What crosses boundaries; it does not depend on the device, so the first one's rows say it."""

@@ -9,6 +9,8 @@ anything lost: workers end as Python ends, with exit functions and output (`prof
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import mmap
 import os
 import socket
@@ -20,15 +22,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
-from profiler.errors import ExecutionError, PlanError
+from profiler.errors import ArgumentError, ExecutionError, PlanError
 from profiler.machine.descriptors import hold_standard_descriptors
 from profiler.machine.ending import SECONDS_TO_END, Worker, ended_workers, how_it_ended
 from profiler.machine.journal import Entry, Journal
 from profiler.machine.start import start_process
+from profiler.quantities import shown
 
 # glibc returns freed memory to the system at once by default and faults it in again in the next micro-batch; on a GPT
 # of 3 M parameters that made forward passes 1.5 times as slow. Workers keep what they freed. [measured]
@@ -119,6 +123,7 @@ def run_workers(
         The results in rank order.
 
     Raises:
+        ArgumentError: the function or its arguments cannot go to another process.
         PlanError: a worker raised one of our errors: of the same class, with the rank.
         ExecutionError: a worker raised anything else, with its traceback, or died.
     """
@@ -126,15 +131,41 @@ def run_workers(
     cores = cores_of_workers(world_size, threads) if own_cores else [None] * world_size
     hold_standard_descriptors()
     _flush_output()
+    payloads = [_pickled(function, args) for args in args_of_rank]
     with _meeting_point() as (meeting_point, inherited), ended_workers() as workers:
-        for rank, args in enumerate(args_of_rank):
-            payload = cloudpickle.dumps((function, args))
+        for rank, payload in enumerate(payloads):
             variables = environment or {}
             task = Task(rank, world_size, meeting_point, threads, timeout_s, cores[rank], variables, seed, payload)
             if users_modules:
                 task = replace(task, search_path=tuple(path or str(Path.cwd()) for path in sys.path))
             workers.append(_start(task, inherited))
         return _gather(workers, describe)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Modules whose class is one of their own go by name, as others do: `torch.backends.cudnn`, for instance."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """What a worker calls, with what.
+
+    Raises:
+        ArgumentError: it cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer).dump((function, args))
+    except Exception as problem:  # whatever an object's own __reduce__ raises
+        raise ArgumentError(
+            f"{getattr(function, '__qualname__', shown(function))} and what it uses go to other processes, and cannot: "
+            f"{type(problem).__name__}: {problem}; make there what cannot be pickled, instead of using one made here"
+        ) from problem
+    return buffer.getvalue()
 
 
 def cores_of_workers(count: int, threads: int) -> Sequence[frozenset[int] | None]:

@@ -172,6 +172,8 @@ def _template(held: Held, leaf: Any, order: Mapping[int, int]) -> Any:
         return Slot(order[id(leaf)])
     if isinstance(leaf, torch.device) and held.is_function:
         return OwnDevice()
+    if isinstance(leaf, torch.SymBool):
+        return bool(leaf)  # a condition on values, which is asked for as where the model branches on it
     if leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype):
         return leaf
     if held.is_function and content_of(leaf) is not None:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from profiler import sample_tree
 from profiler.errors import ArgumentError
+from profiler.quantities import shown
 from profiler.sample_spec import ConstantLeaf, SampleSpec, TensorLeaf
 from profiler.text import are, counted
 
@@ -50,6 +51,11 @@ def describe_sample(sample: Any, batch_dims: BatchDims | None = None) -> SampleS
             plain constant, or `batch_dims` does not fit the sample.
     """
     args, kwargs = call_arguments(sample)
+    if batch_dims is not None and not isinstance(batch_dims, Mapping):
+        raise ArgumentError(
+            f"batch_dims is {shown(batch_dims)}; give a dict of arguments, by position or keyword, and dimensions, "
+            "such as {0: 1}"
+        )
     chosen: dict[int | str, int | None] = {**(batch_dims or {})}
     unknown = chosen.keys() - {*range(len(args)), *kwargs}
     if unknown:
@@ -94,6 +100,8 @@ def _refuse_strange(leaf: Any) -> None:
     """Refuse what is neither a tensor nor a plain constant; a dataclass, say, or a container of another kind."""
     if isinstance(leaf, float) and not math.isfinite(leaf):
         raise ArgumentError(f"the sample holds the number {leaf}; constants must be finite")
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        raise ArgumentError("the sample holds a nested tensor; pass padded tensors and a mask, or lengths, instead")
     if leaf is None or isinstance(leaf, Tensor | bool | int | float | str):
         return
     kind = type(leaf).__name__

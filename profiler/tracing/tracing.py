@@ -47,7 +47,7 @@ from profiler.tracing.export import TracedGraph
 from profiler.tracing.front_ends import Served, graph_of
 from profiler.tracing.prelude import prelude_nodes
 from profiler.tracing.progress import Part, done, shown
-from profiler.tracing.sample import BatchDims, describe_sample, tensor_leaves
+from profiler.tracing.sample import DTYPES, BatchDims, describe_sample, tensor_leaves
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelude
 from profiler.tracing.unlike_types import refuse_unlike_types
 
@@ -162,11 +162,14 @@ def _spec(
 ) -> SampleSpec:
     recipe = precision_named(precision)
     refuse_with_autocast(recipe, autocast)
+    cast_to = None if autocast is None else str(autocast).removeprefix("torch.")
+    if cast_to is not None and cast_to not in DTYPES:
+        raise ArgumentError(f"autocast is {autocast!r}; give a dtype, such as torch.bfloat16")
     check_count("stages", stages, most=MOST_LAYERS)
     if isinstance(keep_together, str):
         raise ArgumentError(f"keep_together is the string {keep_together!r}; pass a list of module paths")
     settings = {
-        "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
+        "autocast": cast_to,
         "precision": recipe,
         "keep_together": tuple(keep_together),
         "stages": LEAST_STAGES << max(0, -(-stages // LEAST_STAGES) - 1).bit_length(),

@@ -34,7 +34,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from executor import Pipeline, launch, pipeline
 from planner import Plan, plan_from_profile
-from planner.explain import _with_cuts_s, problem_of
+from planner.explain import _with_cuts_s
+from planner.planned_for import problem_of
 from profiler import LayerSequence, Profile, profile, trace
 from profiler.machine.allocator import keep_freed_memory
 from profiler.machine.local import local_devices

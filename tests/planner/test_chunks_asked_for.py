@@ -4,16 +4,17 @@ Found by restricting problems at random: chunks of a rank were not added up wher
 where chunks are chosen the limit of stages was that of one chunk.
 """
 
+from typing import Any
+
 import pytest
 
 from planner import plan_from_profile
-from planner.settings import SettingKeywords
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError
 from tests.planner.made_up import build_profile
 
 NEAR = Link(latency_s=0.0, bytes_per_s=1e3)
-ASKED: SettingKeywords = {"micro_batches": 8, "micro_batches_per_stage": 1}
+ASKED: dict[str, Any] = {"micro_batches": 8, "micro_batches_per_stage": 1}
 
 
 def profile_of_layers(layers, kept=10, crossing=5):
@@ -107,7 +108,7 @@ def test_stages_that_no_number_of_chunks_makes_are_refused(device):
 
 def test_replicas_count_where_chunks_are_chosen(device):
     profile, devices = profile_of_layers(12), [device()] * 4
-    asked: SettingKeywords = {"replicas": 2, "micro_batches_per_stage": 1, "stages": 4, "chunks": "auto"}
+    asked: dict[str, Any] = {"replicas": 2, "micro_batches_per_stage": 1, "stages": 4, "chunks": "auto"}
     plan = plan_from_profile(profile, devices, batch_size=16, schedule="auto", **asked)
     assert (plan.K, plan.replicas, plan.chunks) == (4, 2, 2)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from planner import Plan
-from planner.explain import _with_cuts_s, problem_of
+from planner.explain import _with_cuts_s
 from planner.export import export as exporting
 from planner.export.export import TARGETS
 from planner.export.hugging_face import one_after_the_other_s
@@ -25,6 +25,7 @@ from planner.export.units import block_paths, child_paths, listed_paths, units_o
 from planner.plan.schedules import SCHEDULES, schedules_of
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Segment
+from planner.planned_for import problem_of
 from profiler.errors import ArgumentError, ForeignPlanError, InfeasibleError
 from tests.planner.exported import BATCH, Case, case
 

@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, given, settings
 
-from planner.explain import problem_of
 from planner.export.moving import Form, _overflow, _with_cuts, moved
 from planner.export.target import Recompute
 from planner.export.units import Units
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.plan.stage import Segment
+from planner.planned_for import problem_of
 from profiler.device import Link
 from profiler.errors import ArgumentError, InfeasibleError
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from executor import Pipeline, launch
 from planner.plan.plan import Plan
 from profiler import trace
-from profiler.errors import UnfaithfulTraceError
+from profiler.errors import ArgumentError, UnfaithfulTraceError
 from profiler.run.against_eager import Trial
 from profiler.tracing.sequence import LayerSequence
 
@@ -327,3 +327,20 @@ def test_a_difference_is_noticed_around_an_autocast_region(move: float, *, alike
     else:
         with pytest.raises(UnfaithfulTraceError, match="differ from the model"):
             trial.compare()
+
+
+def test_a_model_in_evaluation_mode_is_told_to_be_put_in_training_mode(plan_for: Callable[..., Plan]) -> None:
+    """As `from_pretrained` leaves it: it was called unfaithful, with advice that did not help."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
+    x, target = torch.randn(8, 4), torch.randn(8, 2)
+    plan = plan_for(trace(model, x), batch_size=8, micro_batches=2)
+    for compares in (True, False):
+        pipe = Pipeline(model, plan, loss_fn=functional.mse_loss, compare_first_step=compares)
+        with pytest.raises(ArgumentError, match=r"the model is in evaluation mode, .*; call model\.train\(\) before"):
+            pipe.step(x, target=target)
+        assert pipe.predict(x).shape == (8, 2)
+    model.train()
+    model[2].eval()
+    Pipeline(model, plan_for(trace(model, x), batch_size=8, micro_batches=2), loss_fn=functional.mse_loss).step(
+        x, target=target
+    )

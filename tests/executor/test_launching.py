@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,3 +133,34 @@ def test_an_interrupted_caller_ends_its_workers(plan_for: Callable[..., Plan], t
     assert output == "exit function\n" * 2
     assert caller.returncode == -signal.SIGINT
     assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_functions_that_use_the_modules_of_torch_that_are_objects_travel(plan_for: Callable[..., Plan]) -> None:
+    """`torch.backends.cudnn` is of a class of its own, which cannot be pickled by value."""
+
+    def train(_: Plan) -> tuple[bool, bool]:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.set_float32_matmul_precision("highest")
+        return torch.backends.cudnn.benchmark, torch.backends.mkldnn.is_available()
+
+    assert launch(train, make_plan(plan_for)) == [(True, torch.backends.mkldnn.is_available())] * 2
+
+
+def test_what_cannot_go_to_other_processes_is_refused_before_they_start(plan_for: Callable[..., Plan]) -> None:
+    lock = threading.Lock()
+
+    def train(_: Plan) -> bool:
+        return lock.locked()
+
+    plan = make_plan(plan_for)
+    with pytest.raises(
+        ArgumentError, match=r"train and what it uses go to other processes, and cannot: TypeError: .*lock"
+    ):
+        launch(train, plan)
+    with pytest.raises(ArgumentError, match="fn is 3; pass a function"):
+        launch(3, plan)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="args is 5; pass a tuple"):
+        launch(train, plan, 5)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="timeout_s is '3'; give a number of seconds"):
+        launch(train, plan, timeout_s="3")  # type: ignore[arg-type]

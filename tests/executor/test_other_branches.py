@@ -95,3 +95,40 @@ def test_all_ranks_end_with_it(plan_for: PlanFor, inherited: Callable[..., Layer
     for _, said in parts:  # condition, source line and both values
         assert re.match(r"rank \d", said)
         assert re.search(r"branching\.py:\d+ .* in this micro-batch and was .* for the sample", said), said
+
+
+class OnAFlag(torch.nn.Module):
+    """Cannot be traced, and takes a condition on values that the model has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        many = int((x > 0).sum().item())
+        y: Tensor = self.linear(x)
+        return y * 2 + 0 * many if flag else y
+
+
+class ReadsAFlag(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kept, self.last = torch.nn.Linear(8, 8), OnAFlag(), torch.nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.last(self.kept(self.first(x), (mask > 0).any().item()))
+        return y
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_a_module_that_is_called_as_it_is_may_take_a_condition_on_values(plan_for: PlanFor) -> None:
+    """It was planned and could not be trained: where the plan traced it again, the condition was a symbol."""
+    torch.manual_seed(0)
+    model, x, mask, target = ReadsAFlag(), torch.randn(8, 8), torch.ones(8), torch.randint(3, (8,))
+    sequence = trace(model, (x, mask), keep_together=["kept"])
+    pipe = Pipeline(model, plan_for(sequence, batch_size=8, micro_batches=M), loss_fn=functional.cross_entropy)
+    assert pipe.step(x, mask, target=target).item() == pytest.approx(
+        functional.cross_entropy(model(x, mask), target).item()
+    )
+    with pytest.raises(ExecutionError, match=r"in this micro-batch and was True for the sample"):
+        pipe.step(x, 0 * mask, target=target)

@@ -14,7 +14,7 @@ from planner.plan.plan import Plan
 from planner.plan.simulator import Durations, simulate
 from planner.plan.units import seconds_text
 from profiler.device import Cluster, Link
-from profiler.errors import ForeignPlanError, PlanFileError
+from profiler.errors import ArgumentError, ForeignPlanError, PlanFileError
 from tests.planner.made_up import build_profile
 
 
@@ -260,3 +260,35 @@ def test_nothing_else_brings_more_than_what_limits_the_step(device, schedule, se
     limit = bottleneck.limit_of(plan)
     assert limit.gain_s == pytest.approx(max(every))
     assert limit.gain_s == pytest.approx(every[limit.rank + plan.ranks * limit.is_link])
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+def test_others_are_priced_by_the_links_that_the_plan_was_made_for(profile, device, hosts):
+    """And not by the profile's own: one plan was said to take 18 % less with a cut that made it 2.5 % slower."""
+    slow = profile.links[0].slowed(2_000.0)
+    devices = (device(),) * 4
+    cluster = Cluster(devices=devices, link=slow)
+    if hosts:
+        cluster = Cluster(devices=devices, link=profile.links[0], between=slow, devices_per_host=2)
+    asked: dict[str, Any] = {"batch_size": 24, "micro_batches": 12, "stages": 3, "schedule": "1f1b"}
+    plan = plan_from_profile(profile, cluster, **asked)
+    assert plan.cluster == cluster
+    for frame in (plan.explain(), loaded(plan).explain(profile, cluster)):
+        cuts = [stage.stop_layer for stage in plan.stages[:-1]]
+        for stage, cut in enumerate(cuts):
+            for column, moved in (("cut_earlier_s", cut - 1), ("cut_later_s", cut + 1)):
+                if moved not in (0, *cuts, profile.layers[-1].index + 1):
+                    paths = [f"blocks.{place}" for place in [*cuts[:stage], moved, *cuts[stage + 1 :]]]
+                    other = plan_from_profile(profile, cluster, cut_at=paths, **asked)
+                    assert frame[column][stage] == pytest.approx(other.prediction.step_s)
+    with pytest.raises(ArgumentError, match=r"by the link in the profile a step of this plan takes .*; pass devices="):
+        loaded(plan).explain(profile)
+    assert "cut_later_s" not in loaded(plan).explain()
+
+
+def test_a_plan_that_knows_its_cluster_is_the_same_plan(profile, device):
+    plan = plan_from_profile(profile, [device()] * 3, batch_size=24, stages=3)
+    assert plan.cluster == Cluster(devices=(device(),) * 3, link=profile.links[0])
+    assert loaded(plan) == plan
+    assert loaded(plan).cluster is None
+    assert pickle.loads(pickle.dumps(plan)).cluster is None

@@ -349,7 +349,7 @@ class _Search:
         climb = CutClimb(entry.plans, bound, self._deadline)
         choices, least_of_all_s = climb.found(self._reached_s)
         least_s = bound.step_s if self._in_segments else max(bound.step_s, least_of_all_s)
-        self._climbs[entry.position] = _Climbed(climb, entry.plans, least_s, not choices)
+        self._climbs[entry.position] = _Climbed(climb, entry.plans, least_s, not choices and not climb.hopeless)
         self._in_vain += not climb.tries_all_cuts
         if choices:
             self._first_plans.note(entry, min(choice.step_s for choice in choices))

@@ -57,7 +57,12 @@ class CutClimb:
         plans: of the candidate.
         bound: of it, where there is one.
         deadline: when to stop.
+
+    Attributes:
+        hopeless: whether the first cuts were so slow that none were moved.
     """
+
+    hopeless = False
 
     def __init__(self, plans: ChunkPlans, bound: CutBound | None, deadline: Deadline) -> None:
         self._plans, self._bound, self._deadline = plans, bound, deadline
@@ -95,7 +100,8 @@ class CutClimb:
             for start, classes in starts
         ]
         (over_bytes, first_s), *_ = min(scored, default=((0.0, np.inf),))
-        if not over_bytes and first_s > below_s * HOPELESS:
+        self.hopeless = not over_bytes and first_s > below_s * HOPELESS
+        if self.hopeless:
             return [], 0.0
         for _, start, classes in sorted(scored):  # what is tried may be used up by the first
             self._climbed(start, classes)

@@ -58,6 +58,7 @@ from executor.watch.position import Phase
 from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError, ExecutionError
 from profiler.machine.backend import HOST
+from profiler.quantities import shown
 from profiler.text import counted
 
 
@@ -98,13 +99,13 @@ def save_checkpoint(
         The checkpoint.
 
     Raises:
-        ArgumentError: `keep` is no number of checkpoints.
+        ArgumentError: `keep` is no number of checkpoints, or an argument is of another type.
         ExecutionError: another run saves into the folder, or nothing can be written there, or another process failed;
             `latest` is what it was, and nothing half written is left.
     """
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ArgumentError(f"keep is {keep!r}; pass how many checkpoints to keep, at least 1, or None for all")
-    home = Path(folder).absolute()
+    home = _checked(folder, pipe, optimizer)
     with pipe.watch.call(Phase.SAVE, {"the call": "save_checkpoint", "the folder": str(home)}):
         checkpoints = CheckpointFolder(home, pipe.run)
         with _failures_named(home):
@@ -151,10 +152,11 @@ def load_checkpoint(
         How many training steps were done.
 
     Raises:
+        ArgumentError: an argument is of another type.
         ExecutionError: there is no checkpoint, it is damaged, or it belongs to another model or optimizer. Nothing has
             changed then, on any rank.
     """
-    given = Path(path).absolute()
+    given = _checked(path, pipe, optimizer)
     others = also or {}
     with pipe.watch.call(Phase.LOAD, {"the call": "load_checkpoint", "the checkpoint": str(given)}):
         source = Path(_shared(str(checkpoint_at(given)) if _is_first() else None))
@@ -176,6 +178,20 @@ def load_checkpoint(
 
 
 # What is written.
+
+
+def _checked(path: object, pipe: object, optimizer: object) -> Path:
+    """The folder or the checkpoint, where what is given is what is asked for."""
+    if not isinstance(path, str | Path):
+        raise ArgumentError(f"the checkpoint is {shown(path)}; give the path of a folder")
+    if not isinstance(pipe, Pipeline):
+        raise ArgumentError(f"a checkpoint is of a Pipeline, and this is a {type(pipe).__name__}; pass the pipeline")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ArgumentError(
+            f"the optimizer is a {type(optimizer).__name__}; pass an optimizer over pipe.parameters(), and a scheduler "
+            "or scaler in also={...}"
+        )
+    return Path(path).absolute()
 
 
 def _tensors(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

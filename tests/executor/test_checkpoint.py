@@ -5,6 +5,7 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +166,25 @@ def test_its_contents_are_readable_without_trust(plan_for: Callable[..., Plan], 
     assert (kept["step"], kept["seed"]) == (1, 0)
     assert json.dumps(kept["names"])
     assert kept["optimizer"]["first.weight"]["options"]["lr"] == pytest.approx(0.045)
+
+
+def test_arguments_of_other_types_are_said_to_be_wrong(plan_for: Callable[..., Plan], tmp_path: Path) -> None:
+    """And nothing is written: a folder with a lock was left, and the error was Python's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    pipe = Pipeline(
+        model, plan_for(trace(model, torch.randn(4, 4)), batch_size=4, micro_batches=2), loss_fn=functional.mse_loss
+    )
+    scaler: Any = torch.amp.GradScaler("cpu")
+    wrong: list[tuple[Any, Any, Any, str]] = [
+        (tmp_path / "a", model, None, "a checkpoint is of a Pipeline, and this is a Sequential"),
+        (5, pipe, None, "the checkpoint is 5; give the path of a folder"),
+        (tmp_path / "a", pipe, scaler, r"the optimizer is a GradScaler; .* in also="),
+    ]
+    for path, of, optimizer, said in wrong:
+        with pytest.raises(ArgumentError, match=said):
+            save_checkpoint(path, of, optimizer)
+        with pytest.raises(ArgumentError, match=said):
+            load_checkpoint(path, of, optimizer)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ArgumentError, match="max_norm is '1'; give a number"):
+        pipe.clip_grad_norm_("1")  # type: ignore[arg-type]

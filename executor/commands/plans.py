@@ -13,7 +13,7 @@ import click
 from executor.commands.option_words import in_settings
 from executor.commands.options import FILE, PICTURE
 from executor.commands.output import json_option, plan_outputs, present, print_frame, print_lines, write_picture
-from profiler.errors import PlanFileError, ProfileError
+from profiler.errors import ArgumentError, PlanFileError, ProfileError
 from profiler.text import counted
 
 if TYPE_CHECKING:
@@ -40,9 +40,20 @@ def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bo
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @click.option("--profile", "profile_file", type=FILE, help="What it was made from: also tells what other cuts take.")
+@click.option("--devices", metavar="TEXT", help="What it was made for, where links are not the profile's: 8x8xH100.")
+@click.option("--link", metavar="NAME", help="Between these devices, or those of a host, such as nvlink4.")
+@click.option("--between", metavar="NAME", help="Between hosts, such as ndr.")
 @click.option("--every-stage", is_flag=True, help=EVERY_STAGE)
 @json_option
-def explain(plan_file: Path, profile_file: Path | None, every_stage: bool, as_json: bool) -> None:
+def explain(
+    plan_file: Path,
+    profile_file: Path | None,
+    devices: str | None,
+    link: str | None,
+    between: str | None,
+    every_stage: bool,
+    as_json: bool,
+) -> None:
     """Say why a plan is as it is: what each stage is busy with, and what holds up the others.
 
     With the profile, two columns more say what the step takes if the cut after a stage is one layer earlier or later.
@@ -52,10 +63,14 @@ def explain(plan_file: Path, profile_file: Path | None, every_stage: bool, as_js
       autoplan explain plan.json
       autoplan explain plan.json --profile profile.json
     """
+    from profiler.device import Cluster
     from profiler.record import Profile
 
+    if devices is None and (link or between):
+        raise ArgumentError("--link and --between say what is between devices; say which with --devices, 2x8xH100")
     measured = None if profile_file is None else Profile.load(profile_file)
-    explanation = _loaded(plan_file).explain(measured)
+    cluster = None if devices is None else Cluster.of(devices, link=link, between=between)
+    explanation = _loaded(plan_file).explain(measured, cluster)
     if as_json:
         print_frame(explanation.reset_index(), as_json=True)
         return

@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from matplotlib import pyplot
+from torch import nn
 
 import planner
 from executor import command
 from planner.explain import what_if
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
-from profiler.device import Link
+from profiler.device import Cluster, Link
 from profiler.machine.local import local_devices
 from profiler.record import Profile
 from tests.planner.made_up import build_profile
@@ -61,6 +63,40 @@ def test_explain(files: dict[str, Path]) -> None:
     assert [row["cut_later_s"] for row in rows][:1] == list(expected["cut_later_s"])[:1]
     foreign = autoplan("explain", files["gpipe"], "--profile", files["one"])
     assert foreign.exit_code == 5
+
+
+def test_explain_by_the_links_that_a_plan_was_made_for(files: dict[str, Path], tmp_path: Path) -> None:
+    profile, path = Profile.load(files["profile"]), tmp_path / "hosts.json"
+    plan = Plan.load(files["gpipe"])
+    devices = tuple(stage.device for stage in plan.stages)
+    slow = Cluster(devices=devices, link=profile.links[0].slowed(1e8))
+    plan_from_profile(profile, slow, batch_size=16, stages=len(devices)).save(path)
+    refused = autoplan("explain", path, "--profile", files["profile"])
+    assert refused.exit_code == 2
+    assert "it was made for other links; pass devices=" in refused.stderr
+    assert autoplan("explain", path).exit_code == 0
+    alone = autoplan("explain", files["gpipe"], "--link", "ndr")
+    assert (alone.exit_code, "say which with --devices" in alone.stderr) == (2, True)
+
+
+def test_explain_of_devices_that_are_not_here(tmp_path: Path) -> None:
+    cluster = Cluster.of("2x2xA100-40GB", between="ndr")
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    plan = planner.autoplan(
+        model, torch.zeros(8, 8), cluster, stages=4, micro_batches=8, micro_batches_per_stage=1, schedule="1f1b"
+    )
+    assert plan.profile is not None
+    plan.profile.save(tmp_path / "profile.json")
+    plan.save(tmp_path / "plan.json")
+    told = autoplan(
+        "explain",
+        tmp_path / "plan.json",
+        *("--profile", tmp_path / "profile.json", "--devices", "2x2xA100-40GB", "--between", "ndr", "--json"),
+    )
+    rows = json.loads(told.stdout)
+    assert [row["cut_later_s"] for row in rows][:3] == pytest.approx(
+        list(plan.explain()["cut_later_s"])[:3], nan_ok=True
+    )
 
 
 def test_diff(files: dict[str, Path]) -> None:

@@ -162,11 +162,12 @@ def _check_only_size(sequence: LayerSequence, asked: Settings) -> None:
     if not left and count >= least and asked.micro_batches in (None, count):
         return
     size = max(size for size in range(1, max(1, share // least) + 1) if share % size == 0)
+    also = "" if asked.micro_batches in (None, share // size) else f", micro_batches={share // size}"
     why = "; ".join(dict.fromkeys(sequence.refusals.values()))
     raise InfeasibleError(
         f"the model could be traced for micro-batches of {counted(only, 'sample')} alone, as many as the sample has, "
         f"and a batch of {counted(share, 'sample')} is cut into at least {least} of equal size; pass a sample (and a "
-        f"target) of {size}, and batch_size={asked.batch_size}{f'. No other size, because {why}' if why else ''}"
+        f"target) of {size}{also}, and batch_size={asked.batch_size}{f'. No other size, because {why}' if why else ''}"
     )
 
 

@@ -19,7 +19,7 @@ from planner.solve.chunk_candidates import candidates, plans_of
 from planner.solve.chunk_plans import ChunkPlans, Stops
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
-from planner.solve.deadline import NO_DEADLINE, Deadline
+from planner.solve.deadline import Deadline
 from planner.solve.problem import Candidate, Problem, device_classes
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
@@ -78,15 +78,19 @@ def nothing_fits_text(problem: Problem) -> str:
 
 def no_chunks_fit_text(problem: Problem) -> str:
     """The same for chunks and orders made for a plan: how far the nearest plan that was found is from fitting."""
-    nearest: tuple[float, ChunkPlans, Stops, tuple[int, ...]] | None = None
-    for candidate in _some(candidates(problem)):
-        plans = plans_of(problem, candidate)
-        found = CutClimb(plans, CutBound(plans), NO_DEADLINE).nearest()
-        if found is not None and (nearest is None or found[0] < nearest[0]):
-            nearest = found[0], plans, found[1], found[2]
-    if nearest is None:
+    looking = Deadline(MOST_NEAREST_S)
+    tried: list[tuple[float, ChunkPlans, Stops, tuple[int, ...]]] = []
+    for candidate in reversed(_some(candidates(problem))):  # the most micro-batches, which keep least, first
+        if tried and looking.over:
+            break
+        plans = plans_of(problem, candidate, looking)
+        found = CutClimb(plans, CutBound(plans), looking).nearest()
+        if found is not None:
+            over_bytes, stops, classes = found
+            tried.append((over_bytes, plans, stops, classes))
+    if not tried:
         return "no number of ranks and micro-batches satisfies all settings; drop or loosen one"
-    _, plans, stops, classes = nearest
+    _, plans, stops, classes = min(reversed(tried), key=lambda one: one[0])
     rank = max(range(plans.ranks), key=lambda rank: plans.over_bytes(rank, stops, classes))
     device = problem.classes[classes[rank]].device
     more = plans.over_bytes(rank, stops, classes)

@@ -117,7 +117,7 @@ def trace(
         spec = sample
     else:
         spec = _spec(sample, batch_dims, autocast, precision, keep_together, stages)
-    _refuse_lazy(model)
+    _refuse_untrainable(model)
     model = computing_model(model, spec.precision)
     _check_paths(model, spec.keep_together)
     values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
@@ -143,12 +143,17 @@ def check_model(model: nn.Module) -> None:
         raise ArgumentError(f"the model is a {type(model).__name__}; pass a torch.nn.Module")
 
 
-def _refuse_lazy(model: nn.Module) -> None:
+def _refuse_untrainable(model: nn.Module) -> None:
     for name, held in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(held):
             raise NotTraceableError(
                 f"cannot trace the model: {name!r} has no shape before the first call (a lazy module); call the model "
                 "once on a sample before planning"
+            )
+        if held.is_inference():
+            raise NotTraceableError(
+                f"cannot trace the model: {name!r} was made within torch.inference_mode(), and such tensors cannot be "
+                "trained; make the model outside of it"
             )
 
 

@@ -264,6 +264,13 @@ def test_a_branch_on_data_names_module_and_line() -> None:
     assert "torch.where" in message
 
 
+def test_a_model_made_in_inference_mode_is_said_to_be_one() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(NotTraceableError, match=r"'0\.weight' was made within torch\.inference_mode\(\)"):
+        trace(model, torch.zeros(4, 2))
+
+
 @pytest.mark.parametrize(
     ("model", "sample", "message"),
     [

@@ -211,8 +211,11 @@ class Settings:
         _check_chunks(chunks, schedule, given, len(devices))
         cut_at = _paths("cut_at", given.pop("cut_at", ()))
         if choose_chunks:
-            _check_choice_of_chunks(schedule, given)
-            in_line = len(devices) // (1 if replicas == "auto" else replicas)
+            _check_choice_of_chunks(given)
+            share = 1 if replicas == "auto" else replicas
+            per_stage = given.get("micro_batches_per_stage", MICRO_BATCHES_PER_STAGE)
+            fed = min(batch_size // share, given.get("micro_batches", batch_size)) // per_stage
+            in_line = min(len(devices) // share, fed)
             chunks = given["chunks"] = _least_chunks(given.get("stages"), len({*cut_at}), in_line)
         limit = given.pop("max_stages", None)
         settings = cls(
@@ -284,27 +287,33 @@ class Settings:
             )
         if count is not None and count < needed:
             raise ArgumentError(
-                f"micro_batches is {count}, and K = {least_stages} with micro_batches_per_stage = "
+                f"micro_batches is {count}, and {self._line_text(least_stages)} with micro_batches_per_stage = "
                 f"{self.micro_batches_per_stage} asks for at least {needed}; give more micro-batches, fewer "
                 "stages, or a smaller micro_batches_per_stage"
             )
         if batch < needed:
-            raise InfeasibleError(_batch_too_small_text(batch, least_stages, self.micro_batches_per_stage))
+            raise InfeasibleError(self._batch_too_small_text(batch, least_stages))
 
+    def _line_text(self, ranks: int) -> str:
+        return f"K = {ranks}" if self.chunks == 1 else f"{ranks} ranks of {self.chunks} chunks"
 
-def _batch_too_small_text(batch: int, stages: int, per_stage: int) -> str:
-    """Why a batch cannot be cut into enough micro-batches."""
-    needed = per_stage * stages
-    cures = [f"use a batch of at least {needed}"]
-    if stages > 1 and batch // per_stage >= 1:
-        cures.append(f"set stages={batch // per_stage} or less")
-    if batch // stages >= 1:
-        cures.append(f"set micro_batches_per_stage={batch // stages} or less")
-    return (
-        f"a batch of {counted(batch, 'sample')} is too small for K = {stages}: M must be at least {needed} "
-        f"({per_stage} "
-        f"micro-batches for each stage), and a micro-batch holds at least 1 sample; {', or '.join(cures)}"
-    )
+    def _batch_too_small_text(self, batch: int, ranks: int) -> str:
+        """Why a batch cannot be cut into enough micro-batches."""
+        per_stage, replicas = self.micro_batches_per_stage, self.replicas or 1
+        needed, most = per_stage * ranks, batch // per_stage
+        cures = [f"use a batch of at least {needed * replicas}"]
+        if self.stages is not None and most >= (1 if self.chunks == 1 else FEW_RANKS):
+            cures.append(f"set stages={most * self.chunks}{' or less' if self.chunks == 1 else ''}")
+        if batch // ranks >= 1:
+            cures.append(f"set micro_batches_per_stage={batch // ranks} or less")
+        each = "stage" if self.chunks == 1 else "rank"
+        each_has = "" if replicas == 1 else f", {batch} for each of {replicas} replicas,"
+        return (
+            f"a batch of {counted(self.batch_size, 'sample')}{each_has} is too small for {self._line_text(ranks)}: M "
+            f"must be at least {needed} ({per_stage} micro-batches for each {each}), and a micro-batch holds at least "
+            f"1 sample; "
+            f"{', or '.join(cures)}"
+        )
 
 
 def _schedules(schedule: ScheduleName, given: Mapping[str, Any], *, choose_chunks: bool) -> tuple[ScheduleName, ...]:
@@ -330,11 +339,17 @@ def _chooses_chunks(schedule: ScheduleName, given: dict[str, Any]) -> bool:
     fewest = 1 if schedule == "auto" else SCHEDULES[schedule].fewest_chunks
     if fewest > 1:
         given.setdefault("chunks", fewest)
-    return asked and fewest == 1
+    return asked and fewest == 1 and schedule in ("auto", *chunk_schedules())
 
 
 def _least_chunks(stages: int | None, cuts: int, devices: int) -> int:
-    """Of the chunks a rank that may be chosen the fewest with so many stages, or at least so many cuts; else 1."""
+    """Of the chunks a rank that may be chosen the fewest with so many stages, or at least so many cuts; else 1.
+
+    Args:
+        stages: K, if it is fixed.
+        cuts: that are demanded.
+        devices: the most in line for which there are enough micro-batches.
+    """
     for chunks in (1, *CHUNKS_TRIED):
         fewest = 1 if chunks == 1 else FEW_RANKS
         if stages is None and cuts < devices * chunks:
@@ -348,13 +363,8 @@ def _or(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
-def _check_choice_of_chunks(schedule: ScheduleName, given: Mapping[str, Any]) -> None:
+def _check_choice_of_chunks(given: Mapping[str, Any]) -> None:
     """Several chunks a rank, as they may be chosen, go together with the other settings."""
-    if schedule != "auto" and schedule not in chunk_schedules():
-        raise ArgumentError(
-            f"chunks is 'auto', and schedule {schedule!r} has at most 1 a rank; several are for "
-            f"{', '.join(map(repr, chunk_schedules()))}"
-        )
     for name, value in _ONLY_WHOLE:
         if given.get(name) and value in (None, given[name]):
             raise ArgumentError(

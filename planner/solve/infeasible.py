@@ -121,19 +121,20 @@ def _not_found_text(problem: Problem, candidate: Candidate, stops: Iterable[int]
     )
 
 
-def lean_cures_text(problem: Problem) -> str:
+def lean_cures_text(problem: Problem, besides: str) -> str:
     """What would help a problem of schedules that keep more: those that keep least, if need be with a cure.
 
     Args:
         problem: with one chunk a rank.
+        besides: what of the settings that were asked for has to change with the schedule, in words.
     """
     deadline, names = Deadline(MOST_CURES_S), _lean_schedules()
     plain = [_with(problem, replace(problem.settings, schedules=(name,))) for name in names]
     fitting = [name for name, one in zip(names, plain, strict=True) if _fits(one, deadline)]
     if fitting:
-        return f'What would help: schedule="{fitting[0]}"'
+        return f'What would help: schedule="{fitting[0]}"{besides}'
     text = _cures_text([*_cures(plain[0], deadline)], out_of_time=deadline.over)
-    return f'Nor does any with schedule="{names[0]}" fit; with it, {text[0].lower()}{text[1:]}'
+    return f'Nor does any with schedule="{names[0]}"{besides} fit; with it, {text[0].lower()}{text[1:]}'
 
 
 def _cures_text(cures: Sequence[str], *, out_of_time: bool) -> str:
@@ -201,10 +202,11 @@ def _cures(problem: Problem, deadline: Deadline) -> Iterator[str]:
         ):
             yield f"a smaller batch ({counted(batch, 'sample')} {'fits' if batch == 1 else 'fit'})"
             break
-    if settings.stages is None or settings.stages == len(problem.devices):
+    if settings.stages in (None, len(problem.devices)):
         for count in _powers(len(problem.devices), max(problem.layers, len(problem.devices))):
             if _fits(_with_devices(problem, count), deadline):
-                yield f"more devices ({count} fit, with the added ones like the last)"
+                also = "" if settings.stages is None else f" with stages={count}"
+                yield f"more devices ({count} fit{also}, with the added ones like the last)"
                 break
 
 
@@ -232,7 +234,7 @@ def _with_devices(problem: Problem, count: int) -> Problem:
     devices: tuple[Device, ...] = problem.devices + problem.devices[-1:] * added
     settings = replace(
         problem.settings,
-        max_stages=count,
+        max_stages=min(count, problem.settings.stages_limit or count),
         stages=None if problem.settings.stages is None else count,
         memory_limits=problem.settings.memory_limits + problem.settings.memory_limits[-1:] * added,
     )

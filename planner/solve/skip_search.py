@@ -86,10 +86,12 @@ def no_plan_text(problem: Problem) -> str:
     """Why there is none. Cures are those of relaying, which is tried in any case."""
     problem = min((family[0] for family in families(problem)), key=lambda family: not is_plain(family.settings))
     if not is_plain(problem.settings):
-        stages = problem.settings.stages if problem.settings.chunks == 1 else None
-        free = replace(problem.settings, stages=stages)
+        chunks, stages = problem.settings.chunks, problem.settings.stages
+        changed = ["chunks=1"] * (chunks > 1) + ["stages=None"] * (chunks > 1 and stages is not None)
+        free = replace(problem.settings, stages=None if chunks > 1 else stages)
         alone = replace(problem, settings=with_chunks(free, 1, problem.layers) or free)
-        return f"{no_chunks_fit_text(problem)}. {lean_cures_text(with_fewer_classes(alone))}"
+        besides = f" with {' and '.join(changed)}" if changed else ""
+        return f"{no_chunks_fit_text(problem)}. {lean_cures_text(with_fewer_classes(alone), besides)}"
     text = nothing_fits_text(with_fewer_classes(problem))
     if values_of(problem):
         return "no plan was found that fits with values that skip stages; with all of them relayed, " + text

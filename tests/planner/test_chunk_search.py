@@ -280,7 +280,7 @@ def test_what_cannot_be_has_a_reason(device):
         plan_of(uniform(3), [device()] * 2, 8)
     with pytest.raises(InfeasibleError, match=r"its rank . needs .* and device cpu \(a\) has .* too many"):
         plan_of(uniform(8), [device(memory_bytes=1100)] * 2, 8, recompute="never")
-    with pytest.raises(InfeasibleError, match="a batch of 4 samples is too small for K = 2"):
+    with pytest.raises(InfeasibleError, match="a batch of 4 samples is too small for 2 ranks of 2 chunks"):
         plan_from_profile(uniform(8), [device()] * 2, batch_size=4, schedule="interleaved", chunks=2)
 
 

@@ -55,7 +55,9 @@ class Refined:
     """What measuring a plan's steps comes to.
 
     Attributes:
-        plan: the best plan for the refined profile, perhaps with the same cuts as before.
+        plan: the best plan for the refined profile, perhaps with the same cuts as before; the one that was measured, as
+            it was, where nothing else is asked for and the search, which of direct skips is one near some plans, found
+            only slower ones.
         profile: scaled by what was measured.
         now_s: seconds of a step of the plan that was measured, by that profile.
         gain: the share of them that the other plan saves; 0 if it is no faster.
@@ -100,8 +102,9 @@ def refined(
         measured: what `Pipeline.measured()` returned; columns `stage`, `what`, `predicted` and `measured`.
         profile: what the plan was made from, which a plan made in this process knows itself.
         devices: what may be used; by default the plan's own, with the links that it was made for.
-        settings: see `planner.settings.SettingKeywords`; replicas, skips and the fewest micro-batches a stage are the
-            plan's own where they are not given, and chunks are chosen anew where the plan has several. A limit of
+        settings: see `planner.settings.SettingKeywords`; replicas, whether they share the optimizer's state, skips
+            and the fewest micro-batches a stage are the plan's own where they are not given, and chunks are chosen
+            anew where the plan has several. A limit of
             memory is not part of a plan: give it again.
 
     Raises:
@@ -127,12 +130,15 @@ def refined(
     asked: SettingKeywords = {**_settings_of(plan, settings.get("schedule", plan.schedule)), **settings}
     new = plan_from_profile(better, given, batch_size=plan.batch_size, optimizer=plan.optimizer, **asked)
     now_s = simulate_plan(_scaled_plan(plan, ratios)).step_s
+    free = devices is None and settings.keys() <= {"time_limit_s"}
+    if free and new.prediction.step_s > now_s * (1 + SAME):
+        new = plan
     doubt = new.prediction.doubt
     return Refined(
         plan=new,
         profile=better,
         now_s=now_s,
-        gain=max(0.0, 1 - new.prediction.step_s / now_s),
+        gain=0.0 if new is plan else max(0.0, 1 - new.prediction.step_s / now_s),
         doubt=doubt.step_more if doubt is not None else 0.0,
     )
 
@@ -140,7 +146,11 @@ def refined(
 def _settings_of(plan: Plan, schedule: str) -> SettingKeywords:
     """What a plan shows of the settings that it was made with, so that a plan like itself is among those searched."""
     fewest = min(MICRO_BATCHES_PER_STAGE, max(1, plan.M // plan.ranks))
-    found: SettingKeywords = {"replicas": plan.replicas, "micro_batches_per_stage": fewest}
+    found: SettingKeywords = {
+        "replicas": plan.replicas,
+        "shard_optimizer": plan.shard_optimizer,
+        "micro_batches_per_stage": fewest,
+    }
     if plan.chunks > 1 and schedule == plan.schedule:
         found["chunks"] = "auto"
     if plan.skips and schedule == plan.schedule:

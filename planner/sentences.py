@@ -125,8 +125,7 @@ def _most_help(plan: Plan, problem: Problem) -> str:
             gains[words] = found / now - 1
     looser = None if plan.unused is None else plan.unused.looser
     if looser is not None:
-        rule = f"micro_batches_per_stage={looser.micro_batches // looser.stages}"
-        gains[f"fewer micro-batches a stage ({rule})"] = plan.batch_size / looser.step_s / now - 1
+        gains[f"fewer micro-batches a stage ({looser.setting})"] = plan.batch_size / looser.step_s / now - 1
     helpful = {words: gain for words, gain in gains.items() if gain > WORTH_NAMING}
     tried = ", ".join(gains)
     ranked = sorted(helpful, key=lambda words: -helpful[words])

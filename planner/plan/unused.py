@@ -13,15 +13,22 @@ class LooserPlan(Value):
 
     Attributes:
         stages: its K.
+        chunks: stages that each rank has.
         micro_batches: its M.
         micro_batches_per_stage: the rule that it was forbidden by.
         step_s: its predicted seconds.
     """
 
     stages: int = Field(gt=0)
+    chunks: int = Field(default=1, gt=0)
     micro_batches: int = Field(gt=0)
     micro_batches_per_stage: int = Field(gt=1)
     step_s: float = Field(gt=0)
+
+    @property
+    def setting(self) -> str:
+        """What allows it: the rule that it keeps, which is one of ranks."""
+        return f"micro_batches_per_stage={self.micro_batches * self.chunks // self.stages}"
 
 
 class Unused(Value):
@@ -49,9 +56,10 @@ class Unused(Value):
             found.append(f"{self.devices} {'device stays' if one else 'devices stay'} idle: {self.reason}")
         if self.looser is not None:
             other = self.looser
+            chunks = f" in {other.chunks} chunks a rank" if other.chunks > 1 else ""
             found.append(
-                f"without the rule M >= {other.micro_batches_per_stage}K: K = {other.stages}, "
+                f"without the rule M >= {other.micro_batches_per_stage}K: K = {other.stages}{chunks}, "
                 f"M = {other.micro_batches}, step {seconds_text(other.step_s)}, {1 - other.step_s / step_s:.0%} less; "
-                f"set micro_batches_per_stage={other.micro_batches // other.stages} for it"
+                f"set {other.setting} for it"
             )
         return found

@@ -123,10 +123,14 @@ def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
     sizes = frozenset(size for one in hopeful for size in (one.split.largest, one.split.smallest))
     settings = replace(loose.settings, time_limit_s=time_limit_s, micro_batch_sizes=sizes)
     found = best_plan(replace(loose, settings=settings, patience=SHARE_OF_TIME, dispensable=True, below_s=limit_s))
-    if found is None or found.prediction.step_s > limit_s or per_stage * found.K <= found.M:
+    if found is None or found.prediction.step_s > limit_s or per_stage * found.ranks <= found.M:
         return None
     return LooserPlan(
-        stages=found.K, micro_batches=found.M, micro_batches_per_stage=per_stage, step_s=found.prediction.step_s
+        stages=found.K,
+        chunks=found.chunks,
+        micro_batches=found.M,
+        micro_batches_per_stage=per_stage,
+        step_s=found.prediction.step_s,
     )
 
 

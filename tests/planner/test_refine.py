@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import Plan, plan_from_profile
+from planner import Plan, from_profile, plan_from_profile
 from planner.plan.simulator import simulate_plan
 from planner.refine import refined
 from profiler.device import Cluster, Device, Link
@@ -122,6 +122,40 @@ def test_a_stage_that_is_three_times_slower_is_worth_a_change() -> None:
     assert found.worth_it
     assert str(found).endswith("worth a change")
     assert found.plan.stages[0].stop_layer < plan.stages[0].stop_layer or found.plan.K != plan.K
+
+
+def sharing(memory_bytes: int) -> Plan:
+    """Of two replicas that share the optimizer's state."""
+    row = (1.0, 1.0, 2.0, 20, 10, 16, 16)
+    profile = build_profile(
+        {("a", size): [[size * value for value in row]] * 4 for size in (1, 16)},
+        parameters=[(640, True)] * 4,
+        readers=[(layer,) for layer in range(4)],
+        optimizer=(0.001, 2.0),
+        links=(Link(latency_s=0.0, bytes_per_s=1e6),),
+    )
+    devices = [Device(name=f"d{number}", kind="a", memory_bytes=memory_bytes) for number in range(2)]
+    return plan_from_profile(profile, devices, batch_size=16, replicas=2, shard_optimizer=True)
+
+
+@pytest.mark.parametrize("memory_bytes", [9000, 10**6])
+def test_replicas_go_on_sharing_the_state_of_the_optimizer(memory_bytes: int) -> None:
+    """What fitted by that was said to fit no longer, or became slower by measuring."""
+    plan = sharing(memory_bytes)
+    found = plan.refined(frame(plan, lambda *_: 1.0))
+    assert found.plan.shard_optimizer
+    assert found.plan.prediction.step_s == pytest.approx(plan.prediction.step_s)
+
+
+def test_what_was_measured_stays_where_the_search_finds_slower_plans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = made(known(ONES, ONES, 1.0))
+    slower = made(known(ONES, ONES, 1.0), stages=1)
+    assert slower.prediction.step_s > plan.prediction.step_s
+    monkeypatch.setattr(from_profile, "plan_from_profile", lambda *_, **__: slower)
+    found = plan.refined(frame(plan, lambda *_: 1.0))
+    assert found.plan is plan
+    assert not found.gain
+    assert plan.refined(frame(plan, lambda *_: 1.0), stages=1).plan is slower  # as it was asked for
 
 
 def test_what_cannot_be_used_is_refused() -> None:

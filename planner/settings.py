@@ -270,10 +270,10 @@ class Settings:
                 f"{counted(devices, 'device')}; {replicas * least_stages} are needed"
             )
         if self.batch_size % replicas:
-            each = max(-(-self.batch_size // replicas), count or 0)
+            share = max(-(-self.batch_size // replicas), count or 0)
             raise ArgumentError(
                 f"replicas is {replicas}, which does not divide the batch of "
-                f"{counted(self.batch_size, 'sample')}; choose a batch of {each * replicas}"
+                f"{counted(self.batch_size, 'sample')}; choose a batch of {share * replicas}"
             )
         if self.pinned and self.replicas != 1:
             raise ArgumentError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from planner.plan.units import seconds_text
 from profiler.value import Value
@@ -13,7 +15,7 @@ class LooserPlan(Value):
 
     Attributes:
         stages: its K.
-        chunks: stages that each rank has.
+        chunks: stages that each rank has. Files leave it out where it is 1.
         micro_batches: its M.
         micro_batches_per_stage: the rule that it was forbidden by.
         step_s: its predicted seconds.
@@ -24,6 +26,13 @@ class LooserPlan(Value):
     micro_batches: int = Field(gt=0)
     micro_batches_per_stage: int = Field(gt=1)
     step_s: float = Field(gt=0)
+
+    @model_serializer(mode="wrap")
+    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        if self.chunks == 1:
+            del fields["chunks"]
+        return fields
 
     @property
     def setting(self) -> str:

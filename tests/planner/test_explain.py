@@ -164,7 +164,7 @@ def test_the_rule_for_micro_batches_is_named_where_it_costs_most(profile, device
     plan = plan_from_profile(profile, [device()] * 4, batch_size=8)
     assert plan.unused is not None
     assert plan.unused.looser is not None
-    rule = plan.unused.looser.micro_batches // plan.unused.looser.stages
+    rule = plan.unused.looser.micro_batches * plan.unused.looser.chunks // plan.unused.looser.stages
     free = plan_from_profile(profile, [device()] * 4, batch_size=8, micro_batches_per_stage=rule)
     gain = free.prediction.samples_per_s / plan.prediction.samples_per_s - 1
     help_ = plan.explain().sentences[2]

@@ -96,6 +96,13 @@ def _unused(plan: Plan) -> None:
     assert "set micro_batches_per_stage=2" in plan.unused.lines(1.0)[1]
 
 
+def _looser_chunks(plan: Plan) -> None:
+    """A rule is one of ranks: of two stages in two chunks there is one, with four micro-batches."""
+    assert plan.unused is not None
+    assert "K = 2 in 2 chunks a rank, M = 4" in plan.unused.lines(1.0)[1]
+    assert "set micro_batches_per_stage=4 for it" in plan.unused.lines(1.0)[1]
+
+
 def _sample(plan: Plan) -> None:
     """How the model was traced: with static shapes, conditions, chances, and a function that is called as it is."""
     sample = plan.sample
@@ -155,6 +162,7 @@ MEANINGS: dict[str, Callable[[Plan], None]] = {
     "plan-2-hosts": _hosts,
     "plan-2-shared-optimizer": _shared_optimizer,
     "plan-2-unused": _unused,
+    "plan-2-looser-chunks": _looser_chunks,
     "plan-2-sample": _sample,
     "plan-2-copies": _copies,
 }

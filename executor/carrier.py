@@ -12,6 +12,7 @@ from executor.batch.calls import Call, Calls
 from executor.batch.modes import loss_scale
 from executor.layout import Layout
 from executor.run.outputs import check_joinable, whole_output
+from executor.run.randomness import key
 from executor.run.runtime import Runtime
 from executor.run.stage_runner import StageRunner
 from executor.state.buffers import BufferMover
@@ -53,6 +54,7 @@ class Carrier:
         self._layout, self._devices = layout, devices
         self._calls, self._runners, self._runtime = calls, runners, runtime
         self._placement, self._gradients, self._loss, self._mover = placement, gradients, shared, mover
+        self._asides = -1, 0  # calls that did not train, since that step
 
     def train(self, call: Call, step: int, scaler: torch.amp.GradScaler | None, accumulate: int) -> Tensor:
         """The loss of a training step, whose gradients and statistics are then where they belong.
@@ -83,7 +85,7 @@ class Carrier:
 
     def evaluate(self, call: Call, step: int) -> Tensor:
         """The loss of a call in evaluation mode."""
-        self._begin(step)
+        self._begin(self._aside(step))
         self._run(call)
         return self._loss.of(self._own_losses(call))
 
@@ -94,7 +96,7 @@ class Carrier:
             ArgumentError: an output has no one batch dimension to join micro-batches along.
         """
         check_joinable(call.sequence, sum(call.counts))
-        self._begin(step, keep_outputs=True)
+        self._begin(self._aside(step), keep_outputs=True)
         self._run(call)
         own = [batch for batches in call.own for batch in batches]
         runner, output = self._last, None
@@ -105,8 +107,14 @@ class Carrier:
         return output
 
     def _run(self, call: Call) -> None:
-        for batches in call.own:
-            self._runtime.run(self._calls.program(call, batches), batches)
+        with preserved(self._devices.values()):
+            for batches in call.own:
+                self._runtime.run(self._calls.program(call, batches), batches)
+
+    def _aside(self, step: int) -> int:
+        """What keys the random numbers of one more call that does not train: no step's number, and no other call's."""
+        self._asides = step, self._asides[1] + 1 if self._asides[0] == step else 0
+        return -1 - key(*self._asides)
 
     def _begin(self, step: int, scale: Tensor | None = None, *, keep_outputs: bool = False) -> None:
         self._loss.begin()

@@ -166,6 +166,7 @@ def load_checkpoint(
         training.check_also(source, list(others))
         change = _change(source, manifest, training, pipe, optimizer)
         _refuse_left_out(source, training, pipe, optimizer)
+        change.options.extend(_options_of_others(change, optimizer))
         with _continued(others, training.also):
             _wait_for_all()  # none has changed anything but `others`, which come back if one fails until here
         try:
@@ -331,6 +332,24 @@ def _change(
                 states.append((parameter, state))
     tensors = [_copy(source, name, tensor, values[f"model.{name}"]) for name, tensor in held.items()]
     return _Change(tensors, states, options, optimizer)
+
+
+def _options_of_others(
+    change: _Change, optimizer: torch.optim.Optimizer | None
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The options of groups whose parameters are all in other processes: there, too, they are to be the checkpoint's.
+
+    Nothing is stepped by them here, but a learning rate is read, and a scheduler goes on from it.
+    """
+    if not dist.is_initialized():
+        return []
+    groups = [] if optimizer is None else optimizer.param_groups
+    loaded = {id(group): options for group, options in change.options}
+    own = {number: loaded[id(group)] for number, group in enumerate(groups) if id(group) in loaded}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    others = {number: options for part in reversed(parts) for number, options in part.items()}
+    return [(group, others[number]) for number, group in enumerate(groups) if number in others and number not in own]
 
 
 def _refuse_left_out(source: Path, training: Training, pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:

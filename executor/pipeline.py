@@ -50,7 +50,7 @@ from executor.state.buffers import BufferMover
 from executor.state.gradient_norm import global_norm
 from executor.state.materialize import Initializer, materialized
 from executor.state.named_state import extra_state, named_state, tensor_names
-from executor.state.optimizer_steps import after_each_step, before_each_step, refuse_replaced
+from executor.state.optimizer_steps import after_each_step, before_each_step, refuse_line_search, refuse_replaced
 from executor.state.parameter_hooks import refuse_lost_hooks
 from executor.state.placement import Placement, of_no_layer, place
 from executor.state.replicas import GradientSum, group_of_peers
@@ -208,8 +208,12 @@ class Pipeline:
         self._replaced = {name: originals[name] for name, own in trained.items() if originals.get(name, own) is not own}
         if self._replaced:
             before_each_step(self, lambda pipe, optimizer: refuse_replaced(optimizer, pipe._replaced))
+        if not layout.alone:
+            mine = frozenset(map(id, self._placement.named_parameters().values()))
+            before_each_step(self, lambda _, optimizer: refuse_line_search(optimizer, mine))
         self._runners = {
-            stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed) for stage in layout.stages
+            stage: StageRunner(devices[stage], self._placement.buffers[stage], loss_fn, seed, alone=layout.alone)
+            for stage in layout.stages
         }
         self._seed = seed
         self._unread = of_no_layer(self._model, self._sequence, materialize) if 0 in self._runners else {}

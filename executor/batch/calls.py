@@ -211,6 +211,11 @@ class Calls:
                 "with as target="
             )
         spec, tensors = self._shaped(kwargs if kwargs else args, training=training, may_lack=may_lack)
+        if training and not self._layout.alone and any(tensor.requires_grad for tensor in tensors):
+            raise ArgumentError(
+                "an input of the model requires a gradient, and each process would add up a part of it; pass it "
+                "detached, or make what is to be trained a parameter of the model"
+            )
         form = BatchForm(spec, batch_extent(tensors, spec), training)
         inputs = self._outline(form).version.sequence.inputs
         check_target(target, form.batch_size)

@@ -89,7 +89,21 @@ def target_of(target: Any, samples: range) -> Any:
 
 def split_input(tensor: Tensor, batch_dim: int | None, sizes: Sequence[int]) -> Sequence[Tensor]:
     """An input of the model for each micro-batch; one without a batch dimension goes whole to each."""
-    return [tensor] * len(sizes) if batch_dim is None else tensor.split(list(sizes), batch_dim)
+    return [in_order(tensor)] * len(sizes) if batch_dim is None else _cut(tensor, sizes, batch_dim)
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """The tensor as it was traced, with its elements in the order of its dimensions; a copy only where they are not.
+
+    Sums over another order round otherwise, and what crosses to another process does so in the order that was traced.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    return [in_order(part) for part in tensor.split(list(sizes), dim)]
 
 
 def check_target(target: Any, batch_size: int) -> None:
@@ -131,4 +145,6 @@ def _as_tensor(weights: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _parts(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
-    return leaf.split(list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
+    if not isinstance(leaf, Tensor):
+        return [leaf] * len(sizes)
+    return _cut(leaf, sizes, 0) if leaf.dim() > 0 else [in_order(leaf)] * len(sizes)

@@ -34,7 +34,7 @@ from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST, backend_of
 from profiler.observe.drawn_from import drawn_from, is_torchs_own
 from profiler.observe.random_states import generators_of, next_seed, seeded
-from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
+from profiler.run.loss import LOSS, LossFunction, loss_of, model_output, refuse_trained_beside
 from profiler.run.separable import deferred_parameters
 from profiler.run.split_backward import DeferredWeights
 from profiler.run.stage_function import (
@@ -160,15 +160,17 @@ class StageRunner:
         buffers: the stage's buffers by name, on its device.
         loss_fn: of the last stage.
         seed: of all random numbers.
+        alone: whether this process runs all stages of all replicas.
     """
 
     def __init__(
-        self, device: torch.device, buffers: dict[str, Tensor], loss_fn: LossFunction | None, seed: int
+        self, device: torch.device, buffers: dict[str, Tensor], loss_fn: LossFunction | None, seed: int, *, alone: bool
     ) -> None:
         self.device = device
         self.buffers = buffers
         self._loss_fn = loss_fn
         self.seed = seed
+        self._knows_loss = alone or loss_fn is None  # whether nothing is trained through the loss but the model
         self._generators = generators_of(device)
         self._backward_draws = BackwardDraws()
         self._hooks = ParameterHooks()
@@ -302,12 +304,15 @@ class StageRunner:
         with torch.no_grad():
             values: Mapping[str, Tensor] = received
             buffers = {**self.buffers, **layers.constants}
+            keyed = self._keyed(batch.index)
             for part in layers.parts:
-                values = part.function.forward(dict(values), self._inputs(batch, part), buffers).values
+                entering = self._inputs(batch, part)
+                values = part.function.forward(dict(values), entering, buffers, seed=keyed).values
             if layers.is_last and self._state.outputs is not None:
                 self._state.outputs[batch.index] = pytree.tree_map_only(Tensor, partial(_own, received), dict(values))
                 return {}
             if layers.is_last:
+                keyed(OF_THE_LOSS)
                 loss = self._loss(layers, batch, values, layers.parts[-1].function)
                 self._state.losses[batch.index] = _own(received, loss)
                 return {}
@@ -365,6 +370,9 @@ class StageRunner:
                 "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "
                 "or integers, and the model for requires_grad"
             )
+        if not self._knows_loss:
+            refuse_trained_beside(loss, results.values.values())
+            self._knows_loss = True
         return {LOSS: loss}, results
 
     def _loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,25 @@ def _hooked(register: Callable[..., Any], owner: Owner, call: Callable[[Owner, t
 
     ending = weakref.finalize(owner, register(hook).remove)
     ending.atexit = False
+
+
+def refuse_line_search(optimizer: torch.optim.Optimizer, own: Collection[int]) -> None:
+    """Refuse a step that decides by sums over all parameters, where this process has only some of them.
+
+    Args:
+        optimizer: about to step.
+        own: identities of the pipeline's parameters.
+
+    Raises:
+        ArgumentError: it is `torch.optim.LBFGS`, and holds some of them.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS) and any(
+        id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
+    ):
+        raise ArgumentError(
+            "LBFGS decides by sums over all parameters how far to go, and each process has those of its own stages; "
+            "train in one process, or with an optimizer that steps each parameter by itself"
+        )
 
 
 def refuse_replaced(optimizer: torch.optim.Optimizer, replaced: Mapping[str, nn.Parameter]) -> None:

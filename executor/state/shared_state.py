@@ -23,6 +23,7 @@ from executor.state.placement import Placement, buffer_names
 from executor.state.replicas import buckets, places
 from planner.plan.plan import Plan
 from profiler.machine.channel import finish, start_receive, start_send
+from profiler.run.layouts import write_in_place
 from profiler.tracing.sequence import LayerSequence
 
 STATE_TAG = 1  # the first stage receives no micro-batch, to whose messages tags as low would belong
@@ -67,7 +68,7 @@ def share_state(
                 _share(bucket, holders, layout.process)
                 for each in shared[begin : begin + len(bucket)]:
                     for copy in each.copies[1:]:
-                        _write(copy, each.copies[0])
+                        write_in_place(copy, each.copies[0])
                 begin += len(bucket)
 
 
@@ -113,12 +114,4 @@ def _share(bucket: Sequence[Tensor], holders: Sequence[int], process: int) -> No
     flat = torch.empty(elements, dtype=bucket[0].dtype, device=bucket[0].device)
     finish(start_receive([flat], source=holders[0], tag=STATE_TAG))
     for tensor, value in zip(bucket, places(flat, bucket), strict=True):
-        _write(tensor, value)
-
-
-def _write(tensor: Tensor, value: Tensor) -> None:
-    """Write a value in place, also where a tensor holds one element many times (`expand`), as masks often do."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    tensor.copy_(value)
+        write_in_place(tensor, value)

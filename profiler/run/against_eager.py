@@ -29,6 +29,7 @@ from profiler.observe.elsewhere import generators_reached, lasting_spots, put_sp
 from profiler.observe.random_states import drawing_on, generators_in, generators_of, preserved, seeded, state_of
 from profiler.observe.type_checkers import checkers_of, first_items_checked
 from profiler.observe.untouched import untouched
+from profiler.run.layouts import write_in_place
 from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.parting import Seen, first_unseen
 from profiler.run.stage_function import StageFunction
@@ -287,9 +288,10 @@ class Trial:
                 parameter.grad = gradient
             with torch.no_grad():
                 for part, name, buffer, kept in buffers:
-                    setattr(part, name, buffer.copy_(kept))  # some models put another tensor in its place
+                    write_in_place(buffer, kept)
+                    setattr(part, name, buffer)  # some models put another tensor in its place
                 for constant, kept in constants:
-                    constant.copy_(kept)
+                    write_in_place(constant, kept)
 
     @property
     def _modules(self) -> list[nn.Module]:

@@ -85,6 +85,14 @@ def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
     return bring
 
 
+def write_in_place(tensor: Tensor, value: Tensor) -> None:
+    """Write a value, also where a tensor holds one element many times (`expand`), as masks often do."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    tensor.copy_(value)
+
+
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may share their memory."""
     reach = 0  # of all dimensions of smaller strides

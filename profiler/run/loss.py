@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +31,7 @@ def loss_of(output: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
             or under the name `loss`.
 
     Raises:
-        ArgumentError: there is no scalar loss.
+        ArgumentError: there is no real scalar loss.
     """
     loss: Any
     if loss_fn is not None:
@@ -40,11 +40,43 @@ def loss_of(output: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
         loss = output.get("loss")
     else:
         loss = getattr(output, "loss", output)
-    if isinstance(loss, Tensor) and loss.dim() == 0:
+    if isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex():
         return loss
-    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a number of type {loss.dtype}" if loss.dim() == 0 else f"a tensor of shape {list(loss.shape)}"
     cure = "let loss_fn return the mean over the samples" if loss_fn is not None else "pass loss_fn=..."
-    raise ArgumentError(f"the loss is {what}, not a scalar; {cure}")
+    raise ArgumentError(f"the loss is {what}, not a real scalar; {cure}")
+
+
+def refuse_trained_beside(loss: Tensor, values: Iterable[Tensor]) -> None:
+    """Refuse a loss that trains more than the model, where other processes would each train a copy of that.
+
+    Args:
+        loss: attached to its graph.
+        values: what the model returned, on which alone it may depend.
+
+    Raises:
+        ArgumentError: it depends on a parameter by itself.
+    """
+    values = [value for value in values if value.requires_grad]
+    known = {value.grad_fn for value in values}
+    leaves = {id(value) for value in values}
+    waiting, seen = [loss.grad_fn], {*known, None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        assert node is not None
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in leaves:
+            raise ArgumentError(
+                f"loss_fn depends on a trainable parameter of shape {list(leaf.shape)} by itself, and not through the "
+                "model's output: each process would train a copy of its own, or none. Let the model own it and return "
+                "the loss (loss_fn=None), or freeze it; what is to be kept small is for the optimizer's weight_decay"
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _computed(output: Any, target: Any, loss_fn: LossFunction) -> Any:

@@ -27,6 +27,18 @@ def are(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
+def raised_text(problem: BaseException) -> str:
+    """Class and text of somebody's exception, which may fail to say what it is.
+
+    >>> raised_text(ValueError("no such thing"))
+    'ValueError: no such thing'
+    """
+    try:
+        return f"{type(problem).__name__}: {problem}"
+    except Exception as other:
+        return f"{type(problem).__name__} (which raises {type(other).__name__} where its text is asked for)"
+
+
 def printable(text: str) -> str:
     r"""The text with everything that a terminal would obey or hide written as an escape; lines stay lines.
 

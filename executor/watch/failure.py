@@ -8,6 +8,7 @@ import torch
 
 from profiler import errors
 from profiler.errors import ExecutionError, PlanError
+from profiler.text import raised_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class FirstCause:
             position: of the rank when it happened, for an exception that is not ours.
         """
         ours = isinstance(problem, PlanError)
-        text = str(problem) if ours else f"{position}: {type(problem).__name__}: {problem}{_advice(problem)}"
+        text = str(problem) if ours else f"{position}: {raised_text(problem)}{_advice(problem)}"
         error = type(problem).__name__ if ours else ExecutionError.__name__
         return cls(f"{named(rank, world_size)} failed: {text}" if world_size > 1 else text, error, rank)
 
@@ -51,7 +52,7 @@ class FirstCause:
 def _advice(problem: BaseException) -> str:
     """What to do about an exception that is not ours, where we know."""
     # The allocator of torch for the CPU raises a RuntimeError like any other.
-    if isinstance(problem, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(problem):
+    if isinstance(problem, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in raised_text(problem):
         return "; out of memory: plan with a smaller memory_limit, so that stages recompute more or get smaller"
     return ""
 

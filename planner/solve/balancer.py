@@ -35,7 +35,7 @@ from planner.solve.path_search import PathSearch
 from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import WorkBudget
 from planner.solve.waiting import Queue, Waiting
-from planner.solve.work_bound import pooled_recompute_s, work_bound
+from planner.solve.work_bound import even_share_s, pooled_recompute_s, work_bound
 
 LEAST_S, MOST_S, GAP_S = 1.0, 10.0, 100.0
 """Seconds, as they are counted, that a search without a time limit goes on in vain: at least, at most, and for a gap of
@@ -105,7 +105,11 @@ class _Balancer:
 
     def run(self) -> Balance | None:
         """See `balance`."""
+        may_end = self._problem.dispensable or self._reached is not None
         for candidate in self._problem.candidates():
+            if may_end and self._deadline.over:
+                self._left_s = even_share_s(self._problem)
+                break
             work = work_bound(self._problem, candidate)
             # where each number from the end has stages of its own, to list them all takes long
             bounded = not SCHEDULES[candidate.schedule].keeps_all

@@ -35,7 +35,7 @@ from planner.solve.deadline import Deadline
 from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, FirstPlans, Waiting
 from planner.solve.order_start import with_own_orders
 from planner.solve.problem import Candidate, Problem
-from planner.solve.work_bound import least_s as least_of_all_s
+from planner.solve.work_bound import even_share_s
 
 ROUNDS_OF_FIRST_PLANS = 3
 """Each nearer to the best one [chosen]."""
@@ -139,7 +139,7 @@ class _Search:
             self._begin_with(problem, start)
             for candidate in problem.candidates():
                 if self._deadline.over and self._queue and (self._dispensable or self._best is not None):
-                    self._lower_s = min(self._lower_s, least_of_all_s(problem))
+                    self._lower_s = min(self._lower_s, even_share_s(problem))
                     break
                 ranks = most_ranks(problem, candidate)
                 if ranks:

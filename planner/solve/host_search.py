@@ -35,7 +35,7 @@ from planner.solve.balance import Balance, evaluate_s
 from planner.solve.deadline import Deadline
 from planner.solve.own_links import OwnLinks, from_device, step_s
 from planner.solve.problem import Problem
-from planner.solve.work_bound import least_s
+from planner.solve.work_bound import even_share_s, least_s
 from profiler.device import Link
 
 MOST_SHAPES = 10
@@ -62,22 +62,28 @@ def best_plan(problem: Problem) -> Plan | None:
     near = _near(given, hosts, 0)
     far = replace(given, link=_fastest(hosts), ring=_ring(given, hosts), hosts=None)
     lower_bound_s: float = np.inf
+
+    def bound_of(one: Problem) -> float:
+        return even_share_s(one) if deadline.over else least_s(one)
+
     starts: list[Balance] = []
     reached_s: float = np.inf
     both = [one for one in (far, near) if one is not None]
     for place, one in enumerate(both):
-        if least_s(one) > reached_s:
-            lower_bound_s = min(lower_bound_s, least_s(one))
+        if reached_s < np.inf and (besides_s := least_s(one)) > reached_s:
+            lower_bound_s = min(lower_bound_s, besides_s)
             continue
+        late = place > 0 and deadline.over  # what was in vain on all devices is so on some of them
         with besides(lower_bound_s if place == len(both) - 1 else 0.0), others_follow():
-            found = _balanced(replace(one, dispensable=problem.dispensable or bool(starts)))
+            found = _balanced(replace(one, dispensable=problem.dispensable or bool(starts) or late))
         if found is not None:
             reached_s = evaluate_s(problem, found.candidate, found.stages, found.orders)
         if found is not None:
             starts.append(found)
-        lower_bound_s = min(lower_bound_s, least_s(one) if found is None else found.lower_bound_s)
+        lower_bound_s = min(lower_bound_s, bound_of(one) if found is None else found.lower_bound_s)
     with besides(lower_bound_s), others_follow():
-        slow = replace(far, link=_slowest(hosts), ring=hosts.between, dispensable=problem.dispensable or bool(starts))
+        may_end = problem.dispensable or bool(starts) or deadline.over
+        slow = replace(far, link=_slowest(hosts), ring=hosts.between, dispensable=may_end)
         starts += [found for found in (_balanced(slow),) if found is not None]
         plans = OwnLinks(problem, lower_bound_s, deadline)
         plans.look_near(starts)

@@ -62,6 +62,24 @@ def least_s(problem: Problem) -> float:
     return least
 
 
+def even_share_s(problem: Problem) -> float:
+    """The same where there is no time for more: all work of a step, shared evenly among the devices."""
+    of_size: dict[int, float] = {}
+
+    def work_s(size: int) -> float:
+        if size not in of_size:
+            kinds = [layer_seconds(problem.costs, group.device.kind, size) for group in problem.classes]
+            of_size[size] = float(np.min([one.forward_s + one.backward_s for one in kinds], axis=0).sum())
+        return of_size[size]
+
+    least = np.inf
+    for split, replicas in {(candidate.split, candidate.replicas) for candidate in problem.candidates()}:
+        large, small = split.number_largest, split.count - split.number_largest
+        work = large * work_s(split.largest) + small * work_s(split.smallest)
+        least = min(least, work / (len(problem.devices) // replicas))
+    return least * (1 - ROUNDING)
+
+
 def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:
     """Of the layers' work, without recompute.
 

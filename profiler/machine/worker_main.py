@@ -25,10 +25,11 @@ import numpy
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from profiler.errors import ExecutionError, PlanError
+from profiler.errors import ArgumentError, ExecutionError, PlanError
 from profiler.machine.groups import join_group, leave_group
 from profiler.machine.journal import announce
 from profiler.machine.workers import Failure, Task
+from profiler.text import raised_text
 from profiler.torch_private import process_groups_of_this_process
 from profiler.users_frames import in_users_code, users_way_to
 
@@ -182,7 +183,7 @@ def _run(task: Task) -> bytes | Failure:
         _seed(task.seed)  # the function's own modules, imported now, may draw as well
         function, args = cloudpickle.loads(task.payload)
         _seed(task.seed)
-        return bytes(cloudpickle.dumps(function(*args)))
+        return _pickled(function(*args))
     except PlanError as problem:
         # A connection that breaks within an action is wrapped as a failure of that action, and still an echo.
         elsewhere = problem.first_rank not in (None, task.rank)
@@ -190,8 +191,23 @@ def _run(task: Task) -> bytes | Failure:
         echo = elsewhere or any(echo in str(problem) for echo in ECHOES)
         return Failure(str(problem), trace, echo, type(problem), problem.first_rank)
     except BaseException as problem:  # also sys.exit: whoever ends without a report may hang in an exit function
-        message = f"{type(problem).__name__}: {problem}"
+        message = raised_text(problem)
         return Failure(message, _from_the_function(problem), any(echo in message for echo in ECHOES))
+
+
+def _pickled(result: Any) -> bytes:
+    """What the function returned, as it is sent back.
+
+    Raises:
+        ArgumentError: it cannot be.
+    """
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as problem:
+        raise ArgumentError(
+            f"what the function returned, a {type(result).__name__}, cannot be sent back ({raised_text(problem)}); "
+            "return tensors, numbers, strings and containers of these"
+        ) from problem
 
 
 def _meet(store: FileStore, task: Task) -> None:

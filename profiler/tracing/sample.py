@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -202,9 +202,13 @@ def tensor_leaves(sample: Any, spec: SampleSpec) -> list[Tensor]:
     for position, (leaf, expected) in enumerate(zip(leaves, spec.leaves, strict=True)):
         if isinstance(expected, ConstantLeaf):
             if isinstance(leaf, Tensor) or type(leaf) is not type(expected.value) or leaf != expected.value:
-                raise ArgumentError(f"argument {position} is {leaf!r}; the model was traced with {expected.value!r}")
+                this = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else shown(leaf)
+                raise ArgumentError(
+                    f"argument {_place(sample, position)} is {this}; the model was traced with "
+                    f"{shown(expected.value)}, and a plan is for this value: pass it, or plan with the other"
+                )
             continue
-        _check_tensor(leaf, expected, position)
+        _check_tensor(leaf, expected, partial(_place, sample, position))
         tensors.append(leaf)
     return tensors
 
@@ -243,8 +247,22 @@ def _difference(given: tuple[tuple[Any, ...], dict[str, Any]], traced: Any) -> s
     named_pairs = [(name, kwargs[name], traced_kwargs[name]) for name in kwargs]
     for name, mine, planned in (*pairs, *named_pairs):
         if not sample_tree.alike(mine, planned):
-            return f"argument {name!r} holds {_held(mine)}; the model was traced with {_held(planned)}"
+            return _unlike(repr(name), mine, planned)
     raise AssertionError("the structures differ")
+
+
+def _unlike(name: str, mine: Any, planned: Any) -> str:
+    """The same of one argument, or of what differs inside of it."""
+    if _held(mine) == _held(planned):
+        keys = [*mine] if isinstance(mine, dict) else range(len(mine))
+        for key, one, other in zip(keys, *(_inside(each) for each in (mine, planned)), strict=True):
+            if not sample_tree.alike(one, other):
+                return _unlike(f"{name}[{key!r}]", one, other)
+    return f"argument {name} holds {_held(mine)}; the model was traced with {_held(planned)}"
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _held(value: Any) -> str:
@@ -313,12 +331,19 @@ def of_other_shapes(sample: Any, spec: SampleSpec) -> SampleSpec | None:
     return spec.model_copy(update={"leaves": tuple(found)})
 
 
-def _check_tensor(leaf: Any, expected: TensorLeaf, position: int) -> None:
+def _place(sample: Any, position: int) -> str:
+    """Which of the arguments a leaf is in, and where: 0, 'mask', 'past'[0]."""
+    path, _ = pytree.tree_flatten_with_path(call_arguments(sample))[0][position]
+    keys = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", ""))) for key in path[1:]]
+    return repr(keys[0]) + "".join(f"[{key!r}]" for key in keys[1:])
+
+
+def _check_tensor(leaf: Any, expected: TensorLeaf, place: Callable[[], str]) -> None:
     if not isinstance(leaf, Tensor):
-        raise ArgumentError(f"argument {position} is a {type(leaf).__name__}; the model was traced with a tensor")
+        raise ArgumentError(f"argument {place()} is a {type(leaf).__name__}; the model was traced with a tensor")
     if leaf.dtype != torch_dtype(expected.dtype):
         raise ArgumentError(
-            f"argument {position} has dtype {leaf.dtype}; the model was traced with {expected.dtype}: "
+            f"argument {place()} has dtype {leaf.dtype}; the model was traced with {expected.dtype}: "
             "convert it, or plan with a sample of this dtype"
         )
     fits = leaf.dim() == len(expected.shape) and all(
@@ -327,7 +352,7 @@ def _check_tensor(leaf: Any, expected: TensorLeaf, position: int) -> None:
     )
     if not fits:
         raise ArgumentError(
-            f"argument {position} has shape {list(leaf.shape)}; the model was traced with {list(expected.shape)} "
+            f"argument {place()} has shape {list(leaf.shape)}; the model was traced with {list(expected.shape)} "
             f"(dimension {expected.batch_dim} may vary): give it such a shape, or plan with a sample of the other"
         )
 

@@ -147,6 +147,37 @@ def test_functions_that_use_the_modules_of_torch_that_are_objects_travel(plan_fo
     assert launch(train, make_plan(plan_for)) == [(True, torch.backends.mkldnn.is_available())] * 2
 
 
+def test_what_cannot_come_back_is_said_to_be_the_result(plan_for: Callable[..., Plan]) -> None:
+    """It was a TypeError about locks, of nobody's."""
+    with pytest.raises(ArgumentError, match=r"what the function returned, a lock, cannot be sent back \(TypeError: .*"):
+        launch(lambda _: threading.Lock(), make_plan(plan_for))
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_named(plan_for: Callable[..., Plan]) -> None:
+    """Between calls nothing but the exit code was told, and inside of one another exception, without its place."""
+
+    def bad_loss(output: Tensor, target: Tensor) -> Tensor:
+        raise SilentError
+
+    def train(plan: Plan, where: str) -> None:
+        pipe = Pipeline(Fragile(), plan, loss_fn=bad_loss)
+        if where == "between calls":
+            raise SilentError
+        pipe.step(X, target=X)
+
+    plan = make_plan(plan_for)
+    said = r"SilentError \(which raises ValueError where its text is asked for\)"
+    with pytest.raises(ExecutionError, match=rf"micro-batch 0, action 1F0: {said}"):
+        launch(train, plan, ("in the loss",))
+    with pytest.raises(ExecutionError, match=said):
+        launch(train, plan, ("between calls",))
+
+
 def test_what_cannot_go_to_other_processes_is_refused_before_they_start(plan_for: Callable[..., Plan]) -> None:
     lock = threading.Lock()
 

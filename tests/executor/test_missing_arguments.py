@@ -83,6 +83,7 @@ def test_processes_that_bring_no_data_need_no_labels(plan_for: Callable[..., Pla
         ((), {"x": X}, "the argument 'labels' is missing; the model was traced with labels, x: pass all of them"),
         ((), {"x": X, "labels": Y, "more": Y}, "the argument 'more' is not one that the model was traced with"),
         ((X, Y), {}, r"traced with arguments by keyword \(labels, x\)"),
+        ((), {"x": X.double(), "labels": Y}, "argument 'x' has dtype torch.float64"),
         ((), {"x": (X, X), "labels": Y}, "argument 'x' holds a tuple of 2; the model was traced with a tensor"),
     ],
 )
@@ -103,6 +104,41 @@ def test_by_position_the_number_is_named(plan_for: Callable[..., Plan]) -> None:
         pipe.step(X)
     with pytest.raises(ArgumentError, match="traced with arguments by position; pass them so"):
         pipe.step(x=X)
+
+
+class Tuned(nn.Module):
+    """Takes numbers, some inside of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, alpha: float, more: dict[str, Any]) -> Tensor:
+        return self.last(x * alpha + more["shift"][0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"alpha": 0.7}, "argument 'alpha' is 0.7; the model was traced with 0.5, and a plan is for this value"),
+        ({"more": {"shift": (0.2, 1)}}, r"argument 'more'\['shift'\]\[0\] is 0.2; the model was traced with 0.1"),
+        ({"more": {"shift": [0.1, 1]}}, r"argument 'more'\['shift'\] holds a list of 2; .* with a tuple of 2"),
+        ({"alpha": X}, r"argument 'alpha' is a tensor of shape \[8, 6\]; the model was traced with 0.5"),
+    ],
+)
+def test_what_differs_is_named_with_its_place(
+    plan_for: Callable[..., Plan], changed: dict[str, Any], message: str
+) -> None:
+    """It was argument 0, or a dict of 'shift' and not a dict of 'shift'."""
+    sample: dict[str, Any] = {"x": X, "alpha": 0.5, "more": {"shift": (0.1, 1)}}
+    pipe = Pipeline(Tuned(), plan_for(trace(Tuned(), sample), [], batch_size=8, micro_batches=4), loss_fn=mean_square)
+    pipe.step(**sample, target=Y)
+    with pytest.raises(ArgumentError, match=message):
+        pipe.step(**{**sample, **changed}, target=Y)
+
+
+def mean_square(output: Tensor, _: Tensor) -> Tensor:
+    return output.square().mean()
 
 
 def test_a_model_that_cannot_do_without_says_so(plan_for: Callable[..., Plan]) -> None:

@@ -26,7 +26,7 @@ from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
 from planner.rules import FREE
 from planner.solve import skip_search
-from planner.solve.balance import Balance, StageChoice, evaluate_s
+from planner.solve.balance import TIE, Balance, StageChoice, evaluate_s
 from planner.solve.deadline import Deadline
 from planner.solve.order_start import with_own_orders
 from planner.solve.other_counts import promising
@@ -74,9 +74,17 @@ class OwnLinks:
     def look_near(self, starts: Sequence[Balance]) -> None:
         """First with cuts for their own links; when time is up, at what may be the best: to make one takes seconds."""
         moved = [with_moved_cuts(self._problem, one, self._deadline) for one in starts]
-        for start in (*moved, *_with_made_orders(self._problem, moved, self._deadline), *starts):
-            if start not in self._plans and not (self._deadline.over and start.step_s >= step_s(self.best)):
+        waiting: Iterable[Balance] = (*moved, *_with_made_orders(self._problem, moved, self._deadline), *starts)
+        if self._deadline.over:
+            waiting = sorted(dict.fromkeys(waiting), key=self._evaluated_s)
+        for start in waiting:
+            late = self._deadline.over and self._evaluated_s(start) >= step_s(self.best) * (1 - TIE)
+            if start not in self._plans and not late:
                 self._note(start, self._improver.nearest(start))
+
+    def _evaluated_s(self, start: Balance) -> float:
+        """Seconds of its step over its own links."""
+        return evaluate_s(self._problem, start.candidate, start.stages, start.orders)
 
     def look_near_on(self, later: Problem, starts: Sequence[Balance]) -> None:
         """The same for the problem with later devices alone, and beside each plan that is the fastest yet."""

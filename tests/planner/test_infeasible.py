@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from planner.from_profile import plan_from_profile
+from planner.solve import infeasible
 from profiler.errors import InfeasibleError
 
 ROW = (1, 1, 2, 20, 10, 16, 16)
@@ -100,6 +101,13 @@ def test_the_stage_overflows_by_what_it_needs_more(profile, device):
     (over,) = map(int, re.findall(r"(\d+) bytes \(\d+ B\) too many", text))
     plan_from_profile(profile, [device("a", 650 + over)] * 2, **asked)
     assert ": 1 bytes (1 B) too many" in refusal(profile, [device("a", 650 + over - 1)] * 2, **asked)
+
+
+def test_of_many_places_some_say_which_plan_is_nearest(profile, device, monkeypatch):
+    """With all of 2,000, and 64 devices, it took 40 s."""
+    monkeypatch.setattr(infeasible, "MOST_PLACES", 3)
+    text = refusal(profile, [device("a", 500)] * 4, batch_size=16, cut_at=["blocks.1"])
+    assert re.search(r"K = [23] stages .* its stage \d \(layers \d to \d", text)
 
 
 def test_where_rules_leave_no_plan_memory_is_not_blamed(profile, device):

@@ -24,6 +24,8 @@ from profiler.torch_private import has_backward_hooks
 from profiler.tracing.sequence import LayerSequence
 
 MOST_FLOPS = 5e11  # of the comparison, where the model does not lie where it trains: seconds of a CPU [chosen]
+_BOTH_RAISE = "not compared with the model as it is: both raise"
+_NOT_THE_STEP = ", which the step does not"
 _PASSES = 9  # forward and backward, of the model twice and of its layers, in forward passes
 
 
@@ -55,8 +57,14 @@ def compared(
     except UnfaithfulTraceError:
         raise
     except Exception as problem:  # the step meets it as well, and says where
-        return f"not compared with the model as it is: both raise {type(problem).__name__}"
+        return f"{_BOTH_RAISE} {type(problem).__name__}"
     return f"as the model computes it; the largest difference is {found.relative:.1e}, of {found.where}"
+
+
+def after_the_step(said: str) -> str:
+    """What came of the comparison once the step went well: what both raised was then an error of the comparison's."""
+    again = said.startswith(_BOTH_RAISE) and not said.endswith(_NOT_THE_STEP)
+    return said + _NOT_THE_STEP if again else said
 
 
 def _refuse_counting(trial: Trial, plan: Plan) -> None:

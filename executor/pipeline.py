@@ -37,7 +37,7 @@ from executor.batch.modes import (
 )
 from executor.carrier import Carrier
 from executor.checkpoints.run_identity import Run
-from executor.first_step import compared
+from executor.first_step import after_the_step, compared
 from executor.layout import layout_of
 from executor.measure.action_times import TimedAction
 from executor.measure.replanning import Replan, Replanning
@@ -361,6 +361,10 @@ class Pipeline:
         said = self._recording.said_after(self._steps, self._replanning)
         if said:
             warnings.warn(said, stacklevel=2)
+        compared_so = after_the_step(self.first_step)
+        if compared_so != self.first_step:
+            self.first_step = compared_so
+            warnings.warn(f"before the first step the layers were {compared_so}", stacklevel=2)
         return loss
 
     def _outside_of_model(self, target: Any, kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -128,6 +129,23 @@ def test_what_raises_in_both_is_told_by_the_step(plan_for: Callable[..., Plan], 
     with pytest.raises(Exception, match=r"1F0: ZeroDivisionError"):
         pipe.step(X, target=Y)
     assert pipe.first_step.endswith("both raise ZeroDivisionError")
+
+
+def test_what_the_comparison_alone_raises_is_told_once(
+    plan_for: Callable[..., Plan], sequence: LayerSequence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of its own was taken for one that the step would meet, and nobody heard of it."""
+
+    def compare(trial: Trial) -> None:
+        raise RuntimeError("of its own")
+
+    monkeypatch.setattr(Trial, "compare", compare)
+    pipe = pipeline_of(plan_for, sequence)
+    with pytest.warns(UserWarning, match="both raise RuntimeError, which the step does not"):
+        pipe.step(X, target=Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.step(X, target=Y)
 
 
 def _raising(output: Tensor, target: Tensor) -> Tensor:

@@ -61,10 +61,14 @@ def compared(
     return f"as the model computes it; the largest difference is {found.relative:.1e}, of {found.where}"
 
 
+def is_settled(said: str) -> bool:
+    """Whether that came of a comparison; else what both raised is the step's to raise, and the next one is compared."""
+    return not said.startswith(_BOTH_RAISE)
+
+
 def after_the_step(said: str) -> str:
-    """What came of the comparison once the step went well: what both raised was then an error of the comparison's."""
-    again = said.startswith(_BOTH_RAISE) and not said.endswith(_NOT_THE_STEP)
-    return said + _NOT_THE_STEP if again else said
+    """The same once the step went well: what both raised was then an error of the comparison's."""
+    return said if is_settled(said) else said + _NOT_THE_STEP
 
 
 def _refuse_counting(trial: Trial, plan: Plan) -> None:

@@ -37,7 +37,7 @@ from executor.batch.modes import (
 )
 from executor.carrier import Carrier
 from executor.checkpoints.run_identity import Run
-from executor.first_step import after_the_step, compared
+from executor.first_step import after_the_step, compared, is_settled
 from executor.layout import layout_of
 from executor.measure.action_times import TimedAction
 from executor.measure.replanning import Replan, Replanning
@@ -361,10 +361,9 @@ class Pipeline:
         said = self._recording.said_after(self._steps, self._replanning)
         if said:
             warnings.warn(said, stacklevel=2)
-        compared_so = after_the_step(self.first_step)
-        if compared_so != self.first_step:
-            self.first_step = compared_so
-            warnings.warn(f"before the first step the layers were {compared_so}", stacklevel=2)
+        if self._compares:
+            self._compares, self.first_step = False, after_the_step(self.first_step)
+            warnings.warn(f"before the first step the layers were {self.first_step}", stacklevel=2)
         return loss
 
     def _outside_of_model(self, target: Any, kwargs: dict[str, Any]) -> Any:
@@ -376,12 +375,14 @@ class Pipeline:
 
     def _compare_first_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
         """In the one process that is always given all data."""
-        if self._compares and self.rank == 0:
+        self._compares &= self.rank == 0
+        if self._compares:
             refuse_assigned(self._in_the_comparison)
             batch = self._calls.first_micro_batch(self._calls.understood(args, kwargs, target, training=True))
             self.first_step = compared(self._computing, self._modes, self.plan, batch, self._loss_fn)
-        self._compares = False
-        self._in_the_comparison = []
+            self._compares = not is_settled(self.first_step)
+        if not self._compares:
+            self._in_the_comparison = []
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The mean loss of a batch in evaluation mode: no dropout, batch normalization by running statistics.

@@ -131,6 +131,16 @@ def test_what_raises_in_both_is_told_by_the_step(plan_for: Callable[..., Plan], 
     assert pipe.first_step.endswith("both raise ZeroDivisionError")
 
 
+def test_after_a_step_that_failed_the_next_is_compared(plan_for: Callable[..., Plan], sequence: LayerSequence) -> None:
+    """Whoever forgot the target once trained without a comparison."""
+    pipe = pipeline_of(plan_for, sequence)
+    with pytest.raises(ArgumentError, match="no target"):
+        pipe.step(X)
+    assert not pipe.first_step.startswith("as the model computes it")
+    pipe.step(X, target=Y)
+    assert pipe.first_step.startswith("as the model computes it")
+
+
 def test_what_the_comparison_alone_raises_is_told_once(
     plan_for: Callable[..., Plan], sequence: LayerSequence, monkeypatch: pytest.MonkeyPatch
 ) -> None:

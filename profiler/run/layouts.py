@@ -87,7 +87,8 @@ def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
 
 def write_in_place(tensor: Tensor, value: Tensor) -> None:
     """Write a value, also where a tensor holds one element many times (`expand`), as masks often do."""
-    for dim, stride in enumerate(tensor.stride()):
+    has_strides = tensor.layout == torch.strided and not tensor.is_nested
+    for dim, stride in enumerate(tensor.stride() if has_strides else ()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     tensor.copy_(value)

@@ -45,6 +45,11 @@ class Layout:
         return self.processes == 1
 
     @property
+    def has_all_stages(self) -> bool:
+        """Whether this process runs each stage, of one replica at least."""
+        return len(self.stages) == len(self.process_of)
+
+    @property
     def own_replicas(self) -> tuple[int, ...]:
         """Replicas whose micro-batches this process runs."""
         return self.replicas_of(self.process)

@@ -208,7 +208,7 @@ class Pipeline:
         self._replaced = {name: originals[name] for name, own in trained.items() if originals.get(name, own) is not own}
         if self._replaced:
             before_each_step(self, lambda pipe, optimizer: refuse_replaced(optimizer, pipe._replaced))
-        if not layout.alone:
+        if not layout.has_all_stages or (plan.shard_optimizer and not layout.alone):
             mine = frozenset(map(id, self._placement.named_parameters().values()))
             before_each_step(self, lambda _, optimizer: refuse_line_search(optimizer, mine))
         self._runners = {

@@ -104,8 +104,7 @@ def refined(
         devices: what may be used; by default the plan's own, with the links that it was made for.
         settings: see `planner.settings.SettingKeywords`; replicas, whether they share the optimizer's state, skips
             and the fewest micro-batches a stage are the plan's own where they are not given, and chunks are chosen
-            anew where the plan has several. A limit of
-            memory is not part of a plan: give it again.
+            anew where the plan has several. A limit of memory is not part of a plan: give it again.
 
     Raises:
         ArgumentError: the plan does not know its profile, or the table is none of `measured()`, or of no step.

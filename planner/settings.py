@@ -311,8 +311,7 @@ class Settings:
         return (
             f"a batch of {counted(self.batch_size, 'sample')}{each_has} is too small for {self._line_text(ranks)}: M "
             f"must be at least {needed} ({per_stage} micro-batches for each {each}), and a micro-batch holds at least "
-            f"1 sample; "
-            f"{', or '.join(cures)}"
+            f"1 sample; {', or '.join(cures)}"
         )
 
 

@@ -43,6 +43,7 @@ from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST
 from profiler.machine.channel import Pending, end_at, finish
 from profiler.sample_spec import TensorLeaf
+from profiler.text import raised_text
 from profiler.tracing.sample import torch_dtype
 
 _PIECES_TAG = 64  # after those of the words
@@ -245,7 +246,7 @@ def _pickled(described: Any) -> bytes:
         return bytes(cloudpickle.dumps(described))
     except Exception as problem:
         raise ArgumentError(
-            f"the batch holds what cannot be sent to the other ranks ({type(problem).__name__}: {problem}); let it "
+            f"the batch holds what cannot be sent to the other ranks ({raised_text(problem)}); let it "
             "consist of tensors, numbers and strings"
         ) from problem
 

@@ -170,7 +170,8 @@ class StageRunner:
         self.buffers = buffers
         self._loss_fn = loss_fn
         self.seed = seed
-        self._knows_loss = alone or loss_fn is None  # whether nothing is trained through the loss but the model
+        self._asks_loss = not alone and loss_fn is not None  # once a step, whether it trains more than the model
+        self._loss_is_known = False
         self._generators = generators_of(device)
         self._backward_draws = BackwardDraws()
         self._hooks = ParameterHooks()
@@ -191,6 +192,7 @@ class StageRunner:
             keep_outputs: whether `evaluate` keeps what the model returns, in place of its loss.
         """
         self._state = _StepState(step, loss_scale, outputs={} if keep_outputs else None)
+        self._loss_is_known = not self._asks_loss
 
     def forward(
         self, layers: StageLayers, batch: MicroBatch, received: Mapping[str, Tensor], before: int | None, *, keep: bool
@@ -370,9 +372,9 @@ class StageRunner:
                 "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "
                 "or integers, and the model for requires_grad"
             )
-        if not self._knows_loss:
+        if not self._loss_is_known:
             refuse_trained_beside(loss, results.values.values())
-            self._knows_loss = True
+            self._loss_is_known = True
         return {LOSS: loss}, results
 
     def _loss(

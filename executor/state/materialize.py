@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from executor.run.randomness import key, seed_all
 from profiler.errors import ArgumentError
 from profiler.observe.random_states import generators_of, preserved
+from profiler.text import raised_text
 from profiler.torch_private import not_persistent_buffers
 
 Initializer = Callable[[nn.Module], None]
@@ -168,7 +169,7 @@ def _originals(module: nn.Module, path: str, twin: nn.Module) -> Iterator[tuple[
                 parts = ", ".join(type(part).__name__ for part in held.children())
                 raise ArgumentError(
                     f"module {path!r} is on the meta device, and from values of its {name!r} nobody finds what its "
-                    f"parametrization ({parts}) computes that from: {type(problem).__name__}: {problem}; give the "
+                    f"parametrization ({parts}) computes that from: {raised_text(problem)}; give the "
                     "model values before it is parametrized: build it on the CPU"
                 ) from problem
         for own, tensor in found.items():

@@ -39,7 +39,7 @@ def _hooked(register: Callable[..., Any], owner: Owner, call: Callable[[Owner, t
 
 
 def refuse_line_search(optimizer: torch.optim.Optimizer, own: Collection[int]) -> None:
-    """Refuse a step that decides by sums over all parameters, where this process has only some of them.
+    """Refuse a step that decides by sums over all parameters, where this process steps only some of them.
 
     Args:
         optimizer: about to step.
@@ -52,7 +52,7 @@ def refuse_line_search(optimizer: torch.optim.Optimizer, own: Collection[int]) -
         id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
     ):
         raise ArgumentError(
-            "LBFGS decides by sums over all parameters how far to go, and each process has those of its own stages; "
+            "LBFGS decides by sums over all parameters how far to go, and each process steps only some of them; "
             "train in one process, or with an optimizer that steps each parameter by itself"
         )
 

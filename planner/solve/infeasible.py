@@ -68,8 +68,12 @@ def nothing_fits_text(problem: Problem) -> str:
     first, stop = (int(cut) for cut in nearest.cuts[stage : stage + 2])
     deadline = Deadline(MOST_CURES_S)
     cures = list(_cures(problem, deadline))
+    none, nearest_one = "no plan fits the memory", "The nearest one"
+    if some_places is not problem:
+        none = "no plan was found that fits the memory"
+        nearest_one = f"The nearest one with cuts at {_places(some_places)} of the {_places(problem)} places for them"
     return (
-        f"no plan fits the memory. The nearest one has K = {counted(len(nearest.classes), 'stage')} and M = "
+        f"{none}. {nearest_one} has K = {counted(len(nearest.classes), 'stage')} and M = "
         f"{counted(candidate.split.count, 'micro-batch')}; its stage {stage} (layers {first} to {stop - 1}, "
         f"{names[first].name} to "
         f"{names[stop - 1].name}, {_recompute_text(segments)}) needs {bytes_text(memory.total)} and "
@@ -82,12 +86,17 @@ def nothing_fits_text(problem: Problem) -> str:
 def _with_fewer_places(problem: Problem) -> Problem:
     """The problem with cuts at some of its places alone, evenly spread: of many the nearest plan takes long to find."""
     rules = problem.rules
-    places = np.flatnonzero(rules.allowed)
-    if len(places) <= MOST_PLACES:
+    places, most = np.flatnonzero(rules.allowed), max(MOST_PLACES, len(problem.devices)) + 2  # both ends
+    if len(places) <= most:
         return problem
     some = np.zeros_like(rules.allowed)
-    some[places[np.linspace(0, len(places) - 1, MOST_PLACES).round().astype(int)]] = True
+    some[places[np.linspace(0, len(places) - 1, most).round().astype(int)]] = True
     return replace(problem, rules=replace(rules, allowed=some | rules.demanded))
+
+
+def _places(problem: Problem) -> int:
+    """How many cuts are allowed."""
+    return int(problem.rules.allowed[1:-1].sum())
 
 
 def no_chunks_fit_text(problem: Problem) -> str:

@@ -33,6 +33,7 @@ from profiler.machine.ending import SECONDS_TO_END, Worker, ended_workers, how_i
 from profiler.machine.journal import Entry, Journal
 from profiler.machine.start import start_process
 from profiler.quantities import shown
+from profiler.text import raised_text
 
 # glibc returns freed memory to the system at once by default and faults it in again in the next micro-batch; on a GPT
 # of 3 M parameters that made forward passes 1.5 times as slow. Workers keep what they freed. [measured]
@@ -163,7 +164,7 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     except Exception as problem:  # whatever an object's own __reduce__ raises
         raise ArgumentError(
             f"{getattr(function, '__qualname__', shown(function))} and what it uses go to other processes, and cannot: "
-            f"{type(problem).__name__}: {problem}; make there what cannot be pickled, instead of using one made here"
+            f"{raised_text(problem)}; make there what cannot be pickled, instead of using one made here"
         ) from problem
     return buffer.getvalue()
 

@@ -34,6 +34,7 @@ from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.parting import Seen, first_unseen
 from profiler.run.stage_function import StageFunction
 from profiler.sample_spec import TensorLeaf
+from profiler.text import raised_text
 from profiler.torch_private import NormBase
 from profiler.tracing.export import autocasting
 from profiler.tracing.regions import autocast_dtypes
@@ -113,8 +114,7 @@ class Trial:
                 with self._undisturbed():
                     self._layers()  # what both raise is the step's to tell
                 raise UnfaithfulTraceError(
-                    f"for the first micro-batch the model raises {type(problem).__name__}: {problem}; its layers do "
-                    f"not; {_CURE}"
+                    f"for the first micro-batch the model raises {raised_text(problem)}; its layers do not; {_CURE}"
                 ) from problem
             if itself.relative > ROUNDING and worst(differences(self._eager_later(), expected)).relative > ROUNDING:
                 raise UnfaithfulTraceError(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
+from profiler.text import raised_text
 from profiler.tracing.sequence import LayerSequence
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -87,5 +88,5 @@ def _computed(output: Any, target: Any, loss_fn: LossFunction) -> Any:
         if target is not None:
             raise
         raise ArgumentError(
-            f"loss_fn(output, None) raised {type(problem).__name__}: {problem}; no target was given: pass target=..."
+            f"loss_fn(output, None) raised {raised_text(problem)}; no target was given: pass target=..."
         ) from problem

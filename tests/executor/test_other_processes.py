@@ -138,6 +138,55 @@ def test_what_other_processes_would_not_know_is_refused_there(plan_for: Callable
     assert trained(plan, what)
 
 
+def stepped_by_line_search(plan: Plan) -> list[float]:
+    """Losses of two steps of LBFGS."""
+    pipe = Pipeline(Small(), plan, loss_fn=functional.cross_entropy)
+    optimizer = torch.optim.LBFGS(pipe.parameters(), lr=0.1, max_iter=3)
+
+    def again() -> Tensor:
+        optimizer.zero_grad()
+        return pipe.step(X, target=LABELS)
+
+    return [float(optimizer.step(again)) for _ in range(2)]
+
+
+def test_a_process_with_all_stages_steps_by_line_search(plan_for: Callable[..., Plan]) -> None:
+    """Refused was any process that is not alone."""
+    plan = plan_for(trace(Small(), X), [], batch_size=BATCH, micro_batches=4, replicas=2)
+    expected = stepped_by_line_search(plan)
+    assert expected[0] > expected[1]
+    for found in launch(stepped_by_line_search, plan):
+        assert found == expected
+
+
+class LaterPenalty:
+    """It keeps weights small once it was called often enough."""
+
+    def __init__(self, weight: nn.Parameter, first: int) -> None:
+        self.weight, self.first, self.calls = weight, first, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        loss = functional.cross_entropy(output, target)
+        return loss + self.weight.square().sum() if self.calls > self.first else loss
+
+
+def with_a_later_penalty(plan: Plan) -> bool:
+    """Steps until the penalty is asked for."""
+    model = Small()
+    pipe = Pipeline(model, plan, loss_fn=LaterPenalty(model.last.weight, 40), compare_first_step=False)
+    for _ in range(20):
+        pipe.step(X, target=LABELS)
+    return True
+
+
+def test_a_penalty_that_begins_later_is_refused_too(plan_for: Callable[..., Plan]) -> None:
+    """The first micro-batch of all was looked at alone."""
+    plan = plan_for(trace(Small(), X), [1], batch_size=BATCH, micro_batches=4)
+    with pytest.raises(ArgumentError, match="by itself"):
+        launch(with_a_later_penalty, plan)
+
+
 def rates_after_loading(plan: Plan, folder: str) -> list[float]:
     """Of all groups, one of which has no parameter in the first process, after other ones were saved."""
     pipe = Pipeline(Small(), plan, loss_fn=functional.cross_entropy)

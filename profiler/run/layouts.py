@@ -85,12 +85,21 @@ def layout_hook(value: Tensor) -> Callable[[Tensor], Tensor | None]:
     return bring
 
 
-def write_in_place(tensor: Tensor, value: Tensor) -> None:
-    """Write a value, also where a tensor holds one element many times (`expand`), as masks often do."""
+def each_once(tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor and a value of its shape without the dimensions along which it holds one element many times (`expand`).
+
+    Masks often do.
+    """
     has_strides = tensor.layout == torch.strided and not tensor.is_nested
     for dim, stride in enumerate(tensor.stride() if has_strides else ()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    return tensor, value
+
+
+def write_in_place(tensor: Tensor, value: Tensor) -> None:
+    """Write a value, also where a tensor holds one element many times."""
+    tensor, value = each_once(tensor, value)
     tensor.copy_(value)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor import Pipeline, checkpoint, launch
+from executor import Pipeline, launch
 from executor.checkpoint import Stateful, load_checkpoint, save_checkpoint
 from executor.checkpoints.manifest import MANIFEST, TRAINING, Manifest, sum_of, unreadable
+from executor.checkpoints.reading import Change
 from executor.checkpoints.tensors import StoredTensor
 from planner import ExecutionError, Plan
 from profiler import trace
@@ -205,16 +206,16 @@ def test_an_interrupt_comes_before_or_after(
     training.save(tmp_path)
     state = training.state()
     training.spoil()
-    make, calls = checkpoint._Change.make, []
+    make, calls = Change.make, []
 
-    def interrupted(change: checkpoint._Change) -> None:
+    def interrupted(change: Change) -> None:
         calls.append(change)
         if len(calls) == 1:
             change.tensors[0][0].copy_(change.tensors[0][1])
             raise KeyboardInterrupt
         make(change)
 
-    monkeypatch.setattr(checkpoint._Change, "make", interrupted)
+    monkeypatch.setattr(Change, "make", interrupted)
     with pytest.raises(KeyboardInterrupt):
         training.load(tmp_path)
     assert same(training.state(), state)

@@ -162,7 +162,7 @@ def test_a_process_with_all_stages_steps_by_line_search(plan_for: Callable[..., 
 class LaterPenalty:
     """It keeps weights small once it was called often enough."""
 
-    def __init__(self, weight: nn.Parameter, first: int) -> None:
+    def __init__(self, weight: Tensor, first: int) -> None:
         self.weight, self.first, self.calls = weight, first, 0
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:

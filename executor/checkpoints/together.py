@@ -1,0 +1,72 @@
+"""What the processes do together while a checkpoint is saved or loaded, and in whose words it fails."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from executor.checkpoints.manifest import reason_of
+from profiler.errors import ExecutionError
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, which writes what there is once."""
+    return rank() == 0
+
+
+def rank() -> int:
+    """Of this process; 0 where it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def wait_for_all() -> None:
+    """Go on when all processes have got so far."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def of_the_first(value: str | None) -> str:
+    """The first process's value, in every process."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    assert values[0] is not None
+    return values[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """All processes' values, in the first process; elsewhere its own."""
+    if not dist.is_initialized():
+        return [value]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(value, parts if is_first() else None)
+    return parts if is_first() else [value]
+
+
+@contextmanager
+def failures_named(place: Path) -> Iterator[None]:
+    """Turn what the file system and torch raise into an error of ours."""
+    try:
+        yield
+    except OSError as problem:
+        raise ExecutionError(_failure(place, problem)) from problem
+    except CheckpointException as problem:  # torch derives it from BaseException
+        causes = [cause for cause, _ in problem.failures.values() if isinstance(cause, OSError)]
+        if causes:
+            raise ExecutionError(_failure(place, causes[0])) from problem
+        raise ExecutionError(f"cannot write {place}: {reason_of(problem)}") from problem
+
+
+def _failure(place: Path, problem: OSError) -> str:
+    advice = "save into a folder of yours"
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        advice = "make room, or keep fewer checkpoints (keep=...)"
+    elif problem.errno == errno.ENOENT:
+        advice = "someone removed it while it was written"
+    return f"cannot write {place}: {reason_of(problem)}; {advice}"

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from planner.keywords import SettingKeywords, takes_settings
 from planner.plan.plan import Plan
 from planner.rules import rules_of
-from planner.settings import SettingKeywords, Settings, takes_settings
+from planner.settings import Settings
 from profiler.cache import CacheSetting
 from profiler.device import Cluster
 from profiler.errors import ArgumentError, InfeasibleError
@@ -85,7 +86,7 @@ def autoplan(
         time_budget_s: seconds that measuring may take; with fewer the figures are noisier.
         progress: show on a terminal what is done and how long it will take.
         cache: folder of earlier measurements; None for the user's cache folder, False for none. See `profiler.cache`.
-        settings: see `planner.settings.SettingKeywords`.
+        settings: see `planner.keywords.SettingKeywords`.
 
     Raises:
         ArgumentError: an argument is out of range.

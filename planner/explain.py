@@ -18,13 +18,13 @@ import pandas
 
 from planner.cost.layer_costs import Indices
 from planner.cost.ledger import Counts, classes_that_count
+from planner.keywords import SettingKeywords
 from planner.plan.actions import ActionKind
 from planner.plan.explanation import Explanation
 from planner.plan.plan import Plan
 from planner.plan.simulator import Durations, Timeline, simulate_plan
 from planner.planned_for import as_it_is_s, problem_of, refuse_other_links
 from planner.sentences import sentences_on
-from planner.settings import SettingKeywords
 from profiler.arguments import fits_its_arguments
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError

@@ -14,12 +14,13 @@ from planner.cost.hosts import Hosts
 from planner.cost.layer_costs import CostModel, ParameterRanges
 from planner.cost.time_ledger import layer_seconds
 from planner.doubt import with_doubt
+from planner.keywords import SettingKeywords, takes_settings
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.rates import with_rates
 from planner.rules import most_stages, rules_of
 from planner.search_watch import watched
-from planner.settings import SettingKeywords, Settings, takes_settings
+from planner.settings import Settings
 from planner.solve.deadline import Deadline
 from planner.solve.host_search import best_plan
 from planner.solve.passed_over import making_s, time_for_plan, with_unused
@@ -61,7 +62,7 @@ def plan_from_profile(
         batch_size: samples of a mini-batch.
         optimizer: class name of a profiled optimizer; the profile's first by default.
         progress: show on a terminal the best step so far.
-        settings: see `planner.settings.SettingKeywords`.
+        settings: see `planner.keywords.SettingKeywords`.
 
     Interrupted from the keyboard, the search ends with the best plan so far, whose `interrupted` is True; where there
     is none yet, with the first one. A second interrupt goes on as usual.

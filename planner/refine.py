@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     import pandas
 
-    from planner.settings import SettingKeywords
+    from planner.keywords import SettingKeywords
 
 _Times = TypeVar("_Times", StageTimes, SkipTimes)
 COLUMNS = ("stage", "what", "predicted", "measured")
@@ -102,7 +102,7 @@ def refined(
         measured: what `Pipeline.measured()` returned; columns `stage`, `what`, `predicted` and `measured`.
         profile: what the plan was made from, which a plan made in this process knows itself.
         devices: what may be used; by default the plan's own, with the links that it was made for.
-        settings: see `planner.settings.SettingKeywords`; replicas, whether they share the optimizer's state, skips
+        settings: see `planner.keywords.SettingKeywords`; replicas, whether they share the optimizer's state, skips
             and the fewest micro-batches a stage are the plan's own where they are not given, and chunks are chosen
             anew where the plan has several. A limit of memory is not part of a plan: give it again.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
+from planner.keyword_values import choice_of, memory_limits_of, paths_of, pinned_of
+from planner.keywords import RecomputeMode, SettingKeywords, SkipMode
 from planner.plan.schedules import (
     MOST_CHUNKS,
     SCHEDULES,
@@ -17,10 +17,9 @@ from planner.plan.schedules import (
     one_chunk_schedules,
     split_schedules,
 )
-from profiler.arguments import fits_its_arguments, meant
+from profiler.arguments import meant
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.quantities import (
-    MOST_BYTES,
     MOST_DEVICES,
     MOST_LAYERS,
     MOST_MICRO_BATCHES,
@@ -33,11 +32,6 @@ from profiler.text import are, counted
 
 if TYPE_CHECKING:
     from profiler.device import Device
-
-RecomputeMode: TypeAlias = Literal["auto", "always", "never"]
-SkipMode: TypeAlias = Literal["relayed", "direct"]
-MemoryLimit: TypeAlias = int | Sequence[int | None] | Mapping[str, int]
-WhichDevice: TypeAlias = str | int
 
 MICRO_BATCHES_PER_STAGE = 4
 """By default, see there."""
@@ -58,76 +52,6 @@ _OF_SEVERAL = frozenset({"micro_batch_sizes", "memory_limit", "keep_together", "
 """Settings that may be arrays; of others an array would be compared item by item."""
 _ONLY_WHOLE: tuple[tuple[str, str | None], ...] = (("skips", "direct"), ("pinned", None))
 """Settings that are for one stage a rank and a backward pass in one: with that value, or any."""
-
-
-class SettingKeywords(TypedDict, total=False):
-    """Keywords of `autoplan` and `plan_from_profile` that say what is asked of a plan; all may be left out.
-
-    Attributes:
-        schedule: order of forward and backward passes, a key of `planner.plan.schedules.SCHEDULES`; `"auto"`
-            (default) takes the fastest one that fits, of those that the profile and the other settings allow.
-        recompute: `"auto"` (default) recomputes no more than must be for a stage to fit or the step to be fast,
-            `"always"` every stage as a whole, as GPipe does, `"never"` nothing.
-        skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or
-            `"direct"`, past them, where that fits: stages between need no memory and no time for them, and ranks that
-            are no neighbours talk.
-        chunks: stages a rank, of a schedule that has several ("interleaved"; "zb-v" has 2); 1 by default, `"auto"` to
-            have it chosen. Each is kept or recomputed as a whole, and there are at least 2 ranks.
-        stages: K, if it is to be fixed; all chunks of all ranks.
-        max_stages: largest K.
-        micro_batches: M, if it is to be fixed; at most 16,384 in any case.
-        micro_batches_per_stage: M is at least this times K, or times the ranks where these have several chunks; 4 by
-            default, below which the bubble is no longer small (GPipe, section 2.3).
-        micro_batch_sizes: the only sizes that micro-batches may have.
-        replicas: R, pipelines side by side that average their gradients; 1 by default, `"auto"` to have it chosen.
-        shard_optimizer: whether the replicas share the optimizer's state (ZeRO, stage 1): each steps a part of every
-            stage's parameters and gives it to the others. It changes no result, and nothing where R is 1.
-        memory_limit: bytes that a stage may fill, at most what its device has: one number for all, one for each device
-            (None for no limit), or by device name.
-        keep_together: paths of modules that no cut may part.
-        cut_at: paths of modules before which there must be a cut.
-        pinned: for paths of modules the device that must run them, by name or position in `devices`.
-        time_limit_s: seconds that the search may take, those not counted in which it is compiled at its first use; the
-            best plan so far is returned, and its gap says how good it is.
-    """
-
-    schedule: ScheduleName
-    recompute: RecomputeMode
-    skips: SkipMode
-    chunks: int | Literal["auto"]
-    stages: int | None
-    max_stages: int | None
-    micro_batches: int | None
-    micro_batches_per_stage: int
-    micro_batch_sizes: Sequence[int] | None
-    replicas: int | Literal["auto"]
-    shard_optimizer: bool
-    memory_limit: MemoryLimit | None
-    keep_together: Sequence[str]
-    cut_at: Sequence[str]
-    pinned: Mapping[str, WhichDevice] | None
-    time_limit_s: float | None
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def takes_settings(function: Function) -> Function:
-    """The function with every keyword of `SettingKeywords` in its docstring, where that says `settings: ...`.
-
-    It refuses others.
-    """
-    attributes = inspect.cleandoc(SettingKeywords.__doc__ or "").partition("Attributes:\n")[2]
-    told = textwrap.dedent(attributes)
-    lines = inspect.cleandoc(function.__doc__ or "").split("\n")
-    place = next(number for number, line in enumerate(lines) if line.startswith("    settings: "))
-    lines[place : place + 1] = [
-        "",
-        "Keywords that say what is asked of the plan:",
-        textwrap.indent(told, "    ").rstrip(),
-    ]
-    function.__doc__ = "\n".join(lines)
-    return fits_its_arguments(function, keywords=SettingKeywords.__annotations__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +110,13 @@ class Settings:
         check_count("batch_size", batch_size, most=MOST_SAMPLES)
         schedule = given.pop("schedule", "auto")
         schedule = schedule.lower() if isinstance(schedule, str) else schedule  # 1F1B, as people write it
-        schedule = _choice("schedule", schedule, (*SCHEDULES, "auto"))
+        schedule = choice_of("schedule", schedule, (*SCHEDULES, "auto"))
         choose_chunks = _chooses_chunks(schedule, given)
         for name, most in _MOST.items():
             if name in given:
                 check_count(name, given[name], most=most)
-        _choice("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
-        _choice("skips", given.get("skips", "relayed"), get_args(SkipMode))
+        choice_of("recompute", given.get("recompute", "auto"), get_args(RecomputeMode))
+        choice_of("skips", given.get("skips", "relayed"), get_args(SkipMode))
         replicas = given.pop("replicas", 1)
         if replicas != "auto":
             check_count("replicas", replicas, most=MOST_DEVICES)
@@ -209,7 +133,7 @@ class Settings:
             raise ArgumentError("micro_batch_sizes is empty; name at least one size, or leave it out")
         chunks = given.get("chunks", 1)
         _check_chunks(chunks, schedule, given, len(devices))
-        cut_at = _paths("cut_at", given.pop("cut_at", ()))
+        cut_at = paths_of("cut_at", given.pop("cut_at", ()))
         if choose_chunks:
             _check_choice_of_chunks(given)
             share = 1 if replicas == "auto" else replicas
@@ -226,10 +150,10 @@ class Settings:
             stages_limit=limit,
             micro_batch_sizes=None if sizes is None else frozenset(sizes),
             replicas=None if replicas == "auto" else replicas,
-            memory_limits=_memory_limits(devices, given.pop("memory_limit", None)),
-            keep_together=_paths("keep_together", given.pop("keep_together", ())),
+            memory_limits=memory_limits_of(devices, given.pop("memory_limit", None)),
+            keep_together=paths_of("keep_together", given.pop("keep_together", ())),
             cut_at=cut_at,
-            pinned=_pinned(devices, given.pop("pinned", {})),
+            pinned=pinned_of(devices, given.pop("pinned", {})),
             **given,
         )
         settings._check_numbers(len(devices), keywords.get("max_stages"))
@@ -392,65 +316,3 @@ def _check_chunks(chunks: int, schedule: ScheduleName, given: Mapping[str, Any],
                 f"chunks is {chunks} and {name} is {shown(given[name])}, which is for one chunk a rank; leave one of "
                 "them out"
             )
-
-
-def _choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
-    if value not in choices:
-        raise ArgumentError(f"{name} is {shown(value)}; choose one of {', '.join(repr(choice) for choice in choices)}")
-    return value
-
-
-def _paths(name: str, paths: Any) -> tuple[str, ...]:
-    if isinstance(paths, str) or not isinstance(paths, Collection) or not all(isinstance(path, str) for path in paths):
-        raise ArgumentError(f"{name} is {shown(paths)}; give a list of module paths")
-    return tuple(paths)
-
-
-def _memory_limits(devices: Sequence[Device], limit: Any) -> tuple[int, ...]:
-    names = [device.name for device in devices]
-    if isinstance(limit, Mapping):
-        unknown = sorted(set(limit) - set(names))
-        if unknown:
-            raise ArgumentError(f"memory_limit names {unknown[0]!r}; the devices are {', '.join(dict.fromkeys(names))}")
-        limits = [limit.get(name) for name in names]
-    elif isinstance(limit, Sequence) and not isinstance(limit, str):
-        if len(limit) != len(devices):
-            raise ArgumentError(
-                f"memory_limit has {counted(len(limit), 'entry')} for {counted(len(devices), 'device')}; give "
-                "one for each"
-            )
-        limits = list(limit)
-    else:
-        limits = [limit] * len(devices)
-    for entry in limits:
-        if isinstance(entry, str):
-            raise ArgumentError(f"memory_limit is {shown(entry)}; give bytes, such as 24 * 2**30 for 24 GiB")
-        if entry is not None:
-            check_count("memory_limit", entry, most=MOST_BYTES)
-    return tuple(
-        device.memory_bytes if entry is None else min(entry, device.memory_bytes)
-        for device, entry in zip(devices, limits, strict=True)
-    )
-
-
-def _pinned(devices: Sequence[Device], pinned: Any) -> tuple[tuple[str, int], ...]:
-    if not isinstance(pinned, Mapping):
-        raise ArgumentError(f"pinned is {shown(pinned)}; give a mapping from module paths to devices")
-    return tuple((path, _position(devices, path, which)) for path, which in pinned.items())
-
-
-def _position(devices: Sequence[Device], path: str, which: object) -> int:
-    names = [device.name for device in devices]
-    if isinstance(which, int) and not isinstance(which, bool):
-        if not 0 <= which < len(devices):
-            raise ArgumentError(
-                f"{path!r} is pinned to device {shown(which)}, and there {are(len(devices))} "
-                f"{counted(len(devices), 'device')}"
-            )
-        return which
-    if names.count(str(which)) != 1:
-        raise ArgumentError(
-            f"{path!r} is pinned to {which!r}, which names {names.count(str(which))} of the devices "
-            f"{', '.join(dict.fromkeys(names))}; give the name of one, or its position"
-        )
-    return names.index(str(which))

@@ -11,7 +11,7 @@ import pytest
 
 from executor import Pipeline
 from planner import autoplan, plan_from_profile
-from planner.settings import SettingKeywords
+from planner.keywords import SettingKeywords
 
 ROOT = Path(__file__).resolve().parent.parent
 

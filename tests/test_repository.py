@@ -62,7 +62,7 @@ VIEWS = {
     ("planner.plan.plan", "planner.plan.report"),
     ("planner.plan.plan", "planner.plan.html"),
     ("planner.plan.plan", "planner.refine"),
-    ("planner.plan.plan", "planner.settings"),
+    ("planner.plan.plan", "planner.keywords"),
     ("profiler.record", "profiler.views"),
     ("profiler.tracing.sequence", "profiler.views"),
     ("profiler.tracing.sequence", "profiler.tracing.dataflow"),

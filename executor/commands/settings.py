@@ -22,8 +22,8 @@ from executor.commands.options import (
     Precision,
     SecondsOption,
 )
+from planner.keywords import RecomputeMode, SkipMode
 from planner.plan.schedules import SCHEDULES
-from planner.settings import RecomputeMode, SkipMode
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option: TypeAlias = Callable[[Command], Command]
@@ -83,7 +83,7 @@ MEASURING: tuple[Option[Any], ...] = (
 
 
 def planning(*, replicas: int | str = 1, time_limit_s: float | None = None) -> tuple[Option[Any], ...]:
-    """Options for what is asked of a plan: the keywords of `planner.settings.SettingKeywords`.
+    """Options for what is asked of a plan: the keywords of `planner.keywords.SettingKeywords`.
 
     Args:
         replicas: by default.

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from planner.export.target import Export
+    from planner.keywords import SettingKeywords
     from planner.plan.explanation import Explanation
     from planner.refine import Refined
-    from planner.settings import SettingKeywords
     from profiler.device import Cluster, Device
     from profiler.record import Profile
 

@@ -13,7 +13,7 @@ import pytest
 from torchgpipe.balance import blockpartition
 
 from planner.from_profile import make_problem, plan_from_profile
-from planner.settings import SettingKeywords
+from planner.keywords import SettingKeywords
 from planner.solve.balance import Balance
 from planner.solve.balancer import balance
 from profiler.device import Device, Link

@@ -21,10 +21,10 @@ from executor import command
 from executor.commands.options import FloatType, Size
 from planner import automatic
 from planner.cost.layer_costs import fingerprint_of
+from planner.keywords import SettingKeywords
 from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction
 from planner.plan.stage import Stage, StageMemory, StageTimes
-from planner.settings import SettingKeywords
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ExecutionError, InfeasibleError, NotTraceableError
 from profiler.machine.local import local_devices

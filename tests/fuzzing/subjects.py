@@ -12,8 +12,9 @@ import pytest
 import planner
 import profiler
 from planner import plan_from_profile
+from planner.keywords import SettingKeywords
 from planner.plan.plan import Plan
-from planner.settings import SettingKeywords, Settings
+from planner.settings import Settings
 from profiler.cache import Cache
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError

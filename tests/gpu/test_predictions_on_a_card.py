@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from executor import Pipeline
 from planner import ExecutionError, Plan, plan_from_profile
+from planner.keywords import RecomputeMode
 from planner.plan.schedules import ScheduleName
 from planner.plan.units import bytes_text
-from planner.settings import RecomputeMode
 from profiler import Cluster, Link, Profile, profile, trace
 from profiler.datasheets import DATA_SHEETS, sheet_of_kind
 from profiler.tracing.sample import call_arguments

@@ -12,8 +12,8 @@ from planner.from_profile import make_problem, plan_from_profile
 from planner.kernel.candidate_stages import make_arcs
 from planner.kernel.front import before_bounds, step_bound_s
 from planner.kernel.search import search
+from planner.keywords import SettingKeywords
 from planner.plan.schedules import ScheduleName
-from planner.settings import SettingKeywords
 from planner.solve import all_schedules, balancer
 from planner.solve.all_schedules import balance_of_all
 from planner.solve.balancer import balance

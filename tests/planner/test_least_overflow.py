@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planner.from_profile import make_problem
 from planner.kernel.least_overflow import equal_segments, least_bad
 from planner.kernel.segments import INSIDE, START, StageCosts
-from planner.settings import SettingKeywords
+from planner.keywords import SettingKeywords
 from planner.solve.segment_choices import segments_of
 from planner.solve.tables import make_tables
 from tests.planner.made_up import most_held

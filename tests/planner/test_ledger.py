@@ -15,11 +15,11 @@ from planner.from_profile import make_problem
 from planner.kernel.least_overflow import least_bad
 from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
 from planner.kernel.tables import segment_costs, stage_needs
+from planner.keywords import SettingKeywords
 from planner.plan.actions import ActionKind
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import Ring, split_schedules
 from planner.plan.stage import Segment, StageMemory
-from planner.settings import SettingKeywords
 from planner.solve.balance import Balance, StageChoice, evaluate_s
 from planner.solve.build_plan import make_plan
 from planner.solve.chunk_candidates import plans_of

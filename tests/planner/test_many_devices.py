@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.from_profile import make_problem
-from planner.settings import SettingKeywords
+from planner.keywords import SettingKeywords
 from planner.solve import many_devices
 from planner.solve.balancer import balance
 from planner.solve.many_devices import balance_any, with_fewer_classes

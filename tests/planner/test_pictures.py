@@ -16,6 +16,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from planner.from_profile import plan_from_profile
+from planner.keywords import SettingKeywords
 from planner.pictures.canvas import TALLEST_IN
 from planner.pictures.choices import plot_frontier, plot_sensitivity
 from planner.pictures.layers import MOST_WRITTEN, plot_balance, plot_layers
@@ -24,7 +25,6 @@ from planner.pictures.timeline import LEAST_WIDTH, plot_timeline
 from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
 from planner.plan.units import bytes_text
-from planner.settings import SettingKeywords
 from profiler.device import Device, Link
 from profiler.errors import ArgumentError
 from profiler.record import Profile

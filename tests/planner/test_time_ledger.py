@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from planner.cost.time_ledger import END_ROWS, MESSAGE_ROWS, PASS_ROWS, EndRow, MessageRow, Pass, PassRow
 from planner.from_profile import make_problem
-from planner.settings import SettingKeywords
+from planner.keywords import SettingKeywords
 from planner.solve.balancer import balance
 from planner.solve.build_plan import make_plan
 from planner.solve.work_bound import work_bound_s

@@ -67,9 +67,12 @@ def are_most(rows: Indices) -> NDArray[np.bool_]:
     """
     import numpy as np
 
-    most = np.ones(len(rows), dtype=np.bool_)
-    for number, row in enumerate(rows):
-        most[number] = (rows >= row).all(axis=1).sum() == 1
+    most = np.zeros(len(rows), dtype=np.bool_)
+    left = np.argsort(-rows.sum(axis=1), kind="stable")  # nothing has as much of everything as the first of these
+    while len(left):
+        first = left[0]
+        most[first] = True
+        left = left[(rows[left] > rows[first]).any(axis=1)]
     return most
 
 

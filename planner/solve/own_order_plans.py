@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -42,8 +42,10 @@ MOST_CHANGED = 100_000
 of 1,024 micro-batches takes 3 s]."""
 
 
-Flags = tuple[bool, ...]
+Flags: TypeAlias = tuple[bool, ...]
 """Of each chunk of a rank, or of each stage, whether it is recomputed."""
+_Place: TypeAlias = tuple[int, int, tuple[int, ...]]
+"""A rank, the class of its device, and the first layer of each of its stages and that after the last."""
 
 
 class RankRoom(NamedTuple):
@@ -68,6 +70,20 @@ class RankRoom(NamedTuple):
         each = self.flying + self.waiting[:, ::-1]
         most, computing = each.max(axis=1), each[:, 1:].max(axis=1)
         return bool((computing + most.sum() - most <= self.free).all())
+
+
+class RankModes(NamedTuple):
+    """What a rank may recompute with these cuts.
+
+    Attributes:
+        flags: which chunks, each set that fits and makes sense, the fewest first; none if nothing fits.
+        always: chunks that all of them recompute.
+        most: micro-batches that each chunk holds at most, with any of them.
+    """
+
+    flags: tuple[Flags, ...]
+    always: Flags
+    most: tuple[int, ...]
 
 
 class ChunkBytes(NamedTuple):
@@ -147,7 +163,9 @@ class OwnOrderPlans(ChunkPlans):
 
     def __init__(self, problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> None:
         super().__init__(problem, candidate, deadline)
-        self._rooms: dict[tuple[int, int, Stops, Flags], RankRoom] = {}
+        self._own = [self.ring.stages_of(rank) for rank in range(self.ranks)]
+        self._rooms: dict[tuple[_Place, Flags], RankRoom] = {}
+        self._rank_modes: dict[_Place, RankModes] = {}
         self._tried = Tried()
         self._ways = ways(self.ring)
         self._chunk_bytes: dict[tuple[int, int, int, int, bool], ChunkBytes] = {}
@@ -162,9 +180,9 @@ class OwnOrderPlans(ChunkPlans):
         """
         if self._works_s(stops, classes) >= below_s:
             return None
-        modes = [self._modes(rank, stops, classes) for rank in range(self.ranks)]
-        if self._at_best_s(stops, classes, modes) >= below_s:
+        if self.at_best_s(stops, classes) >= below_s:
             return None
+        modes = self._modes(stops, classes)
         best: ChunkChoice | None = None
         tried = None if thorough else self._tried_if_several
         for recompute in self._chosen(modes):
@@ -199,7 +217,7 @@ class OwnOrderPlans(ChunkPlans):
         """The plan with recompute of single stages changed, and single passes moved, so that the step is shorter."""
         if self.deadline.over:
             return choice
-        modes = [self._modes(rank, choice.stops, choice.classes) for rank in range(self.ranks)]
+        modes = self._modes(choice.stops, choice.classes)
         if self._many_sets(modes):
             choice = self._one_by_one(choice, modes)
         seconds = self.seconds(choice.stops, choice.classes, choice.recompute)
@@ -215,7 +233,7 @@ class OwnOrderPlans(ChunkPlans):
         if self.candidate.split.equal:
             return True
         for rank, order in enumerate(orders_of(choice.orders, self.candidate.split.count, self.ring.chunks)):
-            flags = tuple(choice.recompute[stage] for stage in self.ring.stages_of(rank))
+            flags = tuple(choice.recompute[stage] for stage in self._own[rank])
             limit = self.problem.classes[choice.classes[rank]].device.memory_bytes
             has_all = np.isinf(self._room(rank, choice.stops, choice.classes, flags).free).all()
             if not has_all and self._needed(rank, choice, order) > limit:
@@ -225,7 +243,7 @@ class OwnOrderPlans(ChunkPlans):
     def _needed(self, rank: int, choice: ChunkChoice, order: Indices) -> int:
         """Bytes of a rank in that order, at the moment that needs most."""
         moments = moments_of_order(order, self.candidate.split.count, self.ring.chunks)
-        stops, own = choice.stops, self.ring.stages_of(rank)
+        stops, own = choice.stops, self._own[rank]
         found = [
             self._moments(
                 stage, choice.classes[rank], stops, choice.recompute[stage], [held[chunk] for _, held in moments]
@@ -241,19 +259,14 @@ class OwnOrderPlans(ChunkPlans):
 
     def at_best_s(self, stops: Stops, classes: Sequence[int]) -> float:
         """What no order and no recompute of these cuts takes less than."""
-        return self._at_best_s(stops, classes, [self._modes(rank, stops, classes) for rank in range(self.ranks)])
-
-    def _at_best_s(self, stops: Stops, classes: Sequence[int], modes: Sequence[tuple[Flags, ...]]) -> float:
-        """The same, of these sets of chunks that each rank may recompute."""
-        if not all(modes):
-            return np.inf
-        always = self.by_stage([tuple(map(all, zip(*mode, strict=True))) for mode in modes])
-        seconds = self.seconds(stops, classes, always)
-        most = [
-            tuple(map(max, zip(*(self._room(rank, stops, classes, flags).most() for flags in mode), strict=True)))
-            for rank, mode in enumerate(modes)
-        ]
-        return any_order_s(seconds, np.array(self.by_stage(most)), self._ways) + self.end_s(stops, classes)
+        modes: list[RankModes] = []
+        for rank in range(self.ranks):
+            modes.append(self._modes_of(rank, stops, classes))
+            if not modes[-1].flags:
+                return np.inf
+        seconds = self.seconds(stops, classes, self.by_stage([mode.always for mode in modes]))
+        most = np.array(self.by_stage([mode.most for mode in modes]))
+        return any_order_s(seconds, most, self._ways) + self.end_s(stops, classes)
 
     def over_bytes(self, rank: int, stops: Stops, classes: Sequence[int]) -> int:
         """Bytes that a rank needs beyond its device for one micro-batch, recomputed or not; 0 if it fits."""
@@ -266,12 +279,24 @@ class OwnOrderPlans(ChunkPlans):
             return sorted(itertools.product((False, True), repeat=chunks), key=sum)
         return [(mode == "always",) * chunks]
 
-    def _modes(self, rank: int, stops: Stops, classes: Sequence[int]) -> tuple[Flags, ...]:
-        """Which chunks of a rank to recompute: what fits, and makes sense."""
-        every = self._flags()
-        if len(every) > 1 and self._room(rank, stops, classes, every[0]).holds_all():
-            return (every[0],)
-        return tuple(flags for flags in every if self._room(rank, stops, classes, flags).over <= 0)
+    def _modes(self, stops: Stops, classes: Sequence[int]) -> list[tuple[Flags, ...]]:
+        """Which chunks of each rank to recompute: what fits, and makes sense."""
+        return [self._modes_of(rank, stops, classes).flags for rank in range(self.ranks)]
+
+    def _modes_of(self, rank: int, stops: Stops, classes: Sequence[int]) -> RankModes:
+        """The same of one rank, with what follows from it."""
+        place = self._place(rank, stops, classes)
+        if place not in self._rank_modes:
+            every = self._flags()
+            if len(every) > 1 and self._room(rank, stops, classes, every[0]).holds_all():
+                every = every[:1]
+            else:
+                every = [flags for flags in every if self._room(rank, stops, classes, flags).over <= 0]
+            most = (self._room(rank, stops, classes, flags).most() for flags in every)
+            self._rank_modes[place] = RankModes(
+                tuple(every), tuple(map(all, zip(*every, strict=True))), tuple(map(max, zip(*most, strict=True)))
+            )
+        return self._rank_modes[place]
 
     def _chosen(self, modes: Sequence[tuple[Flags, ...]]) -> Iterator[Flags]:
         """All sets of stages to recompute where they are few; else as few stages as may be, and as many."""
@@ -290,7 +315,7 @@ class OwnOrderPlans(ChunkPlans):
         changes = [(rank, flags) for rank, mode in enumerate(modes) if len(mode) > 1 for flags in mode]
         most = 2 * max(1, MOST_CHANGED // (self.stages * self.candidate.split.count))
         for rank, flags in changes[-most:]:
-            now = [tuple(best.recompute[stage] for stage in self.ring.stages_of(each)) for each in range(self.ranks)]
+            now = [tuple(best.recompute[stage] for stage in self._own[each]) for each in range(self.ranks)]
             if flags == now[rank] or self.deadline.over:
                 continue
             changed = self.by_stage([*now[:rank], flags, *now[rank + 1 :]])
@@ -330,24 +355,29 @@ class OwnOrderPlans(ChunkPlans):
         self, stops: Stops, classes: Sequence[int], recompute: Sequence[bool], seconds: Floats
     ) -> tuple[Room, float]:
         """What the ranks may hold, and what no order takes less than."""
-        flags = [tuple(recompute[stage] for stage in self.ring.stages_of(rank)) for rank in range(self.ranks)]
+        flags = [tuple(recompute[stage] for stage in self._own[rank]) for rank in range(self.ranks)]
         rooms = [self._room(rank, stops, classes, own) for rank, own in enumerate(flags)]
         most = self.by_stage([room.most() for room in rooms])
         return room_arrays(rooms, self.ring), any_order_s(seconds, np.array(most), self._ways)
 
     def _room(self, rank: int, stops: Stops, classes: Sequence[int], recomputed: Flags) -> RankRoom:
         """What a rank may hold: bytes of its device less what is there in any case, and of each micro-batch."""
-        own = self.ring.stages_of(rank)
-        key = rank, classes[rank], tuple(end for stage in own for end in _ends(stops, stage)), recomputed
+        key = self._place(rank, stops, classes), recomputed
         if key not in self._rooms:
             self._rooms[key] = self.limited_room(rank, classes[rank], stops, recomputed, always=False)
         return self._rooms[key]
 
+    def _place(self, rank: int, stops: Stops, classes: Sequence[int]) -> _Place:
+        """All of a plan that a rank's bytes depend on, but for what it recomputes."""
+        ends: list[int] = []
+        for stage in self._own[rank]:
+            ends += _ends(stops, stage)
+        return rank, classes[rank], tuple(ends)
+
     def limited_room(self, rank: int, group: int, stops: Stops, recomputed: Flags, *, always: bool = True) -> RankRoom:
         """The same; `always` where there is room for all micro-batches, too."""
         chunks = [
-            self._bytes_of(stage, group, stops, flag)
-            for stage, flag in zip(self.ring.stages_of(rank), recomputed, strict=True)
+            self._bytes_of(stage, group, stops, flag) for stage, flag in zip(self._own[rank], recomputed, strict=True)
         ]
         return room_of(chunks, self.problem.classes[group].device.memory_bytes, always=always)
 

@@ -21,8 +21,11 @@ from numbers import Real
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from planner.cost.layer_costs import fingerprint_of
 from planner.plan.plan import Plan
+from planner.plan.schedules import SCHEDULES
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import SkipTimes, Stage, StageTimes
 from planner.plan.units import seconds_text
@@ -137,9 +140,20 @@ def refined(
         plan=new,
         profile=better,
         now_s=now_s,
-        gain=0.0 if new is plan else max(0.0, 1 - new.prediction.step_s / now_s),
+        gain=0.0 if _trains_alike(new, plan) else max(0.0, 1 - new.prediction.step_s / now_s),
         doubt=doubt.step_more if doubt is not None else 0.0,
     )
+
+
+def _trains_alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans differ in nothing but what is predicted of them."""
+
+    def all_of(plan: Plan) -> tuple[object, ...]:
+        stages = [(stage.stop_layer, stage.recompute, stage.rank, stage.devices) for stage in plan.stages]
+        skips = [(skip.ends, skip.values) for skip in plan.skips]
+        return plan.schedule, plan.micro_batch_sizes, plan.orders, plan.shard_optimizer, stages, skips
+
+    return all_of(one) == all_of(other)
 
 
 def _settings_of(plan: Plan, schedule: str) -> SettingKeywords:
@@ -225,7 +239,7 @@ def _seen(plan: Plan, measured: pandas.DataFrame) -> Iterator[tuple[int, str, fl
         if what not in PASSES and not sends:
             continue
         numbers = (stage, predicted_s, seconds)
-        if not all(isinstance(number, Real) for number in numbers) or stage != stage // 1 or stage < 0:
+        if not all(map(_is_number, numbers)) or stage != stage // 1 or stage < 0:
             raise ArgumentError(
                 f"measured has a row of stage {stage!r}, {what}, {predicted_s!r}, {seconds!r}; stages are counted from "
                 "0 and the others are seconds: pass what Pipeline.measured() returns"
@@ -250,9 +264,20 @@ def _rest(plan: Plan, measured: pandas.DataFrame, ratios: _Ratios) -> float:
     A stage waits for the slowest pass of its neighbours, not for their median, and the executor's own code takes time.
     """
     whole = measured[(measured["what"] == WHOLE) & (measured["stage"] == -1)]["measured"]
-    if len(whole) != 1 or not _is_positive(whole.iloc[0]):
+    if len(whole) != 1:
+        return 1.0
+    if not _is_number(whole.iloc[0]):
+        raise ArgumentError(
+            f"measured says that the makespan is {whole.iloc[0]!r}; it is a number of seconds: pass what "
+            "Pipeline.measured() returns"
+        )
+    if not _is_positive(whole.iloc[0]):
         return 1.0
     return float(whole.iloc[0]) / simulate_plan(_scaled_plan(plan, ratios)).makespan_s
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool | np.bool_)
 
 
 def _is_positive(seconds: float) -> bool:
@@ -270,7 +295,10 @@ def _scaled_profile(profile: Profile, plan: Plan, ratios: _Ratios) -> Profile:
         for number, stage in enumerate(plan.stages)
         for layer in range(stage.first_layer, stage.stop_layer)
     }
-    costs = tuple(_scaled_cost(cost, ratios, ran_on.get((cost.layer, cost.device_kind))) for cost in profile.costs)
+    splits = SCHEDULES[plan.schedule].splits_backward
+    costs = tuple(
+        _scaled_cost(cost, ratios, ran_on.get((cost.layer, cost.device_kind)), splits=splits) for cost in profile.costs
+    )
     estimates = tuple(
         estimate.model_copy(update={"error": min(estimate.error, MEASURED_ERROR)})
         if estimate.device_kind in ratios.kinds
@@ -281,18 +309,25 @@ def _scaled_profile(profile: Profile, plan: Plan, ratios: _Ratios) -> Profile:
     return profile.model_copy(update={"costs": costs, "estimates": estimates, "links": links})
 
 
-def _scaled_cost(cost: LayerCost, ratios: _Ratios, stage: int | None) -> LayerCost:
+def _scaled_cost(cost: LayerCost, ratios: _Ratios, stage: int | None, *, splits: bool) -> LayerCost:
+    """The costs with the seconds that were measured, of a plan that splits the backward pass or does not.
+
+    Where it does, both of its passes were measured with what splitting costs more, which is one of weights.
+    """
     if cost.device_kind not in ratios.kinds:
         return cost
-    backward, weight = (ratios.at(what, stage, cost.device_kind) for what in ("backward_s", "weight_s"))
-    backward_s = cost.backward_s * backward
+    forward, again, backward, weight = (ratios.at(what, stage, cost.device_kind) for what in PASSES)
+    more_s = cost.split_s if splits else 0.0
+    backward_s, weight_s = backward * (cost.backward_s + more_s), weight * (cost.weight_s + more_s)
+    share = min(1.0, backward_s / weight_s) if weight_s else 1.0  # a part is no more than the whole
+    split_s = weight * share * more_s if splits else backward * cost.split_s
     return cost.model_copy(
         update={
-            "forward_s": cost.forward_s * ratios.at("forward_s", stage, cost.device_kind),
-            "recompute_s": cost.recompute_s * ratios.at("recompute_s", stage, cost.device_kind),
-            "backward_s": backward_s,
-            "weight_s": min(backward_s, cost.weight_s * weight),
-            "split_s": cost.split_s * backward,
+            "forward_s": cost.forward_s * forward,
+            "recompute_s": cost.recompute_s * again,
+            "backward_s": max(backward_s - (split_s if splits else 0.0), weight * share * cost.weight_s),
+            "weight_s": weight * share * cost.weight_s,
+            "split_s": split_s,
             "slowdown": 0.0,
         }
     )

@@ -146,6 +146,32 @@ def _first_twice(whole: Any) -> tuple[str | int, ...] | None:
     return None
 
 
+def first_missing(written: Any, given: Any) -> str | None:
+    """The JSON path of the first key that is in what `to_json` writes, and not in what was given; None if all are.
+
+    Args:
+        written: JSON of a value, read again.
+        given: JSON that it was read from.
+    """
+    found = _first_missing(written, given)
+    return None if found is None else _json_path(found)
+
+
+def _first_missing(written: Any, given: Any) -> tuple[str | int, ...] | None:
+    parts: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(written, dict) and isinstance(given, dict):
+        parts = written.items()
+    elif isinstance(written, list) and isinstance(given, list):
+        parts = enumerate(written)
+    for place, part in parts:
+        if isinstance(given, dict) and place not in given:
+            return (place,)
+        found = _first_missing(part, given[place])
+        if found is not None:
+            return (place, *found)
+    return None
+
+
 def write_atomically(path: str | Path, text: str) -> None:
     """Write `text` to `path` so that a reader, or a crash, never meets half a file; see `profiler.files`.
 

@@ -34,6 +34,7 @@ from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST, backend_of
 from profiler.observe.drawn_from import drawn_from, is_torchs_own
 from profiler.observe.random_states import generators_of, next_seed, seeded
+from profiler.opaque.keeping_nothing import keeping_nothing
 from profiler.run.loss import LOSS, LossFunction, loss_of, model_output, refuse_trained_beside
 from profiler.run.separable import deferred_parameters
 from profiler.run.split_backward import DeferredWeights
@@ -42,7 +43,6 @@ from profiler.run.stage_function import (
     Moved,
     Results,
     StageFunction,
-    keeping_nothing,
     leaves_of,
     roots_of,
     run_backward,

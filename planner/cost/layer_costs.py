@@ -356,13 +356,13 @@ class ParameterRanges:
         main_sizes = none | {parameter.name: profile.main_bytes(parameter) for parameter in trained}
         added_sizes = none | {parameter.name: profile.gradient_bytes(parameter) for parameter in trained}
         master_sizes = {name: size if size != sizes[name] else 0 for name, size in main_sizes.items()}
-        cast_sizes = [size for name, size in main_sizes.items() if size != added_sizes[name]]
+        cast_sizes = {name: size for name, size in added_sizes.items() if size != main_sizes[name]}
         self.unique = _unique_sums(layers, readers, sizes)
         self.trainable = _unique_sums(layers, readers, main_sizes)
         self.masters = _unique_sums(layers, readers, master_sizes)
         self.stepped_gradients = np.zeros_like(self.masters)
         if cast_sizes:
-            self.stepped_gradients += self.trainable + np.triu(np.full_like(self.masters, max(cast_sizes)), k=1)
+            self.stepped_gradients += self.trainable + _largest(layers, readers, cast_sizes)
         self.gradients = range_sums(_read_bytes(layers, readers, added_sizes))
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
         self.added_up: dict[tuple[OptimizerCost, int], Floats] = {}
@@ -375,6 +375,16 @@ class ParameterRanges:
             layers = len(self.trainable) - 1
             self._stepped[shares] = largest_shares(layers, self._readers, self._main_sizes, shares)
         return self._stepped[shares]
+
+
+def _largest(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:
+    """The largest of these parameters that a layer of [i, j) reads; 0 where none does."""
+    of_layer = np.zeros(layers)
+    for name, size in sizes.items():
+        of_layer[readers.get(name, [])] = np.maximum(of_layer[readers.get(name, [])], size)
+    by_stop = np.triu(np.tile(np.append(0.0, of_layer), (layers + 1, 1)), k=1)
+    largest: Floats = np.maximum.accumulate(by_stop, axis=1)
+    return largest
 
 
 def _read_bytes(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

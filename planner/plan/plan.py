@@ -9,6 +9,8 @@ A plan is the only thing that passes from the planner to the executor.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
@@ -36,7 +38,7 @@ from profiler.field_types import Samples
 from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
 from profiler.sample_spec import SampleSpec
 from profiler.text import counted
-from profiler.value import Value, read_file, write_atomically
+from profiler.value import Value, first_missing, read_file, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -232,6 +234,28 @@ class Plan(Value):
         self._check_orders()
         return self
 
+    def _contradicting_times(self) -> str | None:
+        """Of a file: passes that take time and that the plan has none of, or a rank that computes for too long."""
+        splits, counts = SCHEDULES[self.schedule].splits_backward, Counter(self.micro_batch_sizes)
+        busy_s = [0.0] * self.ranks
+        for position, stage in enumerate(self.stages):
+            for entry in stage.times:
+                if entry.recompute_s and not stage.recompute:
+                    return f"stage {position} recomputes nothing, and its recompute_s is {entry.recompute_s}"
+                if entry.weight_s and not splits:
+                    return (
+                        f"schedule {self.schedule!r} does not split the backward pass, and weight_s of stage "
+                        f"{position} is {entry.weight_s}"
+                    )
+                busy_s[stage.rank] += counts[entry.micro_batch_size] * (entry.forward_s + entry.backward_s)
+        longest_s = max(busy_s)
+        if longest_s <= self.prediction.step_s * (1 + ROUNDING):
+            return None
+        return (
+            f"the passes of rank {busy_s.index(longest_s)} take {longest_s:.6g} s of a step, and step_s is "
+            f"{self.prediction.step_s:.6g}"
+        )
+
     def _check_chunks(self) -> None:
         try:
             check_chunks(self.schedule, self.K, self.chunks)
@@ -315,8 +339,16 @@ class Plan(Value):
             PlanFileError: the file is missing, cut off, or holds no plan of this or an earlier version; the message
                 gives the JSON path of the first thing that is wrong.
         """
-        text = in_later_form(read_file(path, "plan", PlanFileError))
-        return cls.parse_json(text, source=str(path), error=PlanFileError)
+        given = read_file(path, "plan", PlanFileError)
+        text = in_later_form(given)
+        plan = cls.parse_json(text, source=str(path), error=PlanFileError)
+        missing = first_missing(plan.model_dump(mode="json"), json.loads(text)) if text == given else None
+        if missing is not None:
+            raise PlanFileError(f"{path}: {missing}: is missing, and files do not leave it out; save the plan anew")
+        contradiction = plan._contradicting_times()
+        if contradiction is not None:
+            raise PlanFileError(f"{path}: $: {contradiction}; save the plan anew")
+        return plan
 
     # What follows asks a higher floor, when it is called and not before.
 

@@ -26,6 +26,7 @@ from profiler.observe.python_state import Attribute
 from profiler.observe.random_states import next_seed
 from profiler.observe.storage_watch import is_strided
 from profiler.opaque.held import Changed, Held, Refused
+from profiler.opaque.keeping_nothing import kept_inside
 from profiler.opaque.run_again import RunAgain
 from profiler.opaque.statistics import BUFFERS, MovedBy, buffer_of
 from profiler.text import counted
@@ -158,6 +159,7 @@ class Signature:
         outputs: the tensors.
         normalizations: paths of batch normalizations that move statistics, in the order of their calls.
         written: names of the buffers that it writes.
+        replaced: of those in whose place it puts another tensor; its backward pass may read the one before.
         draws: whether it draws random numbers of other generators than torch's own.
         runs_again: whether its backward pass may run modules again.
         begins_alike: whether each call begins with the attributes that the module had when it was planned.
@@ -172,6 +174,7 @@ class Signature:
     outputs: tuple[TensorKind, ...]
     normalizations: tuple[str, ...]
     written: frozenset[str]
+    replaced: frozenset[str]
     draws: bool
     runs_again: bool
     begins_alike: bool
@@ -208,14 +211,18 @@ class OpaqueCall:
         if _without_data(values):
             outputs: tuple[Tensor, ...] = _Imitation.apply(self, size, *values)  # type: ignore[no-untyped-call]
             return outputs
-        called: tuple[Tensor, ...]
+        with kept_inside():
+            called = self._carried_out(values, size)
+        return keyed_backward(called, self._held.generators)
+
+    def _carried_out(self, values: Sequence[Any], size: int) -> tuple[Tensor, ...]:
+        """What it returns, attached to the graph."""
         if (self.signature.runs_again or self.signature.begins_alike) and torch.is_grad_enabled():
-            called = RunAgain.apply(  # type: ignore[no-untyped-call]
+            called: tuple[Tensor, ...] = RunAgain.apply(  # type: ignore[no-untyped-call]
                 lambda leaves: self._called(leaves, size), self._held, *values
             )
-        else:
-            called, _ = self._called(values, size)
-        return keyed_backward(called, self._held.generators)
+            return called
+        return self._called(values, size)[0]
 
     def _called(self, values: Sequence[Any], size: int) -> tuple[tuple[Tensor, ...], Mapping[str, Attribute]]:
         """What it returns, and the attributes that it has changed, as it has left them."""
@@ -263,13 +270,17 @@ class OpaqueCall:
         device = device_of_first(value for value in (*inputs, *tensors.values()) if isinstance(value, Tensor))
         leaves = filled(self.signature.leaves, inputs, device)
         args, kwargs = pytree.tree_unflatten(leaves, self.signature.tree)
+        own = {**tensors, **{name: tensors[name].clone() for name in self.signature.replaced}}
         try:
             draws = self.signature.draws
             seed = next_seed() if draws else None
             changed = Changed.PUT_BACK if self.signature.begins_alike else Changed.REFUSED
-            done = self._held.call(tensors, args, kwargs, self._made, may_draw=draws, seed=seed, changed=changed)
+            done = self._held.call(own, args, kwargs, self._made, may_draw=draws, seed=seed, changed=changed)
         except Refused as problem:
             self._refuse(str(problem))
+        with torch.no_grad():
+            for name, value in done.replaced.items():
+                tensors[name].copy_(value)
         result, written = done.result, done.written
         if written - self.signature.written:
             self._refuse(f"it writes its buffer {min(written - self.signature.written)!r}, and did not when traced")

@@ -9,7 +9,6 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -50,6 +49,7 @@ class Done:
     Attributes:
         result: what it returned.
         written: names of the buffers that it wrote.
+        replaced: those of them in whose place it has put another tensor, which its backward pass may not see, and that.
         draws: whether it drew random numbers of other generators than torch's own.
         left: attributes that it changed, as it has left them.
         measured: statistics of its batch normalizations, in the order of their calls.
@@ -57,6 +57,7 @@ class Done:
 
     result: Any
     written: set[str]
+    replaced: Mapping[str, Tensor]
     draws: bool
     left: Mapping[str, Attribute] = field(default_factory=dict)
     measured: Sequence[Measured] = ()
@@ -120,8 +121,6 @@ class Held:
     ) -> Done:
         """Call the module with other parameters and buffers.
 
-        A buffer that it replaces is written in the given one.
-
         Args:
             tensors: its parameters and buffers by name.
             args: of the call.
@@ -170,7 +169,9 @@ class Held:
             through_data = writes.written()
             if through_data - tensors.keys():
                 raise Refused(_WRITES_ARGUMENT)
-        return Done(result, self._written(tensors, given, versions, through_data), drew, left, measured)
+            replaced = {name: given[name] for name in self.buffers if given[name] is not tensors[name]}
+            written = self._written(tensors, versions, through_data | replaced.keys())
+        return Done(result, written, replaced, drew, left, measured)
 
     def _looks(
         self, tensors: Mapping[str, Tensor], entering: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -186,19 +187,9 @@ class Held:
         yield _HOOKS_ARGUMENT, lambda: [*map(gradient_hooks, (*tensors.values(), *entering))]
         yield "it changes one of its arguments; let it work on a copy", lambda: self._settings(args, kwargs)
 
-    def _written(
-        self,
-        tensors: Mapping[str, Tensor],
-        given: Mapping[str, Tensor],
-        versions: Mapping[str, int],
-        through_data: Set[str],
-    ) -> set[str]:
-        """Names of the buffers that a call has written; the values of a replaced one go into the given one."""
-        written = {name for name in self.buffers if given[name] is not tensors[name]}
-        with torch.no_grad():
-            for name in written:
-                tensors[name].copy_(given[name])
-        written |= {name for name, tensor in tensors.items() if tensor._version != versions[name]} | through_data
+    def _written(self, tensors: Mapping[str, Tensor], versions: Mapping[str, int], otherwise: Set[str]) -> set[str]:
+        """Names of the buffers that a call has written, in place or otherwise."""
+        written = {name for name, tensor in tensors.items() if tensor._version != versions[name]} | otherwise
         if written & self.parameters.keys():
             raise Refused(f"it writes its parameter {min(written & self.parameters.keys())!r}; use a buffer for that")
         return written

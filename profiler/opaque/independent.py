@@ -30,6 +30,7 @@ def independent(call: RehearsedCall, size: int, around: Circumstances, floats: F
         with preserved([HOST, torch.device(around.device_type)]), around.in_force():
             torch.manual_seed(0)
             done = call.held.call(own, *entering.call, {}, may_draw=True, seed=0, changed=changed)
+            own |= done.replaced
             outputs = [leaf for leaf in pytree.tree_leaves(done.result) if isinstance(leaf, Tensor)]
             with standing_in(call.held.module, own), call.held.seeded(0), call.held.as_left(done.left):
                 backward_from(outputs)

@@ -239,6 +239,8 @@ def _run(
         left = {storage_of(tensor): position for position, tensor in enumerate(outputs)}
         inside = [t for storage, t in saved.items() if storage not in entered and storage not in left]
         kept_bytes = sum(watch.bytes_of(tensor) or 0 for tensor in inside)
+        kept_bytes += sum(own[name].nbytes for name in done.replaced if storage_of(own[name]) in saved)
+        own |= done.replaced
         before = watch.live_bytes
         watch.restart()
         _run_backward(held, own, found.tensors, outputs, done, seed, runs_again=bool(given))
@@ -332,6 +334,7 @@ def _signature(call: RehearsedCall, runs: Sequence[_Run]) -> Signature:
         tuple(_output_kinds(call.held, sizes, [_tensors(leaves) for leaves, _ in flat])),
         _normalizations(call.held, runs),
         frozenset().union(*(run.done.written for run in runs)),
+        frozenset().union(*(run.done.replaced for run in runs)),
         any(run.done.draws for run in runs),
         any(run.runs_again for run in runs),
         any(run.begins_alike for run in runs),

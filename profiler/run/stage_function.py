@@ -20,7 +20,7 @@ such value are then carried out as one function (`profiler.run.straight`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -353,18 +353,3 @@ def run_backward(kept: KeptPass, gradients: Mapping[str, Tensor]) -> dict[str, T
     kept.roots.clear()
     kept.leaves.clear()
     return result
-
-
-@contextlib.contextmanager
-def keeping_nothing() -> Iterator[None]:
-    """Forward passes inside take the code paths of training but keep no activations; backward is impossible.
-
-    `torch.no_grad` would be a little cheaper but lets operations choose other kernels (LSTMs do, on CPU), whose
-    results differ in the last bit from those of the recomputed pass.
-    """
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse):
-        yield
-
-
-def _refuse(_: None) -> Tensor:
-    raise RuntimeError("backward through a forward pass that kept nothing")

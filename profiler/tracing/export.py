@@ -57,7 +57,7 @@ from profiler.tracing.sample import (
     made_up_arguments,
     torch_dtype,
 )
-from profiler.tracing.writes import may_write, moves_statistics, returns_what_it_writes
+from profiler.tracing.writes import may_draw, may_write, moves_statistics, returns_what_it_writes
 
 _ANY_KEYWORD = inspect.Parameter.VAR_KEYWORD
 REHEARSED_SIZES = (2, 3, 5)  # two make a line, the third must lie on it
@@ -389,7 +389,10 @@ def _tidy(
     decisions: Sequence[Decision],
     foreign: Mapping[int, LeftOut],
 ) -> TracedGraph:
-    """Drop guards and dead nodes, read batch extents from inputs, and find the placeholders of tensor leaves."""
+    """Drop guards and dead nodes, read batch extents from inputs, and find the placeholders of tensor leaves.
+
+    A dead node that draws stays: without it all later ones would draw other numbers.
+    """
     graph: fx.Graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(spec.leaves):
@@ -405,7 +408,7 @@ def _tidy(
     for node in reversed(graph.nodes):
         if node.op in ("placeholder", "output") or node.users:
             continue
-        if node.op != "call_function" or not may_write(node):
+        if node.op != "call_function" or not (may_write(node) or may_draw(node)):
             graph.erase_node(node)
     out_spec = program.call_spec.out_spec
     return TracedGraph(module, tuple(inputs), out_spec, tuple(decisions), left_out=dict(foreign))

@@ -7,7 +7,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -16,7 +15,7 @@ from profiler.torch_private import HigherOrderOperator
 from profiler.tracing.build_layer import attribute, node_text, value_text
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.harmless_changes import tensor_digest
-from profiler.tracing.writes import may_write
+from profiler.tracing.writes import may_draw, may_write
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
@@ -97,7 +96,7 @@ def meaning(graph: TracedGraph, usual: Sequence[bool] = ()) -> tuple[str, ...]:
             if node.target is operator.getitem and isinstance(node.args[0].target, EitherWay):  # type: ignore[union-attr]
                 known[node] = read[0].split("\n")[node.args[1]]  # type: ignore[index]
                 continue
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if may_draw(node):
                 drawn[text] += 1
                 text += f" {drawn[text]}"
             known[node] = digest_of((text, *read))

@@ -21,6 +21,11 @@ def may_write(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator)
 
 
+def may_draw(node: fx.Node) -> bool:
+    """Whether running the node can move a random generator of torch's."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def returns_what_it_writes(node: fx.Node) -> bool:
     """Whether the node's value is its first argument, which it has written in place, such as that of `add_`."""
     if not isinstance(node.target, OpOverload):

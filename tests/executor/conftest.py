@@ -110,12 +110,13 @@ def _plan(
         (([both] if again else []) if isinstance(again, bool) else again)
         for both, again in zip(stages_bounds, each, strict=True)
     ]
+    pass_s = 0.5 / (len(stages_bounds) * micro_batches)  # one after the other they take the step's second
     times = tuple(
         StageTimes(
             micro_batch_size=size,
-            forward_s=1.0,
+            forward_s=pass_s,
             recompute_s=0.0,
-            backward_s=1.0,
+            backward_s=pass_s,
             send_forward_s=0.0,
             send_backward_s=0.0,
         )

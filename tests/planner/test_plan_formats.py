@@ -1,6 +1,7 @@
 """Committed plan files, one for each feature of the format, mean today what they meant when they were written."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,64 @@ def _said(value: Any) -> Iterator[str]:
     elif isinstance(value, tuple):
         for inner in value:
             yield from _said(inner)
+
+
+LEFT_OUT = (
+    *("rank_memories", "shard_optimizer", "interrupted", "copied", "looser.chunks"),
+    *("prediction.doubt", "prediction.tokens_per_s", "prediction.device_flops_per_s", "prediction.mfu"),
+    *("sample.stages", "sample.chances", "sample.precision"),
+)
+"""What files leave out, and of which no other part of them says whether they had it."""
+
+
+def _places(part: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Of all keys in a file, of lists only those of the first entry."""
+    for place, inside in part.items() if isinstance(part, dict) else enumerate(part[:1]):
+        if isinstance(part, dict):
+            yield (*path, place)
+        if isinstance(inside, dict | list):
+            yield from _places(inside, (*path, place))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FORMATS.glob("plan-2*.json")))
+def test_a_file_without_one_of_its_keys_is_refused_or_means_the_same(name: str, tmp_path: Path) -> None:
+    """Without its schedule a plan was one of gpipe; without what it recomputes it kept everything."""
+    text = (FORMATS / name).read_text(encoding="utf-8")
+    whole = Plan.load(FORMATS / name)
+    for path in _places(json.loads(text)):
+        fields = part = json.loads(text)
+        for place in path[:-1]:
+            part = part[place]
+        value = part.pop(path[-1])
+        (tmp_path / "plan.json").write_text(json.dumps(fields))
+        try:
+            found = Plan.load(tmp_path / "plan.json")
+        except PlanFileError:
+            continue
+        named = ".".join(place for place in path if isinstance(place, str))
+        assert found == whole or named.endswith(LEFT_OUT), (path, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda fields: fields.update(schedule="1f1b"), "'1f1b' does not split the backward pass, and weight_s"),
+        (lambda fields: fields["stages"][1].update(recompute=[]), "stage 1 recomputes nothing, and its recompute_s"),
+        (
+            lambda fields: [entry.update(forward_s=entry["forward_s"] * 1e3) for entry in fields["stages"][0]["times"]],
+            "the passes of rank 0 take",
+        ),
+        (lambda fields: fields["stages"][0].pop("all_reduce_s"), "$.stages[0].all_reduce_s: is missing"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(
+    change: Callable[[dict[str, Any]], object], said: str, tmp_path: Path
+) -> None:
+    name = "plan-2-skips.json" if "recompute" in said else "plan-2-orders.json"
+    fields = json.loads((FORMATS / name).read_text(encoding="utf-8"))
+    if "split" in said:
+        fields["orders"] = []
+    change(fields)
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    with pytest.raises(PlanFileError, match=re.escape(said)):
+        Plan.load(tmp_path / "plan.json")

@@ -33,7 +33,7 @@ def planned(precision: str | None, optimizer: str = "Adam", **settings: Any) -> 
 
 
 ELEMENTS = BLOCKS * (WIDTH * WIDTH + WIDTH)
-CAST = 4 * WIDTH * WIDTH  # the largest gradient on its way
+CAST = 2 * WIDTH * WIDTH  # the largest gradient, in the type that adds up, until it is cast
 
 
 @pytest.mark.parametrize(
@@ -183,3 +183,24 @@ def _refusal(target: str) -> Exception:
     with pytest.raises(Exception, match="is not told precision") as caught:
         planned("bf16-mixed").export(target, model())
     return caught.value
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_stage_casts_its_own_gradients_alone(schedule: str) -> None:
+    """The largest of the model counted everywhere, in the type that is stepped, and once for each chunk."""
+    wide, cluster = nn.Linear(64, 2048), Cluster.of("2xA100-40GB", link="nvlink3")
+    layers = nn.Sequential(wide, *(nn.Tanh() for _ in range(7)))
+    chunks: Any = {"chunks": 2, "stages": 4} if schedule == "interleaved" else {"stages": 2}
+    asked: Any = {**SETTINGS, **chunks, "schedule": schedule, "optimizer": "SGD", "micro_batches_per_stage": 2}
+    plans = {
+        name: autoplan(layers, torch.zeros(8, 64), cluster, precision=name, **asked) for name in ("bf16", "bf16-grads")
+    }
+    assert [stage.stop_layer for stage in plans["bf16"].stages] == [
+        stage.stop_layer for stage in plans["bf16-grads"].stages
+    ]
+    for plain, cast in zip(*(plan.stages for plan in plans.values()), strict=True):
+        if not cast.parameter_count:
+            assert cast.memory == plain.memory
+    (most, *_) = plans["bf16-grads"].device_memories
+    elements, largest = 64 * 2048 + 2048, 2 * 64 * 2048
+    assert most.total - most.reserve >= (2 + 4 + 4) * elements + largest

@@ -222,6 +222,44 @@ def test_the_same_plan_takes_what_was_measured(
     assert found.gain == pytest.approx(0.0, abs=1e-9)
 
 
+@given(st.lists(st.floats(0.3, 5.0), min_size=3, max_size=3), st.floats(0.0, 1.0))
+def test_splitting_a_backward_pass_is_scaled_in_both_alike(factors: list[float], more: float) -> None:
+    """What it costs was scaled with the one pass in the plan and with the other in the profile: the same plan paid."""
+    plain = known(ONES, ONES, 1.0)
+    costs = tuple(
+        cost.model_copy(update={"weight_s": 0.4 * cost.backward_s, "split_s": more * cost.backward_s})
+        for cost in plain.costs
+    )
+    right = plain.model_copy(update={"costs": costs})
+    cluster = Cluster(devices=DEVICES[:2] * 2, link=right.links[0])
+    settings: Any = {
+        "schedule": "zb-h1", "stages": 4, "micro_batches": 4, "micro_batches_per_stage": 1, "recompute": "never",
+        "cut_at": ["blocks.2.in", "blocks.4.in", "blocks.6.in"],
+    }  # fmt: skip
+    plan = plan_from_profile(right, cluster, batch_size=16, **settings)
+    weights = (0.4 + more) / (1 + more)  # of the backward pass, of which the whole is no less than a part
+    by = {"forward_s": factors[0], "backward_s": (1 - weights) * factors[1] + weights * factors[2]}
+    seen = frame(plan, lambda _, what: by.get(what, 1.0))
+    passes_s = [stage.times[0].weight_s for stage in plan.stages]
+    rows = [*seen.itertuples(index=False)]
+    rows += [(number, "weight_s", pass_s, pass_s * factors[2]) for number, pass_s in enumerate(passes_s)]
+    found = plan.refined(pandas.DataFrame(rows, columns=seen.columns), right, cluster, **settings)
+    assert found.plan.prediction.step_s == pytest.approx(found.now_s, rel=1e-9)
+    assert not found.gain
+    assert not found.worth_it
+
+
+@pytest.mark.parametrize("makespan", ["x", "0.5", True])
+def test_a_makespan_that_is_no_number_is_refused(makespan: object) -> None:
+    """It ended in a TypeError of Python's."""
+    right = known(ONES, ONES, 1.0)
+    plan = made(right)
+    seen = frame(plan, lambda *_: 1.0).astype(object)
+    rows = [*seen.itertuples(index=False), (-1, "makespan_s", 1.0, makespan)]
+    with pytest.raises(ArgumentError, match="the makespan is"):
+        plan.refined(pandas.DataFrame(rows, columns=seen.columns), right)
+
+
 def test_what_passes_do_not_explain_is_in_the_mended_step() -> None:
     """Passes scatter, so a step takes longer than their medians say: T5's took 8 % longer than was mended."""
     plan = made(known(ONES, ONES, 1.0), stages=2)

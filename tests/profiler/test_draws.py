@@ -1,10 +1,12 @@
 """Random numbers are those of the operation, however finely the model is cut."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from profiler import trace
+from profiler.run.against_eager import Trial
 from tests.coverage.fidelity import run, some_cuts
 from tests.coverage.model_list import Case
 
@@ -43,3 +45,37 @@ def test_finer_layers_draw_the_same() -> None:
             assert found.gradients.keys() == expected.gradients.keys()
             assert all(torch.equal(found.gradients[name], expected.gradients[name]) for name in found.gradients)
     assert torch.equal(expected.loss, run(fine, of).loss)
+
+
+class InVain(nn.Module):
+    """It draws what nothing comes of, before a dropout."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.body, self.other, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.body(x))
+        if self.kind == "head":
+            self.other(functional.dropout(x, 0.2))
+        elif self.kind == "like":
+            torch.rand_like(x)
+        elif self.kind == "shape":
+            torch.randn(3)
+        return self.last(functional.dropout(x, 0.2))
+
+
+@pytest.mark.parametrize("kind", ["none", "head", "like", "shape"])
+def test_what_is_drawn_in_vain_is_drawn(kind: str) -> None:
+    """Dead operations were left out, so that later ones drew other numbers than the model's."""
+    torch.manual_seed(0)
+    sequence = trace(InVain(kind), torch.randn(4, 8))
+    assert sum(layer.draws for layer in sequence.layers) == (1 if kind == "none" else 2)
+    of = Case(InVain(kind), torch.randn(4, 8), functional.mse_loss, torch.randn(4, 8))
+    model = of.model
+    trial = Trial(
+        model, [module.training for module in model.modules()], trace(model, of.sample), {"x": of.sample}, of.target,
+        functional.mse_loss,
+    )  # fmt: skip
+    assert trial.compare().relative <= 1e-6

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from profiler import LayerSequence, NotTraceableError, trace
 from profiler.errors import ArgumentError
+from profiler.opaque.keeping_nothing import keeping_nothing
 from profiler.run.loss import model_output
-from profiler.run.stage_function import KeptPass, StageFunction, keeping_nothing, leaves_of, roots_of, run_backward
+from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
 from profiler.tracing.sample import call_arguments, tensor_leaves
 from tests.coverage.fidelity import ByNumber, by_one
 

@@ -56,8 +56,6 @@ SOME_IN_VAIN = 4
 of a Llama of 70B parameters on 64 devices none fits under zb-h1, and their bounds took 105 of 120 s]."""
 FEW_TO_SEARCH_AGAIN = 1_000
 """Micro-batches of stages up to which those like the best candidate are searched once more [chosen: 1 to 2 s]."""
-BEYOND_S = 10.0
-"""Seconds in which a plan is still looked for where there is none when time is up [chosen]."""
 SHARE_OF_BOUNDS = 0.5
 """Of the time that is left when some candidates were searched in vain, for bounds; then others are searched."""
 
@@ -121,9 +119,7 @@ class _Search:
         self, problems: Sequence[Problem], reached: Balance | None, start: Balance | None, *, last: bool = False
     ) -> None:
         self._deadline = Deadline(problems[0].settings.time_limit_s)
-        limit_s = problems[0].settings.time_limit_s
-        self._timed = limit_s is not None
-        self._no_longer = Deadline(None if limit_s is None else limit_s + BEYOND_S)
+        self._timed = problems[0].settings.time_limit_s is not None
         self._dispensable = problems[0].dispensable
         self._best, self._below_s = reached, problems[0].below_s
         self._lower_s = np.inf if reached is None else reached.lower_bound_s
@@ -179,7 +175,7 @@ class _Search:
             least_s = min(waiting.bound_s for waiting in (entry, *self._queue, *self._searched))
             self._deadline.tell(self._reached_s, min(least_s, self._lower_s), self._patience_s)
             some = self._best is not None or (self._dispensable and len(self._climbs) > 0)
-            if self._in_vain >= patience or (self._over and (self._in_vain > 0 or some or self._no_longer.over)):
+            if self._in_vain >= patience or (self._over and (self._in_vain > 0 or some)):
                 heapq.heappush(self._queue, entry)
                 break
             if entry.bound_s > self._reached_s * (1 + TIE):

@@ -58,7 +58,8 @@ def refuse_other_links(plan: Plan, step_s: float) -> None:
     """
     if plan.cluster is None and not isclose(step_s, plan.prediction.step_s, rel_tol=ROUNDING):
         raise ArgumentError(
-            f"by the link in the profile a step of this plan takes {seconds_text(step_s)}, and the plan says "
+            f"by the link in the profile a step of this plan takes {seconds_text(step_s)} "
+            f"({step_s / plan.prediction.step_s - 1:+.2%}), and the plan says "
             f"{seconds_text(plan.prediction.step_s)}: it was made for other links; pass devices=, the Cluster that it "
             "was made for, or leave the profile out"
         )

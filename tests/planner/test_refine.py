@@ -241,7 +241,7 @@ def test_splitting_a_backward_pass_is_scaled_in_both_alike(factors: list[float],
     by = {"forward_s": factors[0], "backward_s": (1 - weights) * factors[1] + weights * factors[2]}
     seen = frame(plan, lambda _, what: by.get(what, 1.0))
     passes_s = [stage.times[0].weight_s for stage in plan.stages]
-    rows = [*seen.itertuples(index=False)]
+    rows: list[Any] = [*seen.itertuples(index=False)]
     rows += [(number, "weight_s", pass_s, pass_s * factors[2]) for number, pass_s in enumerate(passes_s)]
     found = plan.refined(pandas.DataFrame(rows, columns=seen.columns), right, cluster, **settings)
     assert found.plan.prediction.step_s == pytest.approx(found.now_s, rel=1e-9)

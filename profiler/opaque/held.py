@@ -170,6 +170,12 @@ class Held:
             if through_data - tensors.keys():
                 raise Refused(_WRITES_ARGUMENT)
             replaced = {name: given[name] for name in self.buffers if given[name] is not tensors[name]}
+            for name, value in replaced.items():
+                if value.shape != tensors[name].shape:
+                    raise Refused(
+                        f"it puts a tensor of shape {list(value.shape)} in the place of its buffer {name!r}, of shape "
+                        f"{list(tensors[name].shape)}; let it keep its shape"
+                    )
             written = self._written(tensors, versions, through_data | replaced.keys())
         return Done(result, written, replaced, drew, left, measured)
 

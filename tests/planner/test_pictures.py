@@ -159,7 +159,7 @@ def test_what_crosses_close_cuts_is_said_of_the_most(profile_of, axes: Axes) -> 
     rows = [(0.1, 0.1, 0.2, 10, 4, 8 + layer, 8 + layer) for layer in range(200)]
     profile = profile_of({("a", 1): rows})
     device = Device(name="a:0", kind="a", memory_bytes=10**9)
-    asked: SettingKeywords = {"stages": 40, "micro_batches": 40, "micro_batches_per_stage": 1, "time_limit_s": 0.1}
+    asked: SettingKeywords = {"stages": 40, "micro_batches": 40, "micro_batches_per_stage": 1, "time_limit_s": 1.0}
     plan = plan_from_profile(profile, [device] * 40, batch_size=40, **asked)
     edges = [*range(1, 40), 200]  # cuts after each of the first layers
     stages = tuple(

@@ -82,12 +82,18 @@ def keyed_backward(values: tuple[Tensor, ...], others: Sequence[Generator] = ())
         others: generators other than torch's that it may draw from.
     """
     now = _NOW.get()
-    trained = [value for value in values if value.requires_grad] if torch.is_grad_enabled() else []
+    trained = torch.is_grad_enabled() and any(value.requires_grad for value in values)
     if now is None or not trained:
         return values
-    passed = iter(_Node.apply(now.seed, now.number, now.parts, others, *trained))  # type: ignore[no-untyped-call]
+    # A node for each: behind one for all, what leads to a value that the loss does not read would be run through.
+    passed = [
+        _Node.apply(now.seed, now.number, now.parts, others, value)  # type: ignore[no-untyped-call]
+        if value.requires_grad
+        else value
+        for value in values
+    ]
     now.parts += 1
-    return tuple(next(passed) if value.requires_grad else value for value in values)
+    return tuple(passed)
 
 
 def keyed_operation(operation: Any, value: Any) -> Any:
@@ -107,12 +113,12 @@ class _Node(torch.autograd.Function):
     """The identity, which seeds the generators in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, seed: Seeder, draw: int, part: int, others: Sequence[Generator], *values: Tensor) -> Any:
+    def forward(ctx: Any, seed: Seeder, draw: int, part: int, others: Sequence[Generator], value: Tensor) -> Any:
         ctx.set_materialize_grads(False)  # none is not zero
         ctx.seed = lambda: seed.in_backward(draw, part, others)
-        return tuple(value.detach() for value in values)
+        return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.seed()
-        return (None, None, None, None, *gradients)
+        return (None, None, None, None, gradient)

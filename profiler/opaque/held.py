@@ -9,6 +9,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -171,11 +172,7 @@ class Held:
                 raise Refused(_WRITES_ARGUMENT)
             replaced = {name: given[name] for name in self.buffers if given[name] is not tensors[name]}
             for name, value in replaced.items():
-                if value.shape != tensors[name].shape:
-                    raise Refused(
-                        f"it puts a tensor of shape {list(value.shape)} in the place of its buffer {name!r}, of shape "
-                        f"{list(tensors[name].shape)}; let it keep its shape"
-                    )
+                _refuse_another_kind(name, tensors[name], value)
             written = self._written(tensors, versions, through_data | replaced.keys())
         return Done(result, written, replaced, drew, left, measured)
 
@@ -260,6 +257,20 @@ _HOOKS_ARGUMENT = (
     "it hooks the gradient of an argument or parameter, of which a layer may have a part; let it hook a value of its "
     "own (x = x.view_as(x))"
 )
+
+
+def _refuse_another_kind(name: str, buffer: Tensor, value: Tensor) -> None:
+    """What a buffer is replaced with is copied into it; floats of fewer bits are the same there.
+
+    Raises:
+        Refused: it does not fit into it.
+    """
+    puts = "it puts a tensor of {} in the place of its buffer {!r}, of {}; let it keep its {}"
+    if value.shape != buffer.shape:
+        raise Refused(puts.format(f"shape {list(value.shape)}", name, f"shape {list(buffer.shape)}", "shape"))
+    floats = value.dtype.is_floating_point and buffer.dtype.is_floating_point
+    if value.dtype != buffer.dtype and not (floats and torch.promote_types(value.dtype, buffer.dtype) == buffer.dtype):
+        raise Refused(puts.format(value.dtype, name, buffer.dtype, "dtype"))
 
 
 @contextlib.contextmanager

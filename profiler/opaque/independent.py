@@ -17,15 +17,15 @@ from profiler.observe.python_state import attributes_of, lasting_changes, put_al
 from profiler.observe.random_states import preserved
 from profiler.observe.standing_in import standing_in
 from profiler.opaque.held import Changed
-from profiler.opaque.made_up import Circumstances, Entering, Floats, RehearsedCall, backward_from, own_parameters
+from profiler.opaque.made_up import Circumstances, Entering, Numbers, RehearsedCall, backward_from, own_parameters
 
 
-def independent(call: RehearsedCall, size: int, around: Circumstances, floats: Floats) -> bool:
+def independent(call: RehearsedCall, size: int, around: Circumstances, numbers: Numbers) -> bool:
     """Whether a call computes the same when it begins with what another has left: other data, other parameters."""
     begin, buffers = attributes_of(call.held.module), dict(call.held.buffers)
 
     def computed(tensors: int, changed: Changed, factor: float = 1.0) -> list[Tensor]:
-        entering = Entering.of(call, size, around, floats, tensors)
+        entering = Entering.of(call, size, around, numbers, tensors)
         own = own_parameters(call.held, factor) | {name: buffer.clone() for name, buffer in buffers.items()}
         with preserved([HOST, torch.device(around.device_type)]), around.in_force():
             torch.manual_seed(0)

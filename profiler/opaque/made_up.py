@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,18 +78,72 @@ class RehearsedCall:
     others: Mapping[str, Tensor]
 
 
-Floats: TypeAlias = Callable[..., Tensor]
-"""Makes up numbers: of a normal distribution, or, for what takes probabilities or boxes, between 0 and 1."""
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What is made up.
+
+    Attributes:
+        floats: makes tensors of them.
+        integer: what a tensor of whole numbers is filled with, for a micro-batch's size and all tensors of the call.
+    """
+
+    floats: Callable[..., Tensor]
+    integer: Callable[[TakenTensor, int, Sequence[TakenTensor]], int]
+
+    @classmethod
+    def tried(cls, tensors: Sequence[TakenTensor]) -> Iterator[Numbers]:
+        """For a call that takes these tensors, the likeliest first.
+
+        Of a normal distribution, or, for what takes probabilities or boxes, between 0 and 1; whole numbers of 0, which
+        most tables have, lengths of what is padded, which are not 0, or 1.
+        """
+        whole = any(not _is_of_floats(tensor) and tensor.dtype != torch.bool for tensor in tensors)
+        for integer in (_zero, _longest, _one) if whole else (_zero,):
+            for floats in (torch.randn, torch.rand):
+                yield cls(floats, integer)
+
+
+def _zero(tensor: TakenTensor, size: int, others: Sequence[TakenTensor]) -> int:
+    return 0
+
+
+def _one(tensor: TakenTensor, size: int, others: Sequence[TakenTensor]) -> int:
+    return 1
+
+
+def _longest(tensor: TakenTensor, size: int, others: Sequence[TakenTensor]) -> int:
+    """If there is one for each sample, the sequences' length; (N, T, ...) and (T, N, ...) both are usual."""
+    sequences = next((other for other in others if len(other.shape) > 1), None)
+    if len(tensor.shape) != 1 or sequences is None:
+        return 0
+    (samples,) = tensor.shape
+    lengths = [e for e in sequences.shape[:2] if not _is_of_batch(e, samples)]
+    return extent_at((*lengths, samples)[0], size)
+
+
+def _is_of_batch(extent: Any, samples: Any) -> bool:
+    """Symbols are of the batch alone, each tensor's its own, and comparing them would settle what they are."""
+    return isinstance(extent, torch.SymInt) or (not isinstance(samples, torch.SymInt) and extent == samples)
+
+
+def _is_of_floats(tensor: TakenTensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _made_up(
-    tensor: TakenTensor, size: int, around: Circumstances, generator: torch.Generator, floats: Floats
+    tensor: TakenTensor,
+    size: int,
+    around: Circumstances,
+    generator: torch.Generator,
+    numbers: Numbers,
+    others: Sequence[TakenTensor],
 ) -> Tensor:
     shape = [extent_at(extent, size) for extent in tensor.shape]
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        made = floats(shape, dtype=tensor.dtype, generator=generator).to(around.device_type)
+    if _is_of_floats(tensor):
+        made = numbers.floats(shape, dtype=tensor.dtype, generator=generator).to(around.device_type)
         return made.requires_grad_(tensor.requires_grad)
-    return torch.full(shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=around.device_type)
+    value = True if tensor.dtype == torch.bool else numbers.integer(tensor, size, others)
+    return torch.full(shape, value, dtype=tensor.dtype, device=around.device_type)
 
 
 def extent_at(extent: Any, size: int) -> int:
@@ -115,10 +169,10 @@ class Entering:
     call: tuple[Sequence[Any], Mapping[str, Any]]
 
     @classmethod
-    def of(cls, call: RehearsedCall, size: int, around: Circumstances, floats: Floats, seed: int = 0) -> Entering:
+    def of(cls, call: RehearsedCall, size: int, around: Circumstances, numbers: Numbers, seed: int = 0) -> Entering:
         """At a micro-batch size."""
         generator = torch.Generator().manual_seed(seed)
-        leaves = [_made_up(tensor, size, around, generator, floats) for tensor in call.tensors]
+        leaves = [_made_up(each, size, around, generator, numbers, call.tensors) for each in call.tensors]
         tensors = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
         values = [*tensors, *(extent_at(number, size) for number in call.numbers)]
         device = torch.device(around.device_type)

@@ -36,7 +36,7 @@ from profiler.opaque.independent import independent
 from profiler.opaque.made_up import (
     Circumstances,
     Entering,
-    Floats,
+    Numbers,
     RehearsedCall,
     backward_from,
     extent_at,
@@ -81,9 +81,9 @@ def rehearse(call: RehearsedCall, sizes: Sequence[int]) -> tuple[Signature, Cost
     _refuse_held(held)
     around = Circumstances.now(device_of_first((*held.parameters.values(), *held.buffers.values(), *call.tensors)))
     problem: Exception | None = None
-    for floats in (torch.randn, torch.rand):
+    for numbers in Numbers.tried(call.tensors):
         try:
-            runs = _runs(call, sizes, around, floats)
+            runs = _runs(call, sizes, around, numbers)
             return _signature(call, runs), _cost(runs)
         except NotTraceableError:
             raise
@@ -94,24 +94,25 @@ def rehearse(call: RehearsedCall, sizes: Sequence[int]) -> tuple[Signature, Cost
     words = (str(problem).splitlines() or [""])[0]
     raise NotTraceableError(
         _text(held, f"it fails on made-up tensors ({type(problem).__name__}: {words}); ")
-        + "keep a larger module together that can be run on random numbers, integers of 0 and true flags"
+        + "keep a larger module together that can be run on random numbers, whole numbers of 0, of 1 or (one a sample) "
+        "as large as its sequence is long, and true flags; lines around it can be moved into it"
     ) from problem
 
 
-def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floats: Floats) -> list[_Run]:
+def _runs(call: RehearsedCall, sizes: Sequence[int], around: Circumstances, numbers: Numbers) -> list[_Run]:
     """One run at each size; each from the same attributes, where these change and later calls do not depend on that."""
     try:
-        return _some_runs(call, sizes, around, floats, Changed.REFUSED)
+        return _some_runs(call, sizes, around, numbers, Changed.REFUSED)
     except ChangesAttribute:
-        runs = _some_runs(call, sizes, around, floats, Changed.PUT_BACK)
+        runs = _some_runs(call, sizes, around, numbers, Changed.PUT_BACK)
         with ThreadPoolExecutor(1) as thread:
-            if not thread.submit(independent, call, sizes[0], around, floats).result():
+            if not thread.submit(independent, call, sizes[0], around, numbers).result():
                 raise
         return runs
 
 
 def _some_runs(
-    call: RehearsedCall, sizes: Sequence[int], around: Circumstances, floats: Floats, changed: Changed
+    call: RehearsedCall, sizes: Sequence[int], around: Circumstances, numbers: Numbers, changed: Changed
 ) -> list[_Run]:
     """One run at each size, of the dearest of some draws if it draws random numbers."""
     made: dict[str, Any] = {}
@@ -121,7 +122,7 @@ def _some_runs(
         ends = [thread.submit(spots_of, call.held.module).result()]  # there, since threads have values of their own
 
         def run(size: int, seed: int) -> _Run:
-            done = thread.submit(_run, call, size, around, made, seed, floats, changed).result()
+            done = thread.submit(_run, call, size, around, made, seed, numbers, changed).result()
             ends.append(thread.submit(spots_of, call.held.module).result())
             elsewhere = lasting_spots(ends[-2], ends[-1])
             if elsewhere and len(ends) > 2:  # in the first run it may make a cache
@@ -199,11 +200,11 @@ def _run(
     around: Circumstances,
     made: dict[str, Any],
     seed: int,
-    floats: Floats,
+    numbers: Numbers,
     changed: Changed,
 ) -> _Run:
     held = call.held
-    found = Entering.of(call, size, around, floats)
+    found = Entering.of(call, size, around, numbers)
     args, kwargs = found.call
     device = torch.device(around.device_type)
     own = own_parameters(held) | {name: tensor.clone() for name, tensor in held.buffers.items()}

@@ -204,9 +204,9 @@ def _computed_later(
         for name, buffer in model.named_buffers():
             if held[name] is not buffer:  # it has put another in its place
                 replaced[name] = held[name].detach().clone()
-                if buffer.shape == held[name].shape:
+                if (buffer.shape, buffer.dtype) == (held[name].shape, held[name].dtype):
                     buffer.copy_(held[name])
-                else:  # it was empty until the first call
+                else:  # it was empty until the first call, or of another type
                     path, _, own_name = name.rpartition(".")
                     model.get_submodule(path)._buffers[own_name] = replaced[name].clone()
     between = PythonState.of(model)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import executor.pipeline
 from executor import Pipeline
@@ -21,6 +22,7 @@ from profiler import Cluster, LayerSequence, profile, trace
 from tests.executor.conftest import _plan as plan_for
 from tests.executor.random_orders import orders_for
 from tests.executor.same_result import random_segments
+from tests.models.random_called import AroundCalled, loss_around
 from tests.models.random_models import Recipe, RecipeModel, loss_of, sample
 
 WITHIN = 1e-9  # of the largest gradient, in float64
@@ -28,7 +30,7 @@ WITHIN = 1e-9  # of the largest gradient, in float64
 
 @dataclass(frozen=True)
 class Case:
-    """A plan for a recipe: `repr` is what a test holds."""
+    """A plan for a recipe, or for a model that has one `within` it: `repr` is what a test holds."""
 
     recipe: str
     batch_size: int
@@ -40,6 +42,12 @@ class Case:
     replicas: int = 1
     chunks: int = 1
     orders: tuple[str, ...] = ()
+    within: str = ""
+
+    @property
+    def asked(self) -> Asked:
+        """What is trained."""
+        return asked_of(Recipe.parse(self.recipe), self.within)
 
     def plan(self, sequence: LayerSequence) -> Plan:
         """The plan."""
@@ -67,12 +75,32 @@ class Case:
         return dataclasses.replace(self, cuts=(), recompute=((),), skips=False, schedule=schedule, chunks=1, orders=())
 
 
-def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int | None = None) -> Case:
-    """A plan at random cuts, of any schedule; with chunks where the number of stages allows them."""
+class Asked(NamedTuple):
+    """A model and its loss."""
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Tensor], Tensor]
+
+
+def asked_of(recipe: Recipe, within: str) -> Asked:
+    """Of a recipe by itself, or of a model that calls it as it is, in these ways."""
+    if within:
+        return Asked(AroundCalled(recipe, within), loss_around(recipe))
+    return Asked(RecipeModel(recipe), loss_of(recipe))
+
+
+def random_case(
+    recipe: Recipe, layers: int, chance: random.Random, stages: int | None = None, within: str = ""
+) -> Case:
+    """A plan at random cuts, of any schedule; with chunks where the number of stages allows them.
+
+    Micro-batches have two samples or more where the recipe's model is called as it is: see `by_hand`.
+    """
     replicas = chance.choice((1, 1, 1, 2))
     micro_batches = chance.choice((1, 2, 3, 4))
     ones = chance.random() < 0.6
-    batch_size = replicas * (micro_batches if ones else micro_batches * chance.choice((1, 2)) + chance.choice((0, 1)))
+    samples = micro_batches if ones else micro_batches * chance.choice((1, 2)) + chance.choice((0, 1))
+    samples += micro_batches if within else 0
     stages = min(stages or chance.choice((2, 2, 3, 4)), layers)
     cuts = tuple(sorted(chance.sample(range(1, layers), stages - 1)))
     segments = [random_segments(chance, *bounds) for bounds in pairwise([0, *cuts, layers])]
@@ -83,7 +111,7 @@ def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int 
     chunks = chance.choice([number for number in able if number > 1] or able)
     return Case(
         recipe=str(recipe),
-        batch_size=batch_size,
+        batch_size=replicas * samples,
         micro_batches=micro_batches,
         cuts=cuts,
         schedule=schedule,
@@ -92,6 +120,7 @@ def random_case(recipe: Recipe, layers: int, chance: random.Random, stages: int 
         recompute=tuple(map(tuple, segments)) if chance.random() < 0.5 else ((),) * stages,
         skips=chunks == 1 and chance.random() < 0.5,  # chunks relay their values
         replicas=replicas,
+        within=within,
     )
 
 
@@ -161,9 +190,9 @@ def target_of(size: int) -> Tensor:
 class Subject:
     """A recipe's model, traced once: what a pipeline traces again is the same."""
 
-    def __init__(self, recipe: str) -> None:
+    def __init__(self, recipe: str, within: str = "") -> None:
         self.recipe = Recipe.parse(recipe)
-        self.model = RecipeModel(self.recipe)
+        self.model, self.loss_fn = asked_of(self.recipe, within)
         self.sequence = trace(self.model, sample(4))
         self._buffers = {name: value.clone() for name, value in self.model.named_buffers()}
 
@@ -173,12 +202,12 @@ class Subject:
         for name, value in self.model.named_buffers():
             value.copy_(self._buffers[name])
         with mock.patch.object(executor.pipeline, "traced_as_planned", lambda model, plan: self.sequence):
-            pipe = Pipeline(self.model, case.plan(self.sequence), loss_fn=loss_of(self.recipe))
+            pipe = Pipeline(self.model, case.plan(self.sequence), loss_fn=self.loss_fn)
         loss = pipe.step(*sample(case.batch_size), target=target_of(case.batch_size))
         return Trained(
             loss.item(),
             {name: parameter.grad for name, parameter in pipe.named_parameters()},
-            {name: value.clone() for name, value in pipe.state_dict().items() if name[0] == "b"},
+            {name: value.clone() for name, value in pipe.state_dict().items() if name in self._buffers},
         )
 
 
@@ -189,9 +218,7 @@ def by_hand(case: Case) -> Trained:
     tensor of several samples and may not copy that of one. What is written later shows the difference, and a pipeline
     trains every micro-batch as the larger ones.
     """
-    recipe = Recipe.parse(case.recipe)
-    loss_fn = loss_of(recipe)
-    model = RecipeModel(recipe)
+    model, loss_fn = case.asked
     start = {name: value.clone() for name, value in model.named_buffers()}
     kept: dict[str, Tensor] = {}
     inputs, target = sample(case.batch_size), target_of(case.batch_size)

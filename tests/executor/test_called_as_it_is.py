@@ -1,15 +1,21 @@
 """Modules that are called as they are train as in a plain loop, also where their stage is recomputed."""
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
 from executor import Pipeline
 from planner import Plan
 from profiler import trace
+from tests.executor.adversary import Case, Subject, by_hand, random_case, wrong
+from tests.models.random_called import random_ways
+from tests.models.random_models import random_recipe
 
 WIDTH, BATCH, COUNT = 6, 8, 4
 
@@ -92,3 +98,36 @@ def test_as_a_plain_loop(kind: type[nn.Module], recompute: bool, schedule: str, 
     found = trained(model, lambda x, y: pipe.step(x, target=y))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+@settings(derandomize=True, deadline=None, max_examples=4)
+@given(st.integers(0, 2**32))
+def test_random_ones_train_as_they_would_alone(seed: int) -> None:
+    chance = random.Random(seed)
+    recipe, within = random_recipe(chance, chance.randint(3, 9)), random_ways(chance)
+    if not _trains(Case(str(recipe), batch_size=4, micro_batches=2, within=within)):
+        return
+    subject = Subject(str(recipe), within)
+    for _ in range(2):
+        case = random_case(recipe, len(subject.sequence), chance, within=within)
+        assert wrong(case, subject) == {}, case
+
+
+def _trains(case: Case) -> bool:
+    """Not all recipes do within another model, where their input has a gradient."""
+    try:
+        by_hand(case)
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_what_the_loss_does_not_read_is_not_gone_back_through() -> None:
+    """What a module returned was one node of the graph: where one value was read, all of it ran backward."""
+    case = Case(
+        "hyper 0 p0 p1 p2; attention 2; relu_ 2; view 4 24 | returns 5,3 | loss 5",
+        batch_size=4,
+        micro_batches=2,
+        within="looks",
+    )
+    assert wrong(case, Subject(case.recipe, case.within)) == {}

@@ -10,34 +10,31 @@ A plan is the only thing that passes from the planner to the executor.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
+from planner.plan.contradictions import check_plan, contradicting_times
 from planner.plan.first_format import in_later_form
-from planner.plan.order_text import check_order_texts, order_of_text
-from planner.plan.prediction import ROUNDING, Prediction
+from planner.plan.order_text import order_of_text
+from planner.plan.prediction import Prediction
 from planner.plan.schedules import (
     MOST_CHUNKS,
     SCHEDULE_OF_OLD_PLANS,
     SCHEDULES,
     Ring,
     ScheduleName,
-    check_chunks,
     known,
 )
-from planner.plan.stage import Skip, Stage, StageMemory, has_times_for, sizes_listed
+from planner.plan.stage import Skip, Stage, StageMemory
 from planner.plan.unused import Unused
 from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError, PlanFileError
 from profiler.field_types import Samples
 from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
 from profiler.sample_spec import SampleSpec
-from profiler.text import counted
 from profiler.value import Value, first_missing, read_file, write_atomically
 
 if TYPE_CHECKING:
@@ -186,144 +183,8 @@ class Plan(Value):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        samples = sum(self.micro_batch_sizes)
-        if samples * self.replicas != self.batch_size:
-            raise ValueError(
-                f"{self.replicas} times {counted(self.M, 'micro-batch')} of together "
-                f"{counted(samples, 'sample')} do not make up a batch of {self.batch_size}"
-            )
-        only = self.sample.only_micro_batch_size
-        if only is not None and {*self.micro_batch_sizes} != {only}:
-            raise ValueError(
-                f"the model was traced for micro-batches of {counted(only, 'sample')} alone, and these hold "
-                f"{min(self.micro_batch_sizes)} to {max(self.micro_batch_sizes)}"
-            )
-        given = {stage.rank for stage in self.stages}
-        if self.ranks != len(given):
-            raise ValueError(
-                f"the stages name {counted(len(given), 'rank')}, the highest of them {self.ranks - 1}; one is left out"
-            )
-        self._check_chunks()
-        self._check_tokens()
-        expected = 0
-        for position, stage in enumerate(self.stages):
-            if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
-                raise ValueError(
-                    f"stage {position} holds layers [{stage.first_layer}, {stage.stop_layer}), expected to start at "
-                    f"{expected} and hold at least one"
-                )
-            expected = stage.stop_layer
-            if not has_times_for(stage.times, self.micro_batch_sizes):
-                raise ValueError(f"stage {position} has times for micro-batches of {sizes_listed(stage.times)} samples")
-            if len(stage.devices) != self.replicas:
-                raise ValueError(
-                    f"stage {position} has {counted(len(stage.devices), 'device')} for "
-                    f"{counted(self.replicas, 'replica')}"
-                )
-            reached = stage.first_layer
-            for segment in stage.recompute:
-                if segment.first < reached or segment.stop > stage.stop_layer:
-                    raise ValueError(
-                        f"stage {position} recomputes layers [{segment.first}, {segment.stop}), which lie outside "
-                        f"[{reached}, {stage.stop_layer})"
-                    )
-                reached = segment.stop
-        if self.shard_optimizer and self.replicas == 1:
-            raise ValueError("shard_optimizer is true and there is 1 replica, with which none shares the optimizer")
-        self._check_skips()
-        self._check_orders()
+        check_plan(self)
         return self
-
-    def _contradicting_times(self) -> str | None:
-        """Of a file: passes that take time and that the plan has none of, or a rank that computes for too long."""
-        splits, counts = SCHEDULES[self.schedule].splits_backward, Counter(self.micro_batch_sizes)
-        busy_s = [0.0] * self.ranks
-        for position, stage in enumerate(self.stages):
-            for entry in stage.times:
-                if entry.recompute_s and not stage.recompute:
-                    return f"stage {position} recomputes nothing, and its recompute_s is {entry.recompute_s}"
-                if entry.weight_s and not splits:
-                    return (
-                        f"schedule {self.schedule!r} does not split the backward pass, and weight_s of stage "
-                        f"{position} is {entry.weight_s}"
-                    )
-                busy_s[stage.rank] += counts[entry.micro_batch_size] * (entry.forward_s + entry.backward_s)
-        longest_s = max(busy_s)
-        if longest_s <= self.prediction.step_s * (1 + ROUNDING):
-            return None
-        return (
-            f"the passes of rank {busy_s.index(longest_s)} take {longest_s:.6g} s of a step, and step_s is "
-            f"{self.prediction.step_s:.6g}"
-        )
-
-    def _check_chunks(self) -> None:
-        try:
-            check_chunks(self.schedule, self.K, self.chunks)
-        except ArgumentError as problem:
-            raise ValueError(str(problem)) from problem
-        if self.chunks == 1:
-            self._check_rank_memories()
-            return
-        ring = self.ring
-        if self.skips:
-            raise ValueError(
-                f"{counted(len(self.skips), 'skip')} with {self.chunks} chunks a rank; values are relayed from "
-                "chunk to chunk"
-            )
-        for position, stage in enumerate(self.stages):
-            rank = ring.rank_of(position)
-            if stage.rank != rank:
-                raise ValueError(
-                    f"stage {position} is on rank {stage.rank}; with {self.chunks} chunks on each of "
-                    f"{counted(ring.ranks, 'rank')} it belongs on rank {rank}"
-                )
-            if stage.devices != self.stages[rank].devices:
-                raise ValueError(f"stages {rank} and {position} are of one rank and on unlike devices")
-        self._check_rank_memories()
-        try:
-            _ = self.device_memories
-        except ArgumentError as problem:
-            raise ValueError(f"the memory of a rank's {self.chunks} chunks together: {problem}") from problem
-
-    def _check_rank_memories(self) -> None:
-        ranks = self.K // self.chunks
-        if len(self.rank_memories) not in ({0} if self.chunks == 1 else {0, ranks}):
-            raise ValueError(
-                f"rank_memories has {len(self.rank_memories)} entries for {ranks} ranks with {self.chunks} chunks on "
-                "each; give one a rank where these have several chunks, or none"
-            )
-
-    def _check_tokens(self) -> None:
-        given, tokens = self.prediction.tokens_per_s, self.sample.tokens
-        if given is not None and not isclose(given, self.prediction.samples_per_s * (tokens or 0), rel_tol=ROUNDING):
-            raise ValueError(
-                f"tokens_per_s is {given}, with {self.prediction.samples_per_s} samples_per_s of {tokens} tokens"
-            )
-
-    def _check_orders(self) -> None:
-        if not SCHEDULES[self.schedule].made_for_plan:
-            if self.orders:
-                raise ValueError(
-                    f"orders has {counted(len(self.orders), 'entry')}, and schedule {self.schedule!r} has its own"
-                )
-            return
-        try:
-            check_order_texts(self.orders, self.ring, self.M)
-        except ArgumentError as problem:
-            raise ValueError(str(problem)) from problem
-
-    def _check_skips(self) -> None:
-        if len({skip.ends for skip in self.skips}) != len(self.skips):
-            raise ValueError(f"{len(self.skips)} skips name a pair of stages twice")
-        for skip in self.skips:
-            if not skip.sender + 1 < skip.receiver < self.K:
-                raise ValueError(
-                    f"a skip leads from stage {skip.sender} to stage {skip.receiver} of {self.K}, and none lies between"
-                )
-            if not has_times_for(skip.times, self.micro_batch_sizes):
-                raise ValueError(
-                    f"the skip {skip.ends} has times for micro-batches of {sizes_listed(skip.times)} samples"
-                )
 
     @fits_its_arguments
     def save(self, path: str | Path) -> None:
@@ -345,7 +206,7 @@ class Plan(Value):
         missing = first_missing(plan.model_dump(mode="json"), json.loads(text)) if text == given else None
         if missing is not None:
             raise PlanFileError(f"{path}: {missing}: is missing, and files do not leave it out; save the plan anew")
-        contradiction = plan._contradicting_times()
+        contradiction = contradicting_times(plan)
         if contradiction is not None:
             raise PlanFileError(f"{path}: $: {contradiction}; save the plan anew")
         return plan

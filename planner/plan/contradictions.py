@@ -1,0 +1,167 @@
+"""What the fields of a plan may not say together, wherever it comes from; and of a file, what its times may not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import isclose
+from typing import TYPE_CHECKING
+
+from planner.plan.order_text import check_order_texts
+from planner.plan.prediction import ROUNDING
+from planner.plan.schedules import SCHEDULES, check_chunks
+from planner.plan.stage import has_times_for, sizes_listed
+from profiler.errors import ArgumentError
+from profiler.text import counted
+
+if TYPE_CHECKING:
+    from planner.plan.plan import Plan
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse a plan that contradicts itself.
+
+    Raises:
+        ValueError: the first thing that is wrong, with both numbers.
+        ArgumentError: of its schedule, chunks or orders.
+    """
+    for check in (_check_batch, _check_ranks, _check_chunks, _check_tokens, _check_stages, _check_skips, _check_orders):
+        check(plan)
+
+
+def _check_batch(plan: Plan) -> None:
+    samples = sum(plan.micro_batch_sizes)
+    if samples * plan.replicas != plan.batch_size:
+        raise ValueError(
+            f"{plan.replicas} times {counted(plan.M, 'micro-batch')} of together "
+            f"{counted(samples, 'sample')} do not make up a batch of {plan.batch_size}"
+        )
+    only = plan.sample.only_micro_batch_size
+    if only is not None and {*plan.micro_batch_sizes} != {only}:
+        raise ValueError(
+            f"the model was traced for micro-batches of {counted(only, 'sample')} alone, and these hold "
+            f"{min(plan.micro_batch_sizes)} to {max(plan.micro_batch_sizes)}"
+        )
+
+
+def _check_ranks(plan: Plan) -> None:
+    given = {stage.rank for stage in plan.stages}
+    if plan.ranks != len(given):
+        raise ValueError(
+            f"the stages name {counted(len(given), 'rank')}, the highest of them {plan.ranks - 1}; one is left out"
+        )
+    if plan.shard_optimizer and plan.replicas == 1:
+        raise ValueError("shard_optimizer is true and there is 1 replica, with which none shares the optimizer")
+
+
+def _check_stages(plan: Plan) -> None:
+    expected = 0
+    for position, stage in enumerate(plan.stages):
+        if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
+            raise ValueError(
+                f"stage {position} holds layers [{stage.first_layer}, {stage.stop_layer}), expected to start at "
+                f"{expected} and hold at least one"
+            )
+        expected = stage.stop_layer
+        if not has_times_for(stage.times, plan.micro_batch_sizes):
+            raise ValueError(f"stage {position} has times for micro-batches of {sizes_listed(stage.times)} samples")
+        if len(stage.devices) != plan.replicas:
+            raise ValueError(
+                f"stage {position} has {counted(len(stage.devices), 'device')} for {counted(plan.replicas, 'replica')}"
+            )
+        reached = stage.first_layer
+        for segment in stage.recompute:
+            if segment.first < reached or segment.stop > stage.stop_layer:
+                raise ValueError(
+                    f"stage {position} recomputes layers [{segment.first}, {segment.stop}), which lie outside "
+                    f"[{reached}, {stage.stop_layer})"
+                )
+            reached = segment.stop
+
+
+def _check_chunks(plan: Plan) -> None:
+    check_chunks(plan.schedule, plan.K, plan.chunks)
+    if plan.chunks == 1:
+        _check_rank_memories(plan)
+        return
+    ring = plan.ring
+    if plan.skips:
+        raise ValueError(
+            f"{counted(len(plan.skips), 'skip')} with {plan.chunks} chunks a rank; values are relayed from "
+            "chunk to chunk"
+        )
+    for position, stage in enumerate(plan.stages):
+        rank = ring.rank_of(position)
+        if stage.rank != rank:
+            raise ValueError(
+                f"stage {position} is on rank {stage.rank}; with {plan.chunks} chunks on each of "
+                f"{counted(ring.ranks, 'rank')} it belongs on rank {rank}"
+            )
+        if stage.devices != plan.stages[rank].devices:
+            raise ValueError(f"stages {rank} and {position} are of one rank and on unlike devices")
+    _check_rank_memories(plan)
+    try:
+        _ = plan.device_memories
+    except ArgumentError as problem:
+        raise ValueError(f"the memory of a rank's {plan.chunks} chunks together: {problem}") from problem
+
+
+def _check_rank_memories(plan: Plan) -> None:
+    ranks = plan.K // plan.chunks
+    if len(plan.rank_memories) not in ({0} if plan.chunks == 1 else {0, ranks}):
+        raise ValueError(
+            f"rank_memories has {len(plan.rank_memories)} entries for {ranks} ranks with {plan.chunks} chunks on "
+            "each; give one a rank where these have several chunks, or none"
+        )
+
+
+def _check_tokens(plan: Plan) -> None:
+    given, tokens = plan.prediction.tokens_per_s, plan.sample.tokens
+    if given is not None and not isclose(given, plan.prediction.samples_per_s * (tokens or 0), rel_tol=ROUNDING):
+        raise ValueError(
+            f"tokens_per_s is {given}, with {plan.prediction.samples_per_s} samples_per_s of {tokens} tokens"
+        )
+
+
+def _check_orders(plan: Plan) -> None:
+    if not SCHEDULES[plan.schedule].made_for_plan:
+        if plan.orders:
+            raise ValueError(
+                f"orders has {counted(len(plan.orders), 'entry')}, and schedule {plan.schedule!r} has its own"
+            )
+        return
+    check_order_texts(plan.orders, plan.ring, plan.M)
+
+
+def _check_skips(plan: Plan) -> None:
+    if len({skip.ends for skip in plan.skips}) != len(plan.skips):
+        raise ValueError(f"{len(plan.skips)} skips name a pair of stages twice")
+    for skip in plan.skips:
+        if not skip.sender + 1 < skip.receiver < plan.K:
+            raise ValueError(
+                f"a skip leads from stage {skip.sender} to stage {skip.receiver} of {plan.K}, and none lies between"
+            )
+        if not has_times_for(skip.times, plan.micro_batch_sizes):
+            raise ValueError(f"the skip {skip.ends} has times for micro-batches of {sizes_listed(skip.times)} samples")
+
+
+def contradicting_times(plan: Plan) -> str | None:
+    """Of a file: passes that take time and that the plan has none of, or a rank that computes for too long."""
+    splits, counts = SCHEDULES[plan.schedule].splits_backward, Counter(plan.micro_batch_sizes)
+    busy_s = [0.0] * plan.ranks
+    for position, stage in enumerate(plan.stages):
+        for entry in stage.times:
+            if entry.recompute_s and not stage.recompute:
+                return f"stage {position} recomputes nothing, and its recompute_s is {entry.recompute_s}"
+            if entry.weight_s and not splits:
+                return (
+                    f"schedule {plan.schedule!r} does not split the backward pass, and weight_s of stage "
+                    f"{position} is {entry.weight_s}"
+                )
+            busy_s[stage.rank] += counts[entry.micro_batch_size] * (entry.forward_s + entry.backward_s)
+    longest_s = max(busy_s)
+    if longest_s <= plan.prediction.step_s * (1 + ROUNDING):
+        return None
+    return (
+        f"the passes of rank {busy_s.index(longest_s)} take {longest_s:.6g} s of a step, and step_s is "
+        f"{plan.prediction.step_s:.6g}"
+    )

@@ -274,9 +274,14 @@ class Pipeline:
         )
 
     def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step of an optimizer of this pipeline: let the replicas have each other's share."""
-        known = {id(parameter) for parameter in self.parameters() if parameter.requires_grad}
-        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        """After a step of an optimizer of this pipeline: let the replicas have each other's share.
+
+        All processes do so at the same steps, also those whose parameters in it are frozen by now; one whose groups
+        are all empty is taken for this pipeline's, since that of another model has parameters.
+        """
+        own = {id(parameter) for parameter in (*self._placement.named_parameters().values(), self._stand_in)}
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if not held or not own.isdisjoint(held):
             with self.watch.call(Phase.EXCHANGE, {"the call": "optimizer.step"}):
                 self._shares.forget_state_of_others(optimizer)
                 self._shares.exchange()
@@ -453,11 +458,11 @@ class Pipeline:
             The norm before, in float64; the same in every process and for every K.
 
         Raises:
-            ArgumentError: `max_norm` is no number.
+            ArgumentError: `max_norm` is no number, or another one on another rank.
         """
         if not isinstance(max_norm, int | float | Tensor) or math.isnan(max_norm):
             raise ArgumentError(f"max_norm is {shown(max_norm)}; give a number, such as 1.0")
-        with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_"}):
+        with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_", "max_norm": f"{float(max_norm):.17g}"}):
             norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout, self._owners)
         if norm > max_norm:
             for parameter in self._placement.parameters.values():

@@ -136,8 +136,9 @@ class Feed:
         number = 0
         batches: Iterator[Any] = iter(())
         while True:
-            # The ranks compare what they do at the first batch; the words themselves keep them together from there on.
-            with self._watch.call(Phase.READING, {CALL: "batches"} if number == 0 else None):
+            # The ranks compare what they do at the first batch; the words themselves keep them together from there on,
+            # unless some have gone on to another call.
+            with self._watch.call(Phase.READING, {CALL: "batches"}, settled=number > 0):
                 if self._layout.process > 0:
                     batch = self._hear_of_batch()
                 else:

@@ -60,16 +60,27 @@ class Agreement:
         """Whether rank 0 alone brings the data of such calls; None before the ranks have met in one."""
         return self._from_first.get(kind)
 
-    def enter(self, number: int, given: Given) -> bool:
-        """This rank begins a call; whether it has to wait until all have said what they were given."""
+    def enter(self, number: int, given: Given, *, settled: bool = False) -> bool:
+        """This rank begins a call; whether it has to wait until all have said what they were given.
+
+        Args:
+            number: of the call.
+            given: what it was given.
+            settled: whether other words keep the ranks together in such calls: nothing is said of it, unless another
+                rank says something of the call with that number.
+        """
         self._given = {call: table for call, table in self._given.items() if call >= number - 1}
         self._said = {call for call in self._said if call >= number - 1}
         given = self._not_settled(self._rank, given)
         table = self._given.setdefault(number, {})
-        if table or given != self._last:
+        if table or (given != self._last and not settled):
             self._said.add(number)
         kind = given.get(CALL, "")
-        wait = given != self._last_of_kind.get(kind) or any(given != other for other in table.values())
+        differs = any(given != other for other in table.values())
+        if settled:
+            table[self._rank] = given
+            return differs
+        wait = given != self._last_of_kind.get(kind) or differs
         table[self._rank] = self._last = self._last_of_kind[kind] = given
         return wait
 

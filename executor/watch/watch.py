@@ -98,12 +98,13 @@ class Watch:
         self._groups.append(group)
 
     @contextlib.contextmanager
-    def call(self, phase: Phase, given: Given | None = None) -> Iterator[None]:
+    def call(self, phase: Phase, given: Given | None = None, *, settled: bool = False) -> Iterator[None]:
         """A call that all ranks make together.
 
         Args:
             phase: that the call begins with.
             given: what all ranks must have been given alike; see `executor.watch.agreement`.
+            settled: whether other words keep the ranks together in it; see `Agreement.enter`.
 
         Raises:
             PlanError: something failed, here or on another rank; the same error everywhere.
@@ -115,7 +116,7 @@ class Watch:
             self.log.phase(phase)
             self._raise_known()
             if given is not None and self._mesh is not None:
-                self._agree(given)
+                self._agree(given, settled=settled)
                 self.log.phase(phase)
             yield
             self._raise_aborted()
@@ -177,10 +178,10 @@ class Watch:
         if self._aborted:
             self._raise_known()
 
-    def _agree(self, given: Given) -> None:
+    def _agree(self, given: Given, *, settled: bool) -> None:
         number = self.log.calls
         with self._changed:
-            wait = self._agreement.enter(number, given)
+            wait = self._agreement.enter(number, given, settled=settled)
             self._say_given(number)
             self._accuse(self._agreement.difference(number))
         if wait:

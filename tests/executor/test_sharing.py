@@ -96,6 +96,50 @@ def test_equal_in_every_bit_to_replicas_that_share_nothing(
     assert sum(sum(part[2]) for part in parts) >= sum(kept), "all keep all of it together"
 
 
+def few_parameters() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Sigmoid())
+
+
+def by_groups(plan: Plan) -> list[float]:
+    """Groups by name, empty in a process whose stages have no parameters."""
+    pipe = Pipeline(few_parameters(), plan, loss_fn=functional.mse_loss)
+    named = list(pipe.named_parameters())
+    groups = [[one for name, one in named if name.endswith(kind)] for kind in ("bias", "weight")]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
+    return some_steps(pipe, optimizer, 3)
+
+
+def frozen_later(plan: Plan) -> list[float]:
+    """All parameters of the first stage are frozen in the midst of training."""
+    pipe = Pipeline(few_parameters(), plan, loss_fn=functional.mse_loss)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    losses = some_steps(pipe, optimizer, 2)
+    for name, parameter in pipe.named_parameters():
+        parameter.requires_grad_(not name.startswith("0."))
+    return losses + some_steps(pipe, optimizer, 20)
+
+
+def some_steps(pipe: Pipeline, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    losses = []
+    for x, y in pipe.batches([(torch.ones(8, 4), torch.zeros(8, 4))] * count):
+        losses.append(pipe.step(x, target=y).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(("script", "cut"), [(by_groups, 4), (frozen_later, 2)])
+def test_all_exchange_whatever_their_own_parameters_are(
+    script: Callable[[Plan], list[float]], cut: int, plan_for: Callable[..., Plan]
+) -> None:
+    """Those that had none to step, or none any more, left the exchange out, and the ranks waited for each other."""
+    traced = trace(few_parameters(), torch.ones(8, 4))
+    settings: dict[str, Any] = {"batch_size": 8, "micro_batches": 2, "replicas": 2}
+    expected = script(plan_for(traced, [cut], **settings))
+    assert launch(script, plan_for(traced, [cut], **settings, shard_optimizer=True)) == [expected] * 4
+
+
 def saved(plan: Plan, folder: Path) -> list[float]:
     pipe = Pipeline(Words(), plan, loss_fn=loss_fn)
     optimizer = OPTIMIZERS["AdamW"](pipe.parameters())

@@ -1,14 +1,17 @@
-"""What the fields of a plan may not say together, wherever it comes from; and of a file, what its times may not."""
+"""What the fields of a plan may not say together, wherever it comes from; and of a file, what its figures may not."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 from math import isclose
 from typing import TYPE_CHECKING
 
 from planner.plan.order_text import check_order_texts
 from planner.plan.prediction import ROUNDING
 from planner.plan.schedules import SCHEDULES, check_chunks
+from planner.plan.simulator import plan_optimizer_s
 from planner.plan.stage import has_times_for, sizes_listed
 from profiler.errors import ArgumentError
 from profiler.text import counted
@@ -144,24 +147,77 @@ def _check_skips(plan: Plan) -> None:
             raise ValueError(f"the skip {skip.ends} has times for micro-batches of {sizes_listed(skip.times)} samples")
 
 
-def contradicting_times(plan: Plan) -> str | None:
-    """Of a file: passes that take time and that the plan has none of, or a rank that computes for too long."""
-    splits, counts = SCHEDULES[plan.schedule].splits_backward, Counter(plan.micro_batch_sizes)
-    busy_s = [0.0] * plan.ranks
+def contradicting_figures(plan: Plan) -> str | None:
+    """The first thing that a file says and the rest of it denies; plans that are made up for a test may say it."""
+    return next(chain(_passes_that_are_not(plan), _devices(plan), _totals(plan)), None)
+
+
+def _passes_that_are_not(plan: Plan) -> Iterator[str]:
+    """What takes time, and the plan has none of."""
+    splits = SCHEDULES[plan.schedule].splits_backward
+    last = plan.K - 1
     for position, stage in enumerate(plan.stages):
+        if stage.all_reduce_s and plan.replicas == 1:
+            yield f"there is 1 replica, and all_reduce_s of stage {position} is {stage.all_reduce_s}"
+        if stage.memory.deferred and not splits:
+            yield (
+                f"schedule {plan.schedule!r} does not split the backward pass, and stage {position} keeps "
+                f"{stage.memory.deferred} bytes for later"
+            )
         for entry in stage.times:
             if entry.recompute_s and not stage.recompute:
-                return f"stage {position} recomputes nothing, and its recompute_s is {entry.recompute_s}"
+                yield f"stage {position} recomputes nothing, and its recompute_s is {entry.recompute_s}"
             if entry.weight_s and not splits:
-                return (
+                yield (
                     f"schedule {plan.schedule!r} does not split the backward pass, and weight_s of stage "
                     f"{position} is {entry.weight_s}"
                 )
-            busy_s[stage.rank] += counts[entry.micro_batch_size] * (entry.forward_s + entry.backward_s)
-    longest_s = max(busy_s)
-    if longest_s <= plan.prediction.step_s * (1 + ROUNDING):
-        return None
-    return (
-        f"the passes of rank {busy_s.index(longest_s)} take {longest_s:.6g} s of a step, and step_s is "
-        f"{plan.prediction.step_s:.6g}"
-    )
+            if entry.send_forward_s and position == last:
+                yield f"stage {position} is the last one, and its send_forward_s is {entry.send_forward_s}"
+            if entry.send_backward_s and position == 0:
+                yield f"stage 0 is the first one, and its send_backward_s is {entry.send_backward_s}"
+
+
+def _devices(plan: Plan) -> Iterator[str]:
+    """What a device cannot hold, and replicas that are not alike."""
+    for position, memory in enumerate(plan.device_memories):
+        device = plan.stages[position].devices[0]
+        if memory.total > device.memory_bytes:
+            yield (
+                f"{counted(memory.total, 'byte')} of memory on {device.name}, number {position}, which has "
+                f"{device.memory_bytes}"
+            )
+    for position, stage in enumerate(plan.stages):
+        first, *others = stage.devices
+        for other in others:
+            if other.model_copy(update={"name": first.name}) != first:
+                yield (
+                    f"the replicas' devices of stage {position} are equal but for their names, and {other.name} is "
+                    f"{other.kind} of {other.memory_bytes} bytes, {first.name} {first.kind} of {first.memory_bytes}"
+                )
+
+
+def _totals(plan: Plan) -> Iterator[str]:
+    """Sums of what is said of stages, and what the prediction says."""
+    said, counts = plan.prediction, Counter(plan.micro_batch_sizes)
+    least_s, most_s = [0.0] * plan.ranks, [0.0] * plan.ranks
+    for stage in plan.stages:
+        for entry in stage.times:
+            passes_s = counts[entry.micro_batch_size] * (entry.forward_s + entry.backward_s)
+            least_s[stage.rank] += passes_s
+            most_s[stage.rank] += passes_s + counts[entry.micro_batch_size] * entry.recompute_s
+    busiest = least_s.index(max(least_s))
+    if least_s[busiest] > said.step_s * (1 + ROUNDING):
+        yield (f"the passes of rank {busiest} take {least_s[busiest]:.6g} s of a step, and step_s is {said.step_s:.6g}")
+    if not isclose(said.samples_per_s * said.step_s, plan.batch_size, rel_tol=ROUNDING):
+        yield f"samples_per_s is {said.samples_per_s}, with {plan.batch_size} samples in {said.step_s} s"
+    optimizer_s = plan_optimizer_s(plan)
+    if not isclose(said.optimizer_s, optimizer_s, rel_tol=ROUNDING, abs_tol=ROUNDING * said.step_s):
+        yield f"optimizer_s is {said.optimizer_s}, and by the stages it is {optimizer_s}"
+    pipelined_s = plan.ranks * (said.step_s - said.optimizer_s)
+    if pipelined_s > 0:
+        copies = any(sum(one.copied) for one in (*plan.stages, *plan.skips))
+        least = 0.0 if copies else 1 - sum(most_s) / pipelined_s
+        most = 1 - sum(least_s) / pipelined_s
+        if not least - ROUNDING <= said.bubble <= most + ROUNDING:
+            yield f"bubble is {said.bubble}, and by the passes of all stages it is {max(0.0, least)} to {most}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
-from planner.plan.contradictions import check_plan, contradicting_times
+from planner.plan.contradictions import check_plan, contradicting_figures
 from planner.plan.first_format import in_later_form
 from planner.plan.order_text import order_of_text
 from planner.plan.prediction import Prediction
@@ -206,7 +206,7 @@ class Plan(Value):
         missing = first_missing(plan.model_dump(mode="json"), json.loads(text)) if text == given else None
         if missing is not None:
             raise PlanFileError(f"{path}: {missing}: is missing, and files do not leave it out; save the plan anew")
-        contradiction = contradicting_times(plan)
+        contradiction = contradicting_figures(plan)
         if contradiction is not None:
             raise PlanFileError(f"{path}: $: {contradiction}; save the plan anew")
         return plan

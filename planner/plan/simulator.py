@@ -205,13 +205,13 @@ def simulate_plan(plan: Plan, *, events: bool = True) -> Timeline:
     return simulate(
         plan.actions(),
         Durations.of(plan),
-        optimizer_s=_optimizer_s(plan),
+        optimizer_s=plan_optimizer_s(plan),
         events=events,
     )
 
 
-def _optimizer_s(plan: Plan) -> float:
-    """Of the slowest rank; where each stage has a list of its own, of the slowest stage."""
+def plan_optimizer_s(plan: Plan) -> float:
+    """Seconds of the slowest rank's optimizer; where each stage has a list of its own, of the slowest stage's."""
     ends_s = [stage.all_reduce_s + stage.optimizer_s for stage in plan.stages]
     return max(sum(ends_s[stage] for stage in plan.ring.stages_of(rank)) for rank in range(plan.ring.ranks))
 

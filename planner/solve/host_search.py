@@ -200,7 +200,8 @@ def _shapes(problem: Problem, starts: list[Balance]) -> Iterator[Problem]:
     for stages, replicas in (*even, *near):
         shape = stages, replicas
         fixed = settings.stages in (None, stages) and settings.replicas in (None, replicas)
-        if shape in seen or not fixed or not 1 <= stages <= min(settings.max_stages, problem.layers) or settings.chunks > 1:
+        able = 1 <= stages <= min(settings.max_stages, problem.layers)
+        if shape in seen or not fixed or not able or settings.chunks > 1:
             continue
         seen.add(shape)
         if len(seen) > MOST_SHAPES:

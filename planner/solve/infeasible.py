@@ -136,11 +136,14 @@ def _not_found_text(problem: Problem, candidate: Candidate, stops: Iterable[int]
     cuts = ", ".join(names[stop].name for stop in inner)
     chunks = f" in {ring.chunks} chunks a rank" if ring.chunks > 1 else ""
     limit_s = problem.settings.time_limit_s
-    longer = "" if limit_s is None else f"a time_limit_s of more than {limit_s:g} s, or "
+    longer = "" if limit_s is None else f", or a time_limit_s of more than {limit_s:g} s, which may find others"
+    replicas = f", R = {candidate.replicas}" if problem.settings.replicas is None else ""
+    settings = f"schedule, stages{', replicas' if replicas else ''} and micro_batches"
     return (
         f'no plan was found, though one fits the memory: with schedule="{candidate.schedule}", '
-        f"K = {counted(len(inner) + 1, 'stage')}{chunks}, M = {counted(candidate.split.count, 'micro-batch')}"
-        f"{f' and cuts before {cuts}' if cuts else ''}. Set {longer}schedule, stages and micro_batches so"
+        f"K = {counted(len(inner) + 1, 'stage')}{chunks}{replicas}, "
+        f"M = {counted(candidate.split.count, 'micro-batch')}{f' and cuts before {cuts}' if cuts else ''}. "
+        f"Set {settings} so{longer}"
     )
 
 

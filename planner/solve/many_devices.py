@@ -113,7 +113,7 @@ def _merged(
         memory_bytes = extent(one.device.memory_bytes for one in group)
         members = tuple(sorted(member for one in group for member in one.members))
         device = slowest.model_copy(update={"memory_bytes": memory_bytes})
-        classes.append(DeviceClass(device, members, group[0].pinned))
+        classes.append(DeviceClass(device, members, group[0].pinned, tuple(len(one.members) for one in group)))
     return replace(problem, classes=tuple(classes))
 
 
@@ -121,7 +121,7 @@ def _on_members(problem: Problem, found: Balance, groups: Sequence[Sequence[Devi
     """The plan on the devices themselves, if it fits: what needs most memory on the largest of its group."""
     position_of = {id(one): position for position, one in enumerate(problem.classes)}
     left = [
-        sorted((one for one in group for _ in range(len(one.members) // found.candidate.replicas)),
+        sorted((one for one in group for _ in range(one.capacity(found.candidate.replicas))),
                key=lambda one: one.device.memory_bytes)
         for group in groups
     ]  # fmt: skip

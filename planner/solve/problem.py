@@ -30,15 +30,17 @@ class DeviceClass:
         device: one of them, with the memory limit in force.
         members: positions of all of them among the given devices.
         pinned: whether a rule pins layers to it; it is then alone in its class.
+        alike: how many of them are equal indeed, where similar ones are taken for equal; all if empty.
     """
 
     device: Device
     members: tuple[int, ...]
     pinned: bool
+    alike: tuple[int, ...] = ()
 
     def capacity(self, replicas: int) -> int:
-        """How many stages they can run, each on one device in every replica."""
-        return len(self.members) // replicas
+        """How many stages they can run, each on one device in every replica, which are equal."""
+        return sum(count // replicas for count in self.alike or (len(self.members),))
 
 
 @dataclass(frozen=True, slots=True)

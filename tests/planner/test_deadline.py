@@ -285,7 +285,7 @@ def test_without_any_plan_a_search_goes_on_past_its_limit_but_not_for_ever(profi
     found = re.fullmatch(
         r"no plan was found, though one fits the memory: with "
         r'schedule="1f1b", K = 4 stages, M = 16 micro-batches and cuts before (\w+), (\w+), (\w+)\. '
-        r"Set a time_limit_s of more than 1e-06 s, or .*",
+        r"Set schedule, stages and micro_batches so, or a time_limit_s of more than 1e-06 s, which may find others.*",
         str(caught.value),
     )
     assert found is not None, caught.value
@@ -308,3 +308,14 @@ def test_chunks_that_fit_and_were_not_found_are_named(profile_of, device, monkey
         str(caught.value),
     )
     assert found is not None, caught.value
+
+
+def test_what_is_found_in_haste_is_tried_with_more_replicas(profile_of, device):
+    """The one that needs least memory has 1: on 1,024 devices its step took 500 times as long as that of another."""
+    rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 3 for size in (1, 2, 4, 8)}
+    profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e9),))
+    asked: SettingKeywords = {"schedule": "gpipe", "replicas": "auto"}
+    plan = plan_from_profile(profile, [device()] * 64, batch_size=1024, time_limit_s=1e-6, **asked)
+    one = plan_from_profile(profile, [device()] * 64, batch_size=1024, replicas=1, schedule="gpipe")
+    assert plan.replicas > 1
+    assert plan.prediction.step_s < one.prediction.step_s / 4

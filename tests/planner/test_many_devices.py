@@ -77,3 +77,17 @@ def test_no_bound_forgets_what_was_not_searched(profile_of, device):
     found = balance_any(late, reached)
     assert found is not None
     assert found.lower_bound_s <= best.step_s
+
+
+def test_replicas_of_a_stage_are_on_devices_that_are_equal_indeed(profile_of, device):
+    """Of 1,024 devices with four memories one class was made, and 1,024 replicas found that no such devices can run."""
+    rows = {("a", size): [[0.5 * size, 0.0, 1.0 * size, 10 * size, 4, 8, 8]] * 2 for size in (1, 2, 4)}
+    devices = [device("a", 10_000)] * 32 + [device("a", 5_000 + more) for more in range(8)]
+    asked: SettingKeywords = {"replicas": "auto", "micro_batches_per_stage": 1, "schedule": "gpipe"}
+    problem = make_problem(profile_of(rows), devices, batch_size=160, optimizer=None, settings=asked)
+    assert len(with_fewer_classes(problem).classes) < len(problem.classes)
+    found = balance_any(problem)
+    fixed = balance_any(replace(problem, settings=replace(problem.settings, replicas=32)))
+    assert found is not None
+    assert fixed is not None
+    assert found.step_s <= fixed.step_s

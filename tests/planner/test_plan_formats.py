@@ -267,21 +267,41 @@ def test_a_file_without_one_of_its_keys_is_refused_or_means_the_same(name: str, 
         assert found == whole or named.endswith(LEFT_OUT), (path, value)
 
 
+def _in_times(fields: dict[str, Any], stage: int, **changes: float) -> None:
+    for entry in fields["stages"][stage]["times"]:
+        entry.update(changes)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda fields: fields.update(schedule="1f1b"), "'1f1b' does not split the backward pass, and weight_s"),
+        (lambda fields: fields.update(schedule="1f1b"), "'1f1b' does not split the backward pass, and stage 0 keeps"),
         (lambda fields: fields["stages"][1].update(recompute=[]), "stage 1 recomputes nothing, and its recompute_s"),
         (
             lambda fields: [entry.update(forward_s=entry["forward_s"] * 1e3) for entry in fields["stages"][0]["times"]],
             "the passes of rank 0 take",
         ),
         (lambda fields: fields["stages"][0].pop("all_reduce_s"), "$.stages[0].all_reduce_s: is missing"),
+        (
+            lambda fields: fields["stages"][0].update(all_reduce_s=0.5),
+            "there is 1 replica, and all_reduce_s of stage 0",
+        ),
+        (lambda fields: _in_times(fields, -1, send_forward_s=1e-9), "is the last one, and its send_forward_s"),
+        (
+            lambda fields: _in_times(fields, 0, send_backward_s=1e-9),
+            "stage 0 is the first one, and its send_backward_s",
+        ),
+        (lambda fields: fields["prediction"].update(samples_per_s=1e9), "samples_per_s is 1000000000.0, with"),
+        (lambda fields: fields["prediction"].update(optimizer_s=0.0), "optimizer_s is 0.0, and by the stages it is"),
+        (lambda fields: fields["prediction"].update(bubble=0.0), "bubble is 0.0, and by the passes of all stages"),
+        (lambda fields: fields["prediction"].update(bubble=1.0), "bubble is 1.0, and by the passes of all stages"),
+        (lambda fields: fields["stages"][0]["memory"].update(parameters=2**50), "bytes of memory on"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(
     change: Callable[[dict[str, Any]], object], said: str, tmp_path: Path
 ) -> None:
+    """Of a plan that says one thing of its stages and another one of them all, or of what no plan has."""
     name = "plan-2-skips.json" if "recompute" in said else "plan-2-orders.json"
     fields = json.loads((FORMATS / name).read_text(encoding="utf-8"))
     if "split" in said:

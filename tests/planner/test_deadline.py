@@ -314,8 +314,8 @@ def test_what_is_found_in_haste_is_tried_with_more_replicas(profile_of, device):
     """The one that needs least memory has 1: on 1,024 devices its step took 500 times as long as that of another."""
     rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 10, 4, 8, 8]] * 3 for size in (1, 2, 4, 8)}
     profile = profile_of(rows, links=(Link(latency_s=0.0, bytes_per_s=1e9),))
-    asked: SettingKeywords = {"schedule": "gpipe", "replicas": "auto"}
-    plan = plan_from_profile(profile, [device()] * 64, batch_size=1024, time_limit_s=1e-6, **asked)
+    asked: SettingKeywords = {"schedule": "gpipe", "replicas": "auto", "time_limit_s": 1e-6}
+    plan = plan_from_profile(profile, [device()] * 64, batch_size=1024, **asked)
     one = plan_from_profile(profile, [device()] * 64, batch_size=1024, replicas=1, schedule="gpipe")
     assert plan.replicas > 1
     assert plan.prediction.step_s < one.prediction.step_s / 4

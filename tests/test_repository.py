@@ -54,8 +54,9 @@ IN_ONE_FILE = {
     *(("planner/kernel/compiled.py", part) for part in ("_cache", "_cache_file", "_source_stamp")),  # numba's
 }
 
-# Where a value shows itself: one-line delegates at the end of its class, imported when they are called.
+# Where a value shows itself, or is held against itself: one-line delegates, imported when they are called.
 VIEWS = {
+    ("planner.plan.plan", "planner.plan.contradictions"),
     ("planner.plan.plan", "planner.explain"),
     ("planner.plan.plan", "planner.export.export"),
     ("planner.plan.plan", "planner.export.target"),

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from planner.plan.actions import Schedule, make_schedule
-from planner.plan.contradictions import check_plan, contradicting_figures
 from planner.plan.first_format import in_later_form
 from planner.plan.order_text import order_of_text
 from planner.plan.prediction import Prediction
@@ -183,6 +182,8 @@ class Plan(Value):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        from planner.plan.contradictions import check_plan
+
         check_plan(self)
         return self
 
@@ -200,6 +201,8 @@ class Plan(Value):
             PlanFileError: the file is missing, cut off, or holds no plan of this or an earlier version; the message
                 gives the JSON path of the first thing that is wrong.
         """
+        from planner.plan.contradictions import contradicting_figures
+
         given = read_file(path, "plan", PlanFileError)
         text = in_later_form(given)
         plan = cls.parse_json(text, source=str(path), error=PlanFileError)

@@ -113,7 +113,8 @@ def _merged(
         memory_bytes = extent(one.device.memory_bytes for one in group)
         members = tuple(sorted(member for one in group for member in one.members))
         device = slowest.model_copy(update={"memory_bytes": memory_bytes})
-        classes.append(DeviceClass(device, members, group[0].pinned, tuple(len(one.members) for one in group)))
+        alike = tuple(len(one.members) for one in group) if len(group) > 1 else ()
+        classes.append(DeviceClass(device, members, group[0].pinned, alike))
     return replace(problem, classes=tuple(classes))
 
 

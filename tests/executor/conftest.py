@@ -155,6 +155,12 @@ def _plan(
         stages=stages,
         skips=plan_skips(routes, lambda *_: None, sorted(set(sizes))),
         prediction=Prediction(
-            step_s=1.0, optimizer_s=0.0, bubble=0.0, samples_per_s=1.0, lower_bound_s=1.0, gap=0.0, one_device_s=1.0
+            step_s=1.0,
+            optimizer_s=0.0,
+            bubble=1 - 1 / len({stage.rank for stage in stages}),
+            samples_per_s=float(batch_size),
+            lower_bound_s=1.0,
+            gap=0.0,
+            one_device_s=1.0,
         ),
     )

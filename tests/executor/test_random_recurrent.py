@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.executor.trials_of_models import check
+from tests.torch_here import needs_lstm_in_bfloat16
 
 WIDTH, LENGTH = 4, 3
 
@@ -141,6 +142,7 @@ class Converted(nn.Module):
         return self.leave(x.mean(1))
 
 
+@needs_lstm_in_bfloat16
 def test_what_a_region_converts_itself() -> None:
     """It was float32 in the export, which checks that: "gives a result whose shape or value depends on data"."""
     x = torch.cos(torch.arange(6 * LENGTH * WIDTH) * 1.7).reshape(6, LENGTH, WIDTH)

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from executor import Pipeline, launch
 from planner import ArgumentError, Plan
 from profiler import trace
+from tests.torch_here import needs_lstm_in_bfloat16
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -259,6 +260,7 @@ def in_a_region(plan: Plan) -> tuple[float, dict[str, Tensor]]:
     return loss, {name: own.grad for name, own in pipe.named_parameters() if own.grad is not None}
 
 
+@needs_lstm_in_bfloat16
 def test_an_lstm_in_an_autocast_region_is_sent_in_its_type(plan_for: Callable[..., Plan]) -> None:
     """It was traced as float32, for an export switches oneDNN off; K processes rounded elsewhere than one."""
     sequence = trace(InARegion(), X)

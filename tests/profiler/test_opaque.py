@@ -24,6 +24,7 @@ from profiler.run.parameter_pool import ParameterPool
 from tests.coverage.fidelity import by_one, difference, eager, run, same_bits, some_cuts
 from tests.coverage.model_list import Case
 from tests.executor.conftest import _plan as plan_for
+from tests.torch_here import needs_lstm_in_bfloat16
 
 CLOSE = 1e-5
 
@@ -573,14 +574,11 @@ class InARegion(nn.Module):
         return found
 
 
+@needs_lstm_in_bfloat16
 def test_a_rehearsal_may_use_the_libraries_of_training() -> None:
     """An export switches oneDNN off, and an LSTM under autocast returned float32 there and bfloat16 in training."""
     torch.manual_seed(0)
     model, x = InARegion(Packs()), torch.randn(8, 4, 8)
-    try:
-        model(x)
-    except RuntimeError as problem:
-        pytest.skip(f"torch has no LSTM in bfloat16 for this processor: {problem}")
     enabled = torch.backends.mkldnn.enabled
     sequence = trace(model, x[:2], keep_together=["inner"])
     assert torch.backends.mkldnn.enabled == enabled

@@ -15,6 +15,7 @@ def _has_lstm_in_bfloat16() -> bool:
     return True
 
 
+HAS_LSTM_IN_BFLOAT16 = _has_lstm_in_bfloat16()
 needs_lstm_in_bfloat16 = pytest.mark.skipif(
-    not _has_lstm_in_bfloat16(), reason="torch has no LSTM in bfloat16 for this processor"
+    not HAS_LSTM_IN_BFLOAT16, reason="torch has no LSTM in bfloat16 for this processor"
 )

@@ -1,10 +1,13 @@
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from planner.from_profile import plan_from_profile
+from planner.keywords import SettingKeywords
 from planner.plan.plan import Plan
-from profiler.errors import PlanFileError
+from profiler.errors import InfeasibleError, PlanFileError
 
 ROW = (0.25, 0.25, 0.5, 10, 4, 8, 8)
 
@@ -21,6 +24,43 @@ def test_round_trip_with_the_same_bytes_twice(plan, tmp_path):
     loaded.save(tmp_path / "again.json")
     assert loaded == plan
     assert (tmp_path / "plan.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+
+
+@pytest.mark.parametrize("seconds_per_byte", [1e-9, 3.7, 3.7e8])
+def test_an_optimizer_that_takes_nearly_all_of_a_step_is_no_contradiction(
+    profile_of, device, tmp_path, seconds_per_byte
+):
+    """What the passes take is a difference then, of which few digits are left, and the file was refused."""
+    rows = {("a", size): [(0.31 * size, 0.1, 0.73 * size, 10, 4, 8, 8)] * 3 for size in (1, 4)}
+    profile = profile_of(rows, parameters=[(10**7, True)], readers=[[0], [], []], optimizer=(seconds_per_byte, 1.0))
+    plan = plan_from_profile(profile, [device(), device()], batch_size=9, stages=2)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@given(data=st.data())
+@settings(max_examples=20, deadline=None, suppress_health_check=[*HealthCheck])
+def test_any_plan_is_what_is_read_back(profiles, device, tmp_path, data):
+    """None contradicts itself."""
+    profile = data.draw(profiles(most_layers=5))
+    seconds_per_byte = data.draw(st.sampled_from((0.0, 1e-9, 3.7, 3.7e8)))
+    optimizers = tuple(one.model_copy(update={"seconds_per_byte": seconds_per_byte}) for one in profile.optimizers)
+    profile = profile.model_copy(update={"optimizers": optimizers})
+    asked: SettingKeywords = {
+        "micro_batches_per_stage": 1,
+        "schedule": data.draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "auto"))),
+        "replicas": data.draw(st.sampled_from((1, "auto"))),
+        "recompute": data.draw(st.sampled_from(("auto", "always"))),
+    }
+    if asked["schedule"] == "interleaved":
+        asked["chunks"] = 2
+    devices = [device(kind, 1500) for kind in data.draw(st.sampled_from(("aaaa", "aabb")))]
+    try:
+        plan = plan_from_profile(profile, devices, batch_size=data.draw(st.sampled_from((4, 8))), **asked)
+    except InfeasibleError:
+        return
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
 
 
 def change(path, value):

@@ -56,7 +56,6 @@ IN_ONE_FILE = {
 
 # Where a value shows itself, or is held against itself: one-line delegates, imported when they are called.
 VIEWS = {
-    ("planner.plan.plan", "planner.plan.contradictions"),
     ("planner.plan.plan", "planner.explain"),
     ("planner.plan.plan", "planner.export.export"),
     ("planner.plan.plan", "planner.export.target"),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import fsum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from planner.plan.plan_fields import PlanFields
 from planner.plan.simulator import Durations, simulate
-
-if TYPE_CHECKING:
-    from planner.plan.plan import Plan
 
 MOST_PASSES = 100_000
 """Passes of all micro-batches through all stages up to which a report simulates; it takes 0.4 s then [measured]."""
@@ -28,7 +26,7 @@ class BubbleParts(NamedTuple):
     imbalance: float
 
 
-def bubble_parts(plan: Plan) -> BubbleParts | None:
+def bubble_parts(plan: PlanFields) -> BubbleParts | None:
     """What the bubble of a plan consists of; None for a plan of more than `MOST_PASSES` passes."""
     if plan.K * plan.M > MOST_PASSES:
         return None

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from math import isclose, ulp
-from typing import TYPE_CHECKING
 
 from planner.plan.order_text import check_order_texts
+from planner.plan.plan_fields import PlanFields
 from planner.plan.prediction import ROUNDING
 from planner.plan.schedules import SCHEDULES, check_chunks
 from planner.plan.simulator import plan_optimizer_s
@@ -16,11 +16,8 @@ from planner.plan.stage import has_times_for, sizes_listed
 from profiler.errors import ArgumentError
 from profiler.text import counted
 
-if TYPE_CHECKING:
-    from planner.plan.plan import Plan
 
-
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: PlanFields) -> None:
     """Refuse a plan that contradicts itself.
 
     Raises:
@@ -31,7 +28,7 @@ def check_plan(plan: Plan) -> None:
         check(plan)
 
 
-def _check_batch(plan: Plan) -> None:
+def _check_batch(plan: PlanFields) -> None:
     samples = sum(plan.micro_batch_sizes)
     if samples * plan.replicas != plan.batch_size:
         raise ValueError(
@@ -46,7 +43,7 @@ def _check_batch(plan: Plan) -> None:
         )
 
 
-def _check_ranks(plan: Plan) -> None:
+def _check_ranks(plan: PlanFields) -> None:
     given = {stage.rank for stage in plan.stages}
     if plan.ranks != len(given):
         raise ValueError(
@@ -56,7 +53,7 @@ def _check_ranks(plan: Plan) -> None:
         raise ValueError("shard_optimizer is true and there is 1 replica, with which none shares the optimizer")
 
 
-def _check_stages(plan: Plan) -> None:
+def _check_stages(plan: PlanFields) -> None:
     expected = 0
     for position, stage in enumerate(plan.stages):
         if stage.first_layer != expected or stage.stop_layer <= stage.first_layer:
@@ -81,7 +78,7 @@ def _check_stages(plan: Plan) -> None:
             reached = segment.stop
 
 
-def _check_chunks(plan: Plan) -> None:
+def _check_chunks(plan: PlanFields) -> None:
     check_chunks(plan.schedule, plan.K, plan.chunks)
     if plan.chunks == 1:
         _check_rank_memories(plan)
@@ -108,7 +105,7 @@ def _check_chunks(plan: Plan) -> None:
         raise ValueError(f"the memory of a rank's {plan.chunks} chunks together: {problem}") from problem
 
 
-def _check_rank_memories(plan: Plan) -> None:
+def _check_rank_memories(plan: PlanFields) -> None:
     ranks = plan.K // plan.chunks
     if len(plan.rank_memories) not in ({0} if plan.chunks == 1 else {0, ranks}):
         raise ValueError(
@@ -117,7 +114,7 @@ def _check_rank_memories(plan: Plan) -> None:
         )
 
 
-def _check_tokens(plan: Plan) -> None:
+def _check_tokens(plan: PlanFields) -> None:
     given, tokens = plan.prediction.tokens_per_s, plan.sample.tokens
     if given is not None and not isclose(given, plan.prediction.samples_per_s * (tokens or 0), rel_tol=ROUNDING):
         raise ValueError(
@@ -125,7 +122,7 @@ def _check_tokens(plan: Plan) -> None:
         )
 
 
-def _check_orders(plan: Plan) -> None:
+def _check_orders(plan: PlanFields) -> None:
     if not SCHEDULES[plan.schedule].made_for_plan:
         if plan.orders:
             raise ValueError(
@@ -135,7 +132,7 @@ def _check_orders(plan: Plan) -> None:
     check_order_texts(plan.orders, plan.ring, plan.M)
 
 
-def _check_skips(plan: Plan) -> None:
+def _check_skips(plan: PlanFields) -> None:
     if len({skip.ends for skip in plan.skips}) != len(plan.skips):
         raise ValueError(f"{len(plan.skips)} skips name a pair of stages twice")
     for skip in plan.skips:
@@ -147,12 +144,12 @@ def _check_skips(plan: Plan) -> None:
             raise ValueError(f"the skip {skip.ends} has times for micro-batches of {sizes_listed(skip.times)} samples")
 
 
-def contradicting_figures(plan: Plan) -> str | None:
+def contradicting_figures(plan: PlanFields) -> str | None:
     """The first thing that a file says and the rest of it denies; plans that are made up for a test may say it."""
     return next(chain(_passes_that_are_not(plan), _devices(plan), _totals(plan)), None)
 
 
-def _passes_that_are_not(plan: Plan) -> Iterator[str]:
+def _passes_that_are_not(plan: PlanFields) -> Iterator[str]:
     """What takes time, and the plan has none of."""
     splits = SCHEDULES[plan.schedule].splits_backward
     last = plan.K - 1
@@ -178,7 +175,7 @@ def _passes_that_are_not(plan: Plan) -> Iterator[str]:
                 yield f"stage 0 is the first one, and its send_backward_s is {entry.send_backward_s}"
 
 
-def _devices(plan: Plan) -> Iterator[str]:
+def _devices(plan: PlanFields) -> Iterator[str]:
     """What a device cannot hold, and replicas that are not alike."""
     for position, memory in enumerate(plan.device_memories):
         device = plan.stages[position].devices[0]
@@ -197,7 +194,7 @@ def _devices(plan: Plan) -> Iterator[str]:
                 )
 
 
-def _totals(plan: Plan) -> Iterator[str]:
+def _totals(plan: PlanFields) -> Iterator[str]:
     """Sums of what is said of stages, and what the prediction says."""
     said, counts = plan.prediction, Counter(plan.micro_batch_sizes)
     least_s, most_s = [0.0] * plan.ranks, [0.0] * plan.ranks

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
 
-from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan
+from planner.plan.plan import Plan
+from planner.plan.plan_fields import PLAN_SCHEMA_VERSION
 from planner.plan.prediction import Doubt, Prediction
 from planner.plan.stage import Segment, Skip, SkipTimes, Stage, StageMemory, StageTimes
 from planner.plan.unused import LooserPlan, Unused
@@ -128,8 +129,9 @@ def _unit(part: type[BaseModel], field: str) -> str:
 
 
 def _meanings(part: type[BaseModel]) -> dict[str, str]:
-    """What the class says of its fields, in the section `Attributes` of its docstring."""
-    section = (inspect.getdoc(part) or "").partition("Attributes:\n")[2]
+    """What the class, or the one that it has its fields from, says of them in the section `Attributes`."""
+    texts = (inspect.cleandoc(one.__doc__ or "") for one in part.__mro__)
+    section = next(text for text in texts if "Attributes:\n" in text).partition("Attributes:\n")[2]
     entries = re.split(r"^    (?=\w+: )", section.partition("\n\n")[0], flags=re.MULTILINE)
     told = (entry.partition(": ") for entry in entries if entry.strip())
     return {name: " ".join(meaning.split()) for name, _, meaning in told}

@@ -21,14 +21,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from planner.plan.actions import Action, ActionKind, Schedule, ring_of, room_between
+from planner.plan.plan_fields import PlanFields
 from planner.plan.schedules import Ring
 from profiler.errors import PlanError
-
-if TYPE_CHECKING:
-    from planner.plan.plan import Plan
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 _RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
@@ -63,14 +61,14 @@ class Durations:
     weight_s: tuple[tuple[float, ...], ...] = field(default=(), kw_only=True)
 
     @classmethod
-    def of(cls, plan: Plan) -> Durations:
+    def of(cls, plan: PlanFields) -> Durations:
         """The seconds that the plan predicts."""
         shares = {(stage, stage + 1): entry.copied for stage, entry in enumerate(plan.stages[:-1])}
         shares.update((skip.ends, skip.copied) for skip in plan.skips)
         return cls._without_copies(plan)._with_copies({ends: both for ends, both in shares.items() if any(both)})
 
     @classmethod
-    def _without_copies(cls, plan: Plan) -> Durations:
+    def _without_copies(cls, plan: PlanFields) -> Durations:
         """Of passes without copies and of whole messages, as the plan has them."""
         times = [
             [by_size[size] for size in plan.micro_batch_sizes]
@@ -200,7 +198,7 @@ class Timeline:
         return tuple(dict.fromkeys(event.lane for event in self.events))
 
 
-def simulate_plan(plan: Plan, *, events: bool = True) -> Timeline:
+def simulate_plan(plan: PlanFields, *, events: bool = True) -> Timeline:
     """The timeline of a plan's step, with its predicted times; without events it is there sooner."""
     return simulate(
         plan.actions(),
@@ -210,7 +208,7 @@ def simulate_plan(plan: Plan, *, events: bool = True) -> Timeline:
     )
 
 
-def plan_optimizer_s(plan: Plan) -> float:
+def plan_optimizer_s(plan: PlanFields) -> float:
     """Seconds of the slowest rank's optimizer; where each stage has a list of its own, of the slowest stage's."""
     ends_s = [stage.all_reduce_s + stage.optimizer_s for stage in plan.stages]
     return max(sum(ends_s[stage] for stage in plan.ring.stages_of(rank)) for rank in range(plan.ring.ranks))

@@ -10,7 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from planner.plan.actions import ActionKind
-from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan
+from planner.plan.plan import Plan
+from planner.plan.plan_fields import PLAN_SCHEMA_VERSION
 from planner.plan.plan_schema import PARTS
 from planner.plan.simulator import Durations, simulate_plan
 from planner.plan.stage import Segment

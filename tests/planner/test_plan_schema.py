@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from planner.plan.plan import PLAN_SCHEMA_VERSION, Plan
+from planner.plan.plan import Plan
+from planner.plan.plan_fields import PLAN_SCHEMA_VERSION
 from planner.plan.plan_schema import PARTS, format_rows, format_table, plan_schema, schema_text
 from profiler.errors import PlanFileError, ProfileError
 from profiler.record import Profile

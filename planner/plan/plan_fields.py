@@ -1,0 +1,146 @@
+"""What a plan says: its fields, and what follows from them with no other value. Who may read only that is here."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+
+from planner.plan.actions import Schedule, make_schedule
+from planner.plan.order_text import order_of_text
+from planner.plan.prediction import Prediction
+from planner.plan.schedules import MOST_CHUNKS, SCHEDULE_OF_OLD_PLANS, SCHEDULES, Ring, ScheduleName, known
+from planner.plan.stage import Skip, Stage, StageMemory
+from planner.plan.unused import Unused
+from profiler.errors import ArgumentError
+from profiler.field_types import Samples
+from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
+from profiler.sample_spec import SampleSpec
+from profiler.value import Value
+
+PLAN_SCHEMA_VERSION: Final = 2
+
+
+class PlanFields(Value):
+    """The fields of a `planner.plan.plan.Plan`.
+
+    Attributes:
+        schema_version: of this format; `load` reads earlier ones as well, and a later one is refused.
+        model_fingerprint: of the traced model; the executor refuses any other model.
+        profile_fingerprint: of the profile that the predictions come from.
+        sample: what the model is called with.
+        batch_size: samples of a mini-batch, over all replicas.
+        micro_batch_sizes: samples of each micro-batch of one replica in order; replica r takes samples
+            `[r * n, (r + 1) * n)` of the mini-batch with `n = batch_size / replicas`, which they add up to.
+        schedule: order of the passes on each stage, one of `planner.plan.schedules.SCHEDULES`.
+        orders: the passes of each rank as letters, F, I and W, and f, i and w of its second chunk, of a schedule that
+            each plan has its own of; micro-batches take each of them in order.
+        replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
+        shard_optimizer: whether the replicas share the optimizer's state, each stepping a part of every stage's
+            parameters (ZeRO, stage 1), by `planner.plan.shares`. Files leave it out where they do not.
+        optimizer: class name of the optimizer that the predictions assume.
+        chunks: stages a rank, of a schedule that has several; each stage names its rank.
+        stages: in pipeline order.
+        skips: what goes past stages, one entry for each pair of ends; all else is sent from neighbour to neighbour.
+        prediction: step time and how good the plan is.
+        rank_memories: predicted peak bytes of each rank on its device, where ranks have several chunks: at the moment
+            of its passes at which all its chunks together need most. Files may leave them out, then each chunk counts
+            with its own peak.
+        unused: devices that stay idle, and a faster plan that a rule forbids; None if there is neither.
+        interrupted: whether the search was ended from the keyboard, and this is the best plan so far. Files leave it
+            out where it is not.
+    """
+
+    schema_version: Literal[2] = PLAN_SCHEMA_VERSION
+    model_fingerprint: str
+    profile_fingerprint: str
+    sample: SampleSpec
+    batch_size: Samples
+    micro_batch_sizes: tuple[Samples, ...] = Field(min_length=1, max_length=MOST_MICRO_BATCHES)
+    schedule: ScheduleName = SCHEDULE_OF_OLD_PLANS
+    chunks: int = Field(default=1, gt=0, le=MOST_CHUNKS)
+    orders: tuple[str, ...] = ()
+    replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
+    shard_optimizer: bool = False
+    optimizer: str
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    skips: tuple[Skip, ...] = ()
+    prediction: Prediction
+    rank_memories: tuple[StageMemory, ...] = ()
+    unused: Unused | None = None
+    interrupted: bool = False
+
+    @model_serializer(mode="wrap")
+    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        for name in ("interrupted", "shard_optimizer", "rank_memories"):
+            if not getattr(self, name):
+                fields.pop(name, None)
+        return fields
+
+    @property
+    def K(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def M(self) -> int:
+        """Number of micro-batches of one replica."""
+        return len(self.micro_batch_sizes)
+
+    def actions(self, micro_batches: int | None = None) -> Schedule:
+        """The lists of actions of one replica's step; with other than M micro-batches where given.
+
+        One list a stage, or one a rank where ranks have several chunks.
+        """
+        count = self.M if micro_batches is None else micro_batches
+        return make_schedule(
+            self.schedule,
+            stages=self.K,
+            micro_batches=count,
+            recompute=[bool(stage.recompute) for stage in self.stages],
+            skips=[skip.ends for skip in self.skips],
+            chunks=self.chunks,
+            orders=[order_of_text(text, count, self.chunks) for text in self.orders],
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica; `ranks * replicas` of them train together."""
+        return 1 + max(stage.rank for stage in self.stages)
+
+    @property
+    def ring(self) -> Ring:
+        """Which list of actions is of which stages: one list a stage, or one a rank where ranks have several chunks."""
+        return SCHEDULES[self.schedule].ring(self.K // self.chunks, self.chunks)
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """What a rank runs, in pipeline order."""
+        return tuple(stage for stage in self.stages if stage.rank == rank)
+
+    def rank_memory(self, rank: int) -> StageMemory:
+        """Predicted peak bytes of a rank on its device: of all its chunks, one of which computes at a time."""
+        if self.rank_memories:
+            return self.rank_memories[rank]
+        memories = [stage.memory for stage in self.stages_of(rank)]
+        return StageMemory(
+            **{
+                name: (max if name == "transient" else sum)(getattr(memory, name) for memory in memories)
+                for name in StageMemory.model_fields
+            }
+        )
+
+    @property
+    def device_memories(self) -> tuple[StageMemory, ...]:
+        """Of each stage, or of each rank where ranks have several chunks: on the device of the stage of that number."""
+        if self.chunks == 1:
+            return tuple(stage.memory for stage in self.stages)
+        return tuple(self.rank_memory(rank) for rank in range(self.ranks))
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        try:
+            return known(name)
+        except ArgumentError as problem:
+            raise ValueError(str(problem)) from problem

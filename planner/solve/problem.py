@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.cost.hosts import Hosts, Placement, placed
 from planner.cost.layer_costs import CostModel, LayerArrays, ParameterRanges
@@ -60,7 +61,7 @@ class Candidate:
     ring: Ring = ONE_CHUNK
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """Everything that a plan follows from.
 
@@ -171,6 +172,13 @@ class Problem:
 
         Of very many M some, see `planner.solve.counts`.
         """
+        yield from self._candidates
+
+    @cached_property
+    def _candidates(self) -> tuple[Candidate, ...]:
+        return tuple(self._list_candidates())
+
+    def _list_candidates(self) -> Iterator[Candidate]:
         settings = self.settings
         for replicas in self.replicas():
             share = settings.batch_size // replicas
@@ -209,7 +217,11 @@ class Problem:
         allowed = self.settings.micro_batch_sizes
         if allowed is not None and size not in allowed:
             return False
-        return all(self.costs.covers(kind, size) for kind in {device.kind for device in self.devices})
+        return all(self.costs.covers(kind, size) for kind in self._kinds)
+
+    @cached_property
+    def _kinds(self) -> frozenset[str]:
+        return frozenset(device.kind for device in self.devices)
 
 
 EVERY, LEAST_EVERY = 4096, 256

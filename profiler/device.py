@@ -9,9 +9,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Self, TypeAlias
+from operator import not_
+from typing import Annotated, Self, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from profiler.arguments import fits_its_arguments
 from profiler.errors import ArgumentError
@@ -85,9 +86,11 @@ class Link(Value):
     latency_s: Seconds
     bytes_per_s: Rate
     error: RelativeError = 0.0
-    measured: tuple[tuple[MessageBytes, MessageSeconds], ...] = Field(default=(), max_length=MOST_MEASURED)
-    sender_share: Share = 0.0
-    receiver_share: Share = 0.0
+    measured: tuple[tuple[MessageBytes, MessageSeconds], ...] = Field(
+        default=(), max_length=MOST_MEASURED, exclude_if=not_
+    )
+    sender_share: Share = Field(default=0.0, exclude_if=not_)
+    receiver_share: Share = Field(default=0.0, exclude_if=not_)
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
@@ -105,12 +108,6 @@ class Link(Value):
                 "than 1"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        optional = ("measured", "sender_share", "receiver_share")
-        return {name: value for name, value in fields.items() if name not in optional or value}
 
     @property
     def copied(self) -> tuple[float, float]:

@@ -7,15 +7,14 @@ kind of device; `Profile.layers` says once per layer what does not depend on eit
 from __future__ import annotations
 
 import json
+from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
-    SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -307,8 +306,8 @@ class Profile(Value):
     reserve_bytes: Bytes = 0
     estimates: tuple[Estimate, ...] = ()
     skips: tuple[SkipValue, ...] | None = None
-    work: Work | None = None
-    whole: str = ""
+    work: Work | None = Field(default=None, exclude_if=not_)
+    whole: str = Field(default="", exclude_if=not_)
 
     def to_json(self, *, without: frozenset[str] = frozenset()) -> str:
         """See `Value.to_json`; the costs, nearly all of it, are written one by one, in a third of the time."""
@@ -316,15 +315,6 @@ class Profile(Value):
             return super().to_json(without=without)
         others = super().to_json(without=without | {"costs"})
         return f'{{\n "costs": [\n{costs_text(self.costs)}\n ],{others[1:]}'
-
-    @model_serializer(mode="wrap")
-    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        if self.work is None:
-            fields.pop("work", None)
-        if not self.whole:
-            fields.pop("whole", None)
-        return fields
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

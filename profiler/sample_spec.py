@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from operator import not_
+from typing import Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from profiler import sample_tree
 from profiler.field_types import Extent, Samples
@@ -142,14 +143,16 @@ class SampleSpec(Value):
     tree: str
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
     autocast: Literal["bfloat16", "float16"] | None = None
-    precision: str | None = None
+    precision: str | None = Field(default=None, exclude_if=not_)
     keep_together: tuple[str, ...] = ()
-    stages: int = Field(default=LEAST_STAGES, ge=LEAST_STAGES, le=MOST_LAYERS)
+    stages: int = Field(
+        default=LEAST_STAGES, ge=LEAST_STAGES, le=MOST_LAYERS, exclude_if=lambda stages: stages == LEAST_STAGES
+    )
     front_end: str | None = None
     called_as_is: tuple[str, ...] = ()
     called_share: float = Field(default=0.0, ge=0, le=1)
     decisions: tuple[Decision, ...] = ()
-    chances: tuple[Decision, ...] = ()
+    chances: tuple[Decision, ...] = Field(default=(), exclude_if=not_)
 
     @field_validator("front_end")
     @classmethod
@@ -186,17 +189,6 @@ class SampleSpec(Value):
             raise ValueError(
                 f"tree has {sample_tree.leaf_count(structure)} leaves, and {len(self.leaves)} are given; plan again"
             )
-
-    @model_serializer(mode="wrap")
-    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        if self.stages == LEAST_STAGES:
-            del fields["stages"]
-        if not self.chances:
-            del fields["chances"]
-        if self.precision is None:
-            del fields["precision"]
-        return fields
 
     @property
     def tokens(self) -> int | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from operator import not_
+from typing import Final, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import Field, field_validator
 
 from planner.plan.actions import Schedule, make_schedule
 from planner.plan.order_text import order_of_text
@@ -61,22 +62,14 @@ class PlanFields(Value):
     chunks: int = Field(default=1, gt=0, le=MOST_CHUNKS)
     orders: tuple[str, ...] = ()
     replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
-    shard_optimizer: bool = False
+    shard_optimizer: bool = Field(default=False, exclude_if=not_)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
     skips: tuple[Skip, ...] = ()
     prediction: Prediction
-    rank_memories: tuple[StageMemory, ...] = ()
+    rank_memories: tuple[StageMemory, ...] = Field(default=(), exclude_if=not_)
     unused: Unused | None = None
-    interrupted: bool = False
-
-    @model_serializer(mode="wrap")
-    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        for name in ("interrupted", "shard_optimizer", "rank_memories"):
-            if not getattr(self, name):
-                fields.pop(name, None)
-        return fields
+    interrupted: bool = Field(default=False, exclude_if=not_)
 
     @property
     def K(self) -> int:

@@ -79,7 +79,8 @@ class FormatRow(NamedTuple):
 def plan_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of the files that `Plan.load` reads.
 
-    It says which fields there are and what type and range each has; that they fit one another `Plan.load` checks.
+    It says which fields there are, which of them files may leave out, and what type and range each has; that they fit
+    one another `Plan.load` checks.
     """
     schema = Plan.model_json_schema()
     for part in PARTS:
@@ -87,6 +88,7 @@ def plan_schema() -> dict[str, Any]:
         meanings = _meanings(part)
         for field, entry in place["properties"].items():
             entry["description"] = meanings[field]
+        place["required"] = [name for name, field in part.model_fields.items() if field.exclude_if is None]
         place["description"] = (inspect.getdoc(part) or "").partition("\n\n")[0].replace("\n", " ")
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return {**head, **schema, "title": f"plan of gpipe-autoplan, version {PLAN_SCHEMA_VERSION}"}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from math import isclose
-from typing import Any, Final, Self
+from operator import not_
+from typing import Final, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from planner.plan.units import seconds_text
 from profiler.field_types import PredictedSeconds, RelativeError, Share, StepSeconds
@@ -88,18 +89,10 @@ class Prediction(Value):
     lower_bound_s: StepSeconds
     gap: float = Field(ge=0)
     one_device_s: StepSeconds
-    tokens_per_s: float | None = Field(default=None, gt=0)
-    device_flops_per_s: float | None = Field(default=None, gt=0)
-    mfu: float | None = Field(default=None, gt=0)
-    doubt: Doubt | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        for name in ("tokens_per_s", "device_flops_per_s", "mfu", "doubt"):
-            if fields.get(name, 0) is None:
-                del fields[name]
-        return fields
+    tokens_per_s: float | None = Field(default=None, gt=0, exclude_if=not_)
+    device_flops_per_s: float | None = Field(default=None, gt=0, exclude_if=not_)
+    mfu: float | None = Field(default=None, gt=0, exclude_if=not_)
+    doubt: Doubt | None = Field(default=None, exclude_if=not_)
 
     @model_validator(mode="after")
     def _belongs_together(self) -> Self:

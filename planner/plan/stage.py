@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from profiler.device import Device
 from profiler.field_types import Index, PredictedBytes, PredictedSeconds, Samples, Share
@@ -73,20 +73,13 @@ class _Sends(Value):
             and do not compute; together less than 1.
     """
 
-    copied: tuple[Share, Share] = (0.0, 0.0)
+    copied: tuple[Share, Share] = Field(default=(0.0, 0.0), exclude_if=lambda shares: not any(shares))
 
     @model_validator(mode="after")
     def _is_under_way(self) -> Self:
         if sum(self.copied) >= 1:
             raise ValueError(f"copied is {list(self.copied)}; both shares together are less than 1")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        if not any(self.copied):
-            fields.pop("copied", None)
-        return fields
 
 
 class SkipTimes(Value):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from planner.plan.units import seconds_text
 from profiler.value import Value
@@ -22,17 +20,10 @@ class LooserPlan(Value):
     """
 
     stages: int = Field(gt=0)
-    chunks: int = Field(default=1, gt=0)
+    chunks: int = Field(default=1, gt=0, exclude_if=lambda chunks: chunks == 1)
     micro_batches: int = Field(gt=0)
     micro_batches_per_stage: int = Field(gt=1)
     step_s: float = Field(gt=0)
-
-    @model_serializer(mode="wrap")
-    def _without_what_files_leave_out(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialize(self)
-        if self.chunks == 1:
-            del fields["chunks"]
-        return fields
 
     @property
     def setting(self) -> str:

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,42 @@ def test_the_schema_refuses_what_the_reader_refuses(checker: Any, path: tuple[An
     assert not checker.is_valid(wrong)
     with pytest.raises(PlanFileError):
         Plan.parse_json(json.dumps(wrong), source="wrong", error=PlanFileError)
+
+
+def places(whole: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """Of every key in JSON, from the outside inwards."""
+    parts = whole.items() if isinstance(whole, dict) else enumerate(whole) if isinstance(whole, list) else ()
+    for key, part in parts:
+        if isinstance(whole, dict):
+            yield (*path, key)
+        yield from places(part, *path, key)
+
+
+@pytest.mark.parametrize("file", sorted(FORMATS.glob("plan-2*.json")), ids=lambda file: file.stem)
+def test_a_key_may_be_left_out_by_the_schema_where_the_reader_allows_it(
+    checker: Any, file: Path, tmp_path: Path
+) -> None:
+    whole = json.loads(Plan.load(file).to_json())
+    assert checker.is_valid(whole)
+    refused = 0
+    for *outer, key in places(whole):
+        less = copy.deepcopy(whole)
+        place = less
+        for part in outer:
+            place = place[part]
+        del place[key]
+        (tmp_path / "less.json").write_text(json.dumps(less))
+        said = ""
+        try:
+            Plan.load(tmp_path / "less.json")
+        except PlanFileError as problem:
+            said = str(problem)
+        if checker.is_valid(less):
+            assert not re.search(r"is missing|[Ff]ield required", said), (outer, key)
+        else:
+            assert said, (outer, key)
+            refused += 1
+    assert refused > 50
 
 
 def test_a_profile_of_the_first_version_is_read() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,52 @@ def crossing(sequence: LayerSequence, position: int) -> tuple[str, ...]:
     )
 
 
+class ContiguousGradient(torch.autograd.Function):
+    """The value as it is; its gradient in one piece, without which torch's engine refuses to send it back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        """A view, for autograd to have a node."""
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """A copy where it is in no piece."""
+        return gradient.contiguous()
+
+
+def _with_contiguous_gradient(value: Tensor) -> Tensor:
+    if not value.requires_grad:
+        return value
+    found: Tensor = ContiguousGradient.apply(value)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _OneNode(torch.autograd.Function):
+    """Copies, which are one node of autograd's graph together.
+
+    Where torch's engine splits the backward pass, it finds a parameter's gradient by a node that what the stage takes
+    leads to as well: without this one a parameter that leads to another result alone would get none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def _in_one_node(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Copies of all values, those with gradients by `_OneNode`."""
+    differentiable = [value for value in values if value.requires_grad]
+    copies: tuple[Tensor, ...] = _OneNode.apply(*differentiable)  # type: ignore[no-untyped-call]
+    left = iter(copies)
+    return tuple(next(left) if value.requires_grad else value.clone() for value in values)
+
+
 class StageModule(nn.Module):
     """The layers of one stage; `forward(*tensors)` returns a tuple of tensors.
 
@@ -57,13 +104,13 @@ class StageModule(nn.Module):
     Args:
         sequence: the layers of the model.
         stage: which of them, and what is recomputed.
-        copies_results: whether results are copies. Where torch's engine splits the backward pass, it detaches results
-            in place, which it can do neither with views nor with what an operation of the stage has saved, too.
+        splits_backward: whether torch's engine splits its backward pass. Then it detaches results in place, which it
+            can do neither with views nor with what an operation of the stage has saved, too, so results are copies.
     """
 
-    def __init__(self, sequence: LayerSequence, stage: Stage, *, copies_results: bool = False) -> None:
+    def __init__(self, sequence: LayerSequence, stage: Stage, *, splits_backward: bool = False) -> None:
         super().__init__()
-        self._copies_results = copies_results
+        self._splits_backward = splits_backward
         self._sequence = sequence
         self._first, self._stop = stage.first_layer, stage.stop_layer
         self._segments = frozenset((segment.first, segment.stop) for segment in stage.recompute)
@@ -85,6 +132,8 @@ class StageModule(nn.Module):
                 f"layers {self._first} to {self._stop - 1} take {counted(len(self._takes), 'tensor')} "
                 f"({', '.join(self._takes)}), and {len(tensors)} came"
             )
+        if self._splits_backward:
+            tensors = tuple(_with_contiguous_gradient(tensor) for tensor in tensors)
         values = dict(zip(self._takes, tensors, strict=True))
         inputs = {name: tensor for name, tensor in values.items() if name in self._sequence.inputs}
         held = {name: self._at(path) for name, path in self._read.items()}
@@ -94,8 +143,8 @@ class StageModule(nn.Module):
         leaving = [values[name].contiguous() for name in self._returns]
         if self._stop == len(self._sequence):  # engines join what micro-batches return
             leaving = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in leaving]
-        if self._copies_results:
-            return tuple(tensor.clone() for tensor in leaving)
+        if self._splits_backward:
+            return _in_one_node(leaving)
         # A tensor that only passes through leaves as a view, since engines detach or differentiate what leaves.
         return tuple(tensor.view_as(tensor) if id(tensor) in given else tensor for tensor in leaving)
 

@@ -3,7 +3,7 @@
     pipe = plan.export("torch.distributed.pipelining", model).value
     stages = pipe.stages(rank)                                         # of this process, in a group of K processes
     schedule = pipe.schedule(stages, loss_fn)
-    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.submod.parameters()])
+    optimizer = torch.optim.AdamW(pipe.parameters(stages))
 
     losses = []
     schedule.step(*pipe.inputs(x), target=y, losses=losses)            # inputs in the first process, target in the last
@@ -15,15 +15,16 @@ mini-batch and add up over several steps; torch's own `scale_grads` divides thos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from planner.export.stage_module import StageModule, check_outputs, examples, output_values
 from planner.export.target import Made, Recompute, Request, Target
-from planner.plan.actions import COMPUTING, ActionKind
+from planner.plan.actions import COMPUTING, Action, ActionKind
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
 from profiler.errors import ArgumentError
@@ -108,6 +109,10 @@ class TorchPipeline:
 
         return pipeline_runtime(list(stages), self.plan.M, share, self.csv, batch_dims)
 
+    def parameters(self, stages: Iterable[PipelineStage]) -> list[nn.Parameter]:
+        """For the optimizer of this process: what stages of it hold, once also where several hold it (tied weights)."""
+        return [*dict.fromkeys(held for stage in stages for held in stage.submod.parameters())]
+
     def inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """What `step` is given in the process of the first stage, for what the model is called with."""
         if args and kwargs:
@@ -122,21 +127,39 @@ class TorchPipeline:
         return torch.empty(self.plan.batch_size, 0)
 
 
-def schedule_csv(plan: Plan) -> str:
-    """The passes of every rank, one line each, one token a pass: stage, F, B, I or W, micro-batch."""
-    passes = (
-        (str(action) for action in actions if action.kind in COMPUTING and action.kind is not ActionKind.R)
-        for actions in plan.actions()
-    )
-    return "".join(f"{','.join(tokens)}\n" for tokens in passes)
+def schedule_csv(plan: Plan, sequence: LayerSequence) -> str:
+    """The passes of every rank, one line each, one token a pass: stage, F, B, I or W, micro-batch.
+
+    A stage that sends no gradient back has B in the place of I and W: torch's engine finds what is left for W on the
+    ways of I, and there are none.
+    """
+    whole = {
+        index
+        for index, stage in enumerate(plan.stages)
+        if index and not any(value.requires_grad for value in sequence.boundaries[stage.first_layer])
+    }
+    return "".join(f"{','.join(_tokens(actions, whole))}\n" for actions in plan.actions())
+
+
+def _tokens(actions: Iterable[Action], whole: Set[int]) -> Iterator[str]:
+    """Of the passes of one rank; of stages in `whole` the backward pass is not split."""
+    for action in actions:
+        if action.kind not in COMPUTING or action.kind is ActionKind.R:
+            continue
+        if action.stage not in whole:
+            yield str(action)
+        elif action.kind is ActionKind.I:
+            yield str(replace(action, kind=ActionKind.B))
+        elif action.kind is not ActionKind.W:
+            yield str(action)
 
 
 def _make(request: Request) -> Made:
     plan = request.plan
     check_outputs(request.sequence)
     splits = SCHEDULES[plan.schedule].splits_backward
-    modules = (StageModule(request.sequence, stage, copies_results=splits) for stage in plan.stages)
-    made = TorchPipeline(plan, request.sequence, tuple(modules), schedule_csv(plan))
+    modules = (StageModule(request.sequence, stage, splits_backward=splits) for stage in plan.stages)
+    made = TorchPipeline(plan, request.sequence, tuple(modules), schedule_csv(plan, request.sequence))
     notes = [
         f"{counted(plan.ranks, 'process')}, one for each rank; micro-batches of "
         f"{counted(request.micro_batch_size, 'sample')}, {plan.batch_size} in a step.",

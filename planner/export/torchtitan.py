@@ -52,7 +52,7 @@ def _make(request: Request) -> Made:
     ]
     files = {"torchtitan.toml": _toml(value)}
     if "pipeline_parallel_schedule_csv" in schedule:
-        files[SCHEDULE_FILE] = schedule_csv(plan)
+        files[SCHEDULE_FILE] = schedule_csv(plan, request.sequence)
         notes.append(f"{SCHEDULE_FILE} has the passes; give its path as torchtitan finds it.")
     return Made(value, files["torchtitan.toml"], files, tuple(notes))
 

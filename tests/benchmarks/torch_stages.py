@@ -12,23 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from planner import Plan
+from planner.export.stage_module import ContiguousGradient
 from profiler import LayerSequence
 from profiler.run.loss import LossFunction, loss_of, model_output
 from profiler.run.stage_function import StageFunction
 
 TARGET = "target_of_the_loss"
-
-
-class ContiguousGradient(torch.autograd.Function):
-    """The value as it is; its gradient in one piece, without which torch's stages refuse to send it back."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
 
 
 class StageModule(nn.Module):

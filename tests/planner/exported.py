@@ -158,9 +158,16 @@ def case(name: str) -> Case:
     inputs = (x, torch.rand(BATCH, 1)) if name == "skipping" else (x,)
     target = torch.randint(0, 3, (BATCH,))
     loss_fn = logits_loss if name == "skipping" else nn.functional.cross_entropy
-    sample = inputs if len(inputs) > 1 else x
+    return priced(model, inputs, target, loss_fn)
+
+
+def priced(
+    model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor]
+) -> Case:
+    """The model traced, and priced from data sheets."""
+    sample = inputs if len(inputs) > 1 else inputs[0]
     sequence = profiler.trace(model, sample)
-    priced = profiler.profile(
+    profile = profiler.profile(
         sequence, CLUSTER, sample=sample, loss_fn=loss_fn, target=target, micro_batch_sizes=(2, BATCH)
     )
-    return Case(model, inputs, target, loss_fn, sequence, priced)
+    return Case(model, inputs, target, loss_fn, sequence, profile)

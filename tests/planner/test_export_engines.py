@@ -76,7 +76,10 @@ def _rank(rank: int, meeting: str, pipe: TorchPipeline, known: Case, results: An
 
 def compared_with_torch(name: str, **settings: Any) -> None:
     known = case(name)
-    plan = known.plan(micro_batches=4, **settings)
+    trains_alike(known, known.plan(micro_batches=4, **settings))
+
+
+def trains_alike(known: Case, plan: Plan) -> None:
     expected_loss, expected = known.gradients()
     loss, found = trained_by_torch(known, plan)
     assert loss == pytest.approx(expected_loss, rel=1e-5)

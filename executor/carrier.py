@@ -80,7 +80,7 @@ class Carrier:
             loss = self._loss.of(self._own_losses(call))  # first, since others may wait for it
             self._gradients.end()
             for runner in self._runners.values():
-                self._mover.move(runner, call.own, call.counts)
+                self._mover.move(runner, call.own)
         return loss
 
     def evaluate(self, call: Call, step: int) -> Tensor:

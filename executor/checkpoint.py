@@ -26,7 +26,7 @@ That is torch's own reader, which compares no checksums and lets files run code:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ import torch.distributed.checkpoint as dcp
 
 from executor.checkpoints.folder import CheckpointFolder, checkpoint_at
 from executor.checkpoints.manifest import Manifest
+from executor.checkpoints.optimizers import Optimizers, optimizers_of, refuse_beside
 from executor.checkpoints.reading import (
     change_by,
     checked_training,
@@ -59,7 +60,7 @@ __all__ = ["Stateful", "load_checkpoint", "save_checkpoint"]
 def save_checkpoint(
     folder: str | Path,
     pipe: Pipeline,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     also: Mapping[str, Stateful] | None = None,
     keep: int | None = None,
@@ -73,8 +74,9 @@ def save_checkpoint(
     Args:
         folder: where checkpoints lie, of this run alone; on a file system that all machines share.
         pipe: what is trained.
-        optimizer: over `pipe.parameters()`, if its state is to be kept.
-        also: what else to keep, by name: anything with `state_dict` that is the same in every process.
+        optimizer: over `pipe.parameters()`, if its state is to be kept; or a list of several, each over some of them.
+        also: what else to keep, by name: anything with `state_dict` that is the same in every process. What differs is
+            kept as rank 0 has it, with a warning.
         keep: how many of this run's checkpoints to keep; older ones are removed when the new one is whole. All if
             None: no space is worth a checkpoint that someone still needs.
 
@@ -88,8 +90,9 @@ def save_checkpoint(
     """
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ArgumentError(f"keep is {keep!r}; pass how many checkpoints to keep, at least 1, or None for all")
-    home = _checked(folder, pipe, optimizer)
+    home, optimizers = _checked(folder, pipe, optimizer)
     with pipe.watch.call(Phase.SAVE, {"the call": "save_checkpoint", "the folder": str(home)}):
+        refuse_beside(also or {}, set(pipe.parameters()))
         checkpoints = CheckpointFolder(home, pipe.run)
         with failures_named(home):
             begun = checkpoints.begin(pipe.steps) if is_first() else None
@@ -99,9 +102,9 @@ def save_checkpoint(
             with failures_named(draft):
                 with warnings.catch_warnings(action="ignore"):  # torch warns of its own use of itself
                     dcp.save(  # type: ignore[attr-defined]
-                        tensors_of(pipe, optimizer), checkpoint_id=draft, no_dist=not dist.is_initialized()
+                        tensors_of(pipe, optimizers), checkpoint_id=draft, no_dist=not dist.is_initialized()
                     )
-                complete(draft, pipe, optimizer, also or {})
+                complete(draft, pipe, optimizers, also or {})
                 if begun is not None:
                     checkpoints.finish(begun, pipe.steps, keep)
         except BaseException:
@@ -116,7 +119,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path,
     pipe: Pipeline,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     also: Mapping[str, Stateful] | None = None,
 ) -> int:
@@ -128,7 +131,7 @@ def load_checkpoint(
         path: a folder of checkpoints, whose newest is loaded, or one checkpoint of it.
         pipe: what is trained; its parameters, buffers, step and seed become the checkpoint's.
         optimizer: over `pipe.parameters()`, the same ones as when it was saved; its state and the options of its groups
-            become the checkpoint's.
+            become the checkpoint's. Several in the same order.
         also: what else to continue, by the names that it was saved under.
 
     Returns:
@@ -139,7 +142,7 @@ def load_checkpoint(
         ExecutionError: there is no checkpoint, it is damaged, or it belongs to another model or optimizer. Nothing has
             changed then, on any rank.
     """
-    given = _checked(path, pipe, optimizer)
+    given, optimizers = _checked(path, pipe, optimizer)
     others = also or {}
     with pipe.watch.call(Phase.LOAD, {"the call": "load_checkpoint", "the checkpoint": str(given)}):
         source = Path(of_the_first(str(checkpoint_at(given)) if is_first() else None))
@@ -147,9 +150,9 @@ def load_checkpoint(
         training = checked_training(source, manifest)
         training.check_model(source, pipe.state_names())
         training.check_also(source, list(others))
-        change = change_by(source, manifest, training, pipe, optimizer)
-        refuse_left_out(source, training, pipe, optimizer)
-        change.options.extend(options_of_others(change, optimizer))
+        change = change_by(source, manifest, training, pipe, optimizers)
+        refuse_left_out(source, training, pipe, optimizers)
+        change.options.extend(options_of_others(change, optimizers))
         with continued(others, training.also):
             wait_for_all()  # none has changed anything but `others`, which come back if one fails until here
         try:
@@ -161,15 +164,10 @@ def load_checkpoint(
     return training.step
 
 
-def _checked(path: object, pipe: object, optimizer: object) -> Path:
-    """The folder or the checkpoint, where what is given is what is asked for."""
+def _checked(path: object, pipe: object, optimizer: object) -> tuple[Path, Optimizers | None]:
+    """The folder or the checkpoint, and the optimizers, where what is given is what is asked for."""
     if not isinstance(path, str | Path):
         raise ArgumentError(f"the checkpoint is {shown(path)}; give the path of a folder")
     if not isinstance(pipe, Pipeline):
         raise ArgumentError(f"a checkpoint is of a Pipeline, and this is a {type(pipe).__name__}; pass the pipeline")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise ArgumentError(
-            f"the optimizer is a {type(optimizer).__name__}; pass an optimizer over pipe.parameters(), and a scheduler "
-            "or scaler in also={...}"
-        )
-    return Path(path).absolute()
+    return Path(path).absolute(), optimizers_of(optimizer)

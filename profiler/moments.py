@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,78 +27,108 @@ def elements_per_channel(values: Tensor) -> Tensor:
     return torch.tensor(count, dtype=torch.float64, device=HOST)
 
 
-def combined(
-    means: Sequence[Sequence[Tensor]], variances: Sequence[Sequence[Tensor]], counts: Sequence[Sequence[float]]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Mean and unbiased variance per channel of a mini-batch from those of its micro-batches, of many normalizations.
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What normalizations of one type on one device have seen, their channels one after the other in each tensor.
 
-    The channels of all normalizations lie in one tensor: to be told of a hundred one by one takes a card, and Python,
-    longer than to compute them. Only sums, differences and products are taken, each by itself: they are rounded alike
-    wherever in a tensor a channel lies.
+    To be told of a hundred one by one takes a card, and Python, longer than to compute them.
 
-    Args:
-        means: per micro-batch and normalization, shape (channels,).
-        variances: unbiased, likewise.
-        counts: elements per channel, likewise.
-
-    Returns:
-        The two over all elements, by the law of total variance; per normalization, each of shape (channels,).
+    Attributes:
+        positions: of these normalizations among all.
+        channels: of each.
+        dtype: of the mean and variance of each.
+        mean: shape (sum of channels,), as the next two.
+        variance: unbiased.
+        number: elements per channel.
     """
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for position, value in enumerate(means[0]):
-        alike[value.dtype, value.device].append(position)
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for (dtype, _), chosen in alike.items():
-        of_batches = [[[row[position] for position in chosen] for row in rows] for rows in (means, variances)]
-        numbers = [[row[position] for position in chosen] for row in counts]
-        channels = tuple(value.numel() for value in of_batches[0][0])
-        flat = _combined(
-            [torch.cat(row) for row in of_batches[0]], [torch.cat(row) for row in of_batches[1]], numbers, channels
-        )
-        pairs = zip(*(whole.to(dtype).split(channels) for whole in flat), strict=True)
-        found.update(zip(chosen, pairs, strict=True))
-    ordered = [found[position] for position in range(len(found))]
-    return [mean for mean, _ in ordered], [variance for _, variance in ordered]
+
+    positions: tuple[int, ...]
+    channels: tuple[int, ...]
+    dtype: torch.dtype
+    mean: Tensor
+    variance: Tensor
+    number: Tensor
+
+    def then(self, other: _Alike) -> _Alike:
+        """Of both, by the law of total variance.
+
+        Each product, quotient, sum and difference is taken by itself: so it is rounded alike wherever a channel lies.
+        """
+        number = self.number + other.number
+        off = other.mean - self.mean
+        between = off * off * (self.number * other.number / number)
+        within = self.variance * (self.number - 1) + other.variance * (other.number - 1)
+        mean = self.mean + off * (other.number / number)
+        return replace(self, mean=mean, variance=(within + between) / (number - 1), number=number)
+
+    def each(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Position, mean and variance of each."""
+        parts = (whole.to(self.dtype).split(self.channels) for whole in (self.mean, self.variance))
+        yield from zip(self.positions, *parts, strict=True)
 
 
-def _combined(
-    means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[Sequence[float]], channels: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """The same of all channels one after the other."""
-    totals = [sum(of_one) for of_one in zip(*counts, strict=True)]
-    rest = [total - 1 for total in totals]
-    along = partial(_along, channels=channels, dtype=_exact(means[0].dtype), device=means[0].device)
-    shares = [along(_over(count, totals)) for count in counts]
-    mean = _sum([value * share for value, share in zip(means, shares, strict=True)])
-    parts = []
-    for value, variance, count in zip(means, variances, counts, strict=True):
-        parts.append(variance * along(_over([each - 1 for each in count], rest)))
-        off = value - mean
-        parts.append(off * off * along(_over(count, rest)))
-    return mean, _sum(parts)
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Mean, unbiased variance and number of what several batch normalizations have seen, in one micro-batch or more.
 
+    Attributes:
+        lots: of normalizations that are alike.
+    """
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    lots: tuple[_Alike, ...]
 
+    @classmethod
+    def of(cls, means: Sequence[Tensor], variances: Sequence[Tensor], counts: Sequence[float]) -> Moments:
+        """Of one micro-batch.
 
-def _over(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, ...]:
-    return tuple(above / below for above, below in zip(numerators, denominators, strict=True))
+        Args:
+            means: per normalization, shape (channels,).
+            variances: unbiased, likewise.
+            counts: elements per channel, likewise.
+        """
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+        for position, value in enumerate(means):
+            alike[value.dtype, value.device].append(position)
+        lots = []
+        for (dtype, device), positions in alike.items():
+            channels = tuple(means[position].numel() for position in positions)
+            exact = torch.promote_types(dtype, torch.float32)
+            mean, variance = (
+                torch.cat([values[position] for position in positions]).to(exact) for values in (means, variances)
+            )
+            number = _along(tuple(counts[position] for position in positions), channels, exact, device)
+            lots.append(_Alike(tuple(positions), channels, dtype, mean, variance, number))
+        return cls(tuple(lots))
+
+    def then(self, other: Moments) -> Moments:
+        """Of what these have seen, and after that those of the same normalizations."""
+        return Moments(tuple(one.then(two) for one, two in zip(self.lots, other.lots, strict=True)))
+
+    def each(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Mean and variance of each normalization, of shape (channels,)."""
+        found = sorted((entry for lot in self.lots for entry in lot.each()), key=lambda entry: entry[0])
+        return [mean for _, mean, _ in found], [variance for _, _, variance in found]
+
+    def packed(self) -> Tensor:
+        """All numbers as one vector; float64 holds them exactly."""
+        device = self.lots[0].mean.device
+        parts = [part for lot in self.lots for part in (lot.mean, lot.variance, lot.number)]
+        return torch.cat([part.to(device=device, dtype=torch.float64) for part in parts])
+
+    def unpacked(self, vector: Tensor) -> Moments:
+        """Of the same normalizations, from what `packed` made of them elsewhere."""
+        lots, begin = [], 0
+        for lot in self.lots:
+            like, size = lot.mean, lot.mean.numel()
+            parts = vector[begin : begin + 3 * size].to(device=like.device, dtype=like.dtype).split(size)
+            lots.append(replace(lot, mean=parts[0], variance=parts[1], number=parts[2]))
+            begin += 3 * size
+        return Moments(tuple(lots))
 
 
 @lru_cache(maxsize=1024)  # micro-batches of one size have the same, in each step
-def _along(
-    numbers: tuple[float, ...], *, channels: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _along(numbers: tuple[float, ...], channels: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The number of its normalization for each channel."""
     repeats = torch.tensor(channels, device=HOST)
     on_host = torch.tensor(numbers, dtype=dtype, device=HOST).repeat_interleave(repeats)
     return backend_of(device).from_host(on_host, device)
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """In their order."""
-    total, *others = parts
-    for part in others:
-        total = total + part
-    return total

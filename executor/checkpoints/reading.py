@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.checkpoints.manifest import FORMAT_WITHOUT_MANIFEST, METADATA, TRAINING, Manifest, unreadable
+from executor.checkpoints.optimizers import Optimizers
 from executor.checkpoints.saved import Resumable, Stateful
 from executor.checkpoints.tensors import StoredTensor, stored_tensors
 from executor.checkpoints.together import gathered, is_first
@@ -51,14 +52,15 @@ class Change:
 
     Attributes:
         tensors: of the model, each with the value that it is to hold.
-        states: of the optimizer, by parameter.
-        options: of the optimizer's groups.
+        states: of the optimizers, by parameter.
+        options: of the optimizers' groups.
+        optimizers: which these are.
     """
 
     tensors: list[tuple[Tensor, Tensor]]
     states: list[tuple[nn.Parameter, dict[str, Any]]]
     options: list[tuple[dict[str, Any], dict[str, Any]]]
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Optimizers | None
 
     def make(self) -> None:
         """Change model and optimizer."""
@@ -68,11 +70,8 @@ class Change:
         for group, options in self.options:
             group.update(options)
         for parameter, state in self.states:
-            assert self.optimizer is not None
-            if state:
-                self.optimizer.state[parameter] = state
-            else:
-                self.optimizer.state.pop(parameter, None)
+            assert self.optimizers is not None
+            self.optimizers.change_state(parameter, state)
 
 
 def change_by(
@@ -80,10 +79,10 @@ def change_by(
     manifest: Manifest | None,
     training: Training,
     pipe: Resumable,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers | None,
 ) -> Change:
     """Read what this process needs; nothing of the training is touched."""
-    entries = training.entries_for(source, dict(pipe.named_parameters()), optimizer)
+    entries = training.entries_for(source, dict(pipe.named_parameters()), optimizers)
     stored = stored_tensors(source)
     held, stepped = pipe.state_dict(), dict(pipe.stepped_parameters())
     wanted = {f"model.{name}" for name in held}
@@ -105,7 +104,7 @@ def change_by(
     states: list[tuple[nn.Parameter, dict[str, Any]]] = []
     options: list[tuple[dict[str, Any], dict[str, Any]]] = []
     name_of = {parameter: name for name, parameter in pipe.named_parameters()}
-    for group in () if optimizer is None else optimizer.param_groups:
+    for group in () if optimizers is None else optimizers.groups:
         named = [name_of[parameter] for parameter in group["params"] if parameter in name_of]
         if named:
             options.append((group, common_options(source, {name: entries[name] for name in named})))
@@ -115,19 +114,17 @@ def change_by(
                 state = _state(name, parameter, entry, {**group, **entry.options}, values) if name in stepped else {}
                 states.append((parameter, state))
     tensors = [_copy(source, name, tensor, values[f"model.{name}"]) for name, tensor in held.items()]
-    return Change(tensors, states, options, optimizer)
+    return Change(tensors, states, options, optimizers)
 
 
-def options_of_others(
-    change: Change, optimizer: torch.optim.Optimizer | None
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def options_of_others(change: Change, optimizers: Optimizers | None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The options of groups whose parameters are all in other processes: there, too, they are to be the checkpoint's.
 
     Nothing is stepped by them here, but a learning rate is read, and a scheduler goes on from it.
     """
     if not dist.is_initialized():
         return []
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = [] if optimizers is None else optimizers.groups
     loaded = {id(group): options for group, options in change.options}
     own = {number: loaded[id(group)] for number, group in enumerate(groups) if id(group) in loaded}
     parts: list[Any] = [None] * dist.get_world_size()
@@ -136,17 +133,16 @@ def options_of_others(
     return [(group, others[number]) for number, group in enumerate(groups) if number in others and number not in own]
 
 
-def refuse_left_out(source: Path, training: Training, pipe: Resumable, optimizer: torch.optim.Optimizer | None) -> None:
+def refuse_left_out(source: Path, training: Training, pipe: Resumable, optimizers: Optimizers | None) -> None:
     """See, in the first process, that no state is left out for want of a parameter in any process's optimizer.
 
     Raises:
         ExecutionError: the optimizer that was saved held more.
     """
     own = dict(pipe.named_parameters())
-    held = {id(parameter) for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"]}
-    stepped = {name for name, parameter in own.items() if id(parameter) in held}
+    stepped = {name for name, parameter in own.items() if optimizers is not None and parameter in optimizers}
     trained = {name for name, parameter in own.items() if parameter.requires_grad}
-    parts: list[tuple[bool, set[str], set[str]]] = gathered((optimizer is not None, stepped, trained))
+    parts: list[tuple[bool, set[str], set[str]]] = gathered((optimizers is not None, stepped, trained))
     if not is_first() or training.optimizer is None or not any(given for given, *_ in parts):
         return
     everywhere, trained = (set[str]().union(*found) for found in zip(*(names for _, *names in parts), strict=True))

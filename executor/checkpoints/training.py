@@ -21,7 +21,8 @@ from executor.checkpoints.manifest import (
     open_file,
     unreadable,
 )
-from profiler.errors import ArgumentError, ExecutionError
+from executor.checkpoints.optimizers import Optimizers
+from profiler.errors import ExecutionError
 from profiler.machine.backend import HOST
 from profiler.text import counted
 
@@ -36,11 +37,13 @@ class OptimizerEntry:
         options: of its parameter group: learning rate, weight decay, ...
         tensors: names of the state's tensors, which are kept with the model's.
         others: what else the state holds.
+        place: of its optimizer among several.
     """
 
     options: dict[str, Any]
     tensors: list[str]
     others: dict[str, Any]
+    place: Annotated[int, Field(strict=True, ge=0)] = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Training:
         seed: of the model's random numbers, which are keyed by seed and step.
         names: of all parameters and buffers.
         optimizer: by name of the parameter; None if no optimizer was saved.
-        optimizer_class: its name.
+        optimizer_class: its name, or those of several.
         also: states of what else was saved, by name.
         format: version of all this.
     """
@@ -121,24 +124,23 @@ class Training:
             )
 
     def entries_for(
-        self, checkpoint: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+        self, checkpoint: Path, parameters: Mapping[str, nn.Parameter], optimizers: Optimizers | None
     ) -> dict[str, OptimizerEntry]:
         """What the checkpoint keeps of this process's parameters, given by name, in the optimizer.
 
         Raises:
             ExecutionError: it was saved with another optimizer, or with one of other parameters.
         """
-        if optimizer is None:
+        if optimizers is None:
             return {}
         if self.optimizer is None:
             raise ExecutionError(f"{checkpoint} holds no optimizer state; it was saved without an optimizer")
-        if self.optimizer_class != type(optimizer).__name__:
+        if self.optimizer_class != optimizers.classes:
             raise ExecutionError(
                 f"{checkpoint} holds the state of {self.optimizer_class}, which means nothing to "
-                f"{type(optimizer).__name__}; use the optimizer that it was saved with"
+                f"{optimizers.classes}; use what it was saved with, in the same order"
             )
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        names = [name for name, parameter in parameters.items() if parameter in held]
+        names = [name for name, parameter in parameters.items() if parameter in optimizers]
         absent = [name for name in names if name not in self.optimizer]
         if absent:
             raise ExecutionError(
@@ -147,6 +149,11 @@ class Training:
             )
         entries = {name: self.optimizer[name] for name in names}
         for name, entry in entries.items():
+            if entry.place != optimizers.place_of(parameters[name]):
+                raise ExecutionError(
+                    f"{checkpoint} holds the state of {name} in optimizer {entry.place}, and it is in optimizer "
+                    f"{optimizers.place_of(parameters[name])}; let each optimizer hold the same parameters"
+                )
             if any(option in _NOT_OPTIONS for option in entry.options):
                 raise unreadable(checkpoint / TRAINING, f"the options of {name} hold parameters")
         return entries
@@ -183,21 +190,20 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def optimizer_entries(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter], optimizers: Optimizers
 ) -> Iterator[tuple[str, OptimizerEntry]]:
     """What is kept of this process's parameters, by name."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ArgumentError("LBFGS keeps one state for all parameters, which does not follow the stages; use another")
-    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    group_of = {parameter: group for group in optimizers.groups for parameter in group["params"]}
     for name, parameter in parameters.items():
         if parameter in group_of:
-            state = optimizer.state.get(parameter, {})
+            state = optimizers.state_of(parameter)
             yield (
                 name,
                 OptimizerEntry(
                     {option: value for option, value in group_of[parameter].items() if option not in _NOT_OPTIONS},
                     [entry for entry, value in state.items() if isinstance(value, Tensor)],
                     {entry: value for entry, value in state.items() if not isinstance(value, Tensor)},
+                    optimizers.place_of(parameter),
                 ),
             )
 

@@ -32,6 +32,7 @@ from executor.run.randomness import OF_THE_LOSS, BackwardDraws, Keyed
 from planner.plan.stage import Segment
 from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST, backend_of
+from profiler.moments import Moments
 from profiler.observe.drawn_from import drawn_from, is_torchs_own
 from profiler.observe.random_states import generators_of, next_seed, seeded
 from profiler.opaque.keeping_nothing import keeping_nothing
@@ -48,6 +49,7 @@ from profiler.run.stage_function import (
     run_backward,
 )
 from profiler.torch_private import storage_of
+from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.sequence import LayerSequence
 
 
@@ -146,7 +148,8 @@ class _StepState:
     kept: dict[tuple[int, int], KeptPass] = field(default_factory=dict)
     deferred: dict[tuple[int, int], DeferredWeights] = field(default_factory=dict)
     buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    statistics: dict[int, list[Moved]] = field(default_factory=dict)
+    statistics: dict[int, Moments] = field(default_factory=dict)
+    normalizations: tuple[BatchStatistics, ...] = ()
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, dict[str, Any]] | None = None
     shares: dict[float, Tensor] = field(default_factory=dict)
@@ -231,7 +234,10 @@ class StageRunner:
             moments.extend(results.statistics)
         if written:
             state.buffers[index] = {**carried, **written}
-        state.statistics[index] = moments
+        if moments:
+            state.normalizations, seen = _seen(moments)
+            earlier = None if before is None else state.statistics.pop(before)
+            state.statistics[index] = seen if earlier is None else earlier.then(seen)
         if layers.is_last:
             state.losses[index] = values[LOSS].detach()
             return {}
@@ -337,9 +343,14 @@ class StageRunner:
         """The written buffers as micro-batch `index` left them."""
         return self._state.buffers[index]
 
-    def statistics(self, index: int) -> Sequence[Moved]:
-        """The batch normalizations' statistics of micro-batch `index`."""
-        return self._state.statistics[index]
+    def statistics(self, index: int) -> Moments | None:
+        """What the batch normalizations have seen of a replica's micro-batches, of which `index` is the last so far."""
+        return self._state.statistics.get(index)
+
+    @property
+    def normalizations(self) -> Sequence[BatchStatistics]:
+        """The batch normalizations, in the order of their moments."""
+        return self._state.normalizations
 
     def _run(
         self,
@@ -402,6 +413,12 @@ class StageRunner:
 
     def _keyed(self, micro_batch: int) -> Keyed:
         return Keyed(self._generators, self.seed, self._state.number, micro_batch, self._backward_draws)
+
+
+def _seen(moved: Sequence[Moved]) -> tuple[tuple[BatchStatistics, ...], Moments]:
+    """Batch normalizations, and what they have seen of a micro-batch."""
+    entries, means, variances, counts = zip(*moved, strict=True)
+    return entries, Moments.of(means, variances, [float(count) for count in counts])
 
 
 def _own(received: Mapping[str, Tensor], value: Tensor) -> Tensor:

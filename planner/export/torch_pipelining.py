@@ -15,7 +15,7 @@ mini-batch and add up over several steps; torch's own `scale_grads` divides thos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from planner.export.stage_module import StageModule, check_outputs, examples, output_values
 from planner.export.target import Made, Recompute, Request, Target
+from planner.export.torch_split import splits
 from planner.plan.actions import COMPUTING, Action, ActionKind
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
@@ -130,18 +131,20 @@ class TorchPipeline:
 def schedule_csv(plan: Plan, sequence: LayerSequence) -> str:
     """The passes of every rank, one line each, one token a pass: stage, F, B, I or W, micro-batch.
 
-    A stage that sends no gradient back has B in the place of I and W: torch's engine finds what is left for W on the
-    ways of I, and there are none.
+    A stage whose backward pass torch's engine cannot split has B in the place of I and W.
     """
-    whole = {
-        index
-        for index, stage in enumerate(plan.stages)
-        if index and not any(value.requires_grad for value in sequence.boundaries[stage.first_layer])
-    }
+    whole = _undivided(plan, sequence)
     return "".join(f"{','.join(_tokens(actions, whole))}\n" for actions in plan.actions())
 
 
-def _tokens(actions: Iterable[Action], whole: Set[int]) -> Iterator[str]:
+def _undivided(plan: Plan, sequence: LayerSequence) -> list[int]:
+    """Stages with I and W that torch's engine cannot split."""
+    if not SCHEDULES[plan.schedule].splits_backward:
+        return []
+    return [index for index, stage in enumerate(plan.stages) if not splits(sequence, stage)]
+
+
+def _tokens(actions: Iterable[Action], whole: Container[int]) -> Iterator[str]:
     """Of the passes of one rank; of stages in `whole` the backward pass is not split."""
     for action in actions:
         if action.kind not in COMPUTING or action.kind is ActionKind.R:
@@ -157,13 +160,20 @@ def _tokens(actions: Iterable[Action], whole: Set[int]) -> Iterator[str]:
 def _make(request: Request) -> Made:
     plan = request.plan
     check_outputs(request.sequence)
-    splits = SCHEDULES[plan.schedule].splits_backward
-    modules = (StageModule(request.sequence, stage, splits_backward=splits) for stage in plan.stages)
+    splits_backward = SCHEDULES[plan.schedule].splits_backward
+    modules = (StageModule(request.sequence, stage, splits_backward=splits_backward) for stage in plan.stages)
     made = TorchPipeline(plan, request.sequence, tuple(modules), schedule_csv(plan, request.sequence))
     notes = [
         f"{counted(plan.ranks, 'process')}, one for each rank; micro-batches of "
         f"{counted(request.micro_batch_size, 'sample')}, {plan.batch_size} in a step.",
     ]
+    undivided = _undivided(plan, request.sequence)
+    if undivided:
+        notes.append(
+            f"Backward passes of {counted(len(undivided), 'stage')} ({', '.join(map(str, undivided))}) are not split, "
+            "which torch's engine cannot where a parameter is used at several places or no gradient goes back; a step "
+            "takes longer than planned."
+        )
     if any(layer.draws for layer in request.sequence.layers):
         notes.append(
             "Random numbers come from each process's own generator: runs with other cuts draw others, unlike with "

@@ -1,6 +1,7 @@
 """Running statistics of many batch normalizations are moved together as they would be one by one."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor.state.buffers import _move_statistics
-from profiler.run.stage_function import Moved
+from profiler.moments import Moments
 from profiler.tracing.batch_norm import BatchStatistics
 
 CHANNELS = 3
@@ -46,13 +47,10 @@ def test_together_as_one_by_one(calls: list[tuple[int, float]], counts: list[int
     torch.manual_seed(seed)
     entries = [entry(*call) for call in calls]
     values = [[torch.randn(count, CHANNELS) + 1 for _ in entries] for count in counts]
-    rows: list[list[Moved]] = [
-        [
-            (one, held.mean(0), held.var(0), torch.tensor(float(len(held))))
-            for one, held in zip(entries, row, strict=True)
-        ]
+    seen = [
+        Moments.of([held.mean(0) for held in row], [held.var(0) for held in row], [float(len(held)) for held in row])
         for row in values
     ]
     buffers = zeros()
-    _move_statistics(buffers, rows)
+    _move_statistics(buffers, entries, reduce(Moments.then, seen))
     torch.testing.assert_close(buffers, one_by_one(values, entries))

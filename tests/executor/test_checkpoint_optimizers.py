@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
-from planner import ExecutionError, Plan
+from planner import ExecutionError, Plan, PlanError
 from planner.plan.schedules import SCHEDULES
 from profiler import LayerSequence, trace
 from tests.executor import known_traces
@@ -87,24 +88,27 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run trains with."""
+    """What a run trains with; a second optimizer takes the vectors from the first."""
 
     model: int
     optimizer: str
     groups: str
     scheduler: str
+    second: str = ""
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Kind:
         """Any."""
         model = chance.randrange(len(MODELS))
-        return cls(model, chance.choice([*OPTIMIZERS]), chance.choice([*GROUPS]), chance.choice([*SCHEDULERS]))
+        second = chance.choice([*OPTIMIZERS]) if chance.random() < 0.4 else ""
+        return cls(model, chance.choice([*OPTIMIZERS]), chance.choice([*GROUPS]), chance.choice([*SCHEDULERS]), second)
 
     def changed(self, chance: random.Random) -> Kind:
         """The same, or with another optimizer or other groups."""
         optimizer = chance.choice([*OPTIMIZERS]) if chance.random() < 0.15 else self.optimizer
         groups = chance.choice([*GROUPS]) if chance.random() < 0.6 else self.groups
-        return Kind(self.model, optimizer, groups, self.scheduler)
+        second = chance.choice(["", *OPTIMIZERS]) if chance.random() < 0.15 else self.second
+        return Kind(self.model, optimizer, groups, self.scheduler, second)
 
 
 class Run:
@@ -112,8 +116,12 @@ class Run:
 
     def __init__(self, kind: Kind, plan: Plan) -> None:
         self.pipe = Pipeline(Model(**MODELS[kind.model]), plan, loss_fn=functional.mse_loss, compare_first_step=False)
-        groups = GROUPS[kind.groups](list(self.pipe.named_parameters()))
-        self.optimizer = OPTIMIZERS[kind.optimizer](groups)
+        named = list(self.pipe.named_parameters())
+        vectors = [own for _, own in named if own.dim() == 1] if kind.second else []
+        self.optimizer = OPTIMIZERS[kind.optimizer](
+            GROUPS[kind.groups]([(name, own) for name, own in named if own.dim() > 1 or not vectors])
+        )
+        self.optimizers = [self.optimizer, *([OPTIMIZERS[kind.second](vectors)] if vectors else [])]
         self.scheduler = SCHEDULERS[kind.scheduler](self.optimizer)
         self.also = {} if self.scheduler is None else {"scheduler": self.scheduler}
 
@@ -124,8 +132,9 @@ class Run:
             chance = torch.Generator().manual_seed(number)
             x, y = (torch.randn(SIZE, 4, generator=chance) for _ in range(2))
             losses.append(self.pipe.step(x, target=y).item())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             if self.scheduler is not None:
                 self.scheduler.step()
         return losses
@@ -135,11 +144,11 @@ class Run:
         found: dict[str, Any] = {name: value.clone() for name, value in self.pipe.state_dict().items()}
         found["step"] = self.pipe.steps
         names = {id(parameter): name for name, parameter in self.pipe.named_parameters()}
-        for group in self.optimizer.param_groups:
+        for optimizer, group in ((one, group) for one in self.optimizers for group in one.param_groups):
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 found[f"options of {name}"] = {key: value for key, value in group.items() if not key.startswith("para")}
-                for key, value in self.optimizer.state.get(parameter, {}).items():
+                for key, value in optimizer.state.get(parameter, {}).items():
                     found[f"{key} of {name}"] = value.clone() if isinstance(value, Tensor) else value
         return found
 
@@ -180,19 +189,18 @@ def check(seed: int, sequences: Sequence[LayerSequence]) -> str:
     begun.steps(range(chance.choice((0, 1, 2))))
     other.steps(range(90, 90 + chance.choice((0, 1))))
     with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(folder, begun.pipe, begun.optimizer, also=begun.also)
+        save_checkpoint(folder, begun.pipe, begun.optimizers, also=begun.also)
         saved, before = begun.state(), other.state()
         try:
-            load_checkpoint(folder, other.pipe, other.optimizer, also=other.also)
+            load_checkpoint(folder, other.pipe, other.optimizers, also=other.also)
         except ExecutionError as problem:
             assert kind != later, problem
             assert differing(before, other.state()) == [], problem
             return "refused"
-    assert type(begun.optimizer) is type(other.optimizer)
+    assert [*map(type, begun.optimizers)] == [*map(type, other.optimizers)]
     lost = differing(saved, other.state())
-    if {kind.groups, later.groups} == {"all", "trained"}:  # of a frozen parameter there is nothing but options
-        frozen = MODELS[kind.model].get("frozen", ())
-        lost = [name for name in lost if name.removeprefix("options of ") not in frozen]
+    frozen = MODELS[kind.model].get("frozen", ())  # of which there is nothing but options
+    lost = [name for name in lost if name.removeprefix("options of ") not in frozen or name in other.state()]
     assert lost == []
     if len(begun.optimizer.param_groups) == len(other.optimizer.param_groups):  # as schedulers want it
         assert other.steps((7, 8)) == begun.steps((7, 8))
@@ -292,3 +300,73 @@ def test_it_is_the_optimizers_of_all_processes_that_count(sequences: list[LayerS
         ExecutionError, match=r"rank 0 of 2 failed: .* of which this one does not hold, such as layers.0"
     ):
         launch(in_processes, plan, (tmp_path, "those of the last stage"))
+
+
+class Ema:
+    """What is another in each process."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.held = {name: value.clone() for name, value in pipe.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.held = state_dict
+
+
+def with_two(plan: Plan, folder: Path, what: str) -> dict[str, Any]:
+    run = Run(Kind(0, "momentum", "all", "none", "AdamW"), plan)
+    first, second = run.optimizers
+    if what == "beside":
+        save_checkpoint(folder, run.pipe, first, also={"second": second})
+    elif what == "same twice":
+        save_checkpoint(folder, run.pipe, [first, second, torch.optim.SGD(run.pipe.parameters(), lr=0.1)])
+    elif what == "other order":
+        in_order = [first, second] if torch.distributed.get_rank() == 0 else [second, first]
+        save_checkpoint(folder, run.pipe, in_order)
+    elif what == "unlike":
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            save_checkpoint(folder, run.pipe, also={"ema": Ema(run.pipe)})
+        told = [str(one.message) for one in said if "whose state on rank 1 is another" in str(one.message)]
+        return {"told": told}
+    elif what == "save":
+        run.steps((0, 1, 2))
+        save_checkpoint(folder, run.pipe, run.optimizers)
+        run.steps((3, 4))
+    else:
+        load_checkpoint(folder, run.pipe, run.optimizers)
+        run.steps((3, 4))
+    return run.state()
+
+
+def test_a_training_with_two_optimizers_goes_on_in_processes(sequences: list[LayerSequence], tmp_path: Path) -> None:
+    """One of them, saved beside the other, came back with the state of rank 0 on all, without a word."""
+    plan = plan_of(sequences[0], [2], batch_size=SIZE, micro_batches=M)
+    saved = launch(with_two, plan, (tmp_path, "save"))
+    assert all(differing(*both) == [] for both in zip(saved, launch(with_two, plan, (tmp_path, "go on")), strict=True))
+    alone = with_two(plan, tmp_path, "go on")
+    assert differing({**saved[0], **saved[1]}, alone) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("beside", r"also holds the optimizer 'second' of parameters .* pass all optimizers as a list"),
+        ("same twice", "optimizers 0 and 2 step the same parameter, of shape"),
+        ("other order", "rank 0 saves the optimizer SGD, AdamW and rank 1 AdamW, SGD; pass the same ones"),
+    ],
+)
+def test_optimizers_that_cannot_be_kept_are_refused(
+    sequences: list[LayerSequence], tmp_path: Path, what: str, told: str
+) -> None:
+    plan = plan_of(sequences[0], [2], batch_size=SIZE, micro_batches=M)
+    with pytest.raises(PlanError, match=told):
+        launch(with_two, plan, (tmp_path, what))
+    assert [*tmp_path.glob("step-*")] == []
+
+
+def test_what_is_kept_once_and_differs_is_said(sequences: list[LayerSequence], tmp_path: Path) -> None:
+    first, second = launch(with_two, plan_of(sequences[0], [2], batch_size=SIZE, micro_batches=M), (tmp_path, "unlike"))
+    assert (len(first["told"]), len(second["told"])) == (1, 0)

@@ -75,7 +75,8 @@ class Net(nn.Module):
             for index in range(random.randint(1, count - 1)):
                 pieces[index].requires_grad_(False)
         if random.random() < 0.4:
-            first, second = sorted(random.sample(range(count), 2))
+            first = random.randrange(count - 1)
+            second = random.randint(first + 1, min(first + 2, count - 1))  # mostly in one stage
             pieces[second].linear = pieces[first].linear
         self.pieces = nn.ModuleList(pieces)
         self.late = nn.Embedding(5, WIDTH)

@@ -14,7 +14,8 @@ The time budget is no part of that: figures of a short one are medians of a few 
 `LayerCost.spread` says how good they are. To measure again with a longer one, pass `cache="off"` or another folder.
 
 Files come to their place whole (see `profiler.files`), with the rights that the user's files get: those who share a
-folder may read what one has measured, if the user's umask lets them. A damaged file is worth a warning and no more.
+folder may read what one has measured, if the user's umask lets them. A damaged file, or one of another name, does not
+have the sum that it states; it is worth a warning and no more.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from profiler.value import Value, read_file
 CacheSetting: TypeAlias = str | Path | bool | None
 
 VARIABLE = "GPIPE_AUTOPLAN_CACHE"  # a folder, or "off"
-FORMAT = 8  # of the entries and of what is measured how; older ones are not found any more
+FORMAT = 9  # of the entries and of what is measured how; older ones are not found any more
 LONGEST_NAME = 255  # bytes, of a file on the usual file systems
 LONGEST_ENTRY = 64  # bytes, of the names that this module gives to files
 
@@ -102,7 +103,8 @@ class Cache:
             return None
         try:
             text = read_file(path, "cached measurement", ProfileError)
-            return kind.parse_json(text, source=f"the cached measurement {path}", error=ProfileError)
+            source = f"the cached measurement {path}"
+            return kind.parse_json(_unsigned(text, path), source=source, error=ProfileError)
         except ProfileError as problem:
             if isinstance(problem.__cause__, FileNotFoundError | NotADirectoryError):
                 return None
@@ -115,7 +117,7 @@ class Cache:
         if path is None:
             return
         try:
-            replace_file(path, entry.to_json().encode())
+            replace_file(path, _signed(entry.to_json(), path).encode())
         except OSError as problem:
             warnings.warn(
                 f"cannot remember measurements in {path.parent}: {problem.strerror or problem}; set {VARIABLE} to "
@@ -129,6 +131,28 @@ class Cache:
         whole = {"format": FORMAT, "torch": torch.__version__, "processor": processor(), **key}
         text = json.dumps(whole, sort_keys=True)
         return self.folder / f"{key['what']}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _signed(entry: str, path: Path) -> str:
+    """What a file holds: JSON with the entry, and a sum of that and of the file's name."""
+    return f'{{"sum": "{_sum(entry, path)}", "entry":\n{entry}}}\n'
+
+
+def _unsigned(text: str, path: Path) -> str:
+    """The entry in such a file.
+
+    Raises:
+        ProfileError: the sum is another.
+    """
+    head, _, rest = text.partition("\n")
+    entry = rest.removesuffix("}\n")
+    if text != _signed(entry, path):
+        raise ProfileError(f"the cached measurement {path} is not what was written: {head[:80]!r} is not the head of it")
+    return entry
+
+
+def _sum(entry: str, path: Path) -> str:
+    return hashlib.sha256(f"{path.name}\n{entry}".encode()).hexdigest()
 
 
 def _folder(named: str | Path) -> Path:

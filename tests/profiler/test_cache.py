@@ -14,7 +14,7 @@ from torch import nn
 
 from planner import autoplan
 from profiler import ArgumentError, Link, Profile, measured_kind, profile, trace
-from profiler.cache import Cache, CachedCosts, digest_of_work
+from profiler.cache import Cache, CachedCosts, _signed, _unsigned, digest_of_work
 from profiler.record import OptimizerCost
 from profiler.timing import optimizers, sweeps
 
@@ -75,6 +75,22 @@ def test_a_damaged_entry_is_measured_again(make_case: Callable[[str], Case], tmp
         _profile(model, x, tmp_path)
 
 
+def test_no_changed_figure_is_used(make_case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Another digit was a prediction of 28 ms in place of 0.9, and another thread count refused every later plan."""
+    model, x = make_case("dropout")
+    first = _profile(model, x, tmp_path)
+    for path in tmp_path.iterdir():
+        text = path.read_text()
+        place = next(at for at in range(len(text) // 2, len(text)) if text[at].isdigit())
+        path.write_text(f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}")
+    with pytest.warns(UserWarning, match="is not what was written: .*; it is damaged and not used"):
+        assert len(_profile(model, x, tmp_path).costs) == len(first.costs)
+    first_entry, second_entry, *_ = sorted(tmp_path.glob("layers-*.json"))
+    first_entry.write_text(second_entry.read_text())
+    with pytest.warns(UserWarning, match="is not what was written"):
+        _profile(model, x, tmp_path)
+
+
 @pytest.mark.parametrize("change", ["fewer", "twice", "another size", "another kind"])
 def test_an_entry_without_each_layer_once_is_measured_again(
     make_case: Callable[[str], Case], tmp_path: Path, change: str
@@ -82,14 +98,14 @@ def test_an_entry_without_each_layer_once_is_measured_again(
     model, x = make_case("dropout")
     first = _profile(model, x, tmp_path, micro_batch_sizes=[2])
     (path,) = tmp_path.glob("layers-*.json")
-    costs = list(CachedCosts.model_validate_json(path.read_text()).costs)
+    costs = list(CachedCosts.model_validate_json(_unsigned(path.read_text(), path)).costs)
     changed = {
         "fewer": costs[1:],
         "twice": [*costs, costs[0]],
         "another size": [cost.model_copy(update={"micro_batch_size": 4}) for cost in costs],
         "another kind": [cost.model_copy(update={"device_kind": "T4"}) for cost in costs],
     }
-    path.write_text(CachedCosts(costs=tuple(changed[change])).to_json())
+    path.write_text(_signed(CachedCosts(costs=tuple(changed[change])).to_json(), path))
     with pytest.warns(UserWarning, match=f"does not hold each of {len(costs)} layers once; it is not used"):
         again = _profile(model, x, tmp_path, micro_batch_sizes=[2])
     assert len(again.costs) == len(first.costs)

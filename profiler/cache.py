@@ -147,7 +147,7 @@ def _unsigned(text: str, path: Path) -> str:
     head, _, rest = text.partition("\n")
     entry = rest.removesuffix("}\n")
     if text != _signed(entry, path):
-        raise ProfileError(f"the cached measurement {path} is not what was written: {head[:80]!r} is not the head of it")
+        raise ProfileError(f"the cached measurement {path} is not what was written: its head is {head[:80]!r}")
     return entry
 
 

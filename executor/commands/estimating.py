@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from executor.commands.interruption import interruption_later
 from executor.commands.models import Built, model_options, source_of
 from executor.commands.option_words import in_settings
 from executor.commands.options import (
@@ -127,7 +128,8 @@ def _estimated(
     pinned: Iterable[tuple[str, str | int]],
     **settings: Any,
 ) -> tuple[Plan, Profile]:
-    import torch
+    with interruption_later():
+        import torch
 
     import profiler
     from planner import plan_from_profile

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from executor.commands.functions import built_by, check_place, named_function
+from executor.commands.interruption import interruption_later
 from executor.commands.options import SAMPLES, Assignment, FloatType
 from profiler.arguments import meant
 from profiler.errors import ArgumentError
@@ -143,7 +144,8 @@ def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | 
         import transformers
     except ImportError as problem:
         raise ArgumentError("--hf needs transformers, which is not installed; pip install transformers") from problem
-    import torch
+    with interruption_later():
+        import torch
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = _configuration(named, changes)

@@ -178,7 +178,10 @@ def _print_table(cells: Mapping[str, Sequence[str]], left: Collection[str]) -> N
         )
     for row in zip(*cells.values(), strict=True):
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    with console.capture() as captured:  # it would end the process by itself where nobody reads
+        console.print(table)
+    click.echo(captured.get(), nl=False)
 
 
 def cell_text(name: str, value: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from executor.commands.interruption import interruption_later
 from executor.commands.models import model_options, source_of
 from executor.commands.options import STAGES, FloatType, Numbers, Output
 from executor.commands.output import json_option, plan_outputs, present, print_frame
@@ -120,7 +121,8 @@ def trace(*, stages: int, autocast: str | None, precision: str | None, as_json: 
       autoplan trace --hf gpt2 --set n_layer=4 --sequence 128 --json
     """
     source = source_of(given)
-    import torch
+    with interruption_later():
+        import torch
 
     import profiler
 
@@ -142,7 +144,8 @@ def _measuring(given: dict[str, Any]) -> dict[str, Any]:
     dims = batch_dims_of(given.pop("batch_dims"))
     devices, autocast = given.pop("devices"), given.pop("autocast")
     links = {name: given.pop(name) for name in ("link", "between")}
-    import torch
+    with interruption_later():
+        import torch
 
     from profiler.machine.local import local_devices
 

@@ -14,7 +14,7 @@ from math import comb
 from planner.export.target import Recompute
 from planner.export.units import Units
 from planner.plan.plan import Plan
-from planner.plan.stage import Segment
+from planner.plan.stage import Segment, Stage
 from planner.planned_for import SegmentsOf, as_it_is_s, evaluated, problem_of
 from planner.solve.build_plan import make_plan
 from planner.solve.problem import Problem, device_classes
@@ -123,16 +123,26 @@ def _what_changes(plan: Plan, form: Form) -> str:
 
 
 def _best(problem: Problem, plan: Plan, form: Form) -> Plan | None:
-    """First the search's own choice of recompute: if the engine can have it, no plan of the form is faster."""
-    free = _searched(problem, plan, form, "auto")
+    """First the search's own choice of recompute: if the engine can have it, no plan of the form is faster.
+
+    What recomputes everything goes on to do so: it may have been asked for, and all of it is what most engines can.
+    """
+    everything = all(_recomputes_all(stage) for stage in plan.stages)
+    free = _searched(problem, plan, form, "always" if everything else "auto")
     if free is None or form.has_recompute(free):
         return free
-    choices = [_searched(problem, plan, form, mode) for mode in ("never", "always")]
+    choices = [
+        _searched(problem, plan, form, mode) for mode in ("never", "always") if mode == "always" or not everything
+    ]
     if form.recompute is not Recompute.STAGES:
         starts = [start for start in (free, *choices) if start is not None]
-        choices = [choices[0], _recomputing_units(problem, starts, plan, form)]
+        choices[-1] = _recomputing_units(problem, starts, plan, form)
     fitting = [choice for choice in choices if choice is not None]
     return min(fitting, key=lambda choice: choice.prediction.step_s, default=None)
+
+
+def _recomputes_all(stage: Stage) -> bool:
+    return sum(segment.stop - segment.first for segment in stage.recompute) == stage.stop_layer - stage.first_layer
 
 
 def _searched(problem: Problem, plan: Plan, form: Form, recompute: str) -> Plan | None:

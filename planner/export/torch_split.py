@@ -23,6 +23,7 @@ from torch import fx
 from planner.export.stage_module import crossing
 from planner.plan.stage import Stage
 from profiler.run.separable import graph_of
+from profiler.tracing.build_layer import apart_from
 from profiler.tracing.sequence import Layer, LayerSequence
 
 _STOPS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})
@@ -94,7 +95,8 @@ def _walk(layer: Layer, origins: dict[str, _Origin], trainable: set[str], meetin
             for name, result in zip(layer.outputs, results, strict=True):
                 origins[name] = found.get(result, _NOTHING)
         else:
-            found[node] = _origin((layer.index, node), [found[one] for one in node.all_input_nodes], meetings)
+            read = node.all_input_nodes[:1] if node.target is apart_from else node.all_input_nodes
+            found[node] = _origin((layer.index, node), [found[one] for one in read], meetings)
     return True
 
 

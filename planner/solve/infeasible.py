@@ -48,7 +48,7 @@ def nothing_fits_text(problem: Problem) -> str:
             tried.append((least_bad(make_tables(some_places, candidate)), candidate))
     nearest, candidate = min(reversed(tried), key=lambda pair: pair[0].over_bytes)
     if not np.isfinite(nearest.over_bytes):
-        return (
+        return _too_few_micro_batches(problem) or (
             "no plan satisfies all rules on these devices, whatever the memory: there are fewer equal devices than "
             "stages that the rules make, or replicas; drop a rule"
         )
@@ -80,6 +80,23 @@ def nothing_fits_text(problem: Problem) -> str:
         f"device {device.name} ({device.kind}) has {bytes_text(device.memory_bytes)}: "
         f"{over[stage]} bytes ({bytes_text(over[stage])}) too many. "
         f"Largest: {largest}. " + _cures_text(cures, out_of_time=deadline.over)
+    )
+
+
+def _too_few_micro_batches(problem: Problem) -> str:
+    """Where rules make more stages than M >= n K allows for any M, and not more than the devices do; else nothing."""
+    settings, needed = problem.settings, 1 + int(problem.rules.demanded.sum())
+    loose = replace(problem, settings=replace(settings, micro_batches_per_stage=1))
+    tried = [(one.replicas, one.split.count) for one in problem.candidates()]
+    if max(problem.most_stages(*one) for one in tried) >= needed > 1:
+        return ""
+    if max(loose.most_stages(*one) for one in tried) < needed:
+        return ""
+    most = max(count for _, count in tried)
+    return (
+        f"the rules make {counted(needed, 'stage')} at least, for which micro_batches_per_stage = "
+        f"{settings.micro_batches_per_stage} asks for M = {settings.micro_batches_per_stage * needed} micro-batches, "
+        f"and there are at most {most}; give more micro-batches, or a smaller micro_batches_per_stage"
     )
 
 

@@ -6,6 +6,7 @@ that are no piece, each with a schedule that splits the backward pass.
 
 import os
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,3 +130,47 @@ def test_torchs_engine_finds_the_gradients_of_random_models(seed: int) -> None:
         tried += 1
     if not tried:
         pytest.skip("every plan has a weight on several ranks")
+
+
+class Tanhs(nn.Module):
+    def __init__(self, frozen: int = 0, tied: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        for linear in self.linears[:frozen]:
+            linear.requires_grad_(False)
+        if tied is not None:
+            self.linears[tied[1]].weight = self.linears[tied[0]].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            x = torch.tanh(linear(x))
+        return x
+
+
+def exported(model: nn.Module, **settings: Any) -> tuple[Any, list[str]]:
+    """The export, and the passes of each rank."""
+    known = priced(model, (torch.randn(BATCH, WIDTH),), torch.randn(BATCH, WIDTH), nn.functional.mse_loss)
+    made = known.plan(recompute="never", **settings).export("torch.distributed.pipelining", model)
+    return made, made.text.splitlines()
+
+
+def test_a_backward_pass_that_torch_cannot_split_is_whole() -> None:
+    """Of a frozen front no parameter behind it got a gradient, and weights tied in a stage ended the step."""
+    settings = {"schedule": "zb-h1", "stages": 2, "cut_at": ["linears.3"]}
+    made, ranks = exported(Tanhs(), **settings)
+    assert "1I0" in ranks[1]
+    assert "are not split" not in "".join(made.notes)
+    for model in (Tanhs(frozen=3), Tanhs(tied=(3, 5))):
+        made, ranks = exported(model, **settings)
+        assert ("1B0" in ranks[1], "1I0" in ranks[1], "1W0" in ranks[1]) == (True, False, False)
+        assert ("0B0" in ranks[0], "0W0" in ranks[0]) == (False, True)
+        assert "Backward passes of 1 stage (1) are not split" in "".join(made.notes)
+
+
+def test_a_parameter_is_once_in_the_list_for_the_optimizer() -> None:
+    """Two chunks of one rank may share it; the optimizer stepped it twice."""
+    model = Tanhs(tied=(0, 5))
+    made, _ = exported(model, schedule="zb-v", stages=4, chunks=2)
+    held = made.value.parameters([SimpleNamespace(submod=made.value.modules[index]) for index in (0, 3)])
+    assert len({*held}) == len(held)
+    assert sum(own is model.linears[0].weight for own in held) == 1

@@ -118,6 +118,16 @@ def test_where_rules_leave_no_plan_memory_is_not_blamed(profile, device):
     assert text.startswith("no plan satisfies all rules on these devices, whatever the memory")
 
 
+def test_where_there_are_too_few_micro_batches_for_the_stages_of_rules_these_are_named(profile, device):
+    """It said that there are fewer devices than stages, of which there were four and two."""
+    devices = [device("a", 10**6)] * 4
+    asked: dict[str, Any] = {"batch_size": 16, "micro_batches": 6, "cut_at": ["blocks.2"]}
+    text = refusal(profile, devices, **asked)
+    assert "the rules make 2 stages at least" in text
+    assert "asks for M = 8 micro-batches, and there are at most 6" in text
+    assert plan_from_profile(profile, devices, **asked, micro_batches_per_stage=3).K == 2
+
+
 def test_where_nothing_helps_the_error_says_so(profile, device):
     """A single layer's parameters are more than a device has."""
     text = refusal(profile, [device("a", 100)] * 2, batch_size=16)

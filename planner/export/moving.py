@@ -125,20 +125,26 @@ def _what_changes(plan: Plan, form: Form) -> str:
 def _best(problem: Problem, plan: Plan, form: Form) -> Plan | None:
     """First the search's own choice of recompute: if the engine can have it, no plan of the form is faster.
 
-    What recomputes everything goes on to do so: it may have been asked for, and all of it is what most engines can.
+    What recomputes everything goes on to do so if that fits: it may have been asked for.
     """
-    everything = all(_recomputes_all(stage) for stage in plan.stages)
-    free = _searched(problem, plan, form, "always" if everything else "auto")
+    if all(_recomputes_all(stage) for stage in plan.stages):
+        found = _recomputing(problem, plan, form, ())
+        if found is not None:
+            return found
+    free = _searched(problem, plan, form, "auto")
     if free is None or form.has_recompute(free):
         return free
-    choices = [
-        _searched(problem, plan, form, mode) for mode in ("never", "always") if mode == "always" or not everything
-    ]
-    if form.recompute is not Recompute.STAGES:
-        starts = [start for start in (free, *choices) if start is not None]
-        choices[-1] = _recomputing_units(problem, starts, plan, form)
-    fitting = [choice for choice in choices if choice is not None]
+    never = _searched(problem, plan, form, "never")
+    fitting = [choice for choice in (never, _recomputing(problem, plan, form, (free, never))) if choice is not None]
     return min(fitting, key=lambda choice: choice.prediction.step_s, default=None)
+
+
+def _recomputing(problem: Problem, plan: Plan, form: Form, others: Sequence[Plan | None]) -> Plan | None:
+    """The best plan that recomputes all that the engine can; from cuts of others, too, where units are recomputed."""
+    whole = _searched(problem, plan, form, "always")
+    if form.recompute not in (Recompute.UNITS, Recompute.LISTED):
+        return whole
+    return _recomputing_units(problem, [start for start in (*others, whole) if start is not None], plan, form)
 
 
 def _recomputes_all(stage: Stage) -> bool:
@@ -178,7 +184,9 @@ def _recomputing_units(problem: Problem, starts: Iterable[Plan], plan: Plan, for
         best = min(combinations(places, plan.K - 1), key=rank, default=())
     else:
         cuts_of_starts = {tuple(stage.stop_layer for stage in start.stages[:-1]) for start in starts}
-        best = min((_climbed(cuts, places, rank) for cuts in sorted(cuts_of_starts)), key=rank)
+        best = min((_climbed(cuts, places, rank) for cuts in sorted(cuts_of_starts)), key=rank, default=())
+    if not best and plan.K > 1:
+        return None
     made, (overflow, _) = known[best]
     return None if overflow else made
 

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 FOR_TENSORS = 0.92
 """Of a worker's memory: the rest is room in which holes between tensors come up until they are given back, and for what
-micro-batches in flight hold besides tensors, 2 KiB an operation and micro-batch. Of an AmoebaNet-D in 1 GiB a worker no
-tensor took 45 MiB more than is counted, and 38 MiB of room were enough [measured, `tests/benchmarks`]."""
+micro-batches in flight hold besides tensors, 2 KiB an operation and micro-batch. Of an AmoebaNet-D in 1 GiB a worker
+all but tensors took 45 MiB more than is counted, and 38 MiB of room were not enough [measured, `tests/benchmarks`]."""
 OWN_BYTES = 2**30 // 10
 COMMON_BYTES = 2**30 // 4
 """What a worker holds besides: code and libraries of its own, and what all workers of one `launch` have from the

@@ -234,6 +234,8 @@ class StageRunner:
             moments.extend(results.statistics)
         if written:
             state.buffers[index] = {**carried, **written}
+        if before is not None and layers.last_recomputed < 0:
+            del state.buffers[before]  # nobody else reads them
         if moments:
             state.normalizations, seen = _seen(moments)
             earlier = None if before is None else state.statistics.pop(before)
@@ -285,6 +287,8 @@ class StageRunner:
                 entering = run_backward(state.kept.pop(place), gradients)
             state.accumulators[position].own()
             gradients = {name: gradient for name, gradient in entering.items() if gradient is not None}
+        if before is not None:
+            state.buffers.pop(before, None)  # which this micro-batch alone may have been recomputed from
         return dict(gradients)
 
     def _share(self, loss: Tensor, weight: float) -> Tensor:

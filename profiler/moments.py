@@ -126,7 +126,7 @@ class Moments:
         return Moments(tuple(lots))
 
 
-@lru_cache(maxsize=1024)  # micro-batches of one size have the same, in each step
+@lru_cache(maxsize=64)  # micro-batches of one size have the same, in each step
 def _along(numbers: tuple[float, ...], channels: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The number of its normalization for each channel."""
     repeats = torch.tensor(channels, device=HOST)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from executor.commands.interruption import interruption_later
 PLAN = Path(__file__).parents[2] / "notebooks" / "plan.json"
 
 
+@pytest.fixture
+def pythons_own() -> Iterator[None]:
+    """Who starts the tests in the background has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_own")
 def test_an_interruption_waits_for_the_end() -> None:
     """In the midst of numpy's import it was taken for the absence of numpy, and the next import failed."""
     reached = False

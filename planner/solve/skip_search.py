@@ -84,7 +84,9 @@ def best_plan(problem: Problem) -> Plan | None:
 
 def no_plan_text(problem: Problem) -> str:
     """Why there is none. Cures are those of relaying, which is tried in any case."""
-    problem = min((family[0] for family in families(problem)), key=lambda family: not is_plain(family.settings))
+    every = [family[0] for family in families(problem)]
+    able = [one for one in every if next(one.candidates(), None) is not None]
+    problem = min(able or every, key=lambda one: not is_plain(one.settings))
     if not is_plain(problem.settings):
         chunks, stages = problem.settings.chunks, problem.settings.stages
         changed = ["chunks=1"] * (chunks > 1) + ["stages=None"] * (chunks > 1 and stages is not None)

@@ -128,6 +128,13 @@ def test_where_there_are_too_few_micro_batches_for_the_stages_of_rules_these_are
     assert plan_from_profile(profile, devices, **asked, micro_batches_per_stage=3).K == 2
 
 
+def test_a_refusal_is_of_what_could_be_tried(profile, device):
+    """With one chunk a rank there is no M for four stages, and what does not fit are two ranks of two chunks."""
+    asked: dict[str, Any] = {"schedule": "interleaved", "chunks": "auto", "stages": 4, "micro_batches_per_stage": 1}
+    with pytest.raises(InfeasibleError, match="no plan with 2 chunks a rank was found that fits the memory"):
+        plan_from_profile(profile, [device("a", 130)] * 4, batch_size=2, **asked)
+
+
 def test_where_nothing_helps_the_error_says_so(profile, device):
     """A single layer's parameters are more than a device has."""
     text = refusal(profile, [device("a", 100)] * 2, batch_size=16)

@@ -92,7 +92,7 @@ def save_checkpoint(
         raise ArgumentError(f"keep is {keep!r}; pass how many checkpoints to keep, at least 1, or None for all")
     home, optimizers = _checked(folder, pipe, optimizer)
     with pipe.watch.call(Phase.SAVE, {"the call": "save_checkpoint", "the folder": str(home)}):
-        refuse_beside(also or {}, set(pipe.parameters()))
+        refuse_beside(also or {}, set(pipe.parameters()), "pass all optimizers as a list, optimizer=[first, second]")
         checkpoints = CheckpointFolder(home, pipe.run)
         with failures_named(home):
             begun = checkpoints.begin(pipe.steps) if is_first() else None
@@ -150,6 +150,10 @@ def load_checkpoint(
         training = checked_training(source, manifest)
         training.check_model(source, pipe.state_names())
         training.check_also(source, list(others))
+        if dist.is_initialized():  # one process saved it right, of several the first one's is there alone
+            refuse_beside(
+                others, set(pipe.parameters()), "load it in one process, and save it anew with a list of them"
+            )
         change = change_by(source, manifest, training, pipe, optimizers)
         refuse_left_out(source, training, pipe, optimizers)
         change.options.extend(options_of_others(change, optimizers))

@@ -90,8 +90,13 @@ def optimizers_of(given: object) -> Optimizers | None:
     return Optimizers(several) if several else None
 
 
-def refuse_beside(also: Mapping[str, Stateful], parameters: set[nn.Parameter]) -> None:
+def refuse_beside(also: Mapping[str, Stateful], parameters: set[nn.Parameter], do: str) -> None:
     """See that `also` holds no optimizer of the pipeline's parameters, whose state is another one in each process.
+
+    Args:
+        also: by name.
+        parameters: of the pipeline, in this process.
+        do: what to do about it.
 
     Raises:
         ArgumentError: it does.
@@ -101,5 +106,5 @@ def refuse_beside(also: Mapping[str, Stateful], parameters: set[nn.Parameter]) -
         if any(parameter in parameters for group in groups for parameter in group["params"]):
             raise ArgumentError(
                 f"also holds the optimizer {name!r} of parameters of the pipeline, and what is in `also` is kept once "
-                "for all processes; pass all optimizers as a list, optimizer=[first, second]"
+                f"for all processes; {do}"
             )

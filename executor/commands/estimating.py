@@ -251,7 +251,8 @@ def _cases(measured: Profile, given: Mapping[str, Any]) -> tuple[pandas.DataFram
     import pandas
     from tqdm import tqdm
 
-    from planner import what_if as planned
+    with interruption_later():
+        from planner import what_if as planned
     from profiler.device import Link
     from profiler.progress_line import ProgressLine
 

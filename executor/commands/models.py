@@ -140,11 +140,13 @@ def source_of(given: dict[str, Any]) -> ModelSource:
 
 
 def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | None, dtype: str) -> Built:
-    try:
-        import transformers
-    except ImportError as problem:
-        raise ArgumentError("--hf needs transformers, which is not installed; pip install transformers") from problem
     with interruption_later():
+        try:
+            import transformers
+        except ImportError as problem:
+            raise ArgumentError(
+                "--hf needs transformers, which is not installed; pip install transformers"
+            ) from problem
         import torch
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from executor.commands.functions import check_call, named_function
+from executor.commands.interruption import interruption_later
 from executor.commands.options import FILE
 from profiler.errors import ArgumentError, ForeignPlanError
 from profiler.text import counted
@@ -57,7 +58,8 @@ def run(plan_file: Path, script: str, dry_run: bool, as_json: bool) -> None:
 
 def _check_devices(plan_file: Path, plan: Plan) -> None:
     """Refuse a plan for devices that this machine lacks, before any process is started."""
-    from profiler.machine.local import torch_device
+    with interruption_later():
+        from profiler.machine.local import torch_device
 
     for position, stage in enumerate(plan.stages):
         for device in stage.devices:

@@ -128,20 +128,21 @@ class TorchPipeline:
         return torch.empty(self.plan.batch_size, 0)
 
 
-def schedule_csv(plan: Plan, sequence: LayerSequence) -> str:
-    """The passes of every rank, one line each, one token a pass: stage, F, B, I or W, micro-batch.
+def passes_of(plan: Plan, sequence: LayerSequence) -> tuple[str, list[str]]:
+    """The passes of every rank, one line each, one token a pass: stage, F, B, I or W, micro-batch; and notes on them.
 
     A stage whose backward pass torch's engine cannot split has B in the place of I and W.
     """
-    whole = _undivided(plan, sequence)
-    return "".join(f"{','.join(_tokens(actions, whole))}\n" for actions in plan.actions())
-
-
-def _undivided(plan: Plan, sequence: LayerSequence) -> list[int]:
-    """Stages with I and W that torch's engine cannot split."""
-    if not SCHEDULES[plan.schedule].splits_backward:
-        return []
-    return [index for index, stage in enumerate(plan.stages) if not splits(sequence, stage)]
+    divides = SCHEDULES[plan.schedule].splits_backward
+    whole = [index for index, stage in enumerate(plan.stages) if divides and not splits(sequence, stage)]
+    csv = "".join(f"{','.join(_tokens(actions, whole))}\n" for actions in plan.actions())
+    if not whole:
+        return csv, []
+    return csv, [
+        f"Backward passes of {counted(len(whole), 'stage')} ({', '.join(map(str, whole))}) are not split, which "
+        "torch's engine cannot where a parameter is used at several places or no gradient goes back; a step takes "
+        "longer than planned."
+    ]
 
 
 def _tokens(actions: Iterable[Action], whole: Container[int]) -> Iterator[str]:
@@ -162,18 +163,13 @@ def _make(request: Request) -> Made:
     check_outputs(request.sequence)
     splits_backward = SCHEDULES[plan.schedule].splits_backward
     modules = (StageModule(request.sequence, stage, splits_backward=splits_backward) for stage in plan.stages)
-    made = TorchPipeline(plan, request.sequence, tuple(modules), schedule_csv(plan, request.sequence))
+    csv, on_passes = passes_of(plan, request.sequence)
+    made = TorchPipeline(plan, request.sequence, tuple(modules), csv)
     notes = [
         f"{counted(plan.ranks, 'process')}, one for each rank; micro-batches of "
         f"{counted(request.micro_batch_size, 'sample')}, {plan.batch_size} in a step.",
+        *on_passes,
     ]
-    undivided = _undivided(plan, request.sequence)
-    if undivided:
-        notes.append(
-            f"Backward passes of {counted(len(undivided), 'stage')} ({', '.join(map(str, undivided))}) are not split, "
-            "which torch's engine cannot where a parameter is used at several places or no gradient goes back; a step "
-            "takes longer than planned."
-        )
     if any(layer.draws for layer in request.sequence.layers):
         notes.append(
             "Random numbers come from each process's own generator: runs with other cuts draw others, unlike with "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.export.target import Made, Recompute, Request, Target
-from planner.export.torch_pipelining import schedule_csv
+from planner.export.torch_pipelining import passes_of
 from planner.export.units import listed_paths
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
@@ -52,8 +52,8 @@ def _make(request: Request) -> Made:
     ]
     files = {"torchtitan.toml": _toml(value)}
     if "pipeline_parallel_schedule_csv" in schedule:
-        files[SCHEDULE_FILE] = schedule_csv(plan, request.sequence)
-        notes.append(f"{SCHEDULE_FILE} has the passes; give its path as torchtitan finds it.")
+        files[SCHEDULE_FILE], on_passes = passes_of(plan, request.sequence)
+        notes += [f"{SCHEDULE_FILE} has the passes; give its path as torchtitan finds it.", *on_passes]
     return Made(value, files["torchtitan.toml"], files, tuple(notes))
 
 

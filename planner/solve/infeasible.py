@@ -88,9 +88,8 @@ def _too_few_micro_batches(problem: Problem) -> str:
     settings, needed = problem.settings, 1 + int(problem.rules.demanded.sum())
     loose = replace(problem, settings=replace(settings, micro_batches_per_stage=1))
     tried = [(one.replicas, one.split.count) for one in problem.candidates()]
-    if max(problem.most_stages(*one) for one in tried) >= needed > 1:
-        return ""
-    if max(loose.most_stages(*one) for one in tried) < needed:
+    ruled, unruled = (max(one.most_stages(*shape) for shape in tried) for one in (problem, loose))
+    if not ruled < needed <= unruled:
         return ""
     most = max(count for _, count in tried)
     return (

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor import Pipeline, launch
+from executor import Pipeline, checkpoint, launch
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from planner import ExecutionError, Plan, PlanError
 from planner.plan.schedules import SCHEDULES
@@ -320,6 +320,8 @@ def with_two(plan: Plan, folder: Path, what: str) -> dict[str, Any]:
     first, second = run.optimizers
     if what == "beside":
         save_checkpoint(folder, run.pipe, first, also={"second": second})
+    elif what == "beside, loaded":
+        load_checkpoint(folder, run.pipe, first, also={"second": second})
     elif what == "same twice":
         save_checkpoint(folder, run.pipe, [first, second, torch.optim.SGD(run.pipe.parameters(), lr=0.1)])
     elif what == "other order":
@@ -365,6 +367,19 @@ def test_optimizers_that_cannot_be_kept_are_refused(
     with pytest.raises(PlanError, match=told):
         launch(with_two, plan, (tmp_path, what))
     assert [*tmp_path.glob("step-*")] == []
+
+
+def test_a_checkpoint_with_an_optimizer_beside_loads_in_one_process_alone(
+    sequences: list[LayerSequence], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions wrote such ones."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(checkpoint, "refuse_beside", lambda *_: None)
+        with_two(plan_of(sequences[0], [], batch_size=SIZE, micro_batches=M), tmp_path, "beside")
+    plan = plan_of(sequences[0], [2], batch_size=SIZE, micro_batches=M)
+    with_two(plan, tmp_path, "beside, loaded")
+    with pytest.raises(PlanError, match=r"also holds the optimizer 'second' .* load it in one process"):
+        launch(with_two, plan, (tmp_path, "beside, loaded"))
 
 
 def test_what_is_kept_once_and_differs_is_said(sequences: list[LayerSequence], tmp_path: Path) -> None:

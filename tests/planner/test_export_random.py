@@ -119,7 +119,9 @@ SEEDS = range(*(int(end) for end in os.environ.get("EXPORT_SEEDS", "0:8").split(
 @pytest.mark.parametrize("seed", SEEDS)
 def test_torchs_engine_finds_the_gradients_of_random_models(seed: int) -> None:
     random, known, tried = Random(seed), random_case(seed), 0
-    for settings in random.sample(SCHEDULES, 3):
+    for settings in random.sample(SCHEDULES, len(SCHEDULES)):
+        if tried == 3:
+            break
         plan = known.plan(**settings, recompute=random.choice(("never", "always")))
         try:
             plan.export("torch.distributed.pipelining", known.model)

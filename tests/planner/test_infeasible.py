@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from planner.from_profile import plan_from_profile
+from planner.from_profile import make_problem, plan_from_profile
 from planner.solve import infeasible
 from profiler.errors import InfeasibleError
 
@@ -116,6 +116,8 @@ def test_where_rules_leave_no_plan_memory_is_not_blamed(profile, device):
     devices = [device("a", 10**6 + more) for more in (0, 0, 1, 2)]
     text = refusal(profile, devices, batch_size=16, replicas=2, cut_at=["blocks.2"])
     assert text.startswith("no plan satisfies all rules on these devices, whatever the memory")
+    problem = make_problem(profile, devices, batch_size=16, optimizer=None, settings={})
+    assert infeasible._too_few_micro_batches(problem) == ""  # where no rule makes a stage
 
 
 def test_where_there_are_too_few_micro_batches_for_the_stages_of_rules_these_are_named(profile, device):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from planner import autoplan
@@ -48,8 +50,8 @@ def test_a_second_plan_measures_nothing(
 def test_what_changes_figures_changes_the_entry(make_case: Callable[[str], Case], tmp_path: Path) -> None:
     model, x = make_case("dropout")
     counts = []
-    for settings in ({}, {}, {"threads": 2}, {"micro_batch_sizes": [1, 2, 4]}, {"optimizer": "SGD"}):
-        _profile(model, x, tmp_path, **settings)
+    for changed in ({}, {}, {"threads": 2}, {"micro_batch_sizes": [1, 2, 4]}, {"optimizer": "SGD"}):
+        _profile(model, x, tmp_path, **changed)
         counts.append(len(list(tmp_path.iterdir())))
     assert counts == [3, 3, 6, 7, 8]  # sizes and the optimizer
     _profile(model, x, tmp_path, loss_fn=lambda output, _: output.mean(), target=torch.zeros(4))
@@ -89,6 +91,19 @@ def test_no_changed_figure_is_used(make_case: Callable[[str], Case], tmp_path: P
     first_entry.write_text(second_entry.read_text())
     with pytest.warns(UserWarning, match="is not what was written"):
         _profile(model, x, tmp_path)
+
+
+@given(place=st.floats(0, 1, exclude_max=True), letter=st.characters(codec="ascii"))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_with_another_letter_anywhere_is_not_used(tmp_path: Path, place: float, letter: str) -> None:
+    cache = Cache(tmp_path)
+    cache.put(KEY, LINK)
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    at = int(place * len(text))
+    path.write_bytes(f"{text[:at]}{letter}{text[at + 1 :]}".encode())
+    with warnings.catch_warnings(action="ignore"):
+        assert (cache.get(KEY, Link) == LINK) == (text[at] == letter)
 
 
 @pytest.mark.parametrize("change", ["fewer", "twice", "another size", "another kind"])

@@ -23,6 +23,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, fx, nn
 
 from profiler.conditions.answers import Answers, FromDecisions, FromRuns
@@ -95,6 +96,8 @@ def graph_of(
     first: NotTraceableError | None = None
     not_called: NotCallableError | None = None
     refuse_parameters_as_arrays(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise NotTraceableError(f"cannot trace the model: it is scripted (torch.jit); {_UNSCRIPTED}")
     checkers = checkers_of(model)
     askings = _Askings(model, spec, sample, training)
     ways: list[tuple[str, Way]] = [(front_end, _answered) for front_end in FRONT_ENDS]
@@ -118,6 +121,12 @@ def graph_of(
             }
             return Served(graph, facts, spec.model_copy(update=found), refusals)
     assert first is not None, "there are front ends"
+    scripted = [path for path, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise NotTraceableError(
+            f"cannot trace the model: module {scripted[0]!r} is scripted (torch.jit), and can neither be followed nor be "
+            f"called as it is; {_UNSCRIPTED}"
+        ) from first
     if sample is not None and training:
         refuse_failing_call(model, spec, sample, training)
     if askings.without_values and "on the values of a tensor" in str(first):
@@ -127,6 +136,9 @@ def graph_of(
         more = f"; and {not_called.reason.removeprefix('cannot trace the model: ')}"
         raise NotTraceableError(str(first) + more, modules=first.modules) from first
     raise first
+
+
+_UNSCRIPTED = "plan and train with the module that was scripted"
 
 
 def _shares_called(facts: Mapping[fx.Node, NodeFacts]) -> list[float]:

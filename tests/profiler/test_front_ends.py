@@ -352,6 +352,35 @@ def test_a_limit_on_the_batch_names_the_line() -> None:
     assert f"test_front_ends.py:{line}" in sequence.refusals["export"]
 
 
+class HoldsPart(nn.Module):
+    """Calls a part that it is given."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.part(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize(
+    ("around", "keep_together", "named"),
+    [
+        (lambda part: nn.Sequential(nn.Linear(4, 4), part), (), "module '1' is scripted"),
+        (HoldsPart, ("part",), "module 'part' is scripted"),
+        (lambda part: part, (), "it is scripted"),
+    ],
+)
+def test_a_scripted_module_that_cannot_be_followed_is_named(
+    around: Callable[[nn.Module], nn.Module], keep_together: tuple[str, ...], named: str
+) -> None:
+    part: nn.Module = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(NotTraceableError, match=named) as caught:
+        trace(around(part), torch.randn(4, 4), keep_together=keep_together)
+    assert "plan and train with the module that was scripted" in str(caught.value)
+
+
 class Casts(BatchSizeInPython):
     """Casts a submodule to the dtype that it has."""
 

@@ -165,6 +165,20 @@ def values_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
+@pytest.mark.parametrize("how", [*HOW])
+def test_each_trains_on_after_it_was_evaluated(how: str) -> None:
+    """What a layer passes on may be a parameter as it is: nothing of ours may stay on it from step to step."""
+    model = Model(["linear", "linear"], {1: how}, "cpu")
+    x, y = torch.ones(6, 3, 4, dtype=torch.float64), torch.ones(6, 2, dtype=torch.float64)
+    sequence = trace(model, x, progress=False)
+    plan = plan_for(sequence, [1], batch_size=len(x), micro_batches=M)
+    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
+    for _ in range(2):
+        pipe.step(x, target=y)
+        pipe.evaluate(x, target=y)
+    assert [name for name, held in model.named_parameters() if held._backward_hooks] == []
+
+
 @pytest.mark.parametrize(("seed", "on_meta"), [(100, False), (101, True)])
 def test_some(seed: int, *, on_meta: bool) -> None:
     trained(seed, on_meta=on_meta)

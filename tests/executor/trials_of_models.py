@@ -41,9 +41,10 @@ def by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Stepped:
 
 
 def by_plan(model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> Stepped:
-    """By a plan."""
+    """By a plan, which leaves no hook."""
     pipe = Pipeline(model, plan, loss_fn=functional.mse_loss)
     loss = pipe.step(x, target=y).item()
+    assert [name for name, held in pipe.named_parameters() if held._backward_hooks] == []
     gradients = {name: held.grad for name, held in pipe.named_parameters() if held.grad is not None}
     return Stepped(loss, gradients, pipe.state_dict())
 

@@ -10,9 +10,11 @@ Of equal devices each replica takes as many after each other as it has stages on
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from profiler.device import Link
 
@@ -31,12 +33,8 @@ class Hosts:
     between: Link
     devices_per_host: int
 
-    def far(self, devices: Sequence[int]) -> bool:
-        """Whether these devices, by position, are on more than one host."""
-        return len({device // self.devices_per_host for device in devices}) > 1
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
     """The devices of a plan.
 
@@ -50,12 +48,17 @@ class Placement:
 
     def is_far(self, sender: int, receiver: int) -> bool:
         """Whether a message between two ranks leaves a host, in any replica."""
-        pairs: Iterator[tuple[int, int]] = zip(self.members[sender], self.members[receiver], strict=True)
-        return self.hosts is not None and any(self.hosts.far(pair) for pair in pairs)
+        return self._numbers[sender] != self._numbers[receiver]
 
     def rings_far(self, rank: int) -> bool:
         """Whether the replicas of a rank are on more than one host."""
-        return self.hosts is not None and self.hosts.far(self.members[rank])
+        return len({*self._numbers[rank]}) > 1
+
+    @cached_property
+    def _numbers(self) -> list[list[int]]:
+        """By rank the number of its host in every replica."""
+        per_host = math.inf if self.hosts is None else self.hosts.devices_per_host
+        return [[int(device // per_host) for device in devices] for devices in self.members]
 
 
 def placed(classes: Sequence[int], members: Sequence[Sequence[int]], replicas: int, hosts: Hosts | None) -> Placement:

@@ -61,7 +61,7 @@ class LayerArrays:
     workspace_bytes: Floats
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerSeconds:
     """What all L layers take for one micro-batch, by `planner.cost.time_ledger`; each array has shape (L,).
 
@@ -78,6 +78,20 @@ class LayerSeconds:
     backward_s: Floats
     weight_s: Floats
     split_s: Floats
+
+    def of(self, first: int, stop: int) -> tuple[float, float, float, float, float]:
+        """Each of them for layers [first, stop) together; added up once."""
+        if (first, stop) not in self._sums:
+            forward, recompute, backward, weight, split = (
+                float(seconds[first:stop].sum())
+                for seconds in (self.forward_s, self.recompute_s, self.backward_s, self.weight_s, self.split_s)
+            )
+            self._sums[first, stop] = forward, recompute, backward, weight, split
+        return self._sums[first, stop]
+
+    @cached_property
+    def _sums(self) -> dict[tuple[int, int], tuple[float, float, float, float, float]]:
+        return {}
 
 
 class StageStack:

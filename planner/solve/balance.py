@@ -11,7 +11,7 @@ from planner.cost.hosts import Placement
 from planner.cost.layer_costs import Floats
 from planner.cost.stage_memory import stage_memory
 from planner.cost.time_ledger import end_s, layer_seconds
-from planner.cost.transfers import Shares, boundary_s, copied_shares
+from planner.cost.transfers import Shares, copied_shares
 from planner.kernel.makespan import B, W, makespan_s, walked_s, with_copies
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.stage import Segment
@@ -207,26 +207,27 @@ def stage_seconds(
         splits: whether the schedule takes W apart.
         placement: of the ranks, where there are several hosts.
     """
-    near = boundary_s(problem.link, problem.at_boundaries(size))
+    near = problem.messages_s(size)
     sent = [near] * (len(stages) + 1)  # at the boundary before each stage
     if placement is not None and placement.hosts is not None:
-        far = boundary_s(placement.hosts.between, problem.at_boundaries(size))
+        far = problem.messages_s(size, far=True)
         sent[1:-1] = [far if _is_far(placement, ring, stage) else near for stage in range(len(stages) - 1)]
     within = (np.zeros(problem.layers + 1),) * 2
     sent[1:-1] = [within if ring.is_turn(stage) else sent[stage + 1] for stage in range(len(stages) - 1)]
     rows = []
     for number, stage in enumerate(stages):
         costs = layer_seconds(problem.costs, problem.classes[stage.device_class].device.kind, size)
-        split_s = costs.split_s[stage.first : stage.stop].sum() if splits else 0.0
-        recompute_s = [costs.recompute_s[segment.first : segment.stop].sum() for segment in stage.segments]
+        forward_s, _, backward_s, weight_s, split_s = costs.of(stage.first, stage.stop)
+        split_s *= splits
+        recompute_s = [costs.of(segment.first, segment.stop)[1] for segment in stage.segments]
         rows.append(
             (
-                costs.forward_s[stage.first : stage.stop].sum(),
+                forward_s,
                 recompute_s[-1] if recompute_s else 0.0,
-                costs.backward_s[stage.first : stage.stop].sum() + sum(recompute_s[:-1]) + split_s,
+                backward_s + sum(recompute_s[:-1]) + split_s,
                 sent[number + 1][0][stage.stop],
                 sent[number][1][stage.first],
-                costs.weight_s[stage.first : stage.stop].sum() + split_s,
+                weight_s + split_s,
             )
         )
     return np.array(rows, dtype=np.float64).T

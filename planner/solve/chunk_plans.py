@@ -23,7 +23,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
 from planner.cost.stage_memory import stage_moments
 from planner.cost.time_ledger import layer_seconds
-from planner.cost.transfers import Shares, boundary_s, copied_shares
+from planner.cost.transfers import Shares, copied_shares
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, makespan_s, with_copies
 from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
@@ -118,7 +118,7 @@ class ChunkPlans:
     @cached_property
     def messages_s(self) -> tuple[Floats, Floats]:
         """Of outputs and of gradients at each boundary for a large and for a small micro-batch, shape (2, L + 1)."""
-        between = [boundary_s(self.problem.link, self.problem.at_boundaries(size)) for size in self.sizes]
+        between = [self.problem.messages_s(size) for size in self.sizes]
         outputs_s, gradients_s = zip(*between, strict=True)
         return np.array(outputs_s), np.array(gradients_s)
 

@@ -92,11 +92,15 @@ def best_plan(problem: Problem) -> Plan | None:
                 found = _balanced(_within(replace(alone, dispensable=plans.best is not None), deadline))
                 plans.look_near_on(later, () if found is None else (found,))
         for shape in chain(_shapes(slow, starts), _counts(slow)):
-            for link in (far.link, slow.link):
-                if plans.done:
-                    break
-                found = _balanced(_within(replace(shape, link=link), deadline))
-                plans.look_near(() if found is None else (found,))
+            if plans.done:
+                break
+            # over the faster link no plan takes longer than over its own: where none is faster so, none is at all
+            found = _balanced(_within(replace(shape, link=far.link, below_s=step_s(plans.best)), deadline))
+            if found is None or found.step_s >= step_s(plans.best):
+                continue
+            plans.look_near((found,))
+            found = None if plans.done else _balanced(_within(shape, deadline))
+            plans.look_near(() if found is None else (found,))
         plans.improve()
     return plans.best
 

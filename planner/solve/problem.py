@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.cost.hosts import Hosts, Placement, placed
-from planner.cost.layer_costs import CostModel, LayerArrays, ParameterRanges
+from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
 from planner.cost.ledger import Basis
 from planner.cost.messages import Carrier, carrier_of
 from planner.cost.time_ledger import EndFigures
+from planner.cost.transfers import boundary_s
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ONE_CHUNK, Ring, ScheduleName
@@ -121,6 +122,17 @@ class Problem:
         """What crosses boundaries; it does not depend on the device, so the first one's rows say it."""
         return self.costs.layers(self.devices[0].kind, size)
 
+    def messages_s(self, size: int, *, far: bool = False) -> tuple[Floats, Floats]:
+        """What outputs and their gradients take across boundary i; `far` from one host to another."""
+        if (size, far) not in self._messages_s:
+            link = self.hosts.between if far and self.hosts is not None else self.link
+            self._messages_s[size, far] = boundary_s(link, self.at_boundaries(size))
+        return self._messages_s[size, far]
+
+    @cached_property
+    def _messages_s(self) -> dict[tuple[int, bool], tuple[Floats, Floats]]:
+        return {}
+
     def basis(self, device_kind: str, candidate: Candidate) -> Basis:
         """What the memory of stages on that kind of device follows from."""
         return Basis(
@@ -154,7 +166,14 @@ class Problem:
 
     def placement(self, classes: Sequence[int], replicas: int) -> Placement:
         """Where ranks on these classes of devices are."""
-        return placed(classes, [group.members for group in self.classes], replicas, self.hosts)
+        key = (*classes,), replicas
+        if key not in self._placements:
+            self._placements[key] = placed(classes, [group.members for group in self.classes], replicas, self.hosts)
+        return self._placements[key]
+
+    @cached_property
+    def _placements(self) -> dict[tuple[tuple[int, ...], int], Placement]:
+        return {}
 
     def most_stages(self, replicas: int, count: int) -> int:
         """The largest K with R replicas and M micro-batches; 0 when there is none."""

@@ -10,7 +10,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, LayerSeconds, prefix_sums
 from planner.cost.stage_sums import stage_sums
 from planner.cost.time_ledger import end_s, layer_seconds
-from planner.cost.transfers import boundary_s, copied_shares, copies_s
+from planner.cost.transfers import copied_shares, copies_s
 from planner.kernel.listed import PassSums
 from planner.kernel.tables import ALWAYS, AUTO, NEVER, Tables
 from planner.plan.micro_batches import MicroBatches
@@ -138,8 +138,8 @@ def message_seconds(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     """Those of what crosses boundaries."""
     split, shares = candidate.split, copied_shares(problem.link)
     under_way = 1 - sum(shares)
-    out_large, back_large = boundary_s(problem.link, problem.at_boundaries(split.largest))
-    out_small, back_small = boundary_s(problem.link, problem.at_boundaries(split.smallest))
+    out_large, back_large = problem.messages_s(split.largest)
+    out_small, back_small = problem.messages_s(split.smallest)
     rounds = SCHEDULES[candidate.schedule].objective is Objective.ROUNDS
     crossing_least = np.minimum(out_large, out_small) + np.minimum(back_large, back_small)
     inside = problem.rules.allowed.copy()

@@ -11,7 +11,7 @@ from planner.cost.layer_costs import Floats, prefix_sums
 from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
 from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, pooled_bytes
 from planner.cost.time_ledger import layer_seconds
-from planner.cost.transfers import boundary_s, copied_shares
+from planner.cost.transfers import copied_shares
 from planner.kernel.bottleneck import ROUNDING, least_bottleneck
 from planner.kernel.recompute_bounds import least_recompute_s
 from planner.plan.schedules import SCHEDULES, Objective
@@ -152,7 +152,7 @@ def _link_seconds(problem: Problem, candidate: Candidate, passes: tuple[Floats, 
     """
     split = candidate.split
     larger, smaller = (
-        boundary_s(problem.link, problem.at_boundaries(size)) for size in (split.largest, split.smallest)
+        problem.messages_s(size) for size in (split.largest, split.smallest)
     )
     there, back = (
         (split.number_largest - 1) * more + (split.count - split.number_largest) * less

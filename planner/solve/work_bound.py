@@ -151,9 +151,7 @@ def _link_seconds(problem: Problem, candidate: Candidate, passes: tuple[Floats, 
         passes: seconds of a large and of a small micro-batch in each layer, shape (L,).
     """
     split = candidate.split
-    larger, smaller = (
-        problem.messages_s(size) for size in (split.largest, split.smallest)
-    )
+    larger, smaller = (problem.messages_s(size) for size in (split.largest, split.smallest))
     there, back = (
         (split.number_largest - 1) * more + (split.count - split.number_largest) * less
         for more, less in zip(larger, smaller, strict=True)

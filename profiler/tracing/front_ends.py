@@ -124,8 +124,8 @@ def graph_of(
     scripted = [path for path, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     if scripted:
         raise NotTraceableError(
-            f"cannot trace the model: module {scripted[0]!r} is scripted (torch.jit), and can neither be followed nor be "
-            f"called as it is; {_UNSCRIPTED}"
+            f"cannot trace the model: module {scripted[0]!r} is scripted (torch.jit), and can neither be followed nor "
+            f"be called as it is; {_UNSCRIPTED}"
         ) from first
     if sample is not None and training:
         refuse_failing_call(model, spec, sample, training)

@@ -22,10 +22,10 @@ from planner.rules import most_stages, rules_of
 from planner.search_watch import watched
 from planner.settings import Settings
 from planner.solve.deadline import Deadline
-from planner.solve.host_search import best_plan
-from planner.solve.passed_over import making_s, time_for_plan, with_unused
+from planner.solve.passed_over import time_for_plan, with_unused
 from planner.solve.problem import Problem, device_classes
 from planner.solve.skip_search import no_plan_text
+from planner.solve.time_shares import best_in_time
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
 from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S, shown
@@ -34,10 +34,6 @@ from profiler.text import counted
 
 if TYPE_CHECKING:
     from typing import Unpack
-
-
-LEAST_SHARE = 0.1
-"""Of a time limit, that the search has at least [chosen]."""
 
 
 @takes_settings
@@ -91,22 +87,13 @@ def plan_of(problem: Problem) -> Plan:
     """
     began_s = time.monotonic()
     _ = problem.costs.fingerprint  # the plan names it, and of a large profile it takes seconds: they count, too
-    plan = best_plan(time_for_plan(_with_less_time(problem, time.monotonic() - began_s)))
+    plan = best_in_time(time_for_plan(problem), time.monotonic() - began_s)
     if plan is None:
         if Deadline(None).interrupted:
             raise KeyboardInterrupt
         raise InfeasibleError(no_plan_text(problem))
     profile = problem.costs.profile
     return with_doubt(with_rates(with_unused(problem, plan, time.monotonic() - began_s), profile), problem.costs)
-
-
-def _with_less_time(problem: Problem, spent_s: float) -> Problem:
-    """The problem with the time that is left of its limit and of making the plan, a share of it at least."""
-    limit_s = problem.settings.time_limit_s
-    if limit_s is None:
-        return problem
-    left_s = max(limit_s - spent_s - making_s(problem), limit_s * LEAST_SHARE)
-    return replace(problem, settings=replace(problem.settings, time_limit_s=left_s))
 
 
 def make_problem(

@@ -35,7 +35,7 @@ from planner.solve.path_search import PathSearch
 from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import WorkBudget
 from planner.solve.waiting import Queue, Waiting
-from planner.solve.work_bound import even_share_s, pooled_recompute_s, work_bound
+from planner.solve.work_bound import RoughBounds, even_share_s, pooled_recompute_s, work_bound
 
 LEAST_S, MOST_S, GAP_S = 1.0, 10.0, 100.0
 """Seconds, as they are counted, that a search without a time limit goes on in vain: at least, at most, and for a gap of
@@ -106,15 +106,15 @@ class _Balancer:
     def run(self) -> Balance | None:
         """See `balance`."""
         may_end = self._problem.dispensable or self._reached is not None
+        rough = RoughBounds(self._problem)
         for candidate in self._problem.candidates():
             if may_end and self._deadline.over:
                 self._left_s = even_share_s(self._problem)
                 break
-            work = work_bound(self._problem, candidate)
             # where each number from the end has stages of its own, to list them all takes long
             bounded = not SCHEDULES[candidate.schedule].keeps_all
             part = Part(candidate, self._problem.settings.stages)
-            self._queue.push(work.step_s(), part, bounded=bounded, work=work)
+            self._queue.push(rough.step_s(candidate), part, bounded=bounded, rough=True)
         while not self._ended():
             left_s = self._deadline.left_s
             entry = self._next()
@@ -184,6 +184,10 @@ class _Balancer:
     def _look_at(self, entry: Waiting) -> None:
         """Raise its bound, try a proof, and search its parts where that is cut off."""
         part = entry.part
+        if entry.rough:
+            work = work_bound(self._problem, part.candidate)
+            self._queue.push(max(entry.bound_s, work.step_s()), part, bounded=entry.bounded, work=work)
+            return
         if entry.work is not None:
             bound_s = entry.work.step_s(pooled_recompute_s(self._problem, part.candidate))
             self._queue.push(max(entry.bound_s, bound_s), part, bounded=entry.bounded)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from statistics import median
 
-from planner.plan.actions import make_schedule
 from planner.plan.plan import Plan
-from planner.plan.schedules import SCHEDULES, one_chunk_schedules
-from planner.plan.simulator import Durations, simulate
 from planner.plan.unused import LooserPlan, Unused
 from planner.solve.deadline import Deadline
 from planner.solve.host_search import best_plan
 from planner.solve.problem import Problem
+from planner.solve.time_shares import making_s
 from planner.solve.work_bound import work_bound
 from profiler.text import counted
 
@@ -24,10 +20,6 @@ SHARE_OF_TIME = 0.1
 LEAST_LOOKED_S = 3.0
 """Seconds that it may take, the making of the plan included, where there is no time limit [chosen: a third of the 55 s
 that zb took for 70B parameters on 64 devices went to a plan that came to nothing]."""
-STAGES_TRIED, MICRO_BATCHES_TRIED, TIMES_TRIED = 8, 64, 5
-"""Of the steps that say how fast plans are simulated here and now [chosen: 10 ms each]."""
-MAKING_SHARE = 2.0
-"""Seconds of making a plan in parts of simulating that many passes [fitted: 64 to 128 stages, 1,024 micro-batches]."""
 
 
 def with_unused(problem: Problem, plan: Plan, spent_s: float) -> Plan:
@@ -52,36 +44,6 @@ def time_for_plan(problem: Problem) -> Problem:
     if limit_s is None or not _binds(problem):
         return problem
     return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s * (1 - SHARE_OF_TIME)))
-
-
-def making_s(problem: Problem) -> float:
-    """Seconds after a search, about, in which the plan with most passes is made and simulated."""
-    passes = (
-        (3 if SCHEDULES[one.schedule].splits_backward else 2)
-        * problem.most_stages(one.replicas, one.split.count)
-        * one.split.count
-        for one in problem.candidates()
-    )
-    return simulated_pass_s() * MAKING_SHARE * max(passes, default=0)
-
-
-def simulated_pass_s() -> float:
-    """Seconds of simulating one pass of a step, by the clock: others may be computing, too.
-
-    The median of some: after a model was traced one garbage collection took 30 times as long as the step [measured],
-    and the search, which is left what making the plan does not take, was given a tenth of its time.
-    """
-    stages, count = STAGES_TRIED, MICRO_BATCHES_TRIED
-    each = ((1.0,) * count,) * stages
-    seconds = []
-    for _ in range(TIMES_TRIED):
-        began_s = time.monotonic()
-        schedule = make_schedule(
-            one_chunk_schedules()[0], stages=stages, micro_batches=count, recompute=[False] * stages
-        )
-        simulate(schedule, Durations(each, each, each, each, each), events=False)
-        seconds.append(time.monotonic() - began_s)
-    return median(seconds) / (2 * stages * count)
 
 
 def _without_rule(problem: Problem) -> Problem:

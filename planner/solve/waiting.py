@@ -23,6 +23,7 @@ class Waiting(NamedTuple):
         level: of the limits that it is searched with next; 0 if it was not searched for itself.
         bounded: whether the bound is as good as it gets without a search.
         work: the parts of the bound as long as recompute is not in it: that is found only for those whose turn comes.
+        rough: whether the bound is from the layers' sums alone: not even its parts are found before its turn.
     """
 
     bound_s: float
@@ -32,6 +33,7 @@ class Waiting(NamedTuple):
     level: int
     bounded: bool
     work: WorkBound | None
+    rough: bool
 
 
 class Queue:
@@ -45,11 +47,18 @@ class Queue:
         return (one for level in self._levels.values() for one in level)
 
     def push(
-        self, bound_s: float, part: Part, level: int = 0, *, bounded: bool = True, work: WorkBound | None = None
+        self,
+        bound_s: float,
+        part: Part,
+        level: int = 0,
+        *,
+        bounded: bool = True,
+        work: WorkBound | None = None,
+        rough: bool = False,
     ) -> None:
         """Let a part wait."""
         self._number += 1
-        entry = Waiting(bound_s, part.candidate.split.count, self._number, part, level, bounded, work)
+        entry = Waiting(bound_s, part.candidate.split.count, self._number, part, level, bounded, work, rough)
         heapq.heappush(self._levels.setdefault(level, []), entry)
 
     def least_s(self) -> float:

@@ -108,7 +108,7 @@ def test_a_table_of_plans_ends_as_programs_do(profile: Profile, monkeypatch: pyt
     def ended(problem: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("planner.from_profile.best_plan", ended)
+    monkeypatch.setattr("planner.solve.time_shares.best_plan", ended)
     with pytest.raises(KeyboardInterrupt):
         what_if(profile, DEVICES, {"stages": [1, 2]}, batch_size=8)
 

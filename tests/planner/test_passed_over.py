@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from planner import from_profile
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.plan.simulator import simulate
-from planner.solve import passed_over
+from planner.solve import time_shares
 from planner.solve.host_search import best_plan
 from profiler.device import Link
 
@@ -79,14 +78,14 @@ def test_a_time_limit_leaves_time_to_make_the_plan(planned, monkeypatch):
         given.append(problem)
         return best_plan(problem)
 
-    monkeypatch.setattr(from_profile, "best_plan", noted)
-    monkeypatch.setattr(passed_over, "simulated_pass_s", lambda: 0.02 / passed_over.MAKING_SHARE)
+    monkeypatch.setattr(time_shares, "best_plan", noted)
+    monkeypatch.setattr(time_shares, "simulated_pass_s", lambda: 0.02 / time_shares.MAKING_SHARE)
     planned(batch_size=16, micro_batches=16, time_limit_s=10.0, schedule="1f1b")
     left_s = 10.0 - 2 * 4 * 16 * 0.02
     assert left_s - 2.0 < given[0].settings.time_limit_s < left_s
 
 
-@pytest.mark.parametrize("interrupted", range(passed_over.TIMES_TRIED))
+@pytest.mark.parametrize("interrupted", range(time_shares.TIMES_TRIED))
 def test_one_interruption_does_not_say_how_long_a_plan_takes_to_make(
     monkeypatch: pytest.MonkeyPatch, interrupted: int
 ) -> None:
@@ -98,7 +97,7 @@ def test_one_interruption_does_not_say_how_long_a_plan_takes_to_make(
             time.sleep(1.0)
         return simulate(*args, **kwargs)
 
-    monkeypatch.setattr(passed_over, "simulate", simulated)
-    a_step_s = passed_over.simulated_pass_s() * 2 * passed_over.STAGES_TRIED * passed_over.MICRO_BATCHES_TRIED
+    monkeypatch.setattr(time_shares, "simulate", simulated)
+    a_step_s = time_shares.simulated_pass_s() * 2 * time_shares.STAGES_TRIED * time_shares.MICRO_BATCHES_TRIED
     assert a_step_s < 0.5
-    assert next(calls) == passed_over.TIMES_TRIED
+    assert next(calls) == time_shares.TIMES_TRIED

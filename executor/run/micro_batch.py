@@ -13,6 +13,9 @@ from torch.utils import _pytree as pytree
 from profiler.errors import ArgumentError
 from profiler.text import counted
 
+ALIGNMENT = 64
+"""Bytes: torch's memory begins at multiples of them, on a CPU and on a GPU, and kernels look at no more."""
+
 
 def sizes_for(
     batch_size: int, planned: Sequence[int], only: int | None = None, *, at_least: int = 1
@@ -93,13 +96,15 @@ def split_input(tensor: Tensor, batch_dim: int | None, sizes: Sequence[int]) -> 
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """The tensor as it was traced, with its elements in the order of its dimensions; a copy only where they are not.
+    """The tensor as it was traced: its elements in the order of its dimensions, from an even address on; else a copy.
 
-    Sums over another order round otherwise, and what crosses to another process does so in the order that was traced.
+    Sums over another order round otherwise, and so do kernels that begin elsewhere; what crosses to another process is
+    in the order that was traced, and begins where memory does.
     """
     if tensor.layout is not torch.strided:
         return tensor
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    ordered = tensor.resolve_conj().resolve_neg().contiguous()
+    return ordered.clone() if ordered.data_ptr() % ALIGNMENT else ordered
 
 
 def _cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:

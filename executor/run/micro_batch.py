@@ -103,8 +103,9 @@ def in_order(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not torch.strided:
         return tensor
-    ordered = tensor.resolve_conj().resolve_neg().contiguous()
-    return ordered.clone() if ordered.data_ptr() % ALIGNMENT else ordered
+    with torch.inference_mode(mode=False):  # a copy that is made in the caller's region could not be trained with
+        ordered = tensor.resolve_conj().resolve_neg().contiguous()
+        return ordered.clone() if ordered.data_ptr() % ALIGNMENT else ordered
 
 
 def _cut(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:

@@ -64,6 +64,16 @@ def test_in_one_process(plans: list[Plan]) -> None:
         assert_equal(gradients(plan, (1, 2, 3), rank_0_reads=False), gradients(plans[0], (0,), rank_0_reads=False))
 
 
+def test_in_a_region_of_inference_mode(plans: list[Plan]) -> None:
+    """A copy that is made there can be trained with, as the batch itself."""
+    batches = torch.randn(WIDTH, 1 + SAMPLES).t()
+    for x in (batches[1:], batches[1:].contiguous()):
+        pipe = Pipeline(model(), plans[1], loss_fn=functional.mse_loss)
+        expected = pipe.step(x, target=x)
+        with torch.inference_mode():
+            assert torch.equal(pipe.step(x, target=x), expected)
+
+
 def test_data_that_rank_0_hands_out(of_replicas: Plan) -> None:
     """The second replica's part begins where nothing else does."""
     expected = gradients(of_replicas, (0, 1, 3), rank_0_reads=False)

@@ -14,6 +14,7 @@ from planner.cost.time_ledger import layer_seconds
 from planner.cost.transfers import copied_shares
 from planner.kernel.bottleneck import ROUNDING, least_bottleneck
 from planner.kernel.recompute_bounds import least_recompute_s
+from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.problem import Candidate, Problem
 from planner.solve.tables import after_first_mean, prices, steady_mean
@@ -67,38 +68,61 @@ def even_share_s(problem: Problem) -> float:
     rough = RoughBounds(problem)
     least = np.inf
     for split, replicas in {(candidate.split, candidate.replicas) for candidate in problem.candidates()}:
-        large, small = split.number_largest, split.count - split.number_largest
-        work = large * rough.work_s(split.largest) + small * rough.work_s(split.smallest)
-        least = min(least, work / (len(problem.devices) // replicas))
+        least = min(least, rough.step_work_s(split) / (len(problem.devices) // replicas))
     return least * (1 - ROUNDING)
 
 
 class RoughBounds:
     """What no plan of a candidate is below, from the layers' sums alone: of a hundredth of `work_bound`'s time.
 
-    A first micro-batch passes all layers, and the others stay at the slowest stage, which has an even share of their
-    work. Of unlike devices each layer is on the fastest, and the first micro-batch counts as one of the others.
+    The slowest stage has an even share of all work at least. On equal devices, with one chunk a rank and backward
+    passes as a whole, and with Q of the layers for a micro-batch (of either size, the smaller time):
+
+        GPipe    T >= Q + (M - 1) Q / K     one micro-batch passes all stages, the others stay at the slowest
+        others   T >= Q / (1 - (1 - 1/M)^K)
+
+    since with S(k) of the first k stages T >= S(k) + (M - 1) (S(k) - S(k-1)), see `_cut_bound`: S(K) is largest where
+    each is an equality. Unequal stages may so be faster than equal ones, where T would be Q + (M - 1) Q / K.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._of_size: dict[int, float] = {}
+        self._work: dict[int, float] = {}
+        self._least: dict[tuple[int, int], float] = {}
 
     def step_s(self, candidate: Candidate) -> float:
         """Seconds."""
-        split = candidate.split
-        large, small = self.work_s(split.largest), self.work_s(split.smallest)
-        work = split.number_largest * large + (split.count - split.number_largest) * small
-        stages = max(1, self._problem.most_stages(candidate.replicas, split.count))
-        alone = 0.0 if len(self._problem.classes) > 1 else min(large, small)
-        return max(0.0, alone + (work - max(large, small) * (alone > 0)) / stages) * (1 - ROUNDING)
+        problem, split = self._problem, candidate.split
+        stages = max(1, problem.most_stages(candidate.replicas, split.count))
+        work_s = self.step_work_s(split) / stages
+        record = SCHEDULES[candidate.schedule]
+        if record.splits_backward or problem.settings.chunks > 1 or len(problem.classes) > 1:
+            return work_s * (1 - ROUNDING)
+        share = -math.expm1(stages * math.log1p(-1 / split.count)) if split.count > 1 else 1.0
+        times = 1 + (split.count - 1) / stages if record.objective is Objective.FLOW_SHOPS else 1 / share
+        return max(work_s, self._least_s(split) * times) * (1 - ROUNDING)
 
-    def work_s(self, size: int) -> float:
-        """Of one micro-batch of so many samples, in all layers."""
-        if size not in self._of_size:
+    def step_work_s(self, split: MicroBatches) -> float:
+        """Of all micro-batches, in all layers."""
+        large, small = split.number_largest, split.count - split.number_largest
+        return large * self._work_s(split.largest) + small * self._work_s(split.smallest)
+
+    def _work_s(self, size: int) -> float:
+        """Of one micro-batch of so many samples, in all layers; each on the device that is fastest for it."""
+        if size not in self._work:
             kinds = [layer_seconds(self._problem.costs, group.device.kind, size) for group in self._problem.classes]
-            self._of_size[size] = float(np.min([one.forward_s + one.backward_s for one in kinds], axis=0).sum())
-        return self._of_size[size]
+            self._work[size] = float(np.min([one.forward_s + one.backward_s for one in kinds], axis=0).sum())
+        return self._work[size]
+
+    def _least_s(self, split: MicroBatches) -> float:
+        """Of one micro-batch of either size, in all layers, on equal devices: each pass what is less."""
+        sizes = split.largest, split.smallest
+        if sizes not in self._least:
+            kind = self._problem.classes[0].device.kind
+            more, less = (layer_seconds(self._problem.costs, kind, size) for size in sizes)
+            backward_s = np.minimum(more.backward_s, less.backward_s)
+            self._least[sizes] = float((np.minimum(more.forward_s, less.forward_s) + backward_s).sum())
+        return self._least[sizes]
 
 
 def work_bound(problem: Problem, candidate: Candidate) -> WorkBound:

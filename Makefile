@@ -26,7 +26,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q
 test: $(INSTALLED)
 	@$(PYTEST) --numprocesses 2 --dist worksteal -m "not slow"
 
-# The tests of tests/slow.txt, which take twice as long as all others together.
+# The tests of tests/slow.txt, which take five times as long as all others together.
 slow: $(INSTALLED)
 	@$(PYTEST) --numprocesses 2 --dist worksteal -m slow
 

@@ -14,10 +14,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from profiler.machine.ring import ALIGNMENT
+from profiler.machine.ring import aligned
 
 SMALL_BYTES = 64 * 1024  # copying them takes 5 us, a message of its own 15 us on each side, and a thread's wake-up
-_ALIGNMENT = 16  # bytes; of every element type
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,10 @@ class MessageForm:
         end = 0
         for index in small if len(small) > 1 else []:
             self._offsets[index] = end
-            end += -(-specs[index].size_bytes // _ALIGNMENT) * _ALIGNMENT
+            end += aligned(specs[index].size_bytes)
         self._small_bytes = end
         self.size_bytes = sum(spec.size_bytes for spec in specs)
-        ends = accumulate((-(-spec.size_bytes // ALIGNMENT) * ALIGNMENT for spec in specs), initial=0)
+        ends = accumulate((aligned(spec.size_bytes) for spec in specs), initial=0)
         *self._starts, self.slot_bytes = ends
 
     def buffers(self) -> list[Tensor]:

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
+from profiler.machine.ring import ALIGNMENT
 from profiler.text import counted
-
-ALIGNMENT = 64
-"""Bytes: torch's memory begins at multiples of them, on a CPU and on a GPU, and kernels look at no more."""
 
 
 def sizes_for(
@@ -96,7 +94,7 @@ def split_input(tensor: Tensor, batch_dim: int | None, sizes: Sequence[int]) -> 
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """The tensor as it was traced: its elements in the order of its dimensions, from an even address on; else a copy.
+    """The tensor as it was traced: its elements in the order of its dimensions, aligned in memory; else a copy.
 
     Sums over another order round otherwise, and so do kernels that begin elsewhere; what crosses to another process is
     in the order that was traced, and begins where memory does.

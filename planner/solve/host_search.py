@@ -94,8 +94,10 @@ def best_plan(problem: Problem) -> Plan | None:
         for shape in chain(_shapes(slow, starts), _counts(slow)):
             if plans.done:
                 break
-            # over the faster link no plan takes longer than over its own: where none is faster so, none is at all
-            found = _balanced(_within(replace(shape, link=far.link, below_s=step_s(plans.best)), deadline))
+            # over the faster link no plan takes longer than over its own: where none is found to be faster so, none is
+            # looked for over the slower one
+            rosy = replace(shape, link=far.link, ring=far.ring, below_s=step_s(plans.best))
+            found = _balanced(_within(rosy, deadline))
             if found is None or found.step_s >= step_s(plans.best):
                 continue
             plans.look_near((found,))

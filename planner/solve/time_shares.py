@@ -27,8 +27,8 @@ def best_in_time(problem: Problem, spent_s: float) -> Plan | None:
     """The fastest plan that is found within the time limit, that of making it included.
 
     To make the plan with most passes may take longer than the limit, though the fastest one has far fewer. So the first
-    search has what that would leave, a share of the limit at least, and what its plan has left goes to another search:
-    with 1,024 devices and 16 s the first one has 2 s, and its step takes 13 times as long.
+    search has what that would leave, a share of the limit at least, and what its plan has left goes to another search
+    if that is more. With 1,024 devices and 8 s they have 1.8 and 5.1 s.
 
     Args:
         problem: with a time limit or without.

@@ -32,7 +32,8 @@ from profiler.errors import ExecutionError
 from profiler.machine.descriptors import open_of_another
 from profiler.machine.semaphore import SIZE_BYTES, Semaphore
 
-ALIGNMENT = 64  # bytes: a line of the cache, and enough for all kinds of elements
+ALIGNMENT = 64
+"""Bytes: a line of the cache, enough for all kinds of elements, and where torch's own memory begins."""
 MOST_SLOTS = 64
 _KEY = struct.Struct("<q")
 _NOTE = struct.Struct("<4q")  # tag, descriptor of the slots, bytes of a slot, number of the slot
@@ -42,6 +43,11 @@ _PAGE_BYTES = 4096
 _NEVER = 2**62  # no ring carries as many messages
 
 Address = tuple[int, int, int]  # process, its descriptor of the page, and the key that the page begins with
+
+
+def aligned(size_bytes: int) -> int:
+    """The bytes of a value and of what fills them up to where the next one may begin."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +151,7 @@ class Outgoing:
 
     def _make_slots(self, size_bytes: int, most: int) -> None:
         """New slots for longer or more messages; those of messages under way stay where they are."""
-        slot_bytes = max(self._slot_bytes, -(-max(size_bytes, 1) // ALIGNMENT) * ALIGNMENT)
+        slot_bytes = max(self._slot_bytes, aligned(max(size_bytes, 1)))
         count = min(max(self._at_least, self._ahead_bytes // slot_bytes), most, MOST_SLOTS)
         self._most = most
         if (slot_bytes, count) == (self._slot_bytes, len(self._slots)):

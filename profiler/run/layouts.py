@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class Watched:
         """Bring the outputs' gradients into their own memory layouts, and note which of them had to be brought."""
         for position in tuple(self.positions):
             output = outputs[position]
-            if isinstance(output, Tensor) and output.requires_grad and output.is_leaf:
-                continue  # a parameter as it is, which keeps its hooks from step to step, and autograd does this there
+            if isinstance(output, nn.Parameter):
+                continue  # which would keep the hook from step to step, and autograd does this there
             if isinstance(output, Tensor) and output.requires_grad:
                 hook_gradient(output, self._hook(position, layout_hook(output)))
             elif torch.is_grad_enabled():

@@ -56,6 +56,7 @@ values; may not be able to."""
 LARGEST_SHARE_CALLED = 99 / 100
 """Of the work, in a module that is called as it is without being asked for. No cut goes through it, so that other
 stages would have next to nothing to do. [chosen]"""
+_UNSCRIPTED = "plan and train with the module that was scripted"
 MOST_MODULES_IN_THE_WAY = 8
 """Exports of one model in search of modules to call as they are; each takes seconds. [chosen]"""
 
@@ -136,9 +137,6 @@ def graph_of(
         more = f"; and {not_called.reason.removeprefix('cannot trace the model: ')}"
         raise NotTraceableError(str(first) + more, modules=first.modules) from first
     raise first
-
-
-_UNSCRIPTED = "plan and train with the module that was scripted"
 
 
 def _shares_called(facts: Mapping[fx.Node, NodeFacts]) -> list[float]:

@@ -85,6 +85,29 @@ def test_a_time_limit_leaves_time_to_make_the_plan(planned, monkeypatch):
     assert left_s - 2.0 < given[0].settings.time_limit_s < left_s
 
 
+def test_what_making_the_longest_plan_would_take_goes_to_another_search(planned, monkeypatch):
+    """With 1,024 devices a limit of 8 s left 2 s to the search; its plan was 13 times as slow as one found in 4 s."""
+    given = []
+
+    def slower_first(problem):
+        given.append(problem.settings.time_limit_s)
+        plan = best_plan(problem)
+        assert plan is not None
+        slow, fast = {"step_s": 64.0, "lower_bound_s": 7.5, "gap": 64.0 / 7.5 - 1}, {"lower_bound_s": 5.0}
+        prediction = plan.prediction.model_copy(update=slow if len(given) == 1 else fast)
+        return plan.model_copy(update={"prediction": prediction})
+
+    monkeypatch.setattr(time_shares, "best_plan", slower_first)
+    monkeypatch.setattr(time_shares, "_most_passes", lambda problem: 10**9)
+    plan = planned(batch_size=16, time_limit_s=60.0, schedule="1f1b")
+    assert len(given) == 2
+    assert given[0] == pytest.approx(60.0 * time_shares.LEAST_SHARE, rel=0.1)
+    assert given[1] > 2 * given[0]
+    assert plan.prediction.step_s < 64.0
+    assert plan.prediction.lower_bound_s == pytest.approx(7.5)
+    assert plan.prediction.gap == pytest.approx(plan.prediction.step_s / 7.5 - 1)
+
+
 @pytest.mark.parametrize("interrupted", range(time_shares.TIMES_TRIED))
 def test_one_interruption_does_not_say_how_long_a_plan_takes_to_make(
     monkeypatch: pytest.MonkeyPatch, interrupted: int

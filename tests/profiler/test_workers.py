@@ -280,6 +280,21 @@ def test_no_thread_of_gloo_is_left_when_python_ends(tmp_path: Path) -> None:
         assert names and not [name for name in names if name.endswith("loop")]
 
 
+def _has_many_groups(_: int) -> int:
+    worker_main.SECONDS_TO_LEAVE = worker_main.SECONDS_TO_LEAVE_EACH = 0.0  # as if they took long
+    for _ in range(30):
+        dist.barrier(dist.new_group([0, 1]))
+    return dist.get_rank()
+
+
+@pytest.mark.fresh_processes
+def test_a_worker_ends_well_while_it_still_leaves_its_groups() -> None:
+    """After 30 pipelines with replicas in one launch each worker ended with SIGABRT."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_workers(_has_many_groups, [(0,)] * 2) == [0, 1]
+
+
 def _ends_at_once(_: int) -> int:
     atexit.register(os._exit, 0)
     return dist.get_rank()

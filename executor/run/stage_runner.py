@@ -36,7 +36,7 @@ from profiler.moments import Moments
 from profiler.observe.drawn_from import drawn_from, is_torchs_own
 from profiler.observe.random_states import generators_of, next_seed, seeded
 from profiler.opaque.keeping_nothing import keeping_nothing
-from profiler.run.loss import LOSS, LossFunction, loss_of, model_output, refuse_trained_beside
+from profiler.run.loss import LOSS, LossFunction, copy_of, loss_of, model_output, refuse_trained_beside, versions_of
 from profiler.run.separable import deferred_parameters
 from profiler.run.split_backward import DeferredWeights
 from profiler.run.stage_function import (
@@ -175,6 +175,7 @@ class StageRunner:
         self.seed = seed
         self._asks_loss = not alone and loss_fn is not None  # once a step, whether it trains more than the model
         self._loss_is_known = False
+        self._loss_writes = False  # its target
         self._generators = generators_of(device)
         self._backward_draws = BackwardDraws()
         self._hooks = ParameterHooks()
@@ -381,7 +382,7 @@ class StageRunner:
         if not layers.is_last or position != len(layers.parts) - 1:
             return results.values, results
         keyed(OF_THE_LOSS)  # the loss may draw random numbers too
-        loss = self._loss(layers, batch, results.values, part.function)
+        loss = self._loss(layers, batch, results.values, part.function, once=keep)
         if not loss.requires_grad:
             raise ArgumentError(
                 "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "
@@ -393,11 +394,27 @@ class StageRunner:
         return {LOSS: loss}, results
 
     def _loss(
-        self, layers: StageLayers, batch: MicroBatch, values: Mapping[str, Tensor], function: StageFunction
+        self,
+        layers: StageLayers,
+        batch: MicroBatch,
+        values: Mapping[str, Tensor],
+        function: StageFunction,
+        *,
+        once: bool = True,
     ) -> Tensor:
+        """The loss; its function may write the target.
+
+        It finds it unwritten where it is called again, and writes no memory that another micro-batch's graph may keep.
+        """
+        target = self._target(batch)
+        if self._loss_writes or not once:
+            target = copy_of(target)
+        unwritten = versions_of(target)
         others = self._loss_draws.generators if self._loss_draws else ()
         with function.autocasting(), seeded(others, next_seed() or 0) if others else contextlib.nullcontext():
-            return loss_of(model_output(layers.sequence, values), self._target(batch), self._loss_fn)
+            loss = loss_of(model_output(layers.sequence, values), target, self._loss_fn)
+        self._loss_writes |= versions_of(target) != unwritten
+        return loss
 
     def _inputs(self, batch: MicroBatch, part: StagePart) -> dict[str, Tensor]:
         """The model's inputs that the part reads, on its device."""

@@ -42,6 +42,7 @@ from profiler.machine.journal import Address, ForeignJournal, journal_of_this_pr
 BEAT_S = 0.25
 GRACE_S = 0.6  # from the first cause until a rank that cannot be interrupted is ended
 ECHO_S = 1.0  # within which the cause of a broken connection becomes known
+ENDING_ECHO_S = 0.2  # and that of being asked to end, by `launch` for one, which waits half a second for the answer
 
 
 class Watch:
@@ -202,7 +203,8 @@ class Watch:
         own = isinstance(problem, PlanError) and problem.first_rank is None
         with self._changed:
             if position.waiting and not own and self._mesh is not None:
-                self._changed.wait_for(lambda: self._cause is not None, ECHO_S)
+                seconds = ECHO_S if isinstance(problem, Exception) else ENDING_ECHO_S
+                self._changed.wait_for(lambda: self._cause is not None, seconds)
             if self._cause is None:
                 if self._mesh is None and not isinstance(problem, Exception):
                     raise problem

@@ -13,7 +13,7 @@ import math
 import random
 import sys
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -85,7 +85,7 @@ class CutClimb:
         Args:
             below_s: slower ones are not looked for where all cuts are tried.
         """
-        orders = list(device_orders(self._plans))
+        orders = self._orders
         if self.tries_all_cuts:
             only, least_s = self._best_of_all(orders, below_s)
             return [] if only is None else [only], least_s
@@ -115,13 +115,13 @@ class CutClimb:
 
     def probed(self, below_s: float) -> ChunkChoice | None:
         """A first plan, with equal shares of the work; None if it does not fit or takes no less than `below_s`."""
-        first, classes = self._first, next(device_orders(self._plans))
+        first, classes = self._first, self._orders[0]
         return None if first is None else self._plans.fitted(first, classes, below_s, thorough=False)
 
     @property
     def first_fits(self) -> bool:
         """Whether there is a first plan that fits."""
-        first, classes = self._first, next(device_orders(self._plans))
+        first, classes = self._first, self._orders[0]
         return first is not None and not any(
             self._plans.over_bytes(rank, first, classes) for rank in range(self._plans.ranks)
         )
@@ -130,13 +130,13 @@ class CutClimb:
     def _first(self) -> Stops | None:
         """Equal shares of the work, none where the rules allow none."""
         start = self._starts()[-1:]
-        return self._plans.levelled(start[0], next(device_orders(self._plans))) if start else None
+        return self._plans.levelled(start[0], self._orders[0]) if start else None
 
     def at(self, stops: Stops, below_s: float) -> ChunkChoice | None:
         """The plan with these cuts; None if the rules forbid them, it does not fit or takes no less than `below_s`."""
         if not self._demanded <= {*stops}:
             return None
-        return self._plans.fitted(stops, next(device_orders(self._plans)), below_s)
+        return self._plans.fitted(stops, self._orders[0], below_s)
 
     def kicked_until_over(self) -> ChunkChoice | None:
         """The fastest plan after cuts near the best ones were tried for as long as there is time."""
@@ -155,8 +155,12 @@ class CutClimb:
     @property
     def tries_all_cuts(self) -> bool:
         """Whether there are so few ways to cut and to order devices that all are tried."""
-        orders = sum(1 for _ in device_orders(self._plans))
+        orders = len(self._orders)
         return math.comb(len(self._places), self._plans.stages - 1) * orders <= FEW_CUTS and orders < MOST_ORDERS
+
+    @cached_property
+    def _orders(self) -> list[tuple[int, ...]]:
+        return device_orders(self._plans)
 
     @property
     def _over(self) -> bool:
@@ -170,7 +174,7 @@ class CutClimb:
 
     def nearest(self) -> tuple[float, Stops, tuple[int, ...]] | None:
         """Bytes too many of the cuts with the fewest, these cuts and the order of the devices; None without cuts."""
-        classes = next(device_orders(self._plans))
+        classes = self._orders[0]
         for start in self._starts():
             self._climbed(start, classes)
         if not self._tried:
@@ -349,11 +353,35 @@ class Score(NamedTuple):
         return self.over_bytes, self.step_s
 
 
-def device_orders(plans: ChunkPlans) -> Iterator[tuple[int, ...]]:
-    """Orders of devices, as classes by rank; all of them where they are few."""
-    replicas = plans.candidate.replicas
-    able = [min(plans.ranks, group.capacity(replicas)) for group in plans.problem.classes]
-    return itertools.islice(arrangements(able, plans.ranks), MOST_ORDERS)
+def device_orders(plans: ChunkPlans) -> list[tuple[int, ...]]:
+    """Orders of devices, as classes by rank; all of them where they are few.
+
+    The first one takes the devices with most memory, those with most of it first: where one fits, so does this one.
+    Of many there are besides the fastest devices and chosen ones by chance, both with most memory first and last.
+    """
+    classes, ranks = plans.problem.classes, plans.ranks
+    able = [min(ranks, group.capacity(plans.candidate.replicas)) for group in classes]
+    every = [number for number, count in enumerate(able) for _ in range(count)]
+    if len(every) < ranks:
+        return []
+
+    def roomiest(some: Iterable[int]) -> list[int]:
+        return sorted(some, key=lambda number: -classes[number].device.memory_bytes)
+
+    orders = {tuple(roomiest(every)[:ranks]): None}
+    few = [*itertools.islice(arrangements(able, ranks), MOST_ORDERS)]
+    if len(few) < MOST_ORDERS:
+        return [*(orders | dict.fromkeys(few))]
+    seconds = (plans.forward_s[0] + plans.backward_s[0])[:, -1]
+    chosen = [every, sorted(every, key=lambda number: seconds[number])[:ranks]]
+    chance = random.Random(0)
+    for _ in range(MOST_ORDERS // 4):
+        able_ones = roomiest(every)[: chance.randint(ranks, len(every))]
+        chosen += [chance.sample(able_ones, ranks)]
+    for some in chosen:
+        first = roomiest(some)[:ranks]
+        orders |= dict.fromkeys([tuple(first), tuple(reversed(first)), tuple(some[:ranks])])
+    return [*orders][:MOST_ORDERS]
 
 
 def arrangements(available: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:

@@ -30,7 +30,7 @@ from profiler.observe.random_states import drawing_on, generators_in, generators
 from profiler.observe.type_checkers import checkers_of, first_items_checked
 from profiler.observe.untouched import untouched
 from profiler.run.layouts import write_in_place
-from profiler.run.loss import LossFunction, loss_of, model_output
+from profiler.run.loss import LossFunction, copy_of, loss_of, model_output
 from profiler.run.parting import Seen, first_unseen
 from profiler.run.stage_function import StageFunction
 from profiler.sample_spec import TensorLeaf
@@ -208,7 +208,7 @@ class Trial:
         with autocasting(spec, device):
             with watch or contextlib.nullcontext(), first_items_checked(checkers_of(self.model)):
                 output = self.model(*call.args, **call.kwargs)
-            return loss_of(output, self.target, self.loss_fn)
+            return loss_of(output, copy_of(self.target), self.loss_fn)
 
     def _layers(self) -> Outcome:
         """By the layers, all in one."""
@@ -218,7 +218,7 @@ class Trial:
             with drawing_on():
                 values = whole.forward({}, self.inputs, sequence.buffers).values
             with whole.autocasting():
-                loss = loss_of(model_output(sequence, values), self.target, self.loss_fn)
+                loss = loss_of(model_output(sequence, values), copy_of(self.target), self.loss_fn)
             if loss.requires_grad:
                 loss.backward()
         gradients: dict[str, Tensor] = {}

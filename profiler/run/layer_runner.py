@@ -24,7 +24,7 @@ from profiler.errors import ArgumentError, PlanError, UserFunctionError
 from profiler.left_out_sizes import NOT_FAKEABLE, in_one_line, is_out_of_memory
 from profiler.machine.backend import device_of_first
 from profiler.run.layouts import layout_hook
-from profiler.run.loss import LOSS, LossFunction, loss_of, model_output
+from profiler.run.loss import LOSS, LossFunction, copy_of, loss_of, model_output, versions_of
 from profiler.run.parameter_pool import ParameterPool
 from profiler.run.separable import deferrable, deferred_parameters, split_function
 from profiler.run.split_backward import DeferredWeights, deferring
@@ -127,7 +127,7 @@ class LayerRunner:
         self._buffers = buffers
         self._inputs = inputs
         self._loss_fn = loss_fn
-        self._target = target
+        self._target, self._own_target = target, copy_of(target)
         self._has_loss = has_loss
         read = dict.fromkeys(name for layer in sequence.layers for name in layer.values)
         read.update(dict.fromkeys(leaf for leaf in sequence.outputs if isinstance(leaf, str)))
@@ -139,7 +139,8 @@ class LayerRunner:
     def on_part(self, inputs: Mapping[str, Tensor], target: Any) -> LayerRunner:
         """A runner with the same parameters and buffers on another micro-batch."""
         part = copy(self)
-        part._inputs, part._target, part._prelude = inputs, target, {}
+        part._inputs, part._prelude = inputs, {}
+        part._target, part._own_target = target, copy_of(target)
         return part
 
     def run_prelude(self) -> None:
@@ -277,15 +278,21 @@ class LayerRunner:
             return {LOSS: self._loss(model_output(self._sequence, values))}
 
     def _loss(self, output: Any) -> Tensor:
-        """The loss; what the user's function raises is told as the user's, unless the memory ran out."""
+        """The loss; what the user's function raises is told as the user's, unless the memory ran out.
+
+        Each call finds the target as it was given, and the user's own stays as it is.
+        """
+        versions = versions_of(self._own_target)
         try:
-            loss = loss_of(output, self._target, self._loss_fn)
+            loss = loss_of(output, self._own_target, self._loss_fn)
         except PlanError:
             raise
         except Exception as problem:
             if self._loss_fn is None or is_out_of_memory(problem):
                 raise
             raise UserFunctionError(_about_loss(problem)) from problem
+        if versions_of(self._own_target) != versions:
+            self._own_target = copy_of(self._target)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ArgumentError(
                 "the loss depends on no trainable parameter, so there is nothing to train; check loss_fn for detach() "

@@ -50,6 +50,17 @@ def loss_of(output: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
     raise ArgumentError(f"the loss is {what}, not a real scalar; {cure}")
 
 
+def copy_of(target: Any) -> Any:
+    """The target for one call of a loss function, which may write it (labels that it masks)."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, target)
+
+
+def versions_of(target: Any) -> list[int]:
+    """How often each tensor of a target has been written."""
+    tensors = (leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor))
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
 def refuse_trained_beside(loss: Tensor, values: Iterable[Tensor]) -> None:
     """Refuse a loss that trains more than the model, where other processes would each train a copy of that.
 

@@ -181,7 +181,9 @@ class Settings:
         if stages is not None and stages > devices:
             each = "each stage needs its own" if self.chunks == 1 else f"{self.chunks} of them share one"
             if self.choose_chunks:
-                each += f", or as many share each of them as divide {self.stages}: {_or(CHUNKS_TRIED)}"
+                fitting = range(FEW_RANKS, devices + 1)
+                able = [chunks for chunks in CHUNKS_TRIED if stages % chunks == 0 and stages // chunks in fitting]
+                each += f", or chunks={_or(able)} lets so many share one" if able else ""
             raise ArgumentError(
                 f"stages is {self.stages}, and there {are(devices)} {counted(devices, 'device')}; {each}"
             )
@@ -283,7 +285,8 @@ def _least_chunks(stages: int | None, cuts: int, devices: int) -> int:
 
 
 def _or(numbers: Sequence[int]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _check_choice_of_chunks(given: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ class _Balancer:
             else:
                 self._look_at(entry)
             self._last_took_s = 0.0 if left_s == np.inf else left_s - self._deadline.left_s
-        if self._best is not None and self._deadline.over:
+        if self._best is not None and self._problem.settings.time_limit_s is not None:
             self._best = self._with_others(self._best)
         return best_of(self._reached, self._best, self.least_s)
 

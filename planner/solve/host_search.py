@@ -39,7 +39,9 @@ from planner.solve.work_bound import even_share_s, least_s
 from profiler.device import Link
 
 MOST_SHAPES = 10
-"""Pairs of K and R that are planned for on their own [chosen]."""
+"""Pairs of K and R that are planned for on their own, of more devices [chosen]."""
+FEW_DEVICES = 8
+"""Of which all pairs are planned for [chosen]."""
 MOST_COUNTS = 16
 """M that are planned for on their own [chosen]."""
 PATIENCE = 0.25
@@ -196,20 +198,29 @@ def _ring(problem: Problem, hosts: Hosts) -> Link:
 
 
 def _shapes(problem: Problem, starts: list[Balance]) -> Iterator[Problem]:
-    """The problem for single K and R: those around what was found first, then powers of two on all devices."""
+    """The problem for single K and R: powers of two on all devices, and those around what was found.
+
+    Of few devices all others, too; those that leave fewer idle come first.
+    """
     settings, devices = problem.settings, len(problem.devices)
     seen: set[tuple[int, int]] = set()
     known = [(len(one.stages), one.candidate.replicas) for one in starts]
     powers = [2**power for power in range(math.ceil(math.log2(devices)) + 1)]
     even = [(devices // replicas, replicas) for replicas in powers if devices % replicas == 0]
     near = [(stages + more, replicas) for more in (0, -1, 1) for stages, replicas in known]
-    for stages, replicas in (*even, *near):
+    rest = [
+        (used // replicas, replicas)
+        for used in range(devices, 0, -1)
+        for replicas in range(1, used + 1)
+        if devices <= FEW_DEVICES and used % replicas == 0
+    ]
+    for stages, replicas in (*even, *near, *rest):
         shape = stages, replicas
         fixed = settings.stages in (None, stages) and settings.replicas in (None, replicas)
         able = 1 <= stages <= min(settings.max_stages, problem.layers)
         if shape in seen or not fixed or not able or settings.chunks > 1:
             continue
         seen.add(shape)
-        if len(seen) > MOST_SHAPES:
+        if len(seen) > MOST_SHAPES and devices > FEW_DEVICES:
             return
         yield replace(problem, settings=replace(settings, stages=stages, replicas=replicas), patience=PATIENCE)

@@ -6,9 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from planner.solve.cut_climb import CutClimb, arrangements
 from planner.solve.deadline import NO_DEADLINE, Deadline
+from profiler.device import Cluster
+from tests.planner.made_up import build_profile
+from tests.planner.restricted import Asked, planned
 
 
 def climb_of(allowed: list[bool], demanded: list[bool], stages: int) -> CutClimb:
@@ -75,3 +79,17 @@ def test_orders_of_unlike_devices_are_all_there_are() -> None:
         assert [*arrangements(available, length)] == sorted({*itertools.permutations(kinds, length)})
     many = [*itertools.islice(arrangements([1023, 1], 1024), 3)]
     assert [order.index(1) for order in many] == [1023, 1022, 1021]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb"])
+def test_devices_that_hold_nothing_do_not_hide_those_that_do(device: Any, schedule: str) -> None:
+    """Of ten devices of unlike memory orders were tried that begin with the first ones: no plan was found."""
+    profile = build_profile({("a", 1): [[1.0, 1.0, 1.0, 8, 0, 1, 1]] * 4}, weights=[(0.5, 0.5)] * 4)
+    settings = {"schedule": schedule, "recompute": "never", "micro_batches_per_stage": 1}
+    small = [device(memory_bytes=30 + number) for number in range(8)]
+    large = [device(memory_bytes=500), device(memory_bytes=600)]
+    of_all = planned(Asked(profile, Cluster(devices=(*small, *large)), 8, settings))
+    of_large = planned(Asked(profile, Cluster(devices=tuple(large)), 8, settings))
+    assert of_all is not None
+    assert of_large is not None
+    assert of_all.prediction.step_s <= of_large.prediction.step_s

@@ -181,9 +181,9 @@ class Settings:
         if stages is not None and stages > devices:
             each = "each stage needs its own" if self.chunks == 1 else f"{self.chunks} of them share one"
             if self.choose_chunks:
-                fitting = range(FEW_RANKS, devices + 1)
-                able = [chunks for chunks in CHUNKS_TRIED if stages % chunks == 0 and stages // chunks in fitting]
-                each += f", or chunks={_or(able)} lets so many share one" if able else ""
+                each += f", or {_or(CHUNKS_TRIED)} of them share one"
+                able = [n * chunks for n in range(FEW_RANKS, devices // replicas + 1) for chunks in CHUNKS_TRIED]
+                each += f": stages={min(able, key=lambda n: abs(n - stages))} is the nearest" if able else ""
             raise ArgumentError(
                 f"stages is {self.stages}, and there {are(devices)} {counted(devices, 'device')}; {each}"
             )
@@ -285,8 +285,7 @@ def _least_chunks(stages: int | None, cuts: int, devices: int) -> int:
 
 
 def _or(numbers: Sequence[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 def _check_choice_of_chunks(given: Mapping[str, Any]) -> None:

@@ -155,8 +155,8 @@ class CutClimb:
     @property
     def tries_all_cuts(self) -> bool:
         """Whether there are so few ways to cut and to order devices that all are tried."""
-        orders = len(self._orders)
-        return math.comb(len(self._places), self._plans.stages - 1) * orders <= FEW_CUTS and orders < MOST_ORDERS
+        ways = math.comb(len(self._places), self._plans.stages - 1) * len(self._orders)
+        return ways <= FEW_CUTS and all_orders(self._plans) is not None
 
     @cached_property
     def _orders(self) -> list[tuple[int, ...]]:
@@ -356,12 +356,11 @@ class Score(NamedTuple):
 def device_orders(plans: ChunkPlans) -> list[tuple[int, ...]]:
     """Orders of devices, as classes by rank; all of them where they are few.
 
-    The first one takes the devices with most memory, those with most of it first: where one fits, so does this one.
+    The first one takes the devices with most memory, those with most of it first, which earlier stages need as a rule.
     Of many there are besides the fastest devices and chosen ones by chance, both with most memory first and last.
     """
     classes, ranks = plans.problem.classes, plans.ranks
-    able = [min(ranks, group.capacity(plans.candidate.replicas)) for group in classes]
-    every = [number for number, count in enumerate(able) for _ in range(count)]
+    every = [number for number, count in enumerate(_able(plans)) for _ in range(count)]
     if len(every) < ranks:
         return []
 
@@ -369,8 +368,8 @@ def device_orders(plans: ChunkPlans) -> list[tuple[int, ...]]:
         return sorted(some, key=lambda number: -classes[number].device.memory_bytes)
 
     orders = {tuple(roomiest(every)[:ranks]): None}
-    few = [*itertools.islice(arrangements(able, ranks), MOST_ORDERS)]
-    if len(few) < MOST_ORDERS:
+    few = all_orders(plans)
+    if few is not None:
         return [*(orders | dict.fromkeys(few))]
     seconds = (plans.forward_s[0] + plans.backward_s[0])[:, -1]
     chosen = [every, sorted(every, key=lambda number: seconds[number])[:ranks]]
@@ -382,6 +381,17 @@ def device_orders(plans: ChunkPlans) -> list[tuple[int, ...]]:
         first = roomiest(some)[:ranks]
         orders |= dict.fromkeys([tuple(first), tuple(reversed(first)), tuple(some[:ranks])])
     return [*orders][:MOST_ORDERS]
+
+
+def all_orders(plans: ChunkPlans) -> list[tuple[int, ...]] | None:
+    """All orders of devices there are, None where they are many: those that are tried prove nothing of the others."""
+    few = [*itertools.islice(arrangements(_able(plans), plans.ranks), MOST_ORDERS)]
+    return few if len(few) < MOST_ORDERS else None
+
+
+def _able(plans: ChunkPlans) -> list[int]:
+    """Ranks that each class of devices could run."""
+    return [min(plans.ranks, group.capacity(plans.candidate.replicas)) for group in plans.problem.classes]
 
 
 def arrangements(available: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:

@@ -93,3 +93,18 @@ def test_devices_that_hold_nothing_do_not_hide_those_that_do(device: Any, schedu
     assert of_all is not None
     assert of_large is not None
     assert of_all.prediction.step_s <= of_large.prediction.step_s
+
+
+@pytest.mark.parametrize(("unlike", "all_are_tried"), [(4, True), (7, False)])
+def test_some_orders_of_devices_prove_nothing_of_all(unlike: int, all_are_tried: bool) -> None:
+    """Three of seven devices have 210 orders, of which 52 are tried: few ways to cut, and yet no proof."""
+    climb = climb_of([True] * 4, [False] * 4, 3)
+    plans: Any = climb._plans
+    plans.problem.classes = [
+        SimpleNamespace(device=SimpleNamespace(memory_bytes=number), capacity=lambda _: 1) for number in range(unlike)
+    ]
+    plans.ranks, plans.candidate.replicas = 3, 1
+    plans.forward_s = plans.backward_s = np.ones((1, unlike, 4))
+    assert climb.tries_all_cuts == all_are_tried
+    assert climb._orders[0] == (unlike - 1, unlike - 2, unlike - 3)
+    assert all(len({*order}) == 3 for order in climb._orders)

@@ -58,12 +58,17 @@ class Balance:
     orders: tuple[str, ...] = ()
 
     @property
-    def _order(self) -> tuple[int, int, int, tuple[int, ...]]:
+    def _order(self) -> tuple[int, int, bool, int, tuple[int, ...]]:
         replicas, count = self.candidate.replicas, self.candidate.split.count
-        return len(self.stages) * replicas, replicas, count, tuple(stage.stop for stage in self.stages)
+        keeps_all = SCHEDULES[self.candidate.schedule].keeps_all
+        return len(self.stages) * replicas, replicas, keeps_all, count, tuple(stage.stop for stage in self.stages)
 
     def better_than(self, other: Balance | None) -> bool:
-        """Whether it is faster; on a tie whether it has fewer devices, then fewer micro-batches, then earlier cuts."""
+        """Whether it is faster.
+
+        On a tie whether it has fewer devices, then fewer replicas, then not all micro-batches under way at once (on one
+        device 1F1B and GPipe are as fast), then fewer micro-batches, then earlier cuts.
+        """
         if other is None or self.step_s < other.step_s * (1 - TIE):
             return True
         return self.step_s <= other.step_s * (1 + TIE) and self._order < other._order

@@ -54,6 +54,18 @@ def check(profile, devices, best_s, **asked):
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
+@pytest.mark.parametrize(("devices", "count"), [(1, 4), (1, 5), (1, 6), (1, 7), (2, 8), (3, 12)])
+def test_of_two_schedules_that_are_as_fast_the_one_that_keeps_less_is_taken(profile_of, device, devices, count):
+    """One stage, or equal ones without messages: GPipe is never slower than 1F1B there, nor faster."""
+    profile = profile_of({("a", 1): [(1.0, 1.0, 2.0, 10, 0, 0, 0)] * devices})
+    asked = {"batch_size": count, "micro_batches": count, "stages": devices}
+    devices = [device("a", 10_000)] * devices
+    plans = {name: plan_from_profile(profile, devices, **asked, schedule=name) for name in ("gpipe", "1f1b", "auto")}
+    assert plans["gpipe"].prediction.step_s == plans["1f1b"].prediction.step_s
+    assert plans["auto"].schedule == "1f1b"
+    assert plans["1f1b"].stages[0].memory.total < plans["gpipe"].stages[0].memory.total
+
+
 @given(st.data())
 @settings(max_examples=12, suppress_health_check=SLOW)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

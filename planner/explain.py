@@ -136,7 +136,7 @@ def _row(plan: Plan, durations: Durations, index: int, largest: int) -> dict[str
 
 def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     """Seconds of the step with these cuts on the plan's devices; not a number when they do not fit."""
-    from planner.solve.host_search import best_plan
+    from planner.solve.equal_groups import best_plan
     from planner.solve.problem import device_classes
 
     positions = [0, *cuts, problem.layers]

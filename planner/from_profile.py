@@ -6,6 +6,7 @@ plan = plan_from_profile(Profile.load("profile.json"), cluster, batch_size=64)
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from planner.rules import most_stages, rules_of
 from planner.search_watch import watched
 from planner.settings import Settings
 from planner.solve.deadline import Deadline
+from planner.solve.equal_groups import with_equal_groups
 from planner.solve.passed_over import time_for_plan, with_unused
 from planner.solve.problem import Problem, device_classes
 from planner.solve.skip_search import no_plan_text
@@ -87,13 +89,14 @@ def plan_of(problem: Problem) -> Plan:
     """
     began_s = time.monotonic()
     _ = problem.costs.fingerprint  # the plan names it, and of a large profile it takes seconds: they count, too
+    equal = with_equal_groups(problem, problem.settings.replicas or 1)
     plan = best_in_time(time_for_plan(problem), time.monotonic() - began_s)
     if plan is None:
         if Deadline(None).interrupted:
             raise KeyboardInterrupt
-        raise InfeasibleError(no_plan_text(problem))
+        raise InfeasibleError(no_plan_text(equal))
     profile = problem.costs.profile
-    return with_doubt(with_rates(with_unused(problem, plan, time.monotonic() - began_s), profile), problem.costs)
+    return with_doubt(with_rates(with_unused(equal, plan, time.monotonic() - began_s), profile), problem.costs)
 
 
 def make_problem(
@@ -186,7 +189,7 @@ def _check_profile(problem: Problem, most: int) -> None:
             "profile on the target devices, or set stages=1"
         )
     _check_groups(problem)
-    if next(problem.candidates(), None) is None:
+    if next(with_equal_groups(problem, settings.replicas or 1).candidates(), None) is None:
         measured = {device.kind: problem.costs.measured_sizes(device.kind) for device in problem.devices}
         ranges = ", ".join(f"{sizes[0]} to {sizes[-1]} on {kind!r}" for kind, sizes in measured.items())
         share = settings.batch_size // (settings.replicas or 1)
@@ -214,12 +217,13 @@ def _check_profile(problem: Problem, most: int) -> None:
 
 
 def _check_groups(problem: Problem) -> None:
-    """Each stage can run on equal devices, one in every replica."""
+    """Each stage can run on devices of one kind, one in every replica."""
     replicas, needed = problem.settings.replicas or 1, problem.settings.ranks or 1
-    found = sum(group.capacity(replicas) for group in problem.classes)
+    found = sum(group.capacity(replicas) for group in with_equal_groups(problem, replicas).classes)
     if found < needed:
-        listed = ", ".join(f"{len(group.members)} of {group.device.kind!r}" for group in problem.classes)
+        many = Counter(device.kind for device in problem.devices)
+        listed = ", ".join(f"{count} of {kind!r}" for kind, count in many.items())
         raise InfeasibleError(
-            f"replicas is {replicas}, so a stage needs {replicas} devices that are equal in kind and memory; {listed} "
+            f"replicas is {replicas}, so a stage needs {replicas} devices of one kind; {listed} "
             f"make {found} such groups, at least {needed} are needed; set fewer replicas"
         )

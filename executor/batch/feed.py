@@ -177,16 +177,22 @@ class Feed:
         """What this process reads of rank 0's batch; on all others."""
         text = self._of_call.hear()
         if self._expected is None or self._expected[0] is not text:
-            form, target = pickle.loads(text)
-            whole = Batch(form, _inputs_like(form, self._calls.batch_dims(form)), _with_stand_ins(target))
-            part = self._calls.part(whole, self._layout.process)
+            self._watch.log.phase(Phase.PREPARATION)
+            form, part = self.understood(text)
             self._expected = text, form, part, _message_of(_tensors_of(part))
+            self._watch.log.phase(Phase.HANDING_OUT)
         _, form, part, message = self._expected
         pieces = message.buffers()
         finish(end_at(0, self._group).receive(pieces, _PIECES_TAG))
         received = iter(message.unpack(pieces))
         inputs = {name: next(received) for name in part.inputs}
         return form, Part(inputs, pytree.tree_map_only(Tensor, lambda _: next(received), part.target))
+
+    def understood(self, text: bytes) -> tuple[BatchForm, Part]:
+        """What rank 0 says of a batch, and what this process reads of it, without data: another shape is traced."""
+        form, target = pickle.loads(text)
+        whole = Batch(form, _inputs_like(form, self._calls.batch_dims(form)), _with_stand_ins(target))
+        return form, self._calls.part(whole, self._layout.process)
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -57,16 +57,17 @@ def failures_named(place: Path) -> Iterator[None]:
     except OSError as problem:
         raise ExecutionError(_failure(place, problem)) from problem
     except CheckpointException as problem:  # torch derives it from BaseException
-        causes = [cause for cause, _ in problem.failures.values() if isinstance(cause, OSError)]
-        if causes:
-            raise ExecutionError(_failure(place, causes[0])) from problem
+        failed = [(at, cause) for at, (cause, _) in problem.failures.items() if isinstance(cause, OSError)]
+        for at, cause in failed[:1]:  # every rank raises, also those that could write
+            where = "" if at == rank() else f" on rank {at}"
+            raise ExecutionError(_failure(place, cause, where)) from problem
         raise ExecutionError(f"cannot write {place}: {reason_of(problem)}") from problem
 
 
-def _failure(place: Path, problem: OSError) -> str:
+def _failure(place: Path, problem: OSError, where: str = "") -> str:
     advice = "save into a folder of yours"
     if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         advice = "make room, or keep fewer checkpoints (keep=...)"
     elif problem.errno == errno.ENOENT:
         advice = "someone removed it while it was written"
-    return f"cannot write {place}: {reason_of(problem)}; {advice}"
+    return f"cannot write {place}{where}: {reason_of(problem)}; {advice}"

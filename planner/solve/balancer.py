@@ -26,7 +26,7 @@ import numpy as np
 from planner.plan.schedules import SCHEDULES, Objective
 from planner.solve.balance import TIE, Balance, Unsettled, best_of, evaluate_s, fits
 from planner.solve.candidate_search import ARC_S, CandidateSearch
-from planner.solve.deadline import Deadline
+from planner.solve.deadline import LATE_S, Deadline
 from planner.solve.limits import LAST_LEVEL, Limits
 from planner.solve.many_counts import alike, bound_of_all_s
 from planner.solve.other_counts import promising
@@ -42,8 +42,6 @@ LEAST_S, MOST_S, GAP_S = 1.0, 10.0, 100.0
 1 [chosen]."""
 WITHOUT_PLAN_S = 100.0
 """The same as long as no plan was found [chosen]."""
-LATE_S = 5.0
-"""Of a clock: past its limit a search without any plan goes on for as long again, at least so long [chosen]."""
 HASTE_S = 5.0
 """The same until what needs least memory comes first, as long as no plan was found [chosen]."""
 WORTH_WAITING = 1e-3

@@ -6,7 +6,9 @@ cheap bound (`planner.solve.chunk_bound`), or of what first plans near them say,
 
 1. The candidates of the fastest first plans are searched (`planner.solve.cut_climb`), and then those whose turn comes,
    after a few linear programs (`planner.solve.cut_bound`) that say which cuts would be best, until some were in vain.
-2. Then the lowest bounds are made better, by more linear programs and by halves of cuts, as long as that raises what no
+2. These go over as many ranks as there are devices for, and over one less when their turn has come. Where none of them
+   fits, the smallest micro-batches are tried over fewer and fewer ranks, and all others over as many as fit.
+3. Then the lowest bounds are made better, by more linear programs and by halves of cuts, as long as that raises what no
    plan is below.
 
 What was not proven stays in the lower bound, and that is where a gap comes from.
@@ -31,7 +33,7 @@ from planner.solve.chunk_candidates import fewest_ranks, most_ranks, plans_of, w
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
-from planner.solve.deadline import Deadline
+from planner.solve.deadline import LATE_S, Deadline
 from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, FirstPlans, Waiting
 from planner.solve.order_start import with_own_orders
 from planner.solve.problem import Candidate, Problem
@@ -56,6 +58,8 @@ SOME_IN_VAIN = 4
 of a Llama of 70B parameters on 64 devices none fits under zb-h1, and their bounds took 105 of 120 s]."""
 FEW_TO_SEARCH_AGAIN = 1_000
 """Micro-batches of stages up to which those like the best candidate are searched once more [chosen: 1 to 2 s]."""
+FEWER = 0.8
+"""Of a number of ranks that does not fit the next that is tried [chosen: of 64 ranks 15]."""
 SHARE_OF_BOUNDS = 0.5
 """Of the time that is left when some candidates were searched in vain, for bounds; then others are searched."""
 
@@ -133,6 +137,7 @@ class _Search:
         self._in_segments = False  # whether there is a plan of which no search of cuts says what it takes
         self._queue: list[Waiting] = []  # those that were not searched yet, as a heap
         self._searched: list[Waiting] = []
+        self._looked_over_fewer_ranks = False
         self._had_turns: set[int] = set()  # positions of those that the ones with a rank less were made for
         self._number = itertools.count()
         for problem in problems:
@@ -149,14 +154,13 @@ class _Search:
 
     def found(self) -> Balance | None:
         """The best plan, and what none is below."""
-        for entry in self._first_plans.fastest(
-            self._queue, self._reached_s, math.ceil(ROUNDS_OF_FIRST_PLANS * self._patience)
-        ):
-            self._climbed(entry)
-        self._in_vain = min(self._in_vain, 1)
-        self._queue = [self._expected(entry) for entry in self._queue]
-        heapq.heapify(self._queue)
+        self._try_first_plans(self._queue)
+        if self._first_plans.in_vain and not self._first_plans.some_fit:
+            self._try_over_fewer_ranks()
         self._search_cuts(PATIENCE * self._patience)
+        if self._nothing_fits:
+            self._try_over_fewer_ranks()
+            self._search_cuts(PATIENCE * self._patience)
         if self._timed:
             self._raise_bounds(Deadline(self._deadline.left_s * SHARE_OF_BOUNDS))
             self._search_cuts(np.inf)
@@ -167,6 +171,76 @@ class _Search:
             self._go_over_the_best()
         self._use_what_is_left()
         return None if self._best is None else replace(self._best, lower_bound_s=self._lower_s)
+
+    def _try_first_plans(self, entries: Sequence[Waiting]) -> None:
+        """Search the cuts of those with the fastest first plans; of all that wait these say what they may take."""
+        rounds = math.ceil(ROUNDS_OF_FIRST_PLANS * self._patience)
+        for entry in self._first_plans.fastest(entries, self._reached_s, rounds):
+            self._climbed(entry)
+        self._in_vain = min(self._in_vain, 1)
+        self._queue = [self._expected(entry) for entry in self._queue]
+        heapq.heapify(self._queue)
+
+    def _try_over_fewer_ranks(self) -> None:
+        """Where nothing fits: let those wait that go over the most ranks over which the smallest micro-batches do.
+
+        Fewer ranks keep fewer messages, and fewer micro-batches under way on the first. What has no other plan goes on
+        for that when time is up.
+        """
+        if self._looked_over_fewer_ranks:
+            return
+        self._looked_over_fewer_ranks = True
+        in_time = self._deadline
+        if self._best is None and self._timed and not self._dispensable:
+            self._deadline = Deadline(max(LATE_S, in_time.left_s), heeds_interrupt=False)
+        kinds: dict[tuple[str, int, int], list[Waiting]] = {}
+        for entry in sorted((*self._queue, *self._searched), key=lambda one: (one.micro_batches, one.position)):
+            own = entry.plans.candidate
+            kinds.setdefault((own.schedule, own.replicas, own.ring.chunks), []).append(entry)
+        fitting: list[Waiting] = []
+        for entries in kinds.values():
+            roomiest = entries[-1]
+            found = self._over_most_ranks_that_fit(roomiest)
+            if found is not None and found is not roomiest:
+                others = (self._with_so_many(entry, found.plans.ranks) for entry in entries[:-1])
+                fitting += [found, *(entry for entry in others if entry is not None)]
+        self._deadline = in_time
+        self._queue += fitting
+        self._in_vain = 0
+        self._try_first_plans(fitting)
+
+    def _over_most_ranks_that_fit(self, entry: Waiting) -> Waiting | None:
+        """A candidate over the most ranks over which a plan of it was found; None if there are none."""
+        ranks, least = entry.plans.ranks, fewest_ranks(entry.plans.problem)
+        if entry.plans.problem.settings.stages is not None:
+            least = ranks
+        found, fits_not = self._fitting(entry), ranks + 1
+        while found is None and ranks > least:
+            ranks, fits_not = max(least, math.floor(ranks * FEWER)), ranks
+            found = self._fitting(self._with_so_many(entry, ranks))
+        while found is not None and ranks + 1 < fits_not:
+            between = (ranks + fits_not) // 2
+            more = self._fitting(self._with_so_many(entry, between))
+            if more is None:
+                fits_not = between
+            else:
+                ranks, found = between, more
+        return found
+
+    def _fitting(self, entry: Waiting | None) -> Waiting | None:
+        """A candidate after its cuts were searched, if a plan was found that fits and is not far slower."""
+        some = self._best is not None or self._dispensable
+        if entry is None or entry.bound_s >= self._reached_s or (some and self._deadline.over):
+            return None
+        self._climbed(entry)
+        return None if self._climbs[entry.position].far else entry
+
+    def _with_so_many(self, entry: Waiting, ranks: int) -> Waiting | None:
+        """The same candidate over so many ranks; None where it has no more, or the model is too large for these."""
+        plans = entry.plans
+        if plans.ranks <= ranks:
+            return None
+        return self._entry(plans.problem, with_ranks(plans.candidate, ranks, plans.ring.chunks))
 
     def _search_cuts(self, patience: float) -> None:
         """Search the cuts of those that wait in their order, until so many were in vain or time is up."""
@@ -262,6 +336,11 @@ class _Search:
     def _fits_nowhere_yet(self) -> bool:
         """Whether no plan was found where some were looked for: then bounds, which leave out memory, are of no use."""
         return self._best is None and self._first_plans.in_vain + len(self._climbs) >= SOME_IN_VAIN
+
+    @property
+    def _nothing_fits(self) -> bool:
+        """Whether no plan was found of all whose cuts were searched."""
+        return bool(self._climbs) and all(climbed.far for climbed in self._climbs.values())
 
     @property
     def _patience_s(self) -> float:

@@ -11,6 +11,8 @@ from planner.search_watch import current_watch
 
 LABELS_PER_S = 5_000_000
 """Labels that `planner.kernel.search` tries in a second, at least [fitted: 10 to 50 million]."""
+LATE_S = 5.0
+"""Of a clock: past its limit a search without any plan goes on for as long again, at least so long [chosen]."""
 UNLIMITED = 2**62
 
 

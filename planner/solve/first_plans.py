@@ -78,6 +78,11 @@ class FirstPlans:
         self.in_vain, self._gain = 0, 1.0
         self._known: defaultdict[_Alike, dict[int, float]] = defaultdict(dict)  # by size; those that fit
 
+    @property
+    def some_fit(self) -> bool:
+        """Whether any first plan fits."""
+        return bool(self._known)
+
     def fastest(self, waiting: Iterable[Waiting], below_s: float, rounds: int) -> list[Waiting]:
         """The candidates with the fastest first plans, up to some of each number of chunks.
 

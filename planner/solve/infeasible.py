@@ -10,7 +10,7 @@ import numpy as np
 from planner.cost.stage_memory import stage_memory
 from planner.kernel.least_overflow import LeastBad, equal_segments, least_bad
 from planner.kernel.tables import segment_costs
-from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
+from planner.plan.schedules import SCHEDULES, Ring, ScheduleName, one_chunk_schedules
 from planner.plan.stage import Segment, StageMemory
 from planner.plan.units import bytes_text
 from planner.settings import Settings
@@ -119,7 +119,7 @@ def no_chunks_fit_text(problem: Problem) -> str:
     """The same for chunks and orders made for a plan: how far the nearest plan that was found is from fitting."""
     looking = Deadline(MOST_NEAREST_S)
     tried: list[tuple[float, ChunkPlans, Stops, tuple[int, ...]]] = []
-    for candidate in reversed(_some(candidates(problem))):  # the most micro-batches, which keep least, first
+    for candidate in reversed(_some(_with_most_micro_batches(candidates(problem)))):
         if tried and looking.over:
             break
         plans = plans_of(problem, candidate, looking)
@@ -290,6 +290,14 @@ def _fits(problem: Problem, deadline: Deadline) -> bool:
         for candidate in _some(problem.candidates())
         if not deadline.over
     )
+
+
+def _with_most_micro_batches(candidates: Iterable[Candidate]) -> Iterable[Candidate]:
+    """Of each schedule, R and number of ranks the one that keeps least."""
+    most: dict[tuple[ScheduleName, int, Ring], Candidate] = {}
+    for one in candidates:
+        most[one.schedule, one.replicas, one.ring] = one
+    return most.values()
 
 
 def _some(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from planner.plan.plan import Plan
 from planner.plan.unused import LooserPlan, Unused
 from planner.solve.deadline import Deadline
-from planner.solve.host_search import best_plan
+from planner.solve.equal_groups import best_plan, with_equal_groups
 from planner.solve.problem import Problem
 from planner.solve.time_shares import making_s
 from planner.solve.work_bound import work_bound
@@ -106,7 +106,8 @@ def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
     """Why there are not more stages: what allows no more, or that more are not faster."""
     settings, per_stage = problem.settings, problem.settings.micro_batches_per_stage
     most_micro_batches = settings.micro_batches or settings.batch_size // plan.replicas
-    groups = sum(group.capacity(plan.replicas) for group in problem.classes)
+    equal = with_equal_groups(problem, plan.replicas)
+    groups = sum(group.capacity(plan.replicas) for group in equal.classes)
     rule = f"M >= {per_stage}K (micro_batches_per_stage)"
     reasons = (
         (settings.stages is not None, f"stages is {settings.stages}"),

@@ -11,7 +11,7 @@ from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.plan.simulator import Durations, simulate
 from planner.solve.deadline import Deadline
-from planner.solve.host_search import best_plan
+from planner.solve.equal_groups import best_plan
 from planner.solve.own_links import step_s
 from planner.solve.problem import Problem
 

@@ -8,9 +8,10 @@ behind, as with a cache of a table, or a counter that nothing reads. Two proofs 
 
 - by graphs: a second trace, from the state that the first call has left, gives the same graph and constants; so
   does one from counters that have come far.
-- by calls: for made-up data the model returns the same, and gives the same gradients, in a first call and in one that
-  comes after a call with other data and other parameters, and with counters that have come far. It needs the model's
-  values. Parameters that are not trained stay what they are: a table that is made of them alone is kept with reason.
+- by calls: for made-up data the model returns the same, gives the same gradients and writes the same into its buffers,
+  in a first call and in one that comes after a call with other data, other parameters and what the first call has
+  written, and with counters that have come far. It needs the model's values. Parameters that are not trained, and
+  buffers that nothing writes, stay what they are: a table that is made of them alone is kept with reason.
 """
 
 from __future__ import annotations
@@ -146,9 +147,22 @@ def same_calls(model: nn.Module, calls: Sequence[Arguments], around: Callable[[]
             expected = _computed(model, second, around)
             now = dict(model.named_buffers())
             replaced = {name: now[name].clone() for name in replaced_buffers(model, buffers)}
+            written = {name: buffer for name, buffer in buffers.items() if name not in replaced}
+            expected += [buffer.clone() for buffer in written.values()]
+
+        def once_more() -> list[Any]:
+            """From the same values of those buffers that the call writes, not the first one alone."""
+            left = {name: buffer.clone() for name, buffer in written.items()}
+            with untouched(model):
+                _computed(model, second, around)
+            with torch.no_grad():
+                for name, buffer in written.items():
+                    buffer.copy_(left[name] if torch.equal(buffer, left[name]) else values[name])
+            return [*_computed(model, second, around), *(buffer.clone() for buffer in written.values())]
+
         with untouched(model):
             others: dict[str, Tensor] = {}
-            found = _computed_later(model, first, second, around, others)
+            found = _computed_later(model, first, around, once_more, others)
         unlike = [name for name, value in replaced.items() if name not in others or not _same(others[name], value)]
         if unlike and not _read_by_nothing(model, unlike, values, second, around):
             return False  # what the last call has left in a buffer is part of the model's state
@@ -190,7 +204,11 @@ def _read_by_nothing(
 
 
 def _computed_later(
-    model: nn.Module, first: Arguments, second: Arguments, around: Callable[[], Any], replaced: dict[str, Tensor]
+    model: nn.Module,
+    first: Arguments,
+    around: Callable[[], Any],
+    second: Callable[[], list[Any]],
+    replaced: dict[str, Tensor],
 ) -> list[list[Any]]:
     """What the second call computes after the first, with other parameters, and after many; [] if that is unknown.
 
@@ -210,7 +228,7 @@ def _computed_later(
                     path, _, own_name = name.rpartition(".")
                     model.get_submodule(path)._buffers[own_name] = replaced[name].clone()
     between = PythonState.of(model)
-    found = [_computed(model, second, around)]
+    found = [second()]
     after = PythonState.of(model)
     lasting = lasting_changes(between.attributes, after.attributes)
     lasting_elsewhere = lasting_spots(between.spots, after.spots)
@@ -220,7 +238,7 @@ def _computed_later(
         return []
     if not let_spots_come_far(between.spots, lasting_elsewhere):
         return []
-    return [*found, _computed(model, second, around)]
+    return [*found, second()]
 
 
 def _computed(model: nn.Module, call: Arguments, around: Callable[[], Any]) -> list[Any]:

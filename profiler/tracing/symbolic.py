@@ -133,6 +133,7 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
             graph = tracer.trace(model, concrete_args=_concrete_arguments(model, spec))
             refuse_replaced(held, tensors_held(model))
             drawn = not torch.equal(states[1], torch.get_rng_state())
+        _name_as_called(graph, model)
         module = fx.GraphModule(model, graph)
         changed = [n for n in changed_names(before, attributes_of(model)) if not n.startswith(CONSTANT)]
         changed += replaced_buffers(model, buffers)
@@ -170,6 +171,15 @@ def _concrete_arguments(model: nn.Module, spec: SampleSpec) -> dict[str, Any] | 
     given.apply_defaults()
     concrete = {name: value for name, value in given.arguments.items() if value is not PH}
     return concrete or None
+
+
+def _name_as_called(graph: fx.Graph, model: nn.Module) -> None:
+    """Give inputs the names of forward's parameters again: those of constants have numbers, `mask_1` (torch 2.13)."""
+    names = [*inspect.signature(model.forward).parameters]
+    for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=False):
+        number = str(node.target).removeprefix(f"{name}_")
+        if number != node.target and number.isdecimal():
+            node.target = name
 
 
 def _wrap_functions(module: fx.GraphModule) -> None:

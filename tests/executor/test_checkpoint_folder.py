@@ -1,5 +1,6 @@
 """Whose a checkpoint is, who may save into a folder, and that nothing in a folder ends a training but a failed save."""
 
+import errno
 import gc
 import os
 import resource
@@ -11,20 +12,24 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from executor.checkpoints import lock as checkpoint_lock
 from executor.checkpoints.manifest import Manifest
+from executor.checkpoints.together import failures_named
 from planner import ArgumentError, ExecutionError, Plan
 from tests.executor.rich_training import Training, plans_of, same
 
 HOLDER = """
 import sys
 from pathlib import Path
+from traceback import StackSummary
 from executor.checkpoints.lock import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 print("locked", flush=True)
@@ -323,3 +328,12 @@ def test_the_manifest_says_whose_it_is(plan: Plan, tmp_path: Path) -> None:
     assert (manifest.run, manifest.step, manifest.inherits) == (training.pipe.run.id, 0, {})
     assert sorted(manifest.files) == [".metadata", "__0_0.distcp", "training.pt"]
     assert torch.load(path / "training.pt", weights_only=True)["format"] == manifest.format == 3
+
+
+@pytest.mark.parametrize(("failing", "where"), [(0, ""), (1, " on rank 1")])
+def test_who_could_not_write_is_named(failing: int, where: str) -> None:
+    """All ranks raise, and the first that is heard of need not be the one that failed."""
+    problem = CheckpointException("saving", {failing: (OSError(errno.ENOSPC, "No space left"), StackSummary())})
+    named = f"^cannot write checkpoints{where}: .*No space left; make room"
+    with pytest.raises(ExecutionError, match=named), failures_named(Path("checkpoints")):
+        raise problem

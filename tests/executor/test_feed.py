@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from executor import Pipeline, launch
 from executor.batch import feed
 from executor.batch.calls import BatchForm, inputs_read
+from executor.batch.feed import Feed
 from executor.batch.stand_in import StandIn
 from executor.run.stage_runner import StageLayers
 from planner import ArgumentError, ExecutionError, Plan
@@ -274,6 +275,27 @@ def fed(plan: Plan, how: str) -> int:
 def test_rank_0_failing_its_part_ends_all(how: str, error: str, plan_for: Callable[..., Plan]) -> None:
     with pytest.raises(ExecutionError, match=error):
         launch(fed, plan_for(trace(Two(), X), [1], batch_size=8, micro_batches=4), (how,))
+
+
+def phases_of_understanding(plan: Plan) -> set[str]:
+    """Where this rank says it is while it finds out what it reads of three batches, two of another shape or mode."""
+    pipe = Pipeline(Two(), plan, loss_fn=functional.mse_loss)
+    understood, calls, phases = Feed.understood, pipe._feed, set[str]()
+
+    def noting(text: bytes) -> Any:
+        phases.add(pipe.watch.log.position.phase.name)
+        return understood(calls, text)
+
+    calls.understood = noting  # type: ignore[method-assign]
+    for call, samples in ((pipe.step, 8), (pipe.step, 5), (pipe.evaluate, 8)):
+        call(*([X[:samples]] if pipe.rank == 0 else []), target=Y[:samples] if pipe.rank == 0 else None)
+    return phases
+
+
+def test_ranks_that_are_told_of_a_batch_may_take_their_time_to_trace_it(plan_for: Callable[..., Plan]) -> None:
+    """For another shape or mode the model is traced anew: in 26 s the others took the rank for one that waits."""
+    plan = plan_for(trace(Two(), X), [1], batch_size=8, micro_batches=4)
+    assert launch(phases_of_understanding, plan) == [set(), {"PREPARATION"}]
 
 
 def test_all_go_through_a_loader_together(plan_for: Callable[..., Plan]) -> None:

@@ -1,6 +1,7 @@
 """Plans with several chunks a rank, against all that there are."""
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,44 @@ def test_what_cannot_be_has_a_reason(device):
         plan_of(uniform(8), [device(memory_bytes=1100)] * 2, 8, recompute="never")
     with pytest.raises(InfeasibleError, match="a batch of 4 samples is too small for 2 ranks of 2 chunks"):
         plan_from_profile(uniform(8), [device()] * 2, batch_size=4, schedule="interleaved", chunks=2)
+
+
+def long_messages(layers, by):
+    """Layers that keep little and say much: ranks between others hold more bytes of messages than of anything else."""
+    row = (1.0, 1.0, 2.0, 1, 1, by, by)
+    rows = {
+        ("a", size): [[value * size for value in row]] * (layers - 1) + [[value * size for value in row[:5]] + [0, 0]]
+        for size in (1, 2, 4)
+    }
+    return build_profile(rows, links=(Link(latency_s=0.0, bytes_per_s=1e3),), weights=[(0.5, 0.5)] * layers)
+
+
+@pytest.mark.parametrize(
+    ("more", "layers", "by", "memories"),
+    [
+        ({"schedule": "zb-h1", "chunks": 1}, 5, 40, range(50, 45, -1)),
+        ({"schedule": "zb", "chunks": 1}, 5, 40, range(50, 45, -1)),
+        ({"schedule": "zb-h1", "chunks": 1, "time_limit_s": 0.01}, 5, 40, range(50, 45, -1)),
+        ({"schedule": "interleaved"}, 24, 8, [230] * 4),
+    ],
+    ids=["zb-h1", "zb", "in no time", "interleaved"],
+)
+def test_where_many_ranks_do_not_fit_fewer_are_tried(device, more, layers, by, memories):
+    """With four candidates in vain over the most ranks the search ended: `max_stages` had plans that it had not."""
+    profile, devices = long_messages(layers, by), [device(memory_bytes=size) for size in memories]
+    few = plan_of(profile, devices, 16, **more, max_stages=2 if more.get("chunks") else 4)
+    assert plan_of(profile, devices, 16, **more).prediction.step_s <= few.prediction.step_s
+
+
+def test_the_nearest_plan_has_the_smallest_micro_batches(device):
+    """What is named as the nearest kept four samples of a micro-batch where one would have done."""
+    with pytest.raises(InfeasibleError, match=r"its rank 0 needs (\d+) B") as caught:
+        plan_of(long_messages(6, 8), [device(memory_bytes=3)] * 3, 16, schedule="zb-h1", chunks=1)
+    needs = re.search(r"M = (\d+) micro-batches; its rank 0 needs (\d+) B", str(caught.value))
+    assert needs is not None
+    assert needs[1] == "16"
+    one = plan_of(long_messages(6, 8), [device(memory_bytes=int(needs[2]))], 16, schedule="zb-h1", chunks=1)
+    assert one.device_memories[0].total <= int(needs[2])
 
 
 def test_where_nothing_fits_bounds_are_raised_no_more(device, monkeypatch):

@@ -127,6 +127,20 @@ def test_symbolic_trace_calls_what_it_does_not_look_into() -> None:
     assert again.fingerprint == sequence.fingerprint
 
 
+class WithOptions(Wrapped):
+    def forward(self, x: Tensor, y: Tensor, *, mask: Tensor | None = None, doubled: bool = False) -> dict[str, Tensor]:
+        found = super().forward(x if mask is None else x * mask, y)
+        return {"loss": found["loss"] * (2 if doubled else 1)}
+
+
+def test_constants_by_keyword_are_no_other_names() -> None:
+    """They get numbers in the graph of symbolic_trace: the model was said not to be called with the sample."""
+    torch.manual_seed(0)
+    sample = {"x": torch.randn(6, 8), "y": torch.randint(12, (6,)), "mask": None, "doubled": True}
+    of = Case(WithOptions(), sample)
+    assert faithful(trace(of.model, of.sample), of)
+
+
 class WithoutGradient(Wrapped):
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():

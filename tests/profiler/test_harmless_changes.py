@@ -107,7 +107,30 @@ class OfAFrozenParameter(OfAParameter):
         self.frequency.requires_grad_(False)
 
 
-HARMLESS = [InAnAttribute, InADict, InANewBuffer, InAnEmptyBuffer, CountsOnly, CountsInADict, OfAFrozenParameter]
+class Averages(InAnAttribute):
+    """It was refused: the second of two calls that were compared found the average that the first had left."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+    def table(self, x: Tensor) -> Any:
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return super().table(x) + self.average
+
+
+HARMLESS = [
+    InAnAttribute,
+    InADict,
+    InANewBuffer,
+    InAnEmptyBuffer,
+    CountsOnly,
+    CountsInADict,
+    OfAFrozenParameter,
+    Averages,
+]
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
@@ -155,6 +178,34 @@ class OfTheFirstBatchInAnEmptyBuffer(InAnEmptyBuffer):
         return self.kept
 
 
+class OfAWrittenBuffer(Averages):
+    """Out of date after the first call, which writes the buffer."""
+
+    def table(self, x: Tensor) -> Any:
+        if self.kept is None:
+            self.kept = self.average.clone()
+        return super().table(x)
+
+
+class BeginsWithTheData(Averages):
+    """The first call alone writes the buffer, which training does not read."""
+
+    def table(self, x: Tensor) -> Any:
+        if self.kept is None:
+            self.average.copy_(x.detach().mean(0))
+            self.kept = angles(x.shape[1])
+        return self.kept if self.training else self.average
+
+
+class AveragesAfterSomeCalls(Averages):
+    """What is written depends on the number of calls, and what is returned in training does not."""
+
+    def table(self, x: Tensor) -> Any:
+        self.calls += 1
+        self.average.lerp_(x.detach().mean(0), 1 / self.calls)
+        return 1.0 if self.training else self.average
+
+
 class LossesInAList(Base):
     """What is done with them, no graph knows."""
 
@@ -168,7 +219,8 @@ class LossesInAList(Base):
 
 
 KEPT_WITH_RESULTS = [
-    WarmsUp, OfThePreviousBatch, OfTheFirstBatch, OfTheFirstBatchInAnEmptyBuffer, OfAParameter, LossesInAList
+    WarmsUp, OfThePreviousBatch, OfTheFirstBatch, OfTheFirstBatchInAnEmptyBuffer, OfAParameter, LossesInAList,
+    OfAWrittenBuffer, BeginsWithTheData, AveragesAfterSomeCalls,
 ]  # fmt: skip
 
 

@@ -35,7 +35,8 @@ class SettingKeywords(TypedDict, total=False):
         micro_batches_per_stage: M is at least this times K, or times the ranks where these have several chunks; 4 by
             default, below which the bubble is no longer small (GPipe, section 2.3).
         micro_batch_sizes: the only sizes that micro-batches may have.
-        replicas: R, pipelines side by side that average their gradients; 1 by default, `"auto"` to have it chosen.
+        replicas: R, pipelines side by side that average their gradients; 1 by default, `"auto"` to have it chosen. A
+            stage's run on devices of one kind, which count with the least memory of theirs.
         shard_optimizer: whether the replicas share the optimizer's state (ZeRO, stage 1): each steps a part of every
             stage's parameters and gives it to the others. It changes no result, and nothing where R is 1.
         memory_limit: bytes that a stage may fill, at most what its device has: one number for all, one for each device

@@ -122,7 +122,7 @@ class _Search:
     def __init__(
         self, problems: Sequence[Problem], reached: Balance | None, start: Balance | None, *, last: bool = False
     ) -> None:
-        self._deadline = Deadline(problems[0].settings.time_limit_s)
+        self._deadline = self._in_time = Deadline(problems[0].settings.time_limit_s)
         self._timed = problems[0].settings.time_limit_s is not None
         self._dispensable = problems[0].dispensable
         self._best, self._below_s = reached, problems[0].below_s
@@ -190,21 +190,22 @@ class _Search:
         if self._looked_over_fewer_ranks:
             return
         self._looked_over_fewer_ranks = True
-        in_time = self._deadline
-        if self._best is None and self._timed and not self._dispensable:
-            self._deadline = Deadline(max(LATE_S, in_time.left_s), heeds_interrupt=False)
-        kinds: dict[tuple[str, int, int], list[Waiting]] = {}
-        for entry in sorted((*self._queue, *self._searched), key=lambda one: (one.micro_batches, one.position)):
+        limit_s = self._problems[0].settings.time_limit_s
+        if self._best is None and limit_s is not None and not self._dispensable:
+            late_s = self._deadline.left_s + max(limit_s, LATE_S)
+            self._deadline = Deadline(late_s, heeds_interrupt=False)
+        kinds: dict[tuple[str, int, int], dict[int, Waiting]] = {}
+        for entry in sorted((*self._queue, *self._searched), key=lambda one: (one.micro_batches, one.plans.ranks)):
             own = entry.plans.candidate
-            kinds.setdefault((own.schedule, own.replicas, own.ring.chunks), []).append(entry)
+            kinds.setdefault((own.schedule, own.replicas, own.ring.chunks), {})[entry.micro_batches] = entry
         fitting: list[Waiting] = []
         for entries in kinds.values():
-            roomiest = entries[-1]
+            *others, roomiest = entries.values()
             found = self._over_most_ranks_that_fit(roomiest)
             if found is not None and found is not roomiest:
-                others = (self._with_so_many(entry, found.plans.ranks) for entry in entries[:-1])
-                fitting += [found, *(entry for entry in others if entry is not None)]
-        self._deadline = in_time
+                like_it = (self._with_so_many(entry, found.plans.ranks) for entry in others)
+                fitting += [found, *(entry for entry in like_it if entry is not None)]
+        self._deadline = self._in_time
         self._queue += fitting
         self._in_vain = 0
         self._try_first_plans(fitting)
@@ -233,6 +234,8 @@ class _Search:
         if entry is None or entry.bound_s >= self._reached_s or (some and self._deadline.over):
             return None
         self._climbed(entry)
+        if self._best is not None:
+            self._deadline = self._in_time
         return None if self._climbs[entry.position].far else entry
 
     def _with_so_many(self, entry: Waiting, ranks: int) -> Waiting | None:

@@ -17,8 +17,8 @@ import pytest
 from tests.fork_server import PRELOADED
 
 LIST = Path(__file__).with_name("slow.txt")
-SLOW_S = 0.7
-"""A test that takes longer is slow [chosen: with it `make test` takes nine minutes of a processor]."""
+SLOW_S = 0.45
+"""A test that takes longer is slow [chosen: with it `make test` takes seven minutes of a processor]."""
 KEPT = {
     "tests/executor/test_command.py::test_plan_show_and_run_in_a_row": "the command, from a model to its training",
     "tests/executor/test_faults.py::test_every_rank_ends_with_one_error": "each kind of fault",

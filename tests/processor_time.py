@@ -71,7 +71,7 @@ class Durations:
     def pytest_sessionfinish(self) -> None:
         slow = sorted((name, seconds) for name, seconds in self._seconds.items() if seconds > SLOW_S)
         head = f"# Tests that take more than {SLOW_S:g} s of a processor; see processor_time.py."
-        rows = [f"{seconds:.1f} {name}" for name, seconds in slow if name not in KEPT]
+        rows = [f"{seconds:.1f} {name}" for name, seconds in slow if name not in KEPT and name.startswith("tests/")]
         LIST.write_text("\n".join([head, *rows, ""]), encoding="utf-8")
 
 

@@ -40,15 +40,19 @@ LEAST_START_S = 2.0
 """Seconds under which none is looked for if there is a plan already [chosen: with 64 devices one takes 2 s]."""
 
 
-def balance_of_all(problem: Problem) -> Balance | None:
+def balance_of_all(problem: Problem, unsettled: Unsettled | None = None) -> Balance | None:
     """The fastest plan, and what no plan of any of the schedules is below.
+
+    Args:
+        problem: that it solves.
+        unsettled: notes what is left where there is no plan.
 
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer.
     """
     deadline = Deadline(problem.settings.time_limit_s)
     best: Balance | None = None
-    unsettled = Unsettled()  # of families that ended without a plan
+    unsettled = unsettled or Unsettled()  # of families that ended without a plan
     every = [*families(problem)]
     late = next((family[0] for family in every if is_plain(family[0].settings)), None)
     waits = problem.settings.time_limit_s is not None and late is not None and len(every) > 1

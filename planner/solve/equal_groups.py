@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from planner.plan.plan import Plan
 from planner.solve import host_search
+from planner.solve.balance import Unsettled
 from planner.solve.problem import Problem, device_classes
 from planner.solve.work_bound import least_s
 
@@ -29,21 +30,22 @@ def best_plan(problem: Problem) -> Plan | None:
         ProfileError: the profile lacks a device kind or the optimizer, or does not say which values could skip stages.
     """
     if problem.settings.replicas is not None:
-        return _on_groups(problem, problem.settings.replicas)
+        return _on_groups(problem, problem.settings.replicas)[0]
     apart = [replicas for replicas in problem.replicas() if _differs(problem, replicas)]
     if not apart:
         return host_search.best_plan(problem)
     problem = _with_time(problem, 1 / (1 + len(apart)))
-    best = host_search.best_plan(problem)
-    lower_bound_s = least_s(problem) if best is None else best.prediction.lower_bound_s
+    unsettled = Unsettled()
+    best = host_search.best_plan(problem, unsettled)
+    lower_bound_s = unsettled.least_s if best is None else best.prediction.lower_bound_s
     for replicas in apart:
         settings = replace(problem.settings, replicas=replicas)
         alone = replace(problem, settings=settings, patience=problem.patience * PATIENCE)
-        bound_s = least_s(with_equal_groups(_with_most_memory(alone), replicas))
+        bound_s = least_s(_with_most_memory(alone))
         if best is not None and bound_s >= best.prediction.step_s:
             continue
-        found = _on_groups(alone, replicas)
-        lower_bound_s = min(lower_bound_s, bound_s if found is None else found.prediction.lower_bound_s)
+        found, least = _on_groups(alone, replicas)
+        lower_bound_s = min(lower_bound_s, least)
         if best is None or (found is not None and found.prediction.step_s < best.prediction.step_s):
             best = found
     return None if best is None else _with_bound(best, lower_bound_s)
@@ -61,17 +63,19 @@ def with_equal_groups(problem: Problem, replicas: int) -> Problem:
     return replace(problem, devices=tuple(devices), classes=device_classes(devices, problem.rules))
 
 
-def _on_groups(problem: Problem, replicas: int) -> Plan | None:
-    """The fastest plan with so many replicas.
+def _on_groups(problem: Problem, replicas: int) -> tuple[Plan | None, float]:
+    """The fastest plan with so many replicas, and what none is below.
 
     Devices that are together here may be on two hosts, and a plan on one host have others: its bound is one of time
     alone then.
     """
-    equal = with_equal_groups(problem, replicas)
-    found = host_search.best_plan(equal)
-    if found is None or equal is problem or problem.hosts is None:
-        return found
-    return _with_bound(found, min(found.prediction.lower_bound_s, least_s(_with_most_memory(problem))))
+    equal, unsettled = with_equal_groups(problem, replicas), Unsettled()
+    found = host_search.best_plan(equal, unsettled)
+    lower_bound_s = unsettled.least_s if found is None else found.prediction.lower_bound_s
+    if equal is not problem and problem.hosts is not None:
+        lower_bound_s = min(lower_bound_s, least_s(_with_most_memory(problem)))
+        found = None if found is None else _with_bound(found, lower_bound_s)
+    return found, lower_bound_s
 
 
 def _groups(problem: Problem, replicas: int) -> Iterator[list[int]]:

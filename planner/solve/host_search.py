@@ -31,7 +31,7 @@ from planner.rules import FREE
 from planner.search_watch import besides, others_follow
 from planner.solve import skip_search
 from planner.solve.all_schedules import balance_of_all
-from planner.solve.balance import Balance, evaluate_s
+from planner.solve.balance import Balance, Unsettled, evaluate_s
 from planner.solve.deadline import Deadline
 from planner.solve.own_links import OwnLinks, from_device, step_s
 from planner.solve.problem import Problem
@@ -50,14 +50,20 @@ PARTS = 4
 """Shares of the time limit: near, far, far with slow boundaries, and all pairs together."""
 
 
-def best_plan(problem: Problem) -> Plan | None:
+def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | None:
     """The fastest plan that was found; None when none fits the devices' memory.
+
+    Args:
+        problem: that it solves.
+        unsettled: notes what is left where there is no plan.
 
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer, or does not say which values could skip stages.
     """
     if problem.hosts is None:
-        return skip_search.best_plan(problem)
+        return skip_search.best_plan(problem, unsettled)
+    if unsettled is not None:
+        unsettled.note(least_s(problem))
     hosts, deadline = problem.hosts, Deadline(problem.settings.time_limit_s)
     limit_s = problem.settings.time_limit_s
     given = problem if limit_s is None else _with_time(problem, limit_s / PARTS)

@@ -139,8 +139,8 @@ def no_chunks_fit_text(problem: Problem) -> str:
     if problem.settings.chunks == 1:
         chunks = f"schedule {' or '.join(map(repr, problem.settings.schedules))}"
     return (
-        f"no plan with {chunks} was found that fits the memory. The nearest one has "
-        f"{plans.ranks} ranks and M = {counted(plans.candidate.split.count, 'micro-batch')}; its rank {rank} needs "
+        f"no plan with {chunks} was found that fits the memory. The nearest one has {counted(plans.ranks, 'rank')} "
+        f"and M = {counted(plans.candidate.split.count, 'micro-batch')}; its rank {rank} needs "
         f"{bytes_text(device.memory_bytes + more)} and device {device.name} ({device.kind}) has "
         f"{bytes_text(device.memory_bytes)}: {more} bytes ({bytes_text(more)}) too many"
     )

@@ -30,7 +30,7 @@ from planner.plan.stage import Segment
 from planner.rules import FREE
 from planner.search_watch import besides, others_follow
 from planner.solve.all_schedules import balance_of_all, families, is_plain, with_chunks
-from planner.solve.balance import Balance, StageChoice
+from planner.solve.balance import Balance, StageChoice, Unsettled
 from planner.solve.build_plan import make_plan, rank_memories, stages_of
 from planner.solve.deadline import Deadline
 from planner.solve.infeasible import MOST_CURES_S, lean_cures_text, no_chunks_fit_text, nothing_fits_text
@@ -54,16 +54,22 @@ CLOSE_ENOUGH = 1e-3
 """Relative distance from the lower bound at which none is tried [chosen]."""
 
 
-def best_plan(problem: Problem) -> Plan | None:
+def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | None:
     """The fastest plan that was found; None when none fits the devices' memory.
+
+    Args:
+        problem: that it solves.
+        unsettled: notes what is left where there is no plan.
 
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer, or does not say which values could skip stages.
     """
     values = values_of(problem)
     if not values:
-        relayed = balance_of_all(problem)
+        relayed = balance_of_all(problem, unsettled)
         return None if relayed is None else make_plan(problem, relayed)
+    if unsettled is not None:
+        unsettled.note(least_s(problem))
     deadline = Deadline(problem.settings.time_limit_s)
     problem = _with_share_of_time(problem)
     least = replace(_charged_without(problem, _apart(values, NEXT)), short_messages=False)

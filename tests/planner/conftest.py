@@ -187,11 +187,21 @@ class Oracle:
         ]
 
     def _orders(self, stages: int, replicas: int) -> set[tuple[Device, ...]]:
-        """Every order of devices for the stages, equal ones grouped into replicas."""
-        groups: list[Device] = []
-        for device in dict.fromkeys(self.devices):
-            groups += [device] * (self.devices.count(device) // replicas)
-        return set(itertools.permutations(groups, stages))
+        """Every order of devices for the stages, for each the one with least memory of R of its kind."""
+
+        def orders(left: tuple[Device, ...], stages: int) -> set[tuple[Device, ...]]:
+            if not stages:
+                return {()}
+            found: set[tuple[Device, ...]] = set()
+            for places in itertools.combinations(range(len(left)), replicas):
+                group = [left[place] for place in places]
+                if len({device.kind for device in group}) == 1:
+                    least = min(group, key=lambda device: device.memory_bytes)
+                    rest = tuple(device for place, device in enumerate(left) if place not in places)
+                    found |= {(least, *others) for others in orders(rest, stages - 1)}
+            return found
+
+        return orders(tuple(sorted(self.devices, key=lambda device: (device.kind, device.memory_bytes))), stages)
 
     def sizes(self, count: int, replicas: int = 1) -> list[int]:
         many, extra = divmod(self.batch_size // replicas, count)

@@ -39,7 +39,7 @@ def draw_devices(data, device, oracle, profile, batch_size, most=3):
     return tuple(device(kind, memories[kind] + (0 if alike else more)) for kind, more in zip(kinds, own, strict=True))
 
 
-def check(profile, devices, best_s, **asked):
+def check(profile, devices, best_s, *, proven=True, **asked):
     """The plan takes `best_s`, or there is none."""
     if best_s is None:
         with pytest.raises(InfeasibleError):
@@ -47,7 +47,7 @@ def check(profile, devices, best_s, **asked):
         return
     plan = plan_from_profile(profile, devices, **asked)
     assert plan.prediction.step_s == pytest.approx(best_s, rel=CLOSE)
-    assert plan.prediction.gap == 0
+    assert plan.prediction.gap == 0 or (not proven and plan.prediction.lower_bound_s <= plan.prediction.step_s)
     assert all(stage.memory.total <= device.memory_bytes for stage in plan.stages for device in stage.devices)
 
 
@@ -97,10 +97,12 @@ def test_balancer_finds_the_optimum_over_everything(profiles, oracle, device, da
     best_s = oracle(
         profile, devices, batch_size, "auto", 1, ("gpipe", "1f1b"), tuple(range(1, len(devices) + 1))
     ).best_step_s()
+    # of one kind and unlike memory, replicas are searched for by themselves: that none fit is not proven there
     check(
         profile,
         devices,
         best_s,
+        proven=len({(one.kind, one.memory_bytes) for one in devices}) == len({one.kind for one in devices}),
         batch_size=batch_size,
         schedule="auto",
         replicas="auto",

@@ -181,9 +181,10 @@ def restrictions(problem: Asked) -> list[Asked]:
         {"memory_limit": [int(share * device.memory_bytes) for device in devices]} for share in (0.5, 0.75, 0.9)
     ]
     changes += [{"memory_limit": [device.memory_bytes // (1 + (place == 0)) for place, device in enumerate(devices)]}]
-    least = min(device.memory_bytes for device in devices)  # all equal: where R may be chosen they may be replicas
-    changes += [{"memory_limit": least}]
-    changes += [{"memory_limit": least, "replicas": 2}] if problem.batch_size % 2 == 0 else []
+    all_alike = [min(device.memory_bytes for device in devices)] * most  # where R may be chosen they may be replicas
+    changes += [{"memory_limit": all_alike}]
+    if problem.settings["replicas"] == "auto" and problem.batch_size % 2 == 0:
+        changes += [{"memory_limit": all_alike, "replicas": 2}]
     changes += [{"cut_at": [f"blocks.{layer}"]} for layer in range(1, len(problem.profile.layers))]
     if schedule == "auto":
         changes += [{"schedule": name, "chunks": 1} for name in ONE_CHUNK]

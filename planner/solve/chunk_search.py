@@ -29,7 +29,7 @@ import numpy as np
 from planner.plan.schedules import SCHEDULES
 from planner.solve.balance import TIE, Balance, Unsettled
 from planner.solve.chunk_bound import has_room, least_s
-from planner.solve.chunk_candidates import fewest_ranks, most_ranks, plans_of, with_ranks
+from planner.solve.chunk_candidates import fewest_ranks, most_ranks, most_that_fit, plans_of, with_ranks
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
@@ -37,19 +37,11 @@ from planner.solve.deadline import LATE_S, Deadline
 from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, FirstPlans, Waiting
 from planner.solve.order_start import with_own_orders
 from planner.solve.problem import Candidate, Problem
+from planner.solve.waiting_bounds import MOST_WORK, PROGRAMS_OF_HALVES, STAGES_OF_WORK, WaitingBounds
 from planner.solve.work_bound import even_share_s
 
 ROUNDS_OF_FIRST_PLANS = 3
 """Each nearer to the best one [chosen]."""
-FIRST_PROGRAMS, PROGRAMS_AT_ONCE, PROGRAMS_OF_HALVES = 1, 4, 100
-"""Linear programs of a candidate until it is another one's turn, when it comes first, later, and when its cuts are
-halved."""
-PROGRAMS_BEFORE = 21
-"""Linear programs before cuts are searched; those after it only make the bound better [chosen: of 400 layers whose
-candidates nearly all have the same bound they took half of the time]."""
-MOST_WORK, STAGES_OF_WORK = 1_000, 32
-"""Linear programs of all candidates without a time limit, where of more stages than these for as many [fitted: 2 to
-5 s]."""
 PATIENCE = 4
 """Candidates that are searched in vain before the search ends, those left out of which all cuts are tried, if there is
 no time limit."""
@@ -58,8 +50,6 @@ SOME_IN_VAIN = 4
 of a Llama of 70B parameters on 64 devices none fits under zb-h1, and their bounds took 105 of 120 s]."""
 FEW_TO_SEARCH_AGAIN = 1_000
 """Micro-batches of stages up to which those like the best candidate are searched once more [chosen: 1 to 2 s]."""
-FEWER = 0.8
-"""Of a number of ranks that does not fit the next that is tried [chosen: of 64 ranks 15]."""
 SHARE_OF_BOUNDS = 0.5
 """Of the time that is left when some candidates were searched in vain, for bounds; then others are searched."""
 
@@ -127,7 +117,8 @@ class _Search:
         self._dispensable = problems[0].dispensable
         self._best, self._below_s = reached, problems[0].below_s
         self._lower_s = np.inf if reached is None else reached.lower_bound_s
-        self._work, self._in_vain, self._patience = 0, 0, problems[0].patience
+        self._in_vain, self._patience = 0, problems[0].patience
+        self._bounds = WaitingBounds(np.inf if self._timed else MOST_WORK * self._patience)
         self._began_s = time.monotonic()
         self._climbs: dict[int, _Climbed] = {}
         self._first_plans = FirstPlans(self._deadline)
@@ -212,21 +203,14 @@ class _Search:
 
     def _over_most_ranks_that_fit(self, entry: Waiting) -> Waiting | None:
         """A candidate over the most ranks over which a plan of it was found; None if there are none."""
-        ranks, least = entry.plans.ranks, fewest_ranks(entry.plans.problem)
+        most, least = entry.plans.ranks, fewest_ranks(entry.plans.problem)
         if entry.plans.problem.settings.stages is not None:
-            least = ranks
-        found, fits_not = self._fitting(entry), ranks + 1
-        while found is None and ranks > least:
-            ranks, fits_not = max(least, math.floor(ranks * FEWER)), ranks
-            found = self._fitting(self._with_so_many(entry, ranks))
-        while found is not None and ranks + 1 < fits_not:
-            between = (ranks + fits_not) // 2
-            more = self._fitting(self._with_so_many(entry, between))
-            if more is None:
-                fits_not = between
-            else:
-                ranks, found = between, more
-        return found
+            least = most
+
+        def over(ranks: int) -> Waiting | None:
+            return self._fitting(entry if ranks == most else self._with_so_many(entry, ranks))
+
+        return most_that_fit(over, most, least)
 
     def _fitting(self, entry: Waiting | None) -> Waiting | None:
         """A candidate after its cuts were searched, if a plan was found that fits and is not far slower."""
@@ -262,10 +246,10 @@ class _Search:
             if fewer is not None:
                 heapq.heappush(self._queue, fewer)
             had = entry.position in self._climbs
-            if had or self._spent or self._fits_nowhere_yet or self._is_ready(entry):
+            if had or self._spent or self._fits_nowhere_yet or self._bounds.is_ready(entry, self._reached_s):
                 self._searched.append(entry._replace(bound_s=max(entry.bound_s, self._climbed(entry))))
             else:
-                heapq.heappush(self._queue, self._tightened(entry, self._deadline))
+                heapq.heappush(self._queue, self._bounds.tightened(entry, self._deadline, self._reached_s))
 
     def _raise_bounds(self, deadline: Deadline) -> None:
         """Make the lowest bounds better, as long as that raises what no plan is below."""
@@ -277,8 +261,9 @@ class _Search:
             if entry.bound_s >= min(self._reached_s, self._lower_s) or deadline.over or self._spent:
                 break
             fewer: Waiting | None = None
-            if not self._is_tight(entry):
-                better, fewer = self._tightened(entry, deadline), self._with_a_rank_less(entry)
+            if not self._bounds.is_tight(entry, self._reached_s):
+                better = self._bounds.tightened(entry, deadline, self._reached_s)
+                fewer = self._with_a_rank_less(entry)
             elif self._is_worth_halving(entry):
                 better = self._halved(entry, deadline)
             else:
@@ -333,7 +318,7 @@ class _Search:
     @property
     def _spent(self) -> bool:
         """Whether bounds took what they may."""
-        return self._over or (not self._timed and self._work >= MOST_WORK * self._patience)
+        return self._over or self._bounds.spent
 
     @property
     def _fits_nowhere_yet(self) -> bool:
@@ -390,23 +375,6 @@ class _Search:
             return None
         return self._entry(problem, with_ranks(plans.candidate, plans.ranks - 1, problem.settings.chunks))
 
-    def _is_tight(self, entry: Waiting) -> bool:
-        """Whether no more linear programs are solved for the bound of a candidate, but for halves."""
-        return entry.search is not None and (entry.search.done or entry.bound_s > self._reached_s)
-
-    def _is_ready(self, entry: Waiting) -> bool:
-        """Whether the cuts of a candidate are searched before its bound is made better."""
-        return self._is_tight(entry) or (entry.search is not None and entry.search.rounds >= PROGRAMS_BEFORE)
-
-    def _tightened(self, entry: Waiting, deadline: Deadline) -> Waiting:
-        """A candidate with a better bound."""
-        search = entry.search or CutBound(entry.plans)
-        had = search.rounds
-        bound_s = search.tightened(PROGRAMS_AT_ONCE if had else FIRST_PROGRAMS, deadline, self._reached_s)
-        self._work += (search.rounds - had) * max(1, entry.plans.stages // STAGES_OF_WORK)
-        bound_s = max(entry.bound_s, bound_s)
-        return entry._replace(expected_s=max(entry.expected_s, bound_s), bound_s=bound_s, search=search)
-
     def _is_worth_halving(self, entry: Waiting) -> bool:
         """Whether halves of its cuts may show that no plan of a candidate that was searched is faster."""
         climbed = self._climbs.get(entry.position)
@@ -416,12 +384,11 @@ class _Search:
         """A candidate of which some of what is between its bound and the best plan is closed, by halves of its cuts."""
         search = entry.search
         assert search is not None
-        had, stops = search.rounds, search.stops
-        bound_s = search.halved(PROGRAMS_OF_HALVES, deadline, self._reached_s)
-        self._work += (search.rounds - had) * max(1, entry.plans.stages // STAGES_OF_WORK)
+        stops = search.stops
+        better = self._bounds.halved(entry, deadline, self._reached_s)
         if search.stops is not None and search.stops != stops:
             self._note(entry.plans, self._climbs[entry.position].climb.at(search.stops, self._reached_s))
-        return entry._replace(bound_s=max(entry.bound_s, bound_s))
+        return better
 
     def _climbed(self, entry: Waiting) -> float:
         """Search the cuts of a candidate, once; what no plan of it is below, as far as that shows it."""

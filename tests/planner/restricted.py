@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.solve import balancer, deadline, limits, segment_choices
 from profiler.device import Cluster, Device, Link
-from profiler.errors import InfeasibleError
+from profiler.errors import ArgumentError, InfeasibleError
 from profiler.record import Profile
 from tests.planner.made_up import COPIED, build_profile, copying
 
@@ -86,15 +86,23 @@ def few_looks(number: int, limit_s: float, most_s: float) -> Iterator[None]:
 
 @st.composite
 def problems(
-    draw: st.DrawFn, *, most_layers: int, most_devices: int, hosts: bool = False, chunks: bool = False
+    draw: st.DrawFn,
+    *,
+    most_layers: int,
+    most_devices: int,
+    hosts: bool = False,
+    chunks: bool = False,
+    tight: bool = False,
 ) -> Asked:
     """Equal and unlike devices, memory that binds or does not, all schedules, recompute, replicas; on hosts or not.
 
-    With chunks, several stages for each rank may be chosen, of all schedules or of one that has them.
+    With chunks, several stages for each rank may be chosen, of all schedules or of one that has them. Where memory is
+    tight hardly anything fits, devices differ in it more, and messages may need most of it.
     """
     kinds = ("a", "b")[: draw(st.integers(1, 2))]
     layers = draw(st.integers(2, most_layers))
     pick = random.Random(draw(st.integers(0, 2**32)))
+    longer = pick.choice([1, 8, 40]) if tight else 1  # messages: then ranks between others need most
     rows = {}
     for kind in kinds:
         base = [[pick.randint(1, 20) / 16 for _ in range(3)] + [pick.randint(0, 40) for _ in range(4)]
@@ -103,6 +111,7 @@ def problems(
         for size in SIZES:
             table = [[fixed + value * size for value in row[:3]] + [value * size for value in row[3:]] for row in base]
             for row in table:
+                row[5] *= longer
                 row[6] = min(row[5], row[6])
             table[-1][5:] = [0, 0]
             rows[kind, size] = table
@@ -124,12 +133,12 @@ def problems(
     )
     whole_bytes = sum(cost.kept_bytes + cost.output_bytes for cost in profile.costs if cost.micro_batch_size == 1)
     alike = draw(st.booleans())
-    shares = [pick.uniform(0.2, 3.0) for _ in range(most_devices)]
+    shares = [pick.uniform(0.05, 0.4) if tight else pick.uniform(0.2, 3.0) for _ in range(most_devices)]
     devices = tuple(
         Device(
             name="cpu",
             kind=kinds[0] if alike else pick.choice(kinds),
-            memory_bytes=int(whole_bytes * shares[0 if alike else pick.randrange(2)]) + 200,
+            memory_bytes=int(whole_bytes * shares[0 if alike else pick.randrange(4 if tight else 2)]) + 200,
         )
         for _ in range(draw(st.integers(2, most_devices)))
     )
@@ -141,8 +150,9 @@ def problems(
     if hosts:
         per_host = draw(st.integers(1, max(1, len(devices) - 1)))
         cluster = Cluster(devices=devices, link=profile.links[0], between=far, devices_per_host=per_host)
+    schedules = [*SEVERAL, IN_A_V] if chunks else [*ONE_CHUNK]
     settings: dict[str, Any] = {
-        "schedule": draw(st.sampled_from([*SEVERAL, IN_A_V, "auto"] if chunks else [*ONE_CHUNK, "auto"])),
+        "schedule": draw(st.sampled_from(schedules + ["auto"] * (not tight))),
         "recompute": draw(st.sampled_from(["auto", "auto", "never"])),
         "micro_batches_per_stage": per_stage,
         "replicas": draw(st.sampled_from([1, "auto"])),
@@ -224,6 +234,23 @@ def check_against(problem: Asked, restricted: Asked) -> None:
     assert own is not None, said
     assert own.prediction.step_s <= other.prediction.step_s * (1 + CLOSE), said
     assert own.prediction.lower_bound_s <= other.prediction.step_s * (1 + CLOSE), said
+
+
+def check_refusal(problem: Asked, data: st.DataObject) -> bool:
+    """Whether it is refused; then it is with fewer ranks and with M given, and so are some other restrictions."""
+    if planned(problem) is not None:
+        return False
+    ranks = range(1, len(problem.devices.devices) + 1)
+    of_each = (1, 2) if "chunks" in problem.settings else (1,)
+    fewer = [{"chunks": chunks, "stages": number * chunks} for chunks in of_each for number in ranks]
+    sizes = [{"micro_batches": number} for number in {4, problem.batch_size // 2, problem.batch_size}]
+    tried = [replace(problem, settings=problem.settings | one) for one in fewer + sizes]
+    for restricted in (*tried, *data.draw(st.lists(st.sampled_from(restrictions(problem)), min_size=2, max_size=2))):
+        with suppress(ArgumentError):  # too many stages, or too few micro-batches
+            other = planned(restricted)
+            found = None if other is None else (other.schedule, other.K, other.M, other.replicas)
+            assert found is None, f"{len(restricted.devices.devices)} devices, {restricted.settings}"
+    return True
 
 
 def check_short_limit(problem: Asked, data: st.DataObject) -> None:

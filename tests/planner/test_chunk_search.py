@@ -19,7 +19,7 @@ from planner.plan.schedules import SCHEDULES
 from planner.solve import chunk_plans, chunk_search, cut_climb
 from planner.solve.build_plan import make_plan
 from planner.solve.chunk_bound import has_room, least_s
-from planner.solve.chunk_candidates import candidates
+from planner.solve.chunk_candidates import candidates, most_that_fit
 from planner.solve.chunk_plans import MOST_PASSES_OF_SETS, ChunkChoice, ChunkPlans
 from planner.solve.cut_bound import CutBound
 from planner.solve.deadline import Deadline
@@ -310,6 +310,13 @@ def test_where_many_ranks_do_not_fit_fewer_are_tried(device, more, layers, by, m
     profile, devices = long_messages(layers, by), [device(memory_bytes=size) for size in memories]
     few = plan_of(profile, devices, 16, **more, max_stages=2 if more.get("chunks") else 4)
     assert plan_of(profile, devices, 16, **more).prediction.step_s <= few.prediction.step_s
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(0, 80))
+def test_the_most_ranks_that_fit_are_found(most, least, fitting):
+    least = min(least, most)
+    found = most_that_fit(lambda ranks: ranks if ranks <= fitting else None, most, least)
+    assert found == (min(most, fitting) if fitting >= least else None)
 
 
 def test_the_nearest_plan_has_the_smallest_micro_batches(device):

@@ -50,8 +50,9 @@ class _Group(click.Group):
                 sys.exit(OUTPUT_CLOSED)
             command = self.get_command(ctx, ctx.invoked_subcommand or "") or self
             click.echo(f"autoplan: error: {in_options(str(problem), command)}", err=True)
-            if isinstance(problem, UserFunctionError) and problem.__cause__ is not None:
-                show_users_frames(problem.__cause__)
+            cause = problem.__cause__
+            if isinstance(problem, UserFunctionError) and cause is not None and cause.__traceback__ is not None:
+                show_users_frames(cause)  # of another process the message has it
             ctx.exit(problem.exit_code)
         except OSError as problem:
             if problem.errno != errno.ENOSPC or problem.filename is not None:

@@ -21,6 +21,7 @@ longer, but not shorter, by what the executor's own code takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 
 import numpy as np
@@ -29,6 +30,7 @@ from planner.cost.layer_costs import CostModel, Floats
 from planner.plan.plan import Plan
 from planner.plan.prediction import Doubt
 from planner.plan.stage import Stage
+from profiler.device import Link
 from profiler.precision import recipe_of
 from profiler.quantities import MOST_RELATIVE
 from profiler.timing.sweeps import FEWEST_SWEEPS
@@ -55,17 +57,18 @@ LESS_MEMORY_OF_PARTS = 0.25
 """With chunks, a split backward pass or main gradients, whose moments are counted together: 0.76 to 0.99 [measured]."""
 
 
-def with_doubt(plan: Plan, costs: CostModel) -> Plan:
+def with_doubt(plan: Plan, costs: CostModel, links: Sequence[Link]) -> Plan:
     """The plan whose prediction says how sure it is.
 
     Args:
         plan: the plan.
         costs: of its profile.
+        links: between its devices.
     """
     prediction = plan.prediction
     busy_s = [_busy_s(plan, stage) for stage in plan.stages]
     optimizer = prediction.optimizer_s / prediction.step_s
-    off = (1 - optimizer) * _of_passes(plan, busy_s, costs) + optimizer * MODEL + _of_links(plan, costs)
+    off = (1 - optimizer) * _of_passes(plan, busy_s, costs) + optimizer * MODEL + _of_links(plan, links)
     overhead_s = plan.M * OVERHEAD_S * (plan.K // plan.ranks)
     in_parts = plan.chunks > 1 or any(times.weight_s for stage in plan.stages for times in stage.times)
     loose = in_parts or recipe_of(plan.sample.precision) is not None
@@ -75,7 +78,7 @@ def with_doubt(plan: Plan, costs: CostModel) -> Plan:
         memory_less=LESS_MEMORY_OF_PARTS if loose else LESS_MEMORY,
         memory_more=0.0,
         slowdown=max(costs.slowdown(device.kind) for stage in plan.stages for device in stage.devices),
-        link_error=_off_the_line(costs) if plan.K > 1 or plan.replicas > 1 else 0.0,
+        link_error=_off_the_line(links) if plan.K > 1 or plan.replicas > 1 else 0.0,
     )
     return plan.model_copy(update={"prediction": prediction.model_copy(update={"doubt": found})})
 
@@ -117,14 +120,15 @@ def _seconds(costs: CostModel, kind: str, size: int) -> Floats:
     return layers.forward_s + layers.backward_s
 
 
-def _of_links(plan: Plan, costs: CostModel) -> float:
-    """The share of a step that its messages are in doubt by, if nothing hides them."""
-    errors = (min(link.error, OF_TABLE) if link.measured else link.error for link in costs.profile.links)
-    error = max(errors, default=0.0)
-    sent_s = [max(times.send_forward_s, times.send_backward_s) for stage in plan.stages for times in (stage.times[0],)]
-    return min(1.0, error) * min(1.0, plan.M * max(sent_s) / plan.prediction.step_s)
+def _of_links(plan: Plan, links: Sequence[Link]) -> float:
+    """The share of a step that its messages are in doubt by, if nothing hides them; and its all-reduce."""
+    error = max((min(link.error, OF_TABLE) if link.measured else link.error for link in links), default=0.0)
+    sent_s = [max(times.send_forward_s, times.send_backward_s) for times in (stage.times[0] for stage in plan.stages)]
+    sent_s += [max(times.send_forward_s, times.send_backward_s) for times in (skip.times[0] for skip in plan.skips)]
+    reduced_s = [sum(stage.all_reduce_s for stage in plan.stages_of(rank)) for rank in range(plan.ranks)]
+    return min(1.0, error) * min(1.0, (plan.M * max(sent_s) + max(reduced_s)) / plan.prediction.step_s)
 
 
-def _off_the_line(costs: CostModel) -> float:
+def _off_the_line(links: Sequence[Link]) -> float:
     """The error of the line that what was measured stands for; 0 where a line is near enough."""
-    return max((link.error for link in costs.profile.links if link.measured), default=0.0)
+    return max((link.error for link in links if link.measured), default=0.0)

@@ -96,7 +96,8 @@ def plan_of(problem: Problem) -> Plan:
             raise KeyboardInterrupt
         raise InfeasibleError(no_plan_text(equal))
     profile = problem.costs.profile
-    return with_doubt(with_rates(with_unused(equal, plan, time.monotonic() - began_s), profile), problem.costs)
+    found = with_rates(with_unused(equal, plan, time.monotonic() - began_s), profile)
+    return with_doubt(found, problem.costs, problem.links)
 
 
 def make_problem(

@@ -21,6 +21,8 @@ from profiler.quantities import MOST_BYTES, MOST_DEVICES, MOST_SECONDS, MOST_THR
 from profiler.text import counted
 from profiler.value import Value
 
+SHORTEST_S = 1e-12
+"""What a message takes at least for its bytes, where larger ones were measured to be no slower [chosen]."""
 MOST_MEASURED = 1024
 """Sizes that a link may say the seconds of [chosen]."""
 MessageBytes: TypeAlias = Annotated[int, Field(ge=1, le=MOST_BYTES)]
@@ -128,6 +130,17 @@ class Link(Value):
             return seconds + (size_bytes - size) / self.bytes_per_s
         next_size, next_s = self.measured[place]
         return seconds + (next_s - seconds) * (size_bytes - size) / (next_size - size)
+
+    def line_to(self, size_bytes: float) -> Link:
+        """The link without its table: a line from an empty message to what one of `size_bytes` takes.
+
+        Where sums of messages of many sizes are needed, as for all-reduce. Itself where it has no table.
+        """
+        if not self.measured or not size_bytes:
+            return self.model_copy(update={"measured": ()})
+        latency_s = min(self.latency_s, self.measured[0][1])
+        rest_s = max(self.transfer_s(size_bytes) - latency_s, SHORTEST_S)
+        return self.model_copy(update={"measured": (), "latency_s": latency_s, "bytes_per_s": size_bytes / rest_s})
 
     def slowed(self, ratio: float) -> Link:
         """A link on which each message takes `ratio` times as long."""

@@ -164,7 +164,12 @@ def take_over(pipe: Resumable, change: Change, training: Training, source: Path,
 
 
 def _check_kind(source: Path, name: str, held: Tensor, stored: StoredTensor) -> None:
-    if (stored.dtype, stored.shape) != (held.dtype, tuple(held.shape)):
+    if stored.shape == tuple(held.shape) and stored.dtype != held.dtype:
+        raise ExecutionError(
+            f"{source} belongs to another model, or to another precision of this one: {name} is {stored.dtype} there, "
+            f"and {held.dtype} in this one; load it with the precision that it was saved with"
+        )
+    if stored.shape != tuple(held.shape):
         raise ExecutionError(
             f"{source} belongs to another model: {name} is {stored.dtype} of shape {stored.shape} there, and "
             f"{held.dtype} of shape {tuple(held.shape)} in this one"

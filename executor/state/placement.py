@@ -27,7 +27,8 @@ class Placement:
     Attributes:
         parameters: by (name, device): on the CPU the model's own parameters, elsewhere copies; under a recipe of mixed
             precision master weights, where a parameter has one.
-        buffers: per local stage: name -> buffer on the stage's device; the model's own where that is the CPU.
+        buffers: per local stage: name -> buffer on the stage's device; the model's own where that is the CPU and no
+            recipe of mixed precision casts it.
         read_by: per local stage: (layer, name) -> the tensor that the layer reads; it collects its gradient, or
             hands it to the master weight's.
         rounded: what layers compute with in place of master weights, with these.

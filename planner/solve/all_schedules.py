@@ -55,7 +55,7 @@ def balance_of_all(problem: Problem, unsettled: Unsettled | None = None) -> Bala
     unsettled = unsettled or Unsettled()  # of families that ended without a plan
     every = [*families(problem)]
     late = next((family[0] for family in every if is_plain(family[0].settings)), None)
-    waits = problem.settings.time_limit_s is not None and late is not None and len(every) > 1
+    waits = late is not None and len(every) > 1
     for number, family in enumerate(every):
         plain = is_plain(family[0].settings)
         start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
@@ -70,7 +70,8 @@ def balance_of_all(problem: Problem, unsettled: Unsettled | None = None) -> Bala
             else:
                 best = chunk_balance(*shared, reached=best, start=start, unsettled=unsettled)
     if best is None:
-        if late is None or not waits or problem.dispensable or unsettled.least_s == np.inf:
+        ended_early = problem.settings.time_limit_s is not None or deadline.over
+        if late is None or not waits or problem.dispensable or unsettled.least_s == np.inf or not ended_early:
             return None
         best = balance_any(_with_share(late, deadline, 1))
         if best is None:

@@ -186,8 +186,13 @@ class CutClimb:
         """The best of all cuts, and the least that any may take: where orders are made, one not found may be faster.
 
         Where another candidate has a plan, this one's are looked at for as long as there is time, and nothing is then
-        said of the least.
+        said of the least; likewise after an interrupt where another schedule may have one.
         """
+
+        def ends(reached_s: float) -> bool:
+            leaves = self._plans.problem.dispensable and self._deadline.interrupted
+            return self._deadline.over and (leaves or reached_s < np.inf)
+
         every = [
             (*inner, self._layers)
             for inner in itertools.combinations(self._places, self._plans.stages - 1)
@@ -195,7 +200,7 @@ class CutClimb:
         ]
         at_best = []
         for stops, classes in itertools.product(every, orders):
-            if self._deadline.over and below_s < np.inf:
+            if ends(below_s):
                 return None, 0.0
             at_best.append((self._plans.at_best_s(stops, classes), stops, classes))
         best: ChunkChoice | None = None
@@ -203,7 +208,7 @@ class CutClimb:
             reached_s = below_s if best is None else best.step_s
             if step_s >= reached_s:
                 break
-            if self._deadline.over and reached_s < np.inf:
+            if ends(reached_s):
                 return best, 0.0
             best = self._plans.fitted(stops, classes, reached_s) or best
         if self._plans.tries_all:

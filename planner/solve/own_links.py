@@ -3,7 +3,7 @@
     plans of problems with one link
       cuts moved, orders made for them          where few bytes cross between hosts
       cuts moved again, recompute anew          of the fastest ones
-      another M, one or two stages elsewhere    of the fastest ones, and of what comes of that
+      another M, one or two ranks elsewhere     of the fastest ones, and of what comes of that
       on later devices                          where some are left over, others than the first; and beside the fastest
 
 Steps are the simulator's, which knows each boundary's own link; plans that do not fit do not count.
@@ -43,7 +43,7 @@ MOST_MOVES, REACH = 8, 2
 FEW_COUNTS = 16
 """M that are all tried, each with cuts of its own; of more the one with which the plan is fastest as it is [chosen]."""
 MOST_DEVICES = 64
-"""Other classes of devices that the stages of a plan are tried on [chosen]."""
+"""Other classes of devices that the ranks of a plan are tried on [chosen]."""
 
 
 class OwnLinks:
@@ -162,15 +162,15 @@ def _with_made_orders(problem: Problem, plans: Sequence[Balance], deadline: Dead
 
 
 def _beside(problem: Problem, start: Balance, deadline: Deadline) -> Iterator[Balance]:
-    """The plan, without orders of its own, with other M, and with one or two stages elsewhere.
+    """The plan, without orders of its own, with other M, and with one or two ranks elsewhere.
 
     Which these are depends on which boundaries leave a host: with one link for all other ones may be the best.
     """
     if (problem.rules.pinned != FREE).any() or len(start.stages) == 1:
         return
     stages, candidate = start.stages, start.candidate
-    like = candidate.schedule, candidate.replicas, candidate.ring.chunks
-    splits = {one.split for one in problem.candidates() if (one.schedule, one.replicas, one.ring.chunks) == like}
+    like = candidate.schedule, candidate.replicas
+    splits = {one.split for one in problem.candidates() if (one.schedule, one.replicas) == like}
     counts = [replace(candidate, split=split) for split in splits - {candidate.split}]
     counts.sort(key=lambda one: one.split.count)
     if len(counts) > FEW_COUNTS:
@@ -180,8 +180,9 @@ def _beside(problem: Problem, start: Balance, deadline: Deadline) -> Iterator[Ba
     for one in counts:
         if _may_have(problem, stages, one):
             yield with_moved_cuts(problem, replace(start, candidate=one), deadline)
-    for classes in islice(_other_devices([stage.device_class for stage in stages], len(problem.classes)), MOST_DEVICES):
-        others = zip(stages, classes, strict=True)
+    ring = candidate.ring.over(len(stages))
+    for classes in islice(_other_devices(_classes_of_ranks(start), len(problem.classes)), MOST_DEVICES):
+        others = ((stage, classes[ring.rank_of(number)]) for number, stage in enumerate(stages))
         other = replace(start, stages=tuple(replace(stage, device_class=place) for stage, place in others))
         if _has_devices(problem, other):
             yield with_moved_cuts(problem, other, deadline)
@@ -196,7 +197,7 @@ def _may_have(problem: Problem, stages: Sequence[StageChoice], candidate: Candid
 
 
 def _other_devices(classes: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Classes of stages where two are exchanged, or one is another of so many."""
+    """Classes of ranks where two are exchanged, or one is another of so many."""
     for one, other in combinations(range(len(classes)), 2):
         if classes[one] != classes[other]:
             yield [classes[{one: other, other: one}.get(place, place)] for place in range(len(classes))]
@@ -222,9 +223,14 @@ def from_device(problem: Problem, first: int) -> Problem:
 
 
 def _has_devices(problem: Problem, found: Balance) -> bool:
-    """Whether there are enough of each class for all stages and replicas."""
-    used = Counter(stage.device_class for stage in found.stages)
+    """Whether there are enough of each class for all ranks and replicas."""
+    used = Counter(_classes_of_ranks(found))
     return all(used[place] <= one.capacity(found.candidate.replicas) for place, one in enumerate(problem.classes))
+
+
+def _classes_of_ranks(found: Balance) -> list[int]:
+    """Each rank's first stage is at its own place in the pipeline."""
+    return [stage.device_class for stage in found.stages[: found.candidate.ring.over(len(found.stages)).ranks]]
 
 
 def with_moved_cuts(problem: Problem, found: Balance, deadline: Deadline) -> Balance:

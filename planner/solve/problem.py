@@ -162,7 +162,15 @@ class Problem:
         share = 1.0 if recipe is None else recipe.gradient_share
         optimizer = self.costs.optimizer(device_kind, self.optimizer)
         link = self.hosts.between if far and self.hosts is not None else self.ring or self.link
+        if link is not None and link.measured:
+            link = link.line_to(float(self.parameters.trainable[0, -1]) * max(1.0, share) / replicas)
         return EndFigures(optimizer, link, replicas, share, self.shares(replicas))
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All that messages may go over."""
+        both = () if self.hosts is None else (self.hosts.link, self.hosts.between)
+        return both or tuple(link for link in (self.link,) if link is not None)
 
     def placement(self, classes: Sequence[int], replicas: int) -> Placement:
         """Where ranks on these classes of devices are."""

@@ -36,6 +36,8 @@ from profiler.users_frames import in_users_code, users_way_to
 _ANY_FILE = io.IOBase.__base__ or io.IOBase  # the plain class of all files, of which the abstract one is a subclass
 SECONDS_TO_LEAVE, SECONDS_TO_LEAVE_EACH = 0.5, 0.25
 """Process groups; to leave one takes 0.025 s on busy cores [measured]."""
+LONGEST_CAUSE = 2**20
+"""Bytes of an exception that is sent back [chosen]."""
 ASKED = "it was asked to end (SIGTERM)"
 # What a rank sees when another rank is gone: gloo's words for a closed socket or a message that never came.
 ECHOES = (
@@ -196,10 +198,22 @@ def _run(task: Task) -> bytes | Failure:
         elsewhere = problem.first_rank not in (None, task.rank)
         trace = _of_execution(problem) if isinstance(problem, ExecutionError) and not elsewhere else ""
         echo = elsewhere or any(echo in str(problem) for echo in ECHOES)
-        return Failure(str(problem), trace, echo, type(problem), problem.first_rank)
+        return Failure(str(problem), trace, echo, type(problem), problem.first_rank, _of_user(problem.__cause__))
     except BaseException as problem:  # also sys.exit: whoever ends without a report may hang in an exit function
         message = raised_text(problem)
-        return Failure(message, _from_the_function(problem), any(echo in message for echo in ECHOES))
+        echo = any(echo in message for echo in ECHOES)
+        return Failure(message, _from_the_function(problem), echo, cause=_of_user(problem))
+
+
+def _of_user(cause: BaseException | None) -> bytes | None:
+    """An exception as it is sent back; None where it cannot be, or is too long."""
+    if cause is None:
+        return None
+    try:
+        sent = bytes(cloudpickle.dumps(cause))
+    except Exception:  # whatever it holds; its text is in the message
+        return None
+    return sent if len(sent) <= LONGEST_CAUSE else None
 
 
 def _pickled(result: Any) -> bytes:

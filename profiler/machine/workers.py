@@ -84,6 +84,7 @@ class Failure:
         error: class of the exception if it is one of ours.
         echo: whether it only says that another worker is gone.
         first_rank: the rank that failed first, where the message names it.
+        cause: the user's own exception, pickled; None where there is none, or it cannot be.
     """
 
     message: str
@@ -91,6 +92,7 @@ class Failure:
     echo: bool
     error: type[PlanError] = ExecutionError
     first_rank: int | None = None
+    cause: bytes | None = None
 
 
 def run_workers(
@@ -268,8 +270,19 @@ def _gather(workers: Sequence[Worker], describe: Callable[[Entry], str]) -> list
             failure = replace(failure, message=f"{failure.message}; rank {failure.first_rank} was at {where}")
         elif failure.first_rank is None:
             failure = replace(failure, message=f"rank {rank} of {len(workers)} failed: {failure.message}")
-        raise failure.error(f"{failure.message}\n{failure.trace}".rstrip())
+        raise failure.error(f"{failure.message}\n{failure.trace}".rstrip()) from _cause(failure)
     return [results[worker.rank] for worker in workers]
+
+
+def _cause(failure: Failure) -> BaseException | None:
+    """The user's own exception, if it can be made again in this process."""
+    if failure.cause is None:
+        return None
+    try:
+        cause = cloudpickle.loads(failure.cause)
+    except Exception:  # whatever its class raises; the message has its text
+        return None
+    return cause if isinstance(cause, BaseException) else None
 
 
 def _outcome(worker: Worker, describe: Callable[[Entry], str]) -> bytes | Failure:

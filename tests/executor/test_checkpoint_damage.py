@@ -282,7 +282,7 @@ def test_shapes_and_dtypes_are_compared_and_expanded_buffers_load(
     other = Expanded()
     other.frozen.weight.data = torch.zeros(4, 4, dtype=torch.float64)
     other.frozen.bias.data = torch.zeros(4, dtype=torch.float64)
-    with pytest.raises(ExecutionError, match=r"frozen.weight is torch.float32 of shape .* there, and torch.float64"):
+    with pytest.raises(ExecutionError, match=r"another precision .* frozen.weight is torch.float32 there, and torch.float64"):
         load_checkpoint(tmp_path, pipe_of(other))
 
 

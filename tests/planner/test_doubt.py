@@ -160,3 +160,24 @@ def drawn_step_s(plan: Plan, true_s: Any, alone: float, generator: np.random.Gen
     nothing = ((0.0,) * plan.M,) * plan.K
     order = make_schedule("1f1b", stages=plan.K, micro_batches=plan.M, recompute=(False,) * plan.K)
     return simulate(order, Durations(forward, nothing, backward, nothing, nothing)).makespan_s
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_errors_of_links_that_are_given_count_and_all_reduce_with_them(between: bool) -> None:
+    """Only links of the profile did, and only messages between stages."""
+    rows = {("a", size): [(0.1 * size, 0.1 * size, 0.2, 8, 8, 100, 100)] * 4 for size in (1, 4)}
+    profile = build_profile(rows, parameters=[(1000, True)], readers=[[0]] * 4)
+
+    def wide(error: float, **settings: Any) -> float:
+        link = Link(latency_s=0.0, bytes_per_s=1e3, error=0.0 if between else error)
+        cluster = Cluster(devices=DEVICES, link=link)
+        if between:
+            far = link.model_copy(update={"error": error})
+            cluster = cluster.model_copy(update={"between": far, "devices_per_host": 1})
+        asked = {"schedule": "1f1b", "batch_size": 8, "micro_batches_per_stage": 1, **settings}
+        doubt = plan_from_profile(profile, cluster, **asked).prediction.doubt
+        assert doubt is not None
+        return doubt.step_less
+
+    for asked in ({"stages": 2}, {"stages": 1, "replicas": 2}):
+        assert wide(0.5, **asked) > wide(0.1, **asked) > wide(0.0, **asked)

@@ -370,3 +370,59 @@ def test_a_module_may_be_pinned_to_any_host(recompute: Any) -> None:
         own = next(stage for stage in plan.stages if stage.first_layer <= layer < stage.stop_layer)
         assert own.device.name == f"cuda:{device}"
         assert plan.prediction.step_s >= free.prediction.lower_bound_s * (1 - CLOSE)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from([0.5, 3.0, 30.0]))
+@settings(max_examples=15)
+def test_all_chunks_of_a_rank_take_what_its_device_takes(seed: int, per_host: int, slower: float) -> None:
+    """One chunk was exchanged with that of another rank: it ran on its own device in another one's seconds."""
+    random = np.random.default_rng(seed)
+    ratio, layers = float(random.uniform(1.2, 3)), int(random.integers(4, 7))
+    forward_s = random.integers(1, 20, layers) / 16
+    rows = {
+        (kind, size): [[value * size * by, value * size * by, value * size * by, 1, 1, 8, 8] for value in forward_s]
+        for kind, by in (("a", 1.0), ("b", ratio))
+        for size in (1, 8)
+    }
+    for table in rows.values():
+        table[-1][5:] = [0, 0]
+    kinds = ["a", *random.choice(["a", "b"], int(random.integers(2, 6)))]
+    devices = tuple(Device(name=f"cuda:{place}", kind=str(kind), memory_bytes=ROOM) for place, kind in enumerate(kinds))
+    link = Link(latency_s=0.05, bytes_per_s=float(random.choice([8.0, 64.0])))
+    hosts = Cluster(devices=devices, link=link, between=link.slowed(slower), devices_per_host=per_host)
+    plan = plan_from_profile(
+        build_profile(rows), hosts, batch_size=8, schedule="interleaved", chunks=2, micro_batches_per_stage=1
+    )
+    for stage in plan.stages:
+        by = ratio if stage.device.kind == "b" else 1.0
+        for times in stage.times:
+            own_s = times.micro_batch_size * by * forward_s[stage.first_layer : stage.stop_layer].sum()
+            assert times.forward_s == pytest.approx(own_s)
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_all_reduce_takes_what_was_measured_by_size(shard_optimizer: bool) -> None:
+    """It took the line that the link's messages are not near."""
+    profile = made_up(np.random.default_rng(1), 4, 8)
+
+    def of(link: Link) -> float:
+        given = Cluster(devices=cluster(2, 2, link, None).devices, link=link)
+        asked: Any = {"stages": 1, "replicas": 2, "schedule": "1f1b", "shard_optimizer": shard_optimizer}
+        plan = plan_from_profile(profile, given, batch_size=8, micro_batches_per_stage=1, **asked)
+        return plan.stages[0].all_reduce_s
+
+    line = Link(latency_s=0.1, bytes_per_s=50.0)
+    slower = tuple((size, 10 * line.transfer_s(size)) for size in (1, 8, 64, 512))
+    said, honest = of(line.model_copy(update={"measured": slower, "error": 0.9})), of(line.slowed(10.0))
+    assert of(line) * 9 < said
+    assert said == pytest.approx(honest, rel=0.1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(1e-3, 10.0)), min_size=1, max_size=5), st.integers(1, 2000))
+def test_a_line_in_place_of_a_table_meets_it_at_the_size_asked_for(table: list[tuple[int, float]], size: int) -> None:
+    measured = tuple(sorted(dict(table).items()))
+    link = Link(latency_s=0.001, bytes_per_s=100.0, measured=measured)
+    line = link.line_to(size)
+    assert not line.measured
+    assert line.transfer_s(size) == pytest.approx(link.transfer_s(size), abs=1e-9)
+    assert Link(latency_s=0.5, bytes_per_s=1.0).line_to(size) == Link(latency_s=0.5, bytes_per_s=1.0)

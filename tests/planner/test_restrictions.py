@@ -12,7 +12,7 @@ from tests.planner.restricted import check_refusal, check_restrictions, cut_shor
 FUNCTION_SCOPED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
-@pytest.mark.parametrize(("hosts", "chunks"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("hosts", "chunks"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("short", [False, True])
 @given(data=st.data())
 @settings(max_examples=6, suppress_health_check=FUNCTION_SCOPED)

@@ -336,3 +336,31 @@ def test_forks_end_when_they_are_terminated() -> None:
     """They do not inherit that a worker ends with its exit functions when it is asked to. One that was terminated right
     after its start went on without end: Python drops the signals that a fork has noted before it is ready."""
     assert run_workers(_forks_and_terminates, [(0,)]) == [-signal.SIGTERM]
+
+
+class _OddError(Exception):
+    """One that cannot be made again from its text."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _LongError(ValueError):
+    """One that is long."""
+
+
+def _raises(how: str) -> None:
+    if how == "plain":
+        raise ValueError("no luck")
+    if how == "odd":
+        raise _OddError("no luck", 3)
+    raise _LongError("no luck" * 2**20)
+
+
+@pytest.mark.parametrize(("how", "cause"), [("plain", ValueError), ("odd", None), ("long", None)])
+def test_the_cause_of_an_error_is_the_workers_own_exception(how: str, cause: type[Exception] | None) -> None:
+    with pytest.raises(ExecutionError, match="no luck") as caught:
+        run_workers(_raises, [(how,)])
+    found = caught.value.__cause__
+    assert found is None if cause is None else (type(found), str(found)) == (cause, "no luck")

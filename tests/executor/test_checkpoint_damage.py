@@ -282,7 +282,8 @@ def test_shapes_and_dtypes_are_compared_and_expanded_buffers_load(
     other = Expanded()
     other.frozen.weight.data = torch.zeros(4, 4, dtype=torch.float64)
     other.frozen.bias.data = torch.zeros(4, dtype=torch.float64)
-    with pytest.raises(ExecutionError, match=r"another precision .* frozen.weight is torch.float32 there, and torch.float64"):
+    said = r"another precision .* frozen.weight is torch.float32 there, and torch.float64"
+    with pytest.raises(ExecutionError, match=said):
         load_checkpoint(tmp_path, pipe_of(other))
 
 

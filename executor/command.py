@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import select
 import signal
@@ -31,6 +32,7 @@ from profiler.errors import PlanError, UserFunctionError
 from profiler.text import printable
 
 PACKAGES = "executor", "planner", "profiler"
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 INTERRUPTED, OUTPUT_CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
@@ -54,29 +56,54 @@ class _Group(click.Group):
             if isinstance(problem, UserFunctionError) and cause is not None and cause.__traceback__ is not None:
                 show_users_frames(cause)  # of another process the message has it
             ctx.exit(problem.exit_code)
-        except OSError as problem:
-            if problem.errno != errno.ENOSPC or problem.filename is not None:
-                raise
-            _write_no_more()
-            click.echo(f"autoplan: error: cannot write the output: {problem.strerror}; make room there", err=True)
-            ctx.exit(1)
 
 
 @contextlib.contextmanager
 def _ending_as_programs_do() -> Iterator[None]:
-    """By Ctrl-C, and where who reads the output has closed it, with the status that a shell has for these signals."""
+    """By Ctrl-C, and where who reads the output has closed it, with the status that a shell has for these signals.
+
+    With 1 where there is no room for the output.
+    """
     try:
-        yield
-        if sys.stdout is not None:  # it was closed
-            sys.stdout.flush()  # here, and not when the interpreter ends
+        with _whole_output():
+            try:
+                yield
+            finally:
+                if sys.stdout is not None:  # it was closed
+                    sys.stdout.flush()  # here, and not when the interpreter ends
     except KeyboardInterrupt:
         click.echo("autoplan: interrupted", err=True)
         sys.exit(INTERRUPTED)
     except OSError as problem:
-        if problem.errno != errno.EPIPE or problem.filename is not None:
+        if problem.errno not in (errno.EPIPE, *NO_ROOM) or problem.filename is not None:
             raise
         _write_no_more()
-        sys.exit(OUTPUT_CLOSED)
+        if problem.errno == errno.EPIPE:
+            sys.exit(OUTPUT_CLOSED)
+        click.echo(f"autoplan: error: cannot write the output: {problem.strerror}; make room there", err=True)
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _whole_output() -> Iterator[None]:
+    """Standard output is written to the end also where Python does not buffer it (`PYTHONUNBUFFERED`, `-u`).
+
+    There a text of which a part was written is cut off without a word, as where a file system is full.
+    """
+    usual = sys.stdout
+    raw = getattr(usual, "buffer", None)
+    if not isinstance(raw, io.RawIOBase):
+        yield
+        return
+    descriptor = os.dup(raw.fileno())
+    whole = os.fdopen(descriptor, "w", buffering=1, encoding=usual.encoding, errors=usual.errors)
+    sys.stdout = whole
+    try:
+        yield
+    finally:
+        sys.stdout = usual
+        with contextlib.suppress(OSError):  # what could not be written was said before
+            whole.close()
 
 
 @contextlib.contextmanager

@@ -94,15 +94,42 @@ _autoplan_completion autoplan; echo "${{COMPREPLY[@]}}"; complete -p autoplan"""
     assert "_autoplan_completion" in done.stdout.splitlines()[1]
 
 
-def test_a_full_disk_is_one_line() -> None:
+@pytest.mark.parametrize(
+    "arguments", [["show", PLAN], ["show", PLAN, "--json"], ["--help"], ["--version"]], ids=" ".join
+)
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_full_disk_is_one_line(arguments: list[str], buffered: bool) -> None:
     """It was our traceback."""
-    code = f"from executor.command import main; main(['show', {PLAN!r}])"
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
+    done = shown(arguments, "/dev/full", buffered=buffered)
     assert (done.returncode, done.stderr.decode().splitlines()) == (
         1,
         ["autoplan: error: cannot write the output: No space left on device; make room there"],
     )
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_what_there_is_no_room_for_is_not_left_out_in_silence(buffered: bool, tmp_path: Path) -> None:
+    """Without a buffer Python writes what there is room for, and says nothing of the rest."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
+    done = shown(["show", PLAN, "--json"], tmp_path / "plan.json", buffered=buffered, first=limited)
+    assert (tmp_path / "plan.json").stat().st_size <= 1000
+    assert (done.returncode, done.stderr.decode().splitlines()) == (
+        1,
+        ["autoplan: error: cannot write the output: File too large; make room there"],
+    )
+
+
+def shown(
+    arguments: list[str], to: str | Path, *, buffered: bool, first: str = ""
+) -> subprocess.CompletedProcess[bytes]:
+    """The command in a process of its own, whose output goes there."""
+    code = f"{first}from executor.command import main; main({arguments!r})"
+    words = [sys.executable, *([] if buffered else ["-u"]), "-c", code]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path(to).open("w") as output:
+        return subprocess.run(
+            words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.PIPE, check=False, timeout=120
+        )
 
 
 @pytest.mark.parametrize(

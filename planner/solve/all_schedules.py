@@ -55,14 +55,14 @@ def balance_of_all(problem: Problem, unsettled: Unsettled | None = None) -> Bala
     unsettled = unsettled or Unsettled()  # of families that ended without a plan
     every = [*families(problem)]
     late = next((family[0] for family in every if is_plain(family[0].settings)), None)
-    waits = late is not None and len(every) > 1
+    waits, limited = late is not None and len(every) > 1, problem.settings.time_limit_s is not None
     for number, family in enumerate(every):
         plain = is_plain(family[0].settings)
         start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
         shared = [_with_share(one, deadline, len(every) - number) for one in family]
         done_s = np.inf if best is None else best.lower_bound_s
         last = number == len(every) - 1
-        if waits:
+        if waits and (limited or not plain):  # without a limit an interrupt alone makes these leave it to the plain one
             shared = [replace(one, dispensable=True) for one in shared]
         with besides(done_s if last else 0.0), nullcontext() if last else others_follow():
             if plain:
@@ -70,8 +70,7 @@ def balance_of_all(problem: Problem, unsettled: Unsettled | None = None) -> Bala
             else:
                 best = chunk_balance(*shared, reached=best, start=start, unsettled=unsettled)
     if best is None:
-        ended_early = problem.settings.time_limit_s is not None or deadline.over
-        if late is None or not waits or problem.dispensable or unsettled.least_s == np.inf or not ended_early:
+        if late is None or not (waits and limited) or problem.dispensable or unsettled.least_s == np.inf:
             return None
         best = balance_any(_with_share(late, deadline, 1))
         if best is None:

@@ -190,7 +190,7 @@ class CutClimb:
         """
 
         def ends(reached_s: float) -> bool:
-            leaves = self._plans.problem.dispensable and self._deadline.interrupted
+            leaves = self._deadline.interrupted and self._plans.problem.dispensable
             return self._deadline.over and (leaves or reached_s < np.inf)
 
         every = [

@@ -69,6 +69,27 @@ def test_where_all_cuts_are_tried_time_still_ends() -> None:
     assert len(asked) == 3 + 4
 
 
+@pytest.mark.parametrize(("interrupted", "dispensable", "looks"), [(True, True, 3), (True, False, 4), (False, True, 4)])
+def test_an_interrupt_leaves_all_cuts_where_another_schedule_may_have_a_plan(
+    interrupted: bool, dispensable: bool, looks: int
+) -> None:
+    """Ctrl-C was heeded after 110 s: no cut had a plan that fits, and one stage a rank had."""
+    climb = climb_of([True] * 6, [False] * 6, 2)
+    plans: Any = climb._plans
+    asked = []
+
+    def at_best_s(stops: Any, _: Any) -> float:
+        asked.append(stops)
+        late: Any = SimpleNamespace(over=True, interrupted=interrupted)
+        climb._deadline = late if len(asked) == 3 else climb._deadline
+        return float(stops[0])
+
+    plans.problem.dispensable = dispensable
+    plans.at_best_s, plans.fitted, plans.tries_all = at_best_s, lambda *_: None, True
+    assert climb._best_of_all([(0, 0)], below_s=np.inf)[0] is None
+    assert len(asked) == looks
+
+
 def test_orders_of_unlike_devices_are_all_there_are() -> None:
     """All permutations of single devices were gone through: of eleven equal ones and another for minutes."""
     chance = random.Random(1)

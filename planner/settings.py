@@ -214,8 +214,8 @@ class Settings:
         if count is not None and count < needed:
             raise ArgumentError(
                 f"micro_batches is {count}, and {self._line_text(least_stages)} with micro_batches_per_stage = "
-                f"{self.micro_batches_per_stage} asks for at least {needed}; give more micro-batches, fewer "
-                "stages, or a smaller micro_batches_per_stage"
+                f"{self.micro_batches_per_stage} asks for at least {needed}; give more micro-batches, "
+                f"{'fewer stages, ' if (stages or 1) > 1 else ''}or a smaller micro_batches_per_stage"
             )
         if batch < needed:
             raise InfeasibleError(self._batch_too_small_text(batch, least_stages))

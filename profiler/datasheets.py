@@ -2,9 +2,8 @@
 
     Device.of("H100-80GB"), Cluster.of("8xA100-40GB", link="nvlink3")
 
-Rates are those of dense arithmetic (without structured sparsity). Memory is what torch finds on such a device where
-that is known (`TOTAL_GIB`), and else the manufacturer's GB of 1e9 bytes. What training reaches of the rates is in
-`profiler.timing.roofline`.
+Rates are those of dense arithmetic (without structured sparsity). Memory is what programs find on such a device. What
+training reaches of the rates is in `profiler.timing.roofline`.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class DataSheet(Value):
 
 
 def _sheet(
-    gigabytes: float,
+    total_gib: float,
     bandwidth: float,
     float32: float,
     tf32: float,
@@ -77,9 +76,9 @@ def _sheet(
     has_bfloat16: bool = True,
     compiles: bool = False,
 ) -> DataSheet:
-    """From GB, GB/s and TFLOP/s."""
+    """From GiB, GB/s and TFLOP/s."""
     return DataSheet(
-        memory_bytes=int(gigabytes * GB),
+        memory_bytes=int(total_gib * GIB),
         memory_bytes_per_s=bandwidth * GB,
         float32_flops_per_s=float32 * TERA,
         tf32_flops_per_s=tf32 * TERA,
@@ -115,46 +114,35 @@ _TPU = (
     "(https://doi.org/10.1145/3360307); one of a chip's two cores, as GPipe counts accelerators"
 )
 
-# "80 GB" are 80 * 2**30 bytes less what error correction and the driver take: the least total that torch's messages
-# named where memory ran out. Among the public ones at https://github.com/ are HiDream-ai/VAREdit/issues/6 (A100-80GB),
-# TianheWu/CoSeR/issues/10 (A100-40GB), vllm-project/vllm/issues/27508 (H100), liucongg/ChatGLM-Finetuning/issues/73
-# (V100-32GB), Morizeyao/GPT2-Chinese/issues/215 (V100-16GB), zai-org/CogVideo/issues/36 (RTX4090, 23.68 there),
-# zai-org/CogVLM/issues/236 (A10), hpcaitech/Open-Sora/issues/697 (T4, 14.75 there).
-TOTAL_GIB: Final = MappingProxyType(
-    {
-        "V100-16GB": 15.75,
-        "V100-32GB": 31.74,
-        "A100-40GB": 39.50,
-        "A100-80GB": 79.25,
-        "H100-80GB": 79.11,
-        "B200-180GB": 178.35,
-        "L40S-48GB": 44.40,
-        "A10-24GB": 21.99,
-        "RTX4090-24GB": 23.52,
-        "T4-16GB": 14.57,
-    }
-)
-
+# Memory: "80 GB" are 80 * 2**30 bytes less what error correction and the driver take, or XLA on a TPU: the least total
+# in GiB that public messages name where memory ran out. Among them at https://github.com/ are
+# HiDream-ai/VAREdit/issues/6 (A100-80GB), TianheWu/CoSeR/issues/10 (A100-40GB), vllm-project/vllm/issues/27508 (H100),
+# Lightning-AI/litgpt/issues/1892 (GH200-96GB), liucongg/ChatGLM-Finetuning/issues/73 (V100-32GB),
+# Morizeyao/GPT2-Chinese/issues/215 (V100-16GB), LinkSoul-AI/Chinese-Llama-2-7b/issues/56 (P40),
+# zai-org/CogVideo/issues/36 (RTX4090, 23.68 there), GaoLii/DSP/issues/10 (RTX3090, 23.70 there),
+# zai-org/CogVLM/issues/236 (A10), hpcaitech/Open-Sora/issues/697 (T4, 14.75 there), sokrypton/ColabFold/issues/62
+# (TPUv2), erfanzar/EasyDeL/issues/166 (TPUv4). A GH200-144GB says that it has 153,008,209,920 bytes.
+#
 # TPUs multiply float32 matrices by rounding factors to bfloat16, so all their rates are one; float64 they lack.
 # Shares of float32 that are float64: 1/64 by NVIDIA's whitepapers of GA102 (V2.1, 2021; RTX 3090, A10) and Ada (V2.1,
 # 2023; RTX 4090, L4), 1/32 by that of Turing (WP-09183-001, 2018; T4). A100 and later multiply float64 in matrix units.
 _PRINTED: Final = MappingProxyType(
     {
-        "V100-16GB": _sheet(16, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
-        "V100-32GB": _sheet(32, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
-        "P100-16GB": _sheet(16, 732, 10.6, 10.6, 21.2, 5.3, "nvlink1", _P100, has_bfloat16=False),
-        "P40-24GB": _sheet(24, 346, 12, 12, 12, 12 / 32, "pcie3", _P40, has_bfloat16=False),
-        "A100-40GB": _sheet(40, 1555, 19.5, 156, 312, 19.5, "nvlink3", _A100),
-        "A100-80GB": _sheet(80, 2039, 19.5, 156, 312, 19.5, "nvlink3", _A100),
-        "H100-80GB": _sheet(80, 3350, 67, 494.5, 989, 67, "nvlink4", _H100),
-        "H200-141GB": _sheet(141, 4800, 67, 494.5, 989, 67, "nvlink4", _H200),
-        "GH200-96GB": _sheet(96, 4000, 67, 494.5, 989, 67, "nvlink4", _GH200),
-        "GH200-144GB": _sheet(144, 4900, 67, 494.5, 989, 67, "nvlink4", _GH200),
-        "B200-180GB": _sheet(180, 8000, 80, 1100, 2250, 40, "nvlink5", _B200),
-        "MI300X-192GB": _sheet(192, 5300, 163.4, 653.7, 1307.4, 163.4, "xgmi3", _MI300X),
-        "L40S-48GB": _sheet(48, 864, 91.6, 183, 362.05, 91.6 / 64, "pcie4", _L40S),
+        "V100-16GB": _sheet(15.75, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
+        "V100-32GB": _sheet(31.74, 900, 15.7, 15.7, 125, 7.8, "nvlink2", _V100, has_bfloat16=False),
+        "P100-16GB": _sheet(15.90, 732, 10.6, 10.6, 21.2, 5.3, "nvlink1", _P100, has_bfloat16=False),
+        "P40-24GB": _sheet(22.38, 346, 12, 12, 12, 12 / 32, "pcie3", _P40, has_bfloat16=False),
+        "A100-40GB": _sheet(39.50, 1555, 19.5, 156, 312, 19.5, "nvlink3", _A100),
+        "A100-80GB": _sheet(79.25, 2039, 19.5, 156, 312, 19.5, "nvlink3", _A100),
+        "H100-80GB": _sheet(79.11, 3350, 67, 494.5, 989, 67, "nvlink4", _H100),
+        "H200-141GB": _sheet(139.72, 4800, 67, 494.5, 989, 67, "nvlink4", _H200),
+        "GH200-96GB": _sheet(94.88, 4000, 67, 494.5, 989, 67, "nvlink4", _GH200),
+        "GH200-144GB": _sheet(142.49, 4900, 67, 494.5, 989, 67, "nvlink4", _GH200),
+        "B200-180GB": _sheet(178.35, 8000, 80, 1100, 2250, 40, "nvlink5", _B200),
+        "MI300X-192GB": _sheet(191.69, 5300, 163.4, 653.7, 1307.4, 163.4, "xgmi3", _MI300X),
+        "L40S-48GB": _sheet(44.40, 864, 91.6, 183, 362.05, 91.6 / 64, "pcie4", _L40S),
         "L4-24GB": _sheet(
-            24,
+            22.03,
             300,
             30.3,
             60,
@@ -164,7 +152,7 @@ _PRINTED: Final = MappingProxyType(
             "NVIDIA L4 data sheet (https://www.nvidia.com/en-us/data-center/l4/)",
         ),
         "A10-24GB": _sheet(
-            24,
+            21.99,
             600,
             31.2,
             62.5,
@@ -174,7 +162,7 @@ _PRINTED: Final = MappingProxyType(
             "NVIDIA A10 data sheet (https://www.nvidia.com/en-us/data-center/products/a10-gpu/)",
         ),
         "RTX3090-24GB": _sheet(
-            24,
+            23.69,
             936,
             35.6,
             35.6,
@@ -184,7 +172,7 @@ _PRINTED: Final = MappingProxyType(
             "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A (V2.1, 2021)",
         ),
         "RTX4090-24GB": _sheet(
-            24,
+            23.52,
             1008,
             82.6,
             82.6,
@@ -194,7 +182,7 @@ _PRINTED: Final = MappingProxyType(
             "NVIDIA Ada GPU architecture whitepaper, appendix A (V2.1, 2023)",
         ),
         "T4-16GB": _sheet(
-            16,
+            14.57,
             320,
             8.1,
             8.1,
@@ -204,11 +192,11 @@ _PRINTED: Final = MappingProxyType(
             "NVIDIA T4 data sheet (https://www.nvidia.com/en-us/data-center/tesla-t4/)",
             has_bfloat16=False,
         ),
-        "TPUv2-8GB": _sheet(8, 350, 23, 23, 23, None, "tpuv2", _TPU, compiles=True),
-        "TPUv3-16GB": _sheet(16, 450, 61.5, 61.5, 61.5, None, "tpuv3", _TPU, compiles=True),
-        "TPUv4-32GB": _sheet(32, 1200, 275, 275, 275, None, "tpuv4", _CLOUD_TPU, compiles=True),
-        "TPUv5e-16GB": _sheet(16, 819, 197, 197, 197, None, "tpuv5e", _CLOUD_TPU, compiles=True),
-        "TPUv5p-95GB": _sheet(95, 2765, 459, 459, 459, None, "tpuv5p", _CLOUD_TPU, compiles=True),
+        "TPUv2-8GB": _sheet(7.48, 350, 23, 23, 23, None, "tpuv2", _TPU, compiles=True),
+        "TPUv3-16GB": _sheet(15.48, 450, 61.5, 61.5, 61.5, None, "tpuv3", _TPU, compiles=True),
+        "TPUv4-32GB": _sheet(30.75, 1200, 275, 275, 275, None, "tpuv4", _CLOUD_TPU, compiles=True),
+        "TPUv5e-16GB": _sheet(15.75, 819, 197, 197, 197, None, "tpuv5e", _CLOUD_TPU, compiles=True),
+        "TPUv5p-95GB": _sheet(95.74, 2765, 459, 459, 459, None, "tpuv5p", _CLOUD_TPU, compiles=True),
     }
 )
 MATRIX_SHARES: Final = MappingProxyType(
@@ -228,17 +216,12 @@ Learning Engineering, "Maximum Achievable Matmul FLOPS comparison table"
 (https://github.com/stas00/ml-engineering/tree/master/compute/accelerator)."""
 
 
-def _as_found(name: str, printed: DataSheet) -> DataSheet:
-    """With what programs were seen to find and reach, where somebody has."""
-    seen: dict[str, float] = {}
-    if name in TOTAL_GIB:
-        seen["memory_bytes"] = int(TOTAL_GIB[name] * GIB)
-    if name in MATRIX_SHARES:
-        seen["matrix_share"] = MATRIX_SHARES[name]
-    return printed.model_copy(update=seen)
-
-
-DATA_SHEETS: Final = MappingProxyType({name: _as_found(name, sheet) for name, sheet in _PRINTED.items()})
+DATA_SHEETS: Final = MappingProxyType(
+    {
+        name: sheet.model_copy(update={"matrix_share": MATRIX_SHARES.get(name, sheet.matrix_share)})
+        for name, sheet in _PRINTED.items()
+    }
+)
 
 
 class LinkSheet(Value):

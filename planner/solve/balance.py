@@ -172,9 +172,11 @@ def _is_far(placement: Placement, ring: Ring, stage: int) -> bool:
 
 
 def placement_of(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]) -> Placement:
-    """Where the ranks of these stages are."""
-    ranks = candidate.ring.over(len(stages)).ranks
-    return problem.placement([stage.device_class for stage in stages[:ranks]], candidate.replicas)
+    """Where the ranks of these stages are: all stages of a rank have its class."""
+    ring = candidate.ring.over(len(stages))
+    classes = [stage.device_class for stage in stages]
+    assert classes == [classes[ring.rank_of(stage)] for stage in range(ring.stages)], (classes, ring)
+    return problem.placement(classes[: ring.ranks], candidate.replicas)
 
 
 def end_seconds(

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.plan.schedules import SCHEDULES
+from planner.solve import limits
 from planner.solve.balance import TIE, Balance, Unsettled
 from planner.solve.chunk_bound import has_room, least_s
 from planner.solve.chunk_candidates import fewest_ranks, most_ranks, most_that_fit, plans_of, with_ranks
@@ -37,7 +38,7 @@ from planner.solve.deadline import LATE_S, Deadline
 from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, FirstPlans, Waiting
 from planner.solve.order_start import with_own_orders
 from planner.solve.problem import Candidate, Problem
-from planner.solve.waiting_bounds import MOST_WORK, PROGRAMS_OF_HALVES, STAGES_OF_WORK, WaitingBounds
+from planner.solve.waiting_bounds import MOST_WORK, PROGRAMS_OF_HALVES, WaitingBounds
 from planner.solve.work_bound import even_share_s
 
 ROUNDS_OF_FIRST_PLANS = 3
@@ -441,7 +442,7 @@ class _Search:
         plans = self._best_plans
         if plans is None or plans.ring.chunks == 1 or plans.tries_all or self._lower_s >= self._reached_s:
             return
-        if self._over or (self._spent and plans.stages > STAGES_OF_WORK):
+        if self._over or (self._spent and plans.stages > limits.STAGES_OF_WORK):
             return
         bound = CutBound(plans)
         bound.tightened(PROGRAMS_OF_HALVES, self._deadline)

@@ -32,10 +32,17 @@ SEGMENTS_SHARE = 8
 """One part may take that share of the work that a balance may take for solving segments [chosen: 0.25 s]."""
 PROGRAMS = 250
 """Linear programs for the bound of one part from its paths [chosen: 0.5 s of 8 stages]."""
+STAGES_OF_WORK = 32
+"""Where there are more stages than these for as many, a linear program counts for several [chosen]."""
 LARGER, LAST_LEVEL = 4, 5
 """By what all limits grow from one level to the next, and the last one."""
 LARGEST = 2**19
 """Labels kept at one place, and plans, however far they grow."""
+
+
+def program_work(stages: int) -> int:
+    """For how many linear programs one over so many stages counts."""
+    return max(1, stages // STAGES_OF_WORK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,7 @@ def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
     equal = with_equal_groups(problem, plan.replicas)
     groups = sum(group.capacity(plan.replicas) for group in equal.classes)
     rule = f"M >= {per_stage}K (micro_batches_per_stage)"
+    where = f" where R = {plan.replicas}" if plan.replicas > 1 else ""
     reasons = (
         (settings.stages is not None, f"stages is {settings.stages}"),
         (settings.max_stages == plan.K < groups * settings.chunks, f"max_stages is {settings.max_stages}"),
@@ -119,7 +120,7 @@ def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
         ),
         (
             most_micro_batches // per_stage == plan.ranks,
-            f"{rule} allows no more than K = {plan.ranks} with M = {most_micro_batches}",
+            f"{rule} allows no more than K = {plan.ranks} with M = {most_micro_batches}{where}",
         ),
         (looser is not None and looser.stages > plan.K, f"with {rule} more stages are not faster"),
         (plan.prediction.gap > 0, "no faster plan was found that has more stages"),

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.plan.schedules import Ring
+from planner.solve import limits
 from planner.solve.balance import Balance
 from planner.solve.chunk_plans import ChunkPlans, Stops
 from planner.solve.cut_bound import CutBound
@@ -26,9 +27,6 @@ AT_ONCE = 20
 """Linear programs until the bound's cuts are looked at [chosen]."""
 PROGRAM_S, STAGES_OF_PROGRAM = 2e-3, 16
 """Seconds of one, about, where of more stages than these for as many [fitted: 8 stages of 40 to 430 places]."""
-
-STAGES_OF_WORK = 32
-"""Where there are more stages than these for as many, programs count for several [chosen]."""
 
 
 class PathSearch:
@@ -62,7 +60,7 @@ class PathSearch:
             enough_s: a bound that is no less is good enough.
         """
         bound = self._bound
-        programs //= max(1, self._plans.stages // STAGES_OF_WORK)
+        programs //= limits.program_work(self._plans.stages)
         while bound.rounds < programs and bound.step_s < enough_s and not (bound.closed or self._deadline.over):
             limit_s = np.inf if plan is None else plan.step_s
             some = bound.halved if bound.done else bound.tightened

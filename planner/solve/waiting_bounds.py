@@ -6,6 +6,7 @@ halves of the cuts once its own cuts were searched. How many there may be in all
 
 from __future__ import annotations
 
+from planner.solve import limits
 from planner.solve.cut_bound import CutBound
 from planner.solve.deadline import Deadline
 from planner.solve.first_plans import Waiting
@@ -16,16 +17,15 @@ halved."""
 PROGRAMS_BEFORE = 21
 """Linear programs before cuts are searched; those after it only make the bound better [chosen: of 400 layers whose
 candidates nearly all have the same bound they took half of the time]."""
-MOST_WORK, STAGES_OF_WORK = 1_000, 32
-"""Linear programs of all candidates without a time limit, where of more stages than these for as many [fitted: 2 to
-5 s]."""
+MOST_WORK = 1_000
+"""Linear programs of all candidates without a time limit, as for few stages [fitted: 2 to 5 s]."""
 
 
 class WaitingBounds:
     """The linear programs of one search.
 
     Args:
-        most: that there may be, as for stages up to `STAGES_OF_WORK`.
+        most: that there may be, each counted by `limits.program_work`.
     """
 
     def __init__(self, most: float) -> None:
@@ -64,4 +64,4 @@ class WaitingBounds:
         return entry._replace(bound_s=max(entry.bound_s, bound_s))
 
     def _count(self, entry: Waiting, programs: int) -> None:
-        self._work += programs * max(1, entry.plans.stages // STAGES_OF_WORK)
+        self._work += programs * limits.program_work(entry.plans.stages)

@@ -54,6 +54,10 @@ def test_what_it_says_is_in_the_file(planned, tmp_path):
         ({"layers": 2}, "the model has 2 layers, and a stage holds at least 1"),
         ({"latency_s": 100.0}, "more stages are not faster"),
         (
+            {"replicas": 2, "batch_size": 8},
+            "M >= 4K (micro_batches_per_stage) allows no more than K = 1 with M = 4 where R = 2",
+        ),
+        (
             {"devices": 3, "replicas": 2, "batch_size": 32},
             "R = 2 needs as many equal devices for each stage, which makes at most K = 1",
         ),

@@ -41,6 +41,12 @@ def test_a_cluster_from_its_text():
     assert Cluster.of("H100").link is None
 
 
+@pytest.mark.parametrize("kind", DATA_SHEETS)
+def test_memory_is_that_of_powers_of_two_less_what_the_driver_takes(kind):
+    printed_gib = float(kind.rpartition("-")[2].removesuffix("GB"))
+    assert 0.9 < DATA_SHEETS[kind].memory_bytes / 2**30 / printed_gib < 1.01, kind
+
+
 def test_a_cluster_as_people_write_it():
     cluster = Cluster.of("16XRTX4090 : PCIe4")
     assert {device.kind for device in cluster.devices} == {"RTX4090-24GB"}

@@ -43,7 +43,8 @@ class Ring(NamedTuple):
                             rank 1   stages 1, 4                 rank 1   stages 1, 4
                             rank 2   stages 2, 5                 rank 2   stages 2, 3
 
-    Where there is one chunk a rank, the number of ranks makes no difference to what a stage holds and may be left out.
+    Where there is one chunk a rank and no backward pass is split, the number of ranks makes no difference to what a
+    stage holds and may be left out.
 
     >>> Ring(3, 2).stages_of(0), Ring(3, 2, folds=True).stages_of(0), Ring(3, 2, folds=True).rank_of(3)
     ((0, 3), (0, 5), 2)

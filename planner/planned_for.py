@@ -1,11 +1,13 @@
 """What a plan was made for: its devices, and the links between them, by which others are held against it.
 
 A plan knows the seconds of its own messages, and no link. One that was made in this process remembers the cluster; of
-one from a file the cluster is passed, or the profile's own link is taken, if the plan's step is what it says.
+one from a file the cluster is passed, or the profile's own link is taken, if the plan's step is what it says. Nor does
+it know which devices of several hosts it leaves out: those at the front with which its step is what it says.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import isclose
@@ -78,10 +80,11 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
     """
     from planner.cost.layer_costs import fingerprint_of
     from planner.from_profile import make_problem
+    from planner.solve.equal_groups import with_equal_groups
 
     if fingerprint_of(profile) != plan.profile_fingerprint:
         raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
-    return make_problem(
+    problem = make_problem(
         profile,
         planned_for(plan, profile, devices),
         batch_size=plan.batch_size,
@@ -97,6 +100,21 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
             "skips": "direct" if plan.skips else "relayed",
         },
     )
+    return _from_its_first_device(with_equal_groups(problem, plan.replicas), plan)
+
+
+def _from_its_first_device(problem: Problem, plan: Plan) -> Problem:
+    """The problem without the devices at the front that the plan leaves out."""
+    from planner.solve.own_links import from_device
+
+    idle = len(problem.devices) - plan.ranks * plan.replicas
+    later = (from_device(problem, first) for first in range(1, idle + 1) if problem.hosts is not None)
+    for one in (problem, *later):
+        used = Counter(_classes_of(one, plan)[: plan.ranks])
+        enough = all(used[place] <= group.capacity(plan.replicas) for place, group in enumerate(one.classes))
+        if enough and isclose(as_it_is_s(one, plan), plan.prediction.step_s, rel_tol=ROUNDING):
+            return one
+    return problem
 
 
 def as_it_is_s(problem: Problem, plan: Plan) -> float:
@@ -114,14 +132,18 @@ def evaluated(problem: Problem, plan: Plan, cuts: Sequence[int], segments_of: Se
     ring = plan.ring if plan.chunks > 1 else ONE_CHUNK
     split = MicroBatches(plan.batch_size // plan.replicas, plan.M)
     candidate = Candidate(plan.schedule, plan.replicas, split, ring)
-    classes = [(group.device.kind, group.device.memory_bytes) for group in problem.classes]
-    where = [classes.index((stage.device.kind, stage.device.memory_bytes)) for stage in plan.stages]
     stages = tuple(
         StageChoice(first, stop, place, segments_of(first, stop))
-        for (first, stop), place in zip(pairwise([0, *cuts, problem.layers]), where, strict=True)
+        for (first, stop), place in zip(pairwise([0, *cuts, problem.layers]), _classes_of(problem, plan), strict=True)
     )
     step_s = evaluate_s(problem, candidate, stages, plan.orders)
     return Balance(candidate, stages, step_s, min(step_s, plan.prediction.lower_bound_s), plan.orders)
+
+
+def _classes_of(problem: Problem, plan: Plan) -> list[int]:
+    """By stage the class of its device."""
+    classes = [(group.device.kind, group.device.memory_bytes) for group in problem.classes]
+    return [classes.index((stage.device.kind, stage.device.memory_bytes)) for stage in plan.stages]
 
 
 def _devices(plan: Plan, replica: int) -> list[Device]:

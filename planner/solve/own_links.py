@@ -1,7 +1,7 @@
 """Plans for several hosts near those that were found with one link: cuts, devices and M for each boundary's own link.
 
     plans of problems with one link
-      cuts moved, orders made for them          where few bytes cross between hosts
+      cuts moved, orders made for them          where few bytes cross between hosts, also from cuts laid there
       cuts moved again, recompute anew          of the fastest ones
       another M, one or two ranks elsewhere     of the fastest ones, and of what comes of that
       on later devices                          where some are left over, others than the first; and beside the fastest
@@ -11,23 +11,21 @@ Steps are the simulator's, which knows each boundary's own link; plans that do n
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, islice, pairwise, product, takewhile
+from itertools import combinations, islice, product
 
 import numpy as np
 
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
-from planner.plan.stage import Segment
 from planner.rules import FREE
 from planner.solve import skip_search
 from planner.solve.balance import TIE, Balance, StageChoice, evaluate_s
 from planner.solve.deadline import Deadline
+from planner.solve.moved_cuts import with_far_cuts, with_moved_cuts
 from planner.solve.order_start import with_own_orders
 from planner.solve.other_counts import promising
 from planner.solve.problem import Candidate, Problem
@@ -36,10 +34,6 @@ MOST_PLANS = 10
 """Plans that more is tried with [chosen]."""
 MOST_LOOKED = 40
 """Plans of each K beside which others are looked at [chosen]."""
-MOST_WAYS = 400
-"""Ways to lay the cuts of a plan that are all tried [chosen]."""
-MOST_MOVES, REACH = 8, 2
-"""How often the cuts of a plan are moved, and by how many places at a time [chosen]."""
 FEW_COUNTS = 16
 """M that are all tried, each with cuts of its own; of more the one with which the plan is fastest as it is [chosen]."""
 MOST_DEVICES = 64
@@ -73,7 +67,7 @@ class OwnLinks:
 
     def look_near(self, starts: Sequence[Balance]) -> None:
         """First with cuts for their own links; when time is up, at what may be the best: to make one takes seconds."""
-        moved = [with_moved_cuts(self._problem, one, self._deadline) for one in starts]
+        moved = [with_far_cuts(self._problem, one, self._deadline) for one in starts]
         waiting: Iterable[Balance] = (*moved, *_with_made_orders(self._problem, moved, self._deadline), *starts)
         if self._deadline.over:
             waiting = sorted(dict.fromkeys(waiting), key=self._evaluated_s)
@@ -89,7 +83,7 @@ class OwnLinks:
     def look_near_on(self, later: Problem, starts: Sequence[Balance]) -> None:
         """The same for the problem with later devices alone, and beside each plan that is the fastest yet."""
         improver = self._improver_of(later)
-        moved = [with_moved_cuts(later, one, self._deadline) for one in starts]
+        moved = [with_far_cuts(later, one, self._deadline) for one in starts]
         waiting: Iterable[Balance] = (*moved, *_with_made_orders(later, moved, self._deadline), *starts)
         while waiting:
             fastest = None
@@ -231,56 +225,6 @@ def _has_devices(problem: Problem, found: Balance) -> bool:
 def _classes_of_ranks(found: Balance) -> list[int]:
     """Each rank's first stage is at its own place in the pipeline."""
     return [stage.device_class for stage in found.stages[: found.candidate.ring.over(len(found.stages)).ranks]]
-
-
-def with_moved_cuts(problem: Problem, found: Balance, deadline: Deadline) -> Balance:
-    """The balance with the cuts that are the fastest where each boundary takes its own link, whatever fits.
-
-    All cuts where there are few, else those that moves of one or of two neighbouring ones lead to; when time is up, the
-    best of those that were tried.
-    """
-    rules, whole = problem.rules, problem.settings.recompute == "always"
-    stops = tuple(stage.stop for stage in found.stages)
-    if len(stops) == 1 or (rules.pinned != FREE).any() or found.orders:
-        return found
-    places = [int(place) for place in np.flatnonzero(rules.allowed)[1:-1]]
-    needed = {int(place) for place in np.flatnonzero(rules.demanded)}
-
-    def moved(cuts: Sequence[int]) -> Balance:
-        edges = pairwise((0, *cuts, stops[-1]))
-        stages = tuple(
-            replace(stage, first=first, stop=stop, segments=(Segment(first=first, stop=stop),) if whole else ())
-            for stage, (first, stop) in zip(found.stages, edges, strict=True)
-        )
-        return replace(found, stages=stages, step_s=evaluate_s(problem, found.candidate, stages))
-
-    best, cuts = moved(stops[:-1]), stops[:-1]
-    few = math.comb(len(places), len(cuts)) <= MOST_WAYS
-    for _ in range(1 if few else MOST_MOVES):
-        ways = combinations(places, len(cuts)) if few else _moves(cuts, places)
-        tried = [
-            (moved(way), way) for way in takewhile(lambda _: not deadline.over, ways) if needed <= {0, *way, stops[-1]}
-        ]
-        better, where = min(tried, key=lambda one: one[0].step_s, default=(best, cuts))
-        if better.step_s >= best.step_s:
-            break
-        best, cuts = better, tuple(where)
-    return best
-
-
-def _moves(cuts: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """One or two neighbouring cuts at one of the next places on either side."""
-    at = [bisect_left(places, cut) for cut in cuts]
-    steps = range(-REACH, REACH + 1)
-    for first in range(len(at)):
-        for one, other in product(steps, steps if first + 1 < len(at) else (0,)):
-            moved = [*at]
-            moved[first] += one
-            if first + 1 < len(at):
-                moved[first + 1] += other
-            inside = moved[0] >= 0 and moved[-1] < len(places)
-            if inside and all(before < after for before, after in pairwise(moved)):
-                yield tuple(places[place] for place in moved)
 
 
 def step_s(plan: Plan | None) -> float:

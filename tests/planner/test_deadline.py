@@ -23,7 +23,7 @@ from planner.solve.chunk_search import ROUNDS_OF_FIRST_PLANS, chunk_balance
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import UNLIMITED, Deadline
 from planner.solve.first_plans import PROBES
-from planner.solve.own_links import with_moved_cuts
+from planner.solve.moved_cuts import with_moved_cuts
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables
 from profiler.device import Link

@@ -77,7 +77,10 @@ class Recording:
         if not whole or not replanning.due(steps):
             return ""
         everyone = self._everyone()
-        return replanning.report(everyone) if self._layout.process == 0 else ""
+        if self._layout.process != 0:
+            return ""
+        with self._watch.aside(Phase.PLANNING):
+            return replanning.report(everyone)
 
     @contextmanager
     def watching_memory(self) -> Iterator[None]:

@@ -153,6 +153,7 @@ class _Pace:
 
 
 _CURRENT: ContextVar[SearchWatch | None] = ContextVar("the search that is watched", default=None)
+_LEFT_ALONE: ContextVar[bool] = ContextVar("whether Ctrl-C is not for searches", default=False)
 
 
 def current_watch() -> SearchWatch | None:
@@ -177,6 +178,16 @@ def others_follow() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within, Ctrl-C is not for the searches: it ends what they are a part of."""
+    token = _LEFT_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _LEFT_ALONE.reset(token)
+
+
+@contextmanager
 def watched(*, progress: bool, limit_s: float | None = None) -> Iterator[SearchWatch]:
     """Within, searches can be seen and interrupted; by Ctrl-C where Python's own answer to it is in force.
 
@@ -186,7 +197,8 @@ def watched(*, progress: bool, limit_s: float | None = None) -> Iterator[SearchW
     """
     watch = SearchWatch(progress=progress, limit_s=limit_s)
     before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    answered = before is signal.default_int_handler and not _LEFT_ALONE.get()
+    ours = answered and threading.current_thread() is threading.main_thread()
     token = _CURRENT.set(watch)
     if ours:
         signal.signal(signal.SIGINT, watch.interrupt)

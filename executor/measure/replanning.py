@@ -17,6 +17,7 @@ from executor.measure.measured import Recorded, measured_frame, real_timelines
 from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
 from planner.plan.units import seconds_text
+from planner.search_watch import uninterrupted
 from profiler.errors import ArgumentError, PlanError
 from profiler.record import Profile
 
@@ -29,7 +30,8 @@ SHORTEST_S = 0.02
 SAME = 0.1
 """What changed by less since it was said is not said again."""
 SEARCH_S = 2.0
-"""For planning again, while the other processes wait."""
+"""For the search for another plan, while the other processes wait; that it is compiled, once an installation, comes on
+top of it."""
 
 
 class Replanning:
@@ -80,7 +82,9 @@ class Replanning:
     def _other_plan(self, recorded: Sequence[Recorded]) -> str:
         if self._profile is None:
             return "plan.refined(pipe.measured(), profile) says whether another plan is worth a change"
+        measured = measured_frame(self._plan, recorded)
         try:
-            return str(self._plan.refined(measured_frame(self._plan, recorded), self._profile, time_limit_s=SEARCH_S))
+            with uninterrupted():
+                return str(self._plan.refined(measured, self._profile, time_limit_s=SEARCH_S))
         except PlanError as problem:
             return f"no other plan could be made of what was measured: {problem}"

@@ -36,8 +36,9 @@ BLAME_WITHIN = 0.1  # of the time-out, in equal parts: between the first rank's 
 TURN_S = 0.2  # between the turns to tell of a rank that has ended too early
 LONGEST_TURN_S = 0.6
 _NOWHERE = Position(Phase.OUTSIDE, 0, 0)  # before anything is heard
-# Tracing and disks take what they take; ranks that do different things are told apart before they wait.
-_AT_LEISURE = (Phase.CONSTRUCTION, Phase.PREPARATION, Phase.SAVE, Phase.LOAD)
+# Tracing and disks take what they take, and so does planning, which is compiled the first time; ranks that do
+# different things are told apart before they wait.
+_AT_LEISURE = (Phase.CONSTRUCTION, Phase.PREPARATION, Phase.SAVE, Phase.LOAD, Phase.PLANNING)
 
 
 def timeout_for(plan: Plan) -> float:

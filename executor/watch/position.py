@@ -32,6 +32,7 @@ class Phase(IntEnum):
     READING = 11
     HANDING_OUT = 12
     EXCHANGE = 13
+    PLANNING = 14
 
 
 _WORDS = {
@@ -49,7 +50,11 @@ _WORDS = {
     Phase.READING: "reading the next batch",
     Phase.HANDING_OUT: "handing out rank 0's batch",
     Phase.EXCHANGE: "exchanging the parameters that each replica has stepped",
+    Phase.PLANNING: "planning again with what was measured",
 }
+
+
+_NOT_WAITING = (Phase.OUTSIDE, Phase.CONSTRUCTION, Phase.PREPARATION, Phase.READING, Phase.PLANNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class Position:
         """Whether the rank talks to others there, and so waits for them."""
         if self.action is not None:
             return self.action.kind in _TRANSFERS
-        return self.phase not in (Phase.OUTSIDE, Phase.CONSTRUCTION, Phase.PREPARATION, Phase.READING)
+        return self.phase not in _NOT_WAITING
 
     def __str__(self) -> str:
         if self.action is not None:

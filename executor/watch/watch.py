@@ -99,6 +99,15 @@ class Watch:
         self._groups.append(group)
 
     @contextlib.contextmanager
+    def aside(self, phase: Phase) -> Iterator[None]:
+        """Between calls this rank alone does something, and the others wait for as long as it takes."""
+        self.log.phase(phase)
+        try:
+            yield
+        finally:
+            self.log.phase(Phase.OUTSIDE)
+
+    @contextlib.contextmanager
     def call(self, phase: Phase, given: Given | None = None, *, settled: bool = False) -> Iterator[None]:
         """A call that all ranks make together.
 

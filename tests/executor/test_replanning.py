@@ -1,5 +1,7 @@
 """A step that takes longer than its plan doubts is said, once, and nothing is changed."""
 
+import signal
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +12,14 @@ from torch import Tensor, nn
 
 from executor import Pipeline, launch
 from executor.measure import replanning
-from executor.measure.replanning import FIRST_STEP
+from executor.measure.replanning import FIRST_STEP, Replanning
 from planner import ArgumentError, Plan, autoplan, plan_from_profile
 from planner.plan.prediction import Doubt
+from planner.search_watch import watched
 from profiler import trace
 
 X = torch.randn(8, 4)
+TIMEOUT_S = 2.0
 DOUBT = Doubt(step_less=0.15, step_more=0.15, memory_less=0.05, memory_more=0.0)
 
 
@@ -28,6 +32,12 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+def planned() -> Plan:
+    return autoplan(
+        model(), X, 1, loss_fn=mean, target=X[:, :2], time_budget_s=0.0, cache=False, progress=False, stages=1
+    )
+
+
 def said(plan: Plan, **settings: Any) -> list[str]:
     """What is said in some steps more than it takes."""
     replanning.SHORTEST_S = 0.0
@@ -37,6 +47,15 @@ def said(plan: Plan, **settings: Any) -> list[str]:
         for _ in range(FIRST_STEP + 3):
             pipe.step(X, target=X[:, :2])
     return [str(one.message) for one in heard if "were predicted" in str(one.message)]
+
+
+def train_beside_a_long_search(plan: Plan) -> int:
+    """Steps of a training whose rank 0 plans again for longer than the others wait for a call."""
+    Replanning.report = lambda *_: time.sleep(3 * TIMEOUT_S) or "planned"  # type: ignore[method-assign,func-returns-value]
+    pipe = Pipeline(model(), plan, loss_fn=mean, timeout_s=TIMEOUT_S)
+    for _ in range(FIRST_STEP + 3):
+        pipe.step(X, target=X[:, :2])
+    return pipe.steps
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +89,27 @@ def hopeful(plan_for: Callable[..., Plan]) -> Callable[..., Plan]:
     return make
 
 
+def test_the_others_wait_while_it_is_planned_again(hopeful: Callable[..., Plan]) -> None:
+    """Where the search was never compiled it took 17 s, and rank 0 was blamed for them."""
+    assert launch(train_beside_a_long_search, hopeful(2)) == [FIRST_STEP + 3] * 2
+
+
+def test_an_interrupt_ends_the_training_while_it_is_planned_again(
+    hopeful: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for one that asks for the best plan so far, and the training went on."""
+
+    def refined(*_: object, **__: object) -> str:
+        with watched(progress=False):
+            signal.raise_signal(signal.SIGINT)
+        return "planned"
+
+    known = planned().profile
+    monkeypatch.setattr(Plan, "refined", refined)
+    with pytest.raises(KeyboardInterrupt):
+        said(hopeful(1), replan=known)
+
+
 def test_what_differs_is_said_once(hopeful: Callable[..., Plan]) -> None:
     (text,) = said(hopeful(1))
     assert "times the" in text
@@ -87,9 +127,7 @@ def test_processes_meet_and_the_first_says_it(hopeful: Callable[..., Plan]) -> N
 
 
 def test_with_the_profile_it_plans_again() -> None:
-    plan = autoplan(
-        model(), X, 1, loss_fn=mean, target=X[:, :2], time_budget_s=0.0, cache=False, progress=False, stages=1
-    )
+    plan = planned()
     known = plan.profile
     assert known is not None
     costs = tuple(cost.model_copy(update={"forward_s": 1e-9, "backward_s": 1e-8}) for cost in known.costs)

@@ -179,9 +179,15 @@ def test_the_cut_where_few_bytes_cross_lies_between_hosts() -> None:
 def test_the_border_of_hosts_is_found_where_few_bytes_cross_far_from_even_cuts(schedule: str) -> None:
     """Cuts were moved by two places at a time, and 1,771 ways are too many to try all: a step took 15 % longer."""
     profile = even([40] * 8 + [1] + [40] * 14 + [0])
-    asked: Any = {"batch_size": 16, "micro_batches": 16, "micro_batches_per_stage": 1, "recompute": "never", "stages": 4}
+    asked: Any = {
+        "batch_size": 16,
+        "micro_batches": 16,
+        "micro_batches_per_stage": 1,
+        "recompute": "never",
+        "stages": 4,
+    }
     hosts = cluster(4, 2, FAST_LINK, Link(latency_s=0.0, bytes_per_s=2.0))
-    plan = plan_from_profile(profile, hosts, schedule=schedule, **asked)
+    plan = plan_from_profile(profile, hosts, schedule=schedule, stages=4, **asked)
     assert plan.stages[1].stop_layer == 9
 
 

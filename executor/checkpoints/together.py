@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,17 +52,29 @@ def gathered(value: Any) -> list[Any]:
 
 @contextmanager
 def failures_named(place: Path) -> Iterator[None]:
-    """Turn what the file system and torch raise into an error of ours."""
+    """Turn what the file system and torch raise into an error of ours; an end that was asked for stays one."""
+    handled = sys.exception()
     try:
         yield
     except OSError as problem:
         raise ExecutionError(_failure(place, problem)) from problem
     except CheckpointException as problem:  # torch derives it from BaseException
+        if rank() in problem.failures:
+            for cause in _chain(problem.failures[rank()][0], handled):
+                if isinstance(cause, KeyboardInterrupt | SystemExit):
+                    raise cause from problem
         failed = [(at, cause) for at, (cause, _) in problem.failures.items() if isinstance(cause, OSError)]
         for at, cause in failed[:1]:  # every rank raises, also those that could write
             where = "" if at == rank() else f" on rank {at}"
             raise ExecutionError(_failure(place, cause, where)) from problem
         raise ExecutionError(f"cannot write {place}: {reason_of(problem)}") from problem
+
+
+def _chain(problem: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what it was raised while handling, up to what the caller handles himself."""
+    while problem is not None and problem is not handled:
+        yield problem
+        problem = problem.__context__
 
 
 def _failure(place: Path, problem: OSError, where: str = "") -> str:

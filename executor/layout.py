@@ -2,9 +2,9 @@
 
 With 2 replicas of 2 ranks each, where rank 0 runs stages 0 and 2:
 
-    process      0          1          2          3
-    replica      0          0          1          1
-    stages      0 2         1         0 2         1
+    process      0          1          2          3             adjacent replicas:    0      1      2      3
+    replica      0          0          1          1                                   0      1      0      1
+    stages      0 2         1         0 2         1                                  0 2    0 2     1      1
 
 A process that is alone runs all stages of all replicas, one replica after the other: the reference.
 """
@@ -29,6 +29,7 @@ class Layout:
         stages: that this process runs, ascending.
         process_of: by stage: the process that runs it in this process's replica.
         ring: which rank of the plan runs which stages.
+        adjacent: whether the replicas of a rank are numbered after each other, and not the ranks of a replica.
     """
 
     process: int
@@ -38,6 +39,7 @@ class Layout:
     stages: tuple[int, ...]
     process_of: tuple[int, ...]
     ring: Ring = ONE_CHUNK
+    adjacent: bool = False
 
     @property
     def alone(self) -> bool:
@@ -56,7 +58,9 @@ class Layout:
 
     def replicas_of(self, process: int) -> tuple[int, ...]:
         """Replicas whose micro-batches a process runs."""
-        return tuple(range(self.replicas)) if self.alone else (process * self.replicas // self.processes,)
+        if self.alone:
+            return tuple(range(self.replicas))
+        return (process % self.replicas if self.adjacent else process * self.replicas // self.processes,)
 
     def stages_of(self, process: int) -> tuple[int, ...]:
         """Stages that a process runs, ascending."""
@@ -72,8 +76,14 @@ class Layout:
         """Processes that run the same stages as another one."""
         if self.alone:
             return (process,)
-        ranks = self.processes // self.replicas
-        return tuple(replica * ranks + process % ranks for replica in range(self.replicas))
+        replica, ranks = self.replicas_of(process)[0], self.processes // self.replicas
+        first, apart = (process - replica, 1) if self.adjacent else (process - replica * ranks, ranks)
+        return tuple(range(first, first + self.replicas * apart, apart))
+
+    @property
+    def first_replica(self) -> tuple[int, ...]:
+        """Processes of replica 0, by rank."""
+        return tuple(process for process in range(self.processes) if 0 in self.replicas_of(process))
 
     @property
     def last_processes(self) -> tuple[int, ...]:
@@ -85,13 +95,18 @@ def layout_of(plan: Plan, process: int, processes: int) -> Layout:
     """The layout of a plan as one process sees it; `processes` is what the plan needs, or 1."""
     if processes == 1:
         return Layout(process, 1, plan.replicas, 0, tuple(range(plan.K)), (0,) * plan.K)
-    replica, rank = divmod(process, plan.ranks)
+    adjacent = plan.adjacent_replicas
+    rank, replica = divmod(process, plan.replicas) if adjacent else divmod(process, plan.ranks)[::-1]
     return Layout(
         process=process,
         processes=processes,
         replicas=plan.replicas,
         replica=replica,
         stages=tuple(index for index, stage in enumerate(plan.stages) if stage.rank == rank),
-        process_of=tuple(replica * plan.ranks + stage.rank for stage in plan.stages),
+        process_of=tuple(
+            stage.rank * plan.replicas + replica if adjacent else replica * plan.ranks + stage.rank
+            for stage in plan.stages
+        ),
         ring=plan.ring,
+        adjacent=adjacent,
     )

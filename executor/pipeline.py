@@ -248,6 +248,11 @@ class Pipeline:
         self._recording = Recording(plan, layout, self._device, self._runtime, self._placement, self.watch)
         self._stand_in = nn.Parameter(torch.empty(0))
 
+    @property
+    def replica(self) -> int:
+        """The one of the plan's replicas that this process belongs to; 0 where it runs all of them."""
+        return self._layout.replica
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this process trains.
 
@@ -427,7 +432,7 @@ class Pipeline:
             along the dimension that the trace knows for the batch's. Those without it have to be equal in all
             micro-batches, but for scalars, which are taken for means over samples, as a loss is, and averaged. Of
             several replicas each has the output for its own samples, as if it had been called with
-            `x.tensor_split(plan.replicas)[pipe.rank // plan.ranks]`; a process that runs all has it for the batch.
+            `x.tensor_split(plan.replicas)[pipe.replica]`; a process that runs all has it for the batch.
 
         Raises:
             ArgumentError: the arguments differ from what the model was traced with, or an output has no one batch

@@ -109,4 +109,4 @@ class Recording:
                 return [own]
             everyone: list[Any] = [None] * layout.processes
             dist.all_gather_object(everyone, own)
-            return everyone[: layout.processes // layout.replicas]
+            return [everyone[process] for process in layout.first_replica]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import isclose
 from typing import TYPE_CHECKING, TypeAlias
@@ -100,6 +101,8 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
             "skips": "direct" if plan.skips else "relayed",
         },
     )
+    if problem.hosts is not None and plan.adjacent_replicas:
+        problem = replace(problem, hosts=replace(problem.hosts, adjacent=True))
     return _from_its_first_device(with_equal_groups(problem, plan.replicas), plan)
 
 

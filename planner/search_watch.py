@@ -153,7 +153,6 @@ class _Pace:
 
 
 _CURRENT: ContextVar[SearchWatch | None] = ContextVar("the search that is watched", default=None)
-_LEFT_ALONE: ContextVar[bool] = ContextVar("whether Ctrl-C is not for searches", default=False)
 
 
 def current_watch() -> SearchWatch | None:
@@ -178,16 +177,6 @@ def others_follow() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Within, Ctrl-C is not for the searches: it ends what they are a part of."""
-    token = _LEFT_ALONE.set(True)
-    try:
-        yield
-    finally:
-        _LEFT_ALONE.reset(token)
-
-
-@contextmanager
 def watched(*, progress: bool, limit_s: float | None = None) -> Iterator[SearchWatch]:
     """Within, searches can be seen and interrupted; by Ctrl-C where Python's own answer to it is in force.
 
@@ -197,8 +186,7 @@ def watched(*, progress: bool, limit_s: float | None = None) -> Iterator[SearchW
     """
     watch = SearchWatch(progress=progress, limit_s=limit_s)
     before = signal.getsignal(signal.SIGINT)
-    answered = before is signal.default_int_handler and not _LEFT_ALONE.get()
-    ours = answered and threading.current_thread() is threading.main_thread()
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     token = _CURRENT.set(watch)
     if ours:
         signal.signal(signal.SIGINT, watch.interrupt)

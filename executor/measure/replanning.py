@@ -9,15 +9,18 @@ A plan that does not say its doubt (of an earlier version, or made by hand) has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
+from types import FrameType
 from typing import Literal, TypeAlias
 
 from executor.measure.measured import Recorded, measured_frame, real_timelines
 from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
 from planner.plan.units import seconds_text
-from planner.search_watch import uninterrupted
 from profiler.errors import ArgumentError, PlanError
 from profiler.record import Profile
 
@@ -84,7 +87,25 @@ class Replanning:
             return "plan.refined(pipe.measured(), profile) says whether another plan is worth a change"
         measured = measured_frame(self._plan, recorded)
         try:
-            with uninterrupted():
+            with _interrupts_left_alone():
                 return str(self._plan.refined(measured, self._profile, time_limit_s=SEARCH_S))
         except PlanError as problem:
             return f"no other plan could be made of what was measured: {problem}"
+
+
+@contextmanager
+def _interrupts_left_alone() -> Iterator[None]:
+    """Within, Ctrl-C ends the training: a search takes it for itself only where Python's own answer is in force."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

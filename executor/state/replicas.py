@@ -199,7 +199,7 @@ def group_of_peers(layout: Layout) -> dist.ProcessGroup | None:
     if layout.alone or layout.replicas == 1:
         return None
     own = None
-    for first in range(layout.processes // layout.replicas):
+    for first in layout.first_replica:
         peers = layout.peers_of(first)
         group = dist.new_group(list(peers))
         if layout.process in peers:

@@ -1,11 +1,13 @@
 """Where the ranks of a plan are among the hosts of a cluster, and which of its messages go from one host to another.
 
-Of equal devices each replica takes as many after each other as it has stages on them, as torchrun numbers processes:
+Of equal devices each replica takes as many after each other as it has stages on them, or, where replicas are adjacent,
+each rank as many as there are replicas. Processes are numbered in the same order, as torchrun numbers them:
 
-    host          0                    1
-    device        0     1     2        3     4     5
-    replica 0     0 --> 1              .
-    replica 1                 0 -----> 1             the slowest of both is what boundary 0 takes
+    host          0                    1                         0                    1
+    device        0     1     2        3     4     5             0     1     2        3     4     5
+    replica 0     0 --> 1              .                         0           1 -.     .
+    replica 1                 0 -----> 1                               0        `---> 1
+                  the slowest of both is what boundary 0 takes   adjacent: rank 0 averages inside a host
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ class Hosts:
         link: between two devices of one host.
         between: between those of two.
         devices_per_host: so many after each other are in one.
+        adjacent: whether the replicas of a rank are after each other, and not the ranks of a replica.
     """
 
     link: Link
     between: Link
     devices_per_host: int
+    adjacent: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,18 @@ class Placement:
         """Whether the replicas of a rank are on more than one host."""
         return len({*self._numbers[rank]}) > 1
 
+    @property
+    def are_adjacent(self) -> bool:
+        """Whether processes are numbered by rank and then by replica: where that is the order of their devices.
+
+        Unlike devices may be in neither order, then as they were placed.
+        """
+        by_rank = [device for devices in self.members for device in devices]
+        by_replica = [device for devices in zip(*self.members, strict=True) for device in devices]
+        if self.hosts is None or by_replica == sorted(by_replica):
+            return False
+        return self.hosts.adjacent or by_rank == sorted(by_rank)
+
     @cached_property
     def _numbers(self) -> list[list[int]]:
         """By rank the number of its host in every replica."""
@@ -75,7 +91,7 @@ def placed(classes: Sequence[int], members: Sequence[Sequence[int]], replicas: i
     for which in classes:
         number = seen[which]
         seen[which] += 1
-        if hosts is None:
+        if hosts is None or hosts.adjacent:
             found.append(tuple(members[which][number * replicas : (number + 1) * replicas]))
         else:
             found.append(tuple(members[which][replica * stages[which] + number] for replica in range(replicas)))

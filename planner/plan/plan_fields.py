@@ -37,6 +37,8 @@ class PlanFields(Value):
         orders: the passes of each rank as letters, F, I and W, and f, i and w of its second chunk, of a schedule that
             each plan has its own of; micro-batches take each of them in order.
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
+        adjacent_replicas: whether processes number the replicas of a rank after each other, and not the ranks of a
+            replica. Files leave it out where they do not.
         shard_optimizer: whether the replicas share the optimizer's state, each stepping a part of every stage's
             parameters (ZeRO, stage 1), by `planner.plan.shares`. Files leave it out where they do not.
         optimizer: class name of the optimizer that the predictions assume.
@@ -62,6 +64,7 @@ class PlanFields(Value):
     chunks: int = Field(default=1, gt=0, le=MOST_CHUNKS)
     orders: tuple[str, ...] = ()
     replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
+    adjacent_replicas: bool = Field(default=False, exclude_if=not_)
     shard_optimizer: bool = Field(default=False, exclude_if=not_)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)

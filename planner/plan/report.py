@@ -151,6 +151,7 @@ def headline(plan: Plan, width: int, spoken: Callable[[str], str] = str) -> list
         f"K = {counted(plan.K, 'stage')}, M = {counted(plan.M, 'micro-batch')} of {_sizes(plan)}, batch "
         f"{plan.batch_size}, schedule {plan.schedule}, {one_line(plan.optimizer)}",
         *([f"{plan.chunks} chunks on each of {plan.ranks} ranks"] if plan.chunks > 1 else []),
+        *(["processes number the replicas of a stage one after the other"] if plan.adjacent_replicas else []),
         *([f"{plan.replicas} replicas share the optimizer's state"] if plan.shard_optimizer else []),
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
         f"{rate_text(prediction.samples_per_s)} samples/s"

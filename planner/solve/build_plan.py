@@ -47,6 +47,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         chunks=candidate.ring.chunks,
         orders=found.orders,
         replicas=candidate.replicas,
+        adjacent_replicas=placement_of(problem, candidate, found.stages).are_adjacent,
         shard_optimizer=problem.shares(candidate.replicas) > 1,
         optimizer=problem.optimizer,
         stages=stages_of(problem, found, routes),

@@ -48,7 +48,7 @@ def best_plan(problem: Problem) -> Plan | None:
         lower_bound_s = min(lower_bound_s, least)
         if best is None or (found is not None and found.prediction.step_s < best.prediction.step_s):
             best = found
-    return None if best is None else _with_bound(best, lower_bound_s)
+    return None if best is None else host_search.with_bound(best, lower_bound_s)
 
 
 def with_equal_groups(problem: Problem, replicas: int) -> Problem:
@@ -74,7 +74,7 @@ def _on_groups(problem: Problem, replicas: int) -> tuple[Plan | None, float]:
     lower_bound_s = unsettled.least_s if found is None else found.prediction.lower_bound_s
     if equal is not problem and problem.hosts is not None:
         lower_bound_s = min(lower_bound_s, least_s(_with_most_memory(problem)))
-        found = None if found is None else _with_bound(found, lower_bound_s)
+        found = None if found is None else host_search.with_bound(found, lower_bound_s)
     return found, lower_bound_s
 
 
@@ -117,10 +117,3 @@ def _with_time(problem: Problem, share: float) -> Problem:
     if limit_s is None:
         return problem
     return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s * share))
-
-
-def _with_bound(plan: Plan, lower_bound_s: float) -> Plan:
-    step_s = plan.prediction.step_s
-    lower_bound_s = min(lower_bound_s, step_s)
-    found = plan.prediction.model_copy(update={"lower_bound_s": lower_bound_s, "gap": step_s / lower_bound_s - 1})
-    return plan.model_copy(update={"prediction": found})

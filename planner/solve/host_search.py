@@ -46,6 +46,10 @@ MOST_COUNTS = 16
 """M that are planned for on their own [chosen]."""
 PATIENCE = 0.25
 """Share of the usual patience with a search for one pair [chosen]."""
+SHARE_OF_ADJACENT = 0.2
+"""Of the time limit, at least, for plans whose replicas of a rank are after each other [chosen]."""
+MOST_KNOWN = 10
+"""Plans in the other order near which is looked then [chosen]."""
 PARTS = 4
 """Shares of the time limit: near, far, far with slow boundaries, and all pairs together."""
 
@@ -64,10 +68,44 @@ def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | No
         return skip_search.best_plan(problem, unsettled)
     if unsettled is not None:
         unsettled.note(least_s(problem))
+    limit_s, several = problem.settings.time_limit_s, max(problem.replicas()) > 1
+    deadline = Deadline(limit_s)
+    first = problem if limit_s is None or not several else _with_time(problem, limit_s * (1 - SHARE_OF_ADJACENT))
+    best, lower_bound_s, known = _in_order(first)
+    if several:
+        others = replace(_within(problem, deadline), hosts=replace(problem.hosts, adjacent=True), least_replicas=2)
+        with besides(lower_bound_s):
+            best, other_bound_s, _ = _in_order(others, best, [one for one in known if one.candidate.replicas > 1])
+        lower_bound_s = min(lower_bound_s, other_bound_s)
+    return None if best is None else with_bound(best, lower_bound_s)
+
+
+def with_bound(plan: Plan, lower_bound_s: float) -> Plan:
+    """The plan, of which it is known that none is below so many seconds."""
+    step = plan.prediction.step_s
+    lower_bound_s = min(lower_bound_s, step)
+    found = plan.prediction.model_copy(update={"lower_bound_s": lower_bound_s, "gap": step / lower_bound_s - 1})
+    return plan.model_copy(update={"prediction": found})
+
+
+def _in_order(
+    problem: Problem, best: Plan | None = None, known: Sequence[Balance] = ()
+) -> tuple[Plan | None, float, Sequence[Balance]]:
+    """The fastest plan with devices in one order, or the best one so far.
+
+    Args:
+        problem: says the order.
+        best: plan so far.
+        known: plans in another order, near which is looked, too.
+
+    Returns:
+        The plan, what none in this order is below, and all that were looked near.
+    """
+    assert problem.hosts is not None
     hosts, deadline = problem.hosts, Deadline(problem.settings.time_limit_s)
     limit_s = problem.settings.time_limit_s
     given = problem if limit_s is None else _with_time(problem, limit_s / PARTS)
-    near = _near(given, hosts, 0)
+    near = None if hosts.adjacent else _near(given, hosts, 0)  # on one host the order says nothing
     far = replace(given, link=_fastest(hosts), ring=_ring(given, hosts), hosts=None)
     lower_bound_s: float = np.inf
 
@@ -75,7 +113,7 @@ def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | No
         return even_share_s(one) if deadline.over else least_s(one)
 
     starts: list[Balance] = []
-    reached_s: float = np.inf
+    reached_s = step_s(best)
     both = [one for one in (far, near) if one is not None]
     for place, one in enumerate(both):
         if reached_s < np.inf and (besides_s := least_s(one)) > reached_s:
@@ -83,19 +121,21 @@ def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | No
             continue
         late = place > 0 and deadline.over  # what was in vain on all devices is so on some of them
         with besides(lower_bound_s if place == len(both) - 1 else 0.0), others_follow():
-            found = _balanced(replace(one, dispensable=problem.dispensable or bool(starts) or late))
+            in_vain = problem.dispensable or best is not None or bool(starts) or late
+            found = _balanced(replace(one, dispensable=in_vain, below_s=min(one.below_s, step_s(best))))
         if found is not None:
-            reached_s = evaluate_s(problem, found.candidate, found.stages, found.orders)
-        if found is not None:
+            reached_s = min(step_s(best), evaluate_s(problem, found.candidate, found.stages, found.orders))
             starts.append(found)
         lower_bound_s = min(lower_bound_s, bound_of(one) if found is None else found.lower_bound_s)
+    if step_s(best) <= lower_bound_s:
+        return best, lower_bound_s, ()
     with besides(lower_bound_s), others_follow():
-        may_end = problem.dispensable or bool(starts) or deadline.over
+        may_end = problem.dispensable or best is not None or bool(starts) or deadline.over
         slow = replace(far, link=_slowest(hosts), ring=hosts.between, dispensable=may_end)
         starts += [found for found in (_balanced(slow),) if found is not None]
-        plans = OwnLinks(problem, lower_bound_s, deadline)
-        plans.look_near(starts)
-        for later, alone in _on_later_hosts(given, hosts):
+        plans = OwnLinks(problem, lower_bound_s, deadline, best)
+        plans.look_near([*starts, *_fastest_of(problem, known)])
+        for later, alone in () if hosts.adjacent else _on_later_hosts(given, hosts):
             if not plans.done and least_s(alone) < step_s(plans.best):
                 found = _balanced(_within(replace(alone, dispensable=plans.best is not None), deadline))
                 plans.look_near_on(later, () if found is None else (found,))
@@ -112,7 +152,16 @@ def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | No
             found = None if plans.done else _balanced(_within(shape, deadline))
             plans.look_near(() if found is None else (found,))
         plans.improve()
-    return plans.best
+    return plans.best, lower_bound_s, plans.looked_near
+
+
+def _fastest_of(problem: Problem, known: Sequence[Balance]) -> list[Balance]:
+    """Those of these plans that are the fastest in this problem's order of devices."""
+
+    def own_s(one: Balance) -> float:
+        return evaluate_s(problem, one.candidate, one.stages, one.orders)
+
+    return sorted(known, key=own_s)[:MOST_KNOWN]
 
 
 def _balanced(problem: Problem) -> Balance | None:
@@ -198,6 +247,8 @@ def _ring(problem: Problem, hosts: Hosts) -> Link:
     replicas, per_host = problem.settings.replicas, hosts.devices_per_host
     if replicas is None or len(problem.classes) > 1:
         return _fastest(hosts)
+    if hosts.adjacent:
+        return hosts.between if replicas > per_host else _fastest(hosts)
     least_stages = per_host // replicas + 1
     always = (replicas - 1) * least_stages >= per_host
     return hosts.between if always else _fastest(hosts)

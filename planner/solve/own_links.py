@@ -47,13 +47,14 @@ class OwnLinks:
         problem: with hosts.
         lower_bound_s: no plan is faster.
         deadline: when none is tried any more.
+        best: plan so far, of other devices or in another order.
 
     Attributes:
         best: it; None before one was found that fits.
     """
 
-    def __init__(self, problem: Problem, lower_bound_s: float, deadline: Deadline) -> None:
-        self.best: Plan | None = None
+    def __init__(self, problem: Problem, lower_bound_s: float, deadline: Deadline, best: Plan | None = None) -> None:
+        self.best = best
         self._problem = problem
         self._lower_bound_s = lower_bound_s
         self._deadline = deadline
@@ -64,6 +65,11 @@ class OwnLinks:
     def done(self) -> bool:
         """Whether nothing more is to be tried."""
         return self._deadline.over or step_s(self.best) <= self._lower_bound_s
+
+    @property
+    def looked_near(self) -> Sequence[Balance]:
+        """All plans of which those that fit were made."""
+        return tuple(self._plans)
 
     def look_near(self, starts: Sequence[Balance]) -> None:
         """First with cuts for their own links; when time is up, at what may be the best: to make one takes seconds."""

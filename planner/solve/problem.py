@@ -74,6 +74,7 @@ class Problem:
         link: between neighbours; may be None for one stage alone.
         ring: between replicas; None where that is `link`.
         hosts: where the devices are; None where one link is between all.
+        least_replicas: fewest R where it is chosen.
         optimizer: name of the optimizer.
         settings: what the caller asks.
         rules: masks over the layers.
@@ -99,6 +100,7 @@ class Problem:
     below_s: float = math.inf
     ring: Link | None = None
     hosts: Hosts | None = None
+    least_replicas: int = 1
 
     @property
     def layers(self) -> int:
@@ -217,7 +219,7 @@ class Problem:
     def replicas(self) -> list[int]:
         """Every R that the settings allow and the batch can be shared among."""
         settings = self.settings
-        every = range(1, len(self.devices) + 1) if settings.replicas is None else (settings.replicas,)
+        every = range(self.least_replicas, len(self.devices) + 1) if settings.replicas is None else (settings.replicas,)
         return [replicas for replicas in every if settings.batch_size % replicas == 0]
 
     def counts_tried(self, share: int) -> Sequence[int]:

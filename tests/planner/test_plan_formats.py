@@ -74,6 +74,13 @@ def _hosts(plan: Plan) -> None:
     assert between == pytest.approx(1e-4 + 80 / 1e6)
 
 
+def _adjacent(plan: Plan) -> None:
+    """Two hosts of two devices: each has both replicas of a stage, which average inside it."""
+    assert (plan.adjacent_replicas, plan.replicas, plan.K) == (True, 2, 2)
+    assert [stage.all_reduce_s for stage in plan.stages] == pytest.approx([0.0625, 0.0625])
+    assert "processes number the replicas of a stage one after the other" in repr(plan)
+
+
 def _shared_optimizer(plan: Plan) -> None:
     """Two replicas share the optimizer's state of a recipe of mixed precision; throughput, MFU and doubt are said."""
     assert (plan.shard_optimizer, plan.replicas, plan.sample.precision) == (True, 2, "bf16-mixed")
@@ -162,6 +169,7 @@ MEANINGS: dict[str, Callable[[Plan], None]] = {
     "plan-2-rank-memories": _rank_memories,
     "plan-2-orders": _orders,
     "plan-2-hosts": _hosts,
+    "plan-2-adjacent": _adjacent,
     "plan-2-shared-optimizer": _shared_optimizer,
     "plan-2-unused": _unused,
     "plan-2-looser-chunks": _looser_chunks,
@@ -233,7 +241,7 @@ def _said(value: Any) -> Iterator[str]:
 
 
 LEFT_OUT = (
-    *("rank_memories", "shard_optimizer", "interrupted", "copied", "looser.chunks"),
+    *("rank_memories", "adjacent_replicas", "shard_optimizer", "interrupted", "copied", "looser.chunks"),
     *("prediction.doubt", "prediction.tokens_per_s", "prediction.device_flops_per_s", "prediction.mfu"),
     *("sample.stages", "sample.chances", "sample.precision"),
 )

@@ -13,6 +13,9 @@ Near is solved for each later host, too, whose devices no host before it has all
 `planner.solve.own_links` looks for faster plans near all of these, with the simulator, which knows each boundary's own
 link. The same is done for each K and R of a few more, since how many boundaries leave a host depends on these. The
 fastest plan that fits is taken; its bound is the smaller one of near and far.
+
+All of it is done for both orders of devices (`planner.cost.hosts`): where the replicas of a rank are after each other,
+it also begins near the plans that were looked at in the other order, and only faster plans count.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ PARTS = 4
 
 
 def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | None:
-    """The fastest plan that was found; None when none fits the devices' memory.
+    """The fastest plan that was found in either order; None when none fits the devices' memory.
 
     Args:
         problem: that it solves.

@@ -106,8 +106,13 @@ def test_an_interrupt_ends_the_training_while_it_is_planned_again(
 
     known = planned().profile
     monkeypatch.setattr(Plan, "refined", refined)
-    with pytest.raises(KeyboardInterrupt):
-        said(hopeful(1), replan=known)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            said(hopeful(1), replan=known)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_differs_is_said_once(hopeful: Callable[..., Plan]) -> None:

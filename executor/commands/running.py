@@ -35,6 +35,7 @@ def run(plan_file: Path, script: str, dry_run: bool, as_json: bool) -> None:
       autoplan run plan.json train.py:train
       autoplan run plan.json train.py:train --dry-run
     """
+    from executor.layout import layout_of
     from planner.plan.plan import Plan
 
     if as_json and not dry_run:
@@ -44,7 +45,9 @@ def run(plan_file: Path, script: str, dry_run: bool, as_json: bool) -> None:
     function = named_function(script, "FUNCTION")
     check_call(script, function, "the plan")
     if dry_run:
-        places = [stage.devices[r].name for r in range(made.replicas) for stage in made.stages[: made.ranks]]
+        processes = made.ranks * made.replicas
+        layouts = [layout_of(made, process, processes) for process in range(processes)]
+        places = [made.stages[own.stages[0]].devices[own.replica].name for own in layouts]
         if as_json:
             found = {"file": str(plan_file), "K": made.K, "M": made.M, "R": made.replicas, "devices": places}
             click.echo(json.dumps(found, indent=2))

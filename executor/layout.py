@@ -60,7 +60,7 @@ class Layout:
         """Replicas whose micro-batches a process runs."""
         if self.alone:
             return tuple(range(self.replicas))
-        return (process % self.replicas if self.adjacent else process * self.replicas // self.processes,)
+        return (_place(process, self.processes // self.replicas, self.replicas, self.adjacent)[1],)
 
     def stages_of(self, process: int) -> tuple[int, ...]:
         """Stages that a process runs, ascending."""
@@ -76,14 +76,15 @@ class Layout:
         """Processes that run the same stages as another one."""
         if self.alone:
             return (process,)
-        replica, ranks = self.replicas_of(process)[0], self.processes // self.replicas
-        first, apart = (process - replica, 1) if self.adjacent else (process - replica * ranks, ranks)
-        return tuple(range(first, first + self.replicas * apart, apart))
+        ranks = self.processes // self.replicas
+        rank, _ = _place(process, ranks, self.replicas, self.adjacent)
+        return tuple(_number(rank, replica, ranks, self.replicas, self.adjacent) for replica in range(self.replicas))
 
     @property
     def first_replica(self) -> tuple[int, ...]:
         """Processes of replica 0, by rank."""
-        return tuple(process for process in range(self.processes) if 0 in self.replicas_of(process))
+        ranks = self.processes // (1 if self.alone else self.replicas)
+        return tuple(_number(rank, 0, ranks, self.replicas, self.adjacent) for rank in range(ranks))
 
     @property
     def last_processes(self) -> tuple[int, ...]:
@@ -95,18 +96,26 @@ def layout_of(plan: Plan, process: int, processes: int) -> Layout:
     """The layout of a plan as one process sees it; `processes` is what the plan needs, or 1."""
     if processes == 1:
         return Layout(process, 1, plan.replicas, 0, tuple(range(plan.K)), (0,) * plan.K)
-    adjacent = plan.adjacent_replicas
-    rank, replica = divmod(process, plan.replicas) if adjacent else divmod(process, plan.ranks)[::-1]
+    numbering = plan.ranks, plan.replicas, plan.adjacent_replicas
+    rank, replica = _place(process, *numbering)
     return Layout(
         process=process,
         processes=processes,
         replicas=plan.replicas,
         replica=replica,
         stages=tuple(index for index, stage in enumerate(plan.stages) if stage.rank == rank),
-        process_of=tuple(
-            stage.rank * plan.replicas + replica if adjacent else replica * plan.ranks + stage.rank
-            for stage in plan.stages
-        ),
+        process_of=tuple(_number(stage.rank, replica, *numbering) for stage in plan.stages),
         ring=plan.ring,
-        adjacent=adjacent,
+        adjacent=plan.adjacent_replicas,
     )
+
+
+def _number(rank: int, replica: int, ranks: int, replicas: int, adjacent: bool) -> int:
+    """The process of a rank of a replica."""
+    return rank * replicas + replica if adjacent else replica * ranks + rank
+
+
+def _place(process: int, ranks: int, replicas: int, adjacent: bool) -> tuple[int, int]:
+    """The rank that a process is, and of which replica: what `_number` numbers."""
+    first, second = divmod(process, replicas if adjacent else ranks)
+    return (first, second) if adjacent else (second, first)

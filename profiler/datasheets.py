@@ -36,7 +36,7 @@ class DataSheet(Value):
         bfloat16_flops_per_s: of those in bfloat16; the float32 rate where the matrix units do not know the type.
         float64_flops_per_s: of those in float64; None where the device has no such arithmetic.
         link: usual kind of connection of neighbours in one host, see `LINKS`.
-        source: document that prints these figures.
+        source: document that prints these figures, but for the memory.
         compiles: whether programs for it are compiled as a whole, so that nobody asks for single operations.
         matrix_share: of the printed rates, what the largest matrix products reach, see `MATRIX_SHARES`.
     """

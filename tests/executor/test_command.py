@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 import planner
 from executor import command
+from executor.commands import running
 from executor.commands.options import FloatType, Size
 from planner import automatic
 from planner.cost.layer_costs import fingerprint_of
@@ -459,6 +460,21 @@ def test_dry_run_launches_nothing(folder: Path, launched: list[tuple[Any, ...]])
     assert autoplan("run", "plan.json", "shop_model.py:train", "--json").exit_code == 2
     assert autoplan("run", "plan.json", "shop_model.py:gone", "--dry-run").exit_code == 2
     assert launched == []
+
+
+@pytest.mark.parametrize(("adjacent", "order"), [(True, "abcd"), (False, "acbd")])
+def test_dry_run_lists_devices_by_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, adjacent: bool, order: str
+) -> None:
+    monkeypatch.setattr(running, "_check_devices", lambda *_: None)
+    plan = Plan.load(Path(__file__).parents[1] / "data" / "formats" / "plan-2-adjacent.json")
+    stages = [
+        stage.model_copy(update={"devices": tuple(stage.device.model_copy(update={"name": name}) for name in names)})
+        for stage, names in zip(plan.stages, ("ab", "cd"), strict=True)
+    ]
+    plan.model_copy(update={"stages": tuple(stages), "adjacent_replicas": adjacent}).save("plan.json")
+    shown = autoplan("run", "plan.json", "shop_model.py:train", "--dry-run", "--json").stdout
+    assert "".join(json.loads(shown)["devices"]) == order
 
 
 def test_run_refuses_a_plan_for_devices_that_are_not_here(folder: Path) -> None:

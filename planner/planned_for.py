@@ -1,8 +1,8 @@
 """What a plan was made for: its devices, and the links between them, by which others are held against it.
 
 A plan knows the seconds of its own messages, and no link. One that was made in this process remembers the cluster; of
-one from a file the cluster is passed, or the profile's own link is taken, if the plan's step is what it says. Nor does
-it know which devices of several hosts it leaves out: those at the front with which its step is what it says.
+one from a file the cluster is passed, or the profile's own link is taken, if the plan's step is what it says. Of those
+on several hosts it knows which devices it has.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isclose
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -101,23 +101,24 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
             "skips": "direct" if plan.skips else "relayed",
         },
     )
-    if problem.hosts is not None and plan.adjacent_replicas:
-        problem = replace(problem, hosts=replace(problem.hosts, adjacent=True))
-    return _from_its_first_device(with_equal_groups(problem, plan.replicas), plan)
+    return _on_its_devices(with_equal_groups(problem, plan.replicas), plan)
 
 
-def _from_its_first_device(problem: Problem, plan: Plan) -> Problem:
-    """The problem without the devices at the front that the plan leaves out."""
+def _on_its_devices(problem: Problem, plan: Plan) -> Problem:
+    """The problem with devices in the order of the plan, and without those before its first one."""
     from planner.solve.own_links import from_device
 
-    idle = len(problem.devices) - plan.ranks * plan.replicas
-    later = (from_device(problem, first) for first in range(1, idle + 1) if problem.hosts is not None)
-    for one in (problem, *later):
-        used = Counter(_classes_of(one, plan)[: plan.ranks])
-        enough = all(used[place] <= group.capacity(plan.replicas) for place, group in enumerate(one.classes))
-        if enough and isclose(as_it_is_s(one, plan), plan.prediction.step_s, rel_tol=ROUNDING):
-            return one
-    return problem
+    if problem.hosts is None or not plan.positions:
+        return problem
+    later = from_device(problem, min(chain.from_iterable(plan.positions)))
+    classes = _classes_of(later, plan)[: plan.ranks]
+    used = Counter(classes)
+    if all(used[place] <= group.capacity(plan.replicas) for place, group in enumerate(later.classes)):
+        for adjacent in (False, True):
+            one = replace(later, hosts=replace(problem.hosts, adjacent=adjacent))
+            if one.placement(classes, plan.replicas).members == plan.positions:
+                return one
+    return problem  # of other devices
 
 
 def as_it_is_s(problem: Problem, plan: Plan) -> float:

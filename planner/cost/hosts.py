@@ -1,7 +1,8 @@
 """Where the ranks of a plan are among the hosts of a cluster, and which of its messages go from one host to another.
 
 Of equal devices each replica takes as many after each other as it has stages on them, or, where replicas are adjacent,
-each rank as many as there are replicas. Processes are numbered in the same order, as torchrun numbers them:
+each rank as many as there are replicas. The plan says where each is, and processes are numbered in the order of their
+devices, as torchrun numbers them:
 
     host          0                    1                         0                    1
     device        0     1     2        3     4     5             0     1     2        3     4     5
@@ -57,18 +58,6 @@ class Placement:
     def rings_far(self, rank: int) -> bool:
         """Whether the replicas of a rank are on more than one host."""
         return len({*self._numbers[rank]}) > 1
-
-    @property
-    def are_adjacent(self) -> bool:
-        """Whether processes are numbered by rank and then by replica: where that is the order of their devices.
-
-        Unlike devices may be in neither order, then as they were placed.
-        """
-        by_rank = [device for devices in self.members for device in devices]
-        by_replica = [device for devices in zip(*self.members, strict=True) for device in devices]
-        if self.hosts is None or by_replica == sorted(by_replica):
-            return False
-        return self.hosts.adjacent or by_rank == sorted(by_rank)
 
     @cached_property
     def _numbers(self) -> list[list[int]]:

@@ -14,6 +14,7 @@ from planner.plan.schedules import SCHEDULES, check_chunks
 from planner.plan.simulator import plan_optimizer_s
 from planner.plan.stage import has_times_for, sizes_listed
 from profiler.errors import ArgumentError
+from profiler.quantities import shown
 from profiler.text import counted
 
 
@@ -51,6 +52,22 @@ def _check_ranks(plan: PlanFields) -> None:
         )
     if plan.shard_optimizer and plan.replicas == 1:
         raise ValueError("shard_optimizer is true and there is 1 replica, with which none shares the optimizer")
+    if plan.positions or plan.devices_per_host is not None:
+        _check_positions(plan)
+
+
+def _check_positions(plan: PlanFields) -> None:
+    if {plan.replicas} != {len(row) for row in plan.positions} or len(plan.positions) != plan.ranks:
+        raise ValueError(
+            f"positions has {counted(len(plan.positions), 'rank')} of {shown([len(row) for row in plan.positions])} "
+            f"replicas, and the plan {counted(plan.ranks, 'rank')} of {plan.replicas}"
+        )
+    for rank, row in enumerate(plan.positions):
+        if list(row) != sorted(row):
+            raise ValueError(f"positions of rank {rank} are {shown(list(row))}; they ascend from replica to replica")
+    position, times = Counter(chain.from_iterable(plan.positions)).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"positions names device {position} {times} times; each rank of each replica has its own")
 
 
 def _check_stages(plan: PlanFields) -> None:

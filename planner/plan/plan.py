@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from pydantic import model_validator
 
 from planner.plan.contradictions import check_plan, contradicting_figures
-from planner.plan.first_format import in_later_form
+from planner.plan.earlier_formats import in_later_form
 from planner.plan.plan_fields import PlanFields
 from profiler.arguments import fits_its_arguments
 from profiler.errors import PlanFileError
@@ -70,7 +70,9 @@ class Plan(PlanFields):
         given = read_file(path, "plan", PlanFileError)
         text = in_later_form(given)
         plan = cls.parse_json(text, source=str(path), error=PlanFileError)
-        missing = first_missing(plan.model_dump(mode="json"), json.loads(text)) if text == given else None
+        said = json.loads(text)
+        of_today = json.loads(given).get("schema_version") == said.get("schema_version")
+        missing = first_missing(plan.model_dump(mode="json"), said) if of_today else None
         if missing is not None:
             raise PlanFileError(f"{path}: {missing}: is missing, and files do not leave it out; save the plan anew")
         contradiction = contradicting_figures(plan)

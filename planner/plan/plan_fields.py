@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
 from operator import not_
 from typing import Final, Literal
 
@@ -14,7 +16,7 @@ from planner.plan.schedules import MOST_CHUNKS, SCHEDULE_OF_OLD_PLANS, SCHEDULES
 from planner.plan.stage import Skip, Stage, StageMemory
 from planner.plan.unused import Unused
 from profiler.errors import ArgumentError
-from profiler.field_types import Samples
+from profiler.field_types import Index, Samples
 from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES
 from profiler.sample_spec import SampleSpec
 from profiler.value import Value
@@ -37,8 +39,10 @@ class PlanFields(Value):
         orders: the passes of each rank as letters, F, I and W, and f, i and w of its second chunk, of a schedule that
             each plan has its own of; micro-batches take each of them in order.
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
-        adjacent_replicas: whether processes number the replicas of a rank after each other, and not the ranks of a
-            replica. Files leave it out where they do not.
+        positions: by rank, where in the list of devices of several hosts its device of each replica is, ascending.
+            Processes are numbered in the order of their devices; without, the ranks of a replica after each other.
+            Files leave it out where one link is between all devices.
+        devices_per_host: so many devices after each other in that list are in one host; left out likewise.
         shard_optimizer: whether the replicas share the optimizer's state, each stepping a part of every stage's
             parameters (ZeRO, stage 1), by `planner.plan.shares`. Files leave it out where they do not.
         optimizer: class name of the optimizer that the predictions assume.
@@ -64,7 +68,8 @@ class PlanFields(Value):
     chunks: int = Field(default=1, gt=0, le=MOST_CHUNKS)
     orders: tuple[str, ...] = ()
     replicas: int = Field(default=1, gt=0, le=MOST_DEVICES)
-    adjacent_replicas: bool = Field(default=False, exclude_if=not_)
+    positions: tuple[tuple[Index, ...], ...] = Field(default=(), exclude_if=not_)
+    devices_per_host: int | None = Field(default=None, ge=1, le=MOST_DEVICES, exclude_if=not_)
     shard_optimizer: bool = Field(default=False, exclude_if=not_)
     optimizer: str
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -104,6 +109,20 @@ class PlanFields(Value):
     def ranks(self) -> int:
         """Processes of one replica; `ranks * replicas` of them train together."""
         return 1 + max(stage.rank for stage in self.stages)
+
+    @property
+    def processes(self) -> tuple[tuple[int, ...], ...]:
+        """By rank the process that runs it in each replica, of all that train together."""
+        ranks, replicas = self.ranks, self.replicas
+        rows = self.positions or [range(rank, ranks * replicas, ranks) for rank in range(ranks)]
+        process_at = {position: process for process, position in enumerate(sorted(chain.from_iterable(rows)))}
+        return tuple(tuple(process_at[position] for position in row) for row in rows)
+
+    @property
+    def processes_by_host(self) -> dict[int, int]:
+        """How many processes each host runs, in their order; empty where the plan says nothing of hosts."""
+        per_host = self.devices_per_host or MOST_DEVICES
+        return dict(Counter(position // per_host for position in sorted(chain.from_iterable(self.positions))))
 
     @property
     def ring(self) -> Ring:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from planner.plan.bubble import bubble_parts
@@ -151,7 +151,7 @@ def headline(plan: Plan, width: int, spoken: Callable[[str], str] = str) -> list
         f"K = {counted(plan.K, 'stage')}, M = {counted(plan.M, 'micro-batch')} of {_sizes(plan)}, batch "
         f"{plan.batch_size}, schedule {plan.schedule}, {one_line(plan.optimizer)}",
         *([f"{plan.chunks} chunks on each of {plan.ranks} ranks"] if plan.chunks > 1 else []),
-        *(["processes number the replicas of a stage one after the other"] if plan.adjacent_replicas else []),
+        *_host_lines(plan),
         *([f"{plan.replicas} replicas share the optimizer's state"] if plan.shard_optimizer else []),
         f"predicted step {seconds_text(prediction.step_s)} (optimizer {seconds_text(prediction.optimizer_s)}), "
         f"{rate_text(prediction.samples_per_s)} samples/s"
@@ -199,6 +199,30 @@ def _precision_lines(plan: Plan) -> list[str]:
     )
     masters = " and master weights" if recipe.has_masters else ""
     return [f"precision {recipe.name}: {sum(held) / max(1, count):.3g} bytes a parameter ({parts}{masters})"]
+
+
+def _host_lines(plan: Plan) -> list[str]:
+    """How many processes are to be started on which host, and how these are numbered; nothing of the first host alone.
+
+    Where replicas of ranks that are after each other are on hosts after each other nothing is said of numbers.
+    """
+    found = plan.processes_by_host
+    if plan.devices_per_host is None or {*found} == {0}:
+        return []
+    parts: list[str] = []
+    for (count, _), group in groupby(enumerate(found.items()), key=lambda one: (one[1][1], one[1][0] - one[0])):
+        hosts = [host for _, (host, _) in group]
+        several = f"each of hosts {hosts[0]} {'and' if len(hosts) == 2 else 'to'} {hosts[-1]}"
+        where = several if len(hosts) > 1 else f"host {hosts[0]}"
+        parts.append(f"{count if parts else counted(count, 'process')} on {where}")
+    by_rank, by_replica = ([*chain.from_iterable(rows)] for rows in (plan.processes, zip(*plan.processes, strict=True)))
+    if by_replica == sorted(by_replica):
+        order = ""
+    elif by_rank == sorted(by_rank):
+        order = ", the replicas of a stage one after the other"
+    else:
+        order = ", numbered in the order of their devices and not of the stages"
+    return [", ".join(parts) + order]
 
 
 def _bubble_text(plan: Plan) -> str:

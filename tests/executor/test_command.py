@@ -462,17 +462,19 @@ def test_dry_run_launches_nothing(folder: Path, launched: list[tuple[Any, ...]])
     assert launched == []
 
 
-@pytest.mark.parametrize(("adjacent", "order"), [(True, "abcd"), (False, "acbd")])
+@pytest.mark.parametrize(("positions", "order"), [(((2, 3), (0, 1)), "cdab"), ((), "acbd")])
 def test_dry_run_lists_devices_by_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, adjacent: bool, order: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, positions: Any, order: str
 ) -> None:
     monkeypatch.setattr(running, "_check_devices", lambda *_: None)
-    plan = Plan.load(Path(__file__).parents[1] / "data" / "formats" / "plan-2-adjacent.json")
+    plan = Plan.load(Path(__file__).parents[1] / "data" / "formats" / "plan-2-placed.json")
     stages = [
         stage.model_copy(update={"devices": tuple(stage.device.model_copy(update={"name": name}) for name in names)})
         for stage, names in zip(plan.stages, ("ab", "cd"), strict=True)
     ]
-    plan.model_copy(update={"stages": tuple(stages), "adjacent_replicas": adjacent}).save("plan.json")
+    plan.model_copy(
+        update={"stages": tuple(stages), "positions": positions, "devices_per_host": 2 if positions else None}
+    ).save("plan.json")
     shown = autoplan("run", "plan.json", "shop_model.py:train", "--dry-run", "--json").stdout
     assert "".join(json.loads(shown)["devices"]) == order
 

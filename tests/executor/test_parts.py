@@ -98,8 +98,8 @@ def test_the_first_transport_that_serves_is_taken(monkeypatch: pytest.MonkeyPatc
             return cls() if layout.processes == 2 else None
 
     def chosen(processes: int) -> type:
-        ranks = tuple(range(processes)) if processes > 1 else (0, 0)
-        layout = Layout(0, processes, 1, 0, stages=(0,), process_of=ranks)
+        ranks = range(processes) if processes > 1 else (0, 0)
+        layout = Layout(0, tuple((rank,) for rank in ranks), rank_of=tuple(range(len(ranks))))
         return type(transports.transport_for(layout, (), {0: CPU}, "gloo"))
 
     assert [chosen(processes) for processes in (1, 2)] == [InProcess, Distributed]

@@ -52,7 +52,7 @@ def test_messages_of_all_forms_arrive_as_they_left(forms: list[list[TensorSpec]]
     """In any order of sends and receives, of forms that take turns; nothing that has arrived changes later."""
     outgoing = Outgoing(AT_LEAST, 0, looks=False)
     rings = Rings({(0, 1): outgoing}, {(0, 1): Incoming(outgoing.address, looks=False)}, any=True)
-    nobody = Layout(0, 2, 1, 0, stages=(0,), process_of=(0, 1))
+    nobody = Layout(0, ((0,), (1,)), rank_of=(0, 1))
     transport = SharedMemory(rings, Distributed(nobody, (), backend_of(HOST)))
     made = [MessageForm(form, CPU) for form in forms]
     under_way: deque[tuple[Transfer, list[Tensor]]] = deque()

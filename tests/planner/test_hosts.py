@@ -324,18 +324,19 @@ def test_one_link_for_all_is_as_before() -> None:
     plain = plan_from_profile(profile, cluster(4, 2, FAST_LINK, None), **asked)
     assert plan_from_profile(profile, cluster(4, 2, FAST_LINK, FAST_LINK), **asked) == plain
     assert plan_from_profile(profile, cluster(4, 4, FAST_LINK, SLOW_LINK), **asked) == plain
+    assert plain.positions == ()
 
 
 @pytest.mark.parametrize(
-    ("count", "per_host", "replicas", "far", "adjacent"),
+    ("count", "per_host", "replicas", "far", "positions"),
     [
-        (4, 2, 2, [False, False], True),  # devices 0, 1 and 2, 3 of a stage
+        (4, 2, 2, [False, False], ((0, 1), (2, 3))),
         (4, 3, 2, [False, True], None),
         (6, 2, 3, [True, True], None),
     ],
 )
 def test_replicas_on_several_hosts_average_over_the_link_between(
-    count: int, per_host: int, replicas: int, far: list[bool], adjacent: bool | None
+    count: int, per_host: int, replicas: int, far: list[bool], positions: Any
 ) -> None:
     """Devices 0, 2 and 1, 3 of a stage averaged over the slow link: a step took 4.2 times as long."""
     profile = even([1, 0])
@@ -344,7 +345,7 @@ def test_replicas_on_several_hosts_average_over_the_link_between(
     steps, share = 2 * (replicas - 1), 64 / replicas
     expected = [steps * (0.5 + share / 8 if one else share / 1024) for one in far]
     assert [stage.all_reduce_s for stage in plan.stages] == pytest.approx(expected)
-    assert adjacent is None or plan.adjacent_replicas == adjacent
+    assert positions in (None, plan.positions)
 
 
 @given(st.data())

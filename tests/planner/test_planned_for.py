@@ -1,5 +1,6 @@
 """A plan by the problem that it was made for takes what it says, whatever devices of several hosts it leaves out."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -23,8 +24,23 @@ def test_a_plan_over_hosts_takes_what_it_says(chunks, data):
     asked = data.draw(problems(most_layers=6, most_devices=5, hosts=True, chunks=chunks))
     plan = planned(asked)
     if plan is not None:
+        assert_devices_are_where_it_says(plan, asked.devices)
         found = as_it_is_s(problem_of(plan, asked.profile, asked.devices), plan)
         assert found == pytest.approx(plan.prediction.step_s, rel=CLOSE)
+
+
+def assert_devices_are_where_it_says(plan, cluster):
+    """Each rank of each replica has that device, and processes are in their order."""
+    if cluster.between in (None, cluster.link) or len(cluster.devices) <= cluster.devices_per_host:
+        assert (plan.positions, plan.devices_per_host) == ((), None)
+        return
+    for rank, positions in enumerate(plan.positions):
+        kinds = [cluster.devices[position].kind for position in positions]
+        assert kinds == [device.kind for device in plan.stages[rank].devices]
+    at = dict(zip(chain.from_iterable(plan.processes), chain.from_iterable(plan.positions), strict=True))
+    assert [at[process] for process in range(plan.ranks * plan.replicas)] == sorted(at.values())
+    hosts = [position // cluster.devices_per_host for position in at.values()]
+    assert plan.processes_by_host == {host: hosts.count(host) for host in sorted(set(hosts))}
 
 
 def on_hosts(memory, per_host):

@@ -44,7 +44,7 @@ def planned_for(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device
     known = plan.cluster if devices is None else devices
     if isinstance(known, Cluster) and known.between is not None:
         return known
-    own = tuple(device for replica in range(plan.replicas) for device in _devices(plan, replica))
+    own = tuple(device for stage in plan.stages[: plan.ranks] for device in stage.devices)
     link = known.link if isinstance(known, Cluster) else None
     return Cluster(devices=own, link=link or next(iter(profile.links), None))
 
@@ -148,7 +148,3 @@ def _classes_of(problem: Problem, plan: Plan) -> list[int]:
     """By stage the class of its device."""
     classes = [(group.device.kind, group.device.memory_bytes) for group in problem.classes]
     return [classes.index((stage.device.kind, stage.device.memory_bytes)) for stage in plan.stages]
-
-
-def _devices(plan: Plan, replica: int) -> list[Device]:
-    return [stage.devices[replica] for stage in plan.stages[: plan.K // plan.chunks]]

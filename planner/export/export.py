@@ -11,6 +11,7 @@ First what the engine would train wrongly is refused (`refusing`), then cuts and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Final
 
 from torch import nn
@@ -75,7 +76,7 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
         value=made.value,
         text=made.text,
         files=made.files,
-        notes=made.notes,
+        notes=(*made.notes, *_placement_notes(row, there.plan)),
         module=made.module,
         moves=tuple(
             Move(index, old.first_layer, new.first_layer, new.module_paths[0])
@@ -83,6 +84,18 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
             if old.first_layer != new.first_layer
         ),
     )
+
+
+def _placement_notes(row: Target, plan: Plan) -> list[str]:
+    """Where processes belong, if the engine numbers them otherwise than their devices are on the hosts."""
+    planned = [*chain.from_iterable(plan.positions)]
+    if row.one_process or planned == sorted(planned):
+        return []
+    listed = ", ".join(map(str, planned))
+    return [
+        f"Processes 0 to {len(planned) - 1} of {row.engine} belong on devices {listed} of the cluster that was planned "
+        "for; numbered from host to host, as torchrun does it, stages would be on other devices than planned."
+    ]
 
 
 def known_target(name: str) -> Target:

@@ -64,5 +64,6 @@ TARGET = Target(
     unit_paths=block_paths,
     between="blocks and the modules next to them",
     recompute=Recompute.LEFT_TO_ENGINE,
+    one_process=True,
     has_micro_batches=False,
 )

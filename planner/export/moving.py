@@ -113,6 +113,8 @@ def moved(plan: Plan, form: Form, profile: Profile | None) -> Moved:
             f"{max(stage.device.memory_bytes for stage in plan.stages)} bytes of a device; plan with more stages, or "
             "smaller micro-batches"
         )
+    if problem.hosts is None and [stage.devices for stage in found.stages] == [stage.devices for stage in plan.stages]:
+        found = found.model_copy(update={"positions": plan.positions, "devices_per_host": plan.devices_per_host})
     return Moved(found, plan.prediction.step_s if plan.skips else as_it_is_s(problem, plan))
 
 

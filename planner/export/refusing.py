@@ -50,6 +50,12 @@ def _reasons(plan: Plan, sequence: LayerSequence, target: Target) -> Iterator[st
             f"{target.engine} runs one pipeline and averages no gradients, and R = {plan.replicas}; plan with "
             f"replicas=1, or {OURS}"
         )
+    hosts = plan.processes_by_host
+    if target.one_process and plan.devices_per_host is not None and len(hosts) > 1:
+        yield (
+            f"{target.engine} runs in one process, and the plan is for devices of {len(hosts)} hosts; plan for the "
+            f"devices of one, or {OURS}"
+        )
     if target.has_micro_batches:
         yield from _state_reasons(sequence, target)
     if not target.adds_tied:

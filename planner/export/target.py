@@ -96,6 +96,8 @@ class Target:
         adds_tied: whether it adds up the gradients of a parameter that several ranks hold.
         averages_replicas: whether it averages gradients over replicas.
         shards_optimizer: whether it is told that replicas share the optimizer's state.
+        one_process: whether one process runs all stages; else the R replicas of stage k are its processes kR to
+            (k + 1)R - 1.
         has_micro_batches: whether it cuts a mini-batch into micro-batches at all.
         precisions: recipes of mixed precision that it is told with the plan; under others it would train otherwise.
         check: refuses what only this target cannot, with a reason.
@@ -116,6 +118,7 @@ class Target:
     adds_tied: bool = False
     averages_replicas: bool = False
     shards_optimizer: bool = False
+    one_process: bool = False
     has_micro_batches: bool = True
     precisions: tuple[str, ...] = ()
     check: Callable[[Plan, nn.Module, LayerSequence], None] = lambda plan, model, sequence: None

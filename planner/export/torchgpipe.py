@@ -90,6 +90,7 @@ TARGET = Target(
     between="children of the nn.Sequential",
     recompute=Recompute.STAGES,
     defers_statistics=True,
+    one_process=True,
     suits=lambda plan, model: isinstance(model, nn.Sequential) and plan.sample.autocast is None,
     otherwise=Target(
         name="torchgpipe",
@@ -98,6 +99,7 @@ TARGET = Target(
         schedules=schedules_of("torchgpipe"),
         unit_paths=None,
         recompute=Recompute.ANY,
+        one_process=True,
         check=_check_stages,
     ),
 )

@@ -412,6 +412,30 @@ def test_what_an_engine_cannot_is_refused_with_what_to_do(
         plan.export(target, known.model, profile=known.profile)
 
 
+@pytest.mark.parametrize("target", ["torchgpipe", "huggingface"])
+def test_one_process_has_no_devices_of_two_hosts(target: str) -> None:
+    """Both stages were to be on cuda:0."""
+    known, plan = planned("plain", target)
+    apart = plan.model_copy(update={"positions": ((0,), (4,)), "devices_per_host": 4})
+    together = plan.model_copy(update={"positions": ((4,), (5,)), "devices_per_host": 4})
+    with pytest.raises(InfeasibleError, match="runs in one process, and the plan is for devices of 2 hosts"):
+        apart.export(target, known.model)
+    assert together.export(target, known.model).value == plan.export(target, known.model).value
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "deepspeed", "megatron-lm"])
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [(((0, 1), (2, 3)), None), (((0, 2), (1, 3)), "0, 2, 1, 3"), (((4, 5), (0, 2)), "4, 5, 0, 2"), ((), None)],
+)
+def test_who_numbers_processes_otherwise_is_told_where_they_belong(target: str, positions: Any, said: str) -> None:
+    """These engines number the replicas of a stage one after the other."""
+    known, plan = planned("decoder", target, replicas=2, micro_batches=2)
+    plan = plan.model_copy(update={"positions": positions, "devices_per_host": 2 if positions else None})
+    notes = [note for note in plan.export(target, known.model, profile=known.profile).notes if "belong" in note]
+    assert [f"belong on devices {said} of the cluster" in note for note in notes] == [True] * (said is not None)
+
+
 def test_an_unknown_target_is_named() -> None:
     known, plan = planned("plain", "torchgpipe")
     with pytest.raises(ArgumentError, match="there is no target 'torch-titan'; did you mean torchtitan; there are"):

@@ -131,7 +131,7 @@ def refined(
 
     asked: SettingKeywords = {**_settings_of(plan, settings.get("schedule", plan.schedule)), **settings}
     new = plan_from_profile(better, given, batch_size=plan.batch_size, optimizer=plan.optimizer, **asked)
-    now_s = simulate_plan(_scaled_plan(plan, ratios)).step_s
+    now_s = simulate_plan(_scaled_plan(plan, ratios), events=False).step_s
     free = devices is None and settings.keys() <= {"time_limit_s"}
     if free and new.prediction.step_s > now_s * (1 + SAME):
         new = plan
@@ -151,7 +151,7 @@ def _trains_alike(one: Plan, other: Plan) -> bool:
     def all_of(plan: Plan) -> tuple[object, ...]:
         stages = [(stage.stop_layer, stage.recompute, stage.rank, stage.devices) for stage in plan.stages]
         skips = [(skip.ends, skip.values) for skip in plan.skips]
-        return plan.schedule, plan.micro_batch_sizes, plan.orders, plan.shard_optimizer, stages, skips
+        return plan.schedule, plan.micro_batch_sizes, plan.orders, plan.shard_optimizer, plan.positions, stages, skips
 
     return all_of(one) == all_of(other)
 
@@ -273,7 +273,7 @@ def _rest(plan: Plan, measured: pandas.DataFrame, ratios: _Ratios) -> float:
         )
     if not _is_positive(whole.iloc[0]):
         return 1.0
-    return float(whole.iloc[0]) / simulate_plan(_scaled_plan(plan, ratios)).makespan_s
+    return float(whole.iloc[0]) / simulate_plan(_scaled_plan(plan, ratios), events=False).makespan_s
 
 
 def _is_number(value: object) -> bool:

@@ -70,7 +70,7 @@ class Replanning:
         if not timelines or self._doubt is None:
             return ""
         lasted_s = median(timeline.makespan_s for timeline in timelines)
-        predicted_s = simulate_plan(self._plan).makespan_s
+        predicted_s = simulate_plan(self._plan, events=False).makespan_s
         ratio = lasted_s / predicted_s
         less, more = self._doubt.step_less, self._doubt.step_more
         if lasted_s < SHORTEST_S or 1 - less <= ratio <= 1 + more or abs(ratio / self._said - 1) < SAME:

@@ -110,33 +110,15 @@ def _in_order(
     given = problem if limit_s is None else _with_time(problem, limit_s / PARTS)
     near = None if hosts.adjacent else _near(given, hosts, 0)  # on one host the order says nothing
     far = replace(given, link=_fastest(hosts), ring=_ring(given, hosts), hosts=None)
-    lower_bound_s: float = np.inf
-
-    def bound_of(one: Problem) -> float:
-        return even_share_s(one) if deadline.over else least_s(one)
-
-    starts: list[Balance] = []
-    reached_s = step_s(best)
     both = [one for one in (far, near) if one is not None]
-    for place, one in enumerate(both):
-        if reached_s < np.inf and (besides_s := least_s(one)) > reached_s:
-            lower_bound_s = min(lower_bound_s, besides_s)
-            continue
-        late = place > 0 and deadline.over  # what was in vain on all devices is so on some of them
-        with besides(lower_bound_s if place == len(both) - 1 else 0.0), others_follow():
-            in_vain = problem.dispensable or best is not None or bool(starts) or late
-            found = _balanced(replace(one, dispensable=in_vain, below_s=min(one.below_s, step_s(best))))
-        if found is not None:
-            reached_s = min(step_s(best), evaluate_s(problem, found.candidate, found.stages, found.orders))
-            starts.append(found)
-        lower_bound_s = min(lower_bound_s, bound_of(one) if found is None else found.lower_bound_s)
+    starts, lower_bound_s = _over_one_link(problem, both, best, deadline)
     if step_s(best) <= lower_bound_s:
         return best, lower_bound_s, ()
+    plans = OwnLinks(problem, lower_bound_s, deadline, best)
     with besides(lower_bound_s), others_follow():
         may_end = problem.dispensable or best is not None or bool(starts) or deadline.over
         slow = replace(far, link=_slowest(hosts), ring=hosts.between, dispensable=may_end)
         starts += [found for found in (_balanced(slow),) if found is not None]
-        plans = OwnLinks(problem, lower_bound_s, deadline, best)
         plans.look_near([*starts, *_fastest_of(problem, known)])
         for later, alone in () if hosts.adjacent else _on_later_hosts(given, hosts):
             if not plans.done and least_s(alone) < step_s(plans.best):
@@ -145,17 +127,57 @@ def _in_order(
         for shape in chain(_shapes(slow, starts), _counts(slow)):
             if plans.done:
                 break
-            # over the faster link no plan takes longer than over its own: where none is found to be faster so, none is
-            # looked for over the slower one
-            rosy = replace(shape, link=far.link, ring=far.ring, below_s=step_s(plans.best))
-            found = _balanced(_within(rosy, deadline))
-            if found is None or found.step_s >= step_s(plans.best):
-                continue
-            plans.look_near((found,))
-            found = None if plans.done else _balanced(_within(shape, deadline))
-            plans.look_near(() if found is None else (found,))
+            _look_near_shape(plans, shape, far, deadline)
         plans.improve()
     return plans.best, lower_bound_s, plans.looked_near
+
+
+def _over_one_link(
+    problem: Problem, both: Sequence[Problem], best: Plan | None, deadline: Deadline
+) -> tuple[list[Balance], float]:
+    """What was found for problems with one link, of which the last one's bound may end the search.
+
+    Args:
+        problem: that plans are for.
+        both: far, and near if that is one.
+        best: plan so far.
+        deadline: when what is left is not looked for any more.
+
+    Returns:
+        Plans, and what none of these problems has a plan below.
+    """
+    starts: list[Balance] = []
+    lower_bound_s, reached_s = math.inf, step_s(best)
+    for place, one in enumerate(both):
+        if reached_s < np.inf and (besides_s := least_s(one)) > reached_s:
+            lower_bound_s = min(lower_bound_s, besides_s)
+            continue
+        late = place > 0 and deadline.over  # what was in vain on all devices is so on some of them
+        with besides(lower_bound_s if place == len(both) - 1 else 0.0), others_follow():
+            in_vain = problem.dispensable or best is not None or bool(starts) or late
+            found = _balanced(replace(one, dispensable=in_vain, below_s=min(one.below_s, step_s(best))))
+        if found is None:
+            lower_bound_s = min(lower_bound_s, even_share_s(one) if deadline.over else least_s(one))
+            continue
+        reached_s = min(step_s(best), evaluate_s(problem, found.candidate, found.stages, found.orders))
+        starts.append(found)
+        lower_bound_s = min(lower_bound_s, found.lower_bound_s)
+    return starts, lower_bound_s
+
+
+def _look_near_shape(plans: OwnLinks, shape: Problem, far: Problem, deadline: Deadline) -> None:
+    """Look near the plans of single K and R, or of one M, over the faster link and over the slower one.
+
+    Over the faster link no plan takes longer than over its own: where none is found to be faster so, none is looked
+    for over the slower one.
+    """
+    rosy = replace(shape, link=far.link, ring=far.ring, below_s=step_s(plans.best))
+    found = _balanced(_within(rosy, deadline))
+    if found is None or found.step_s >= step_s(plans.best):
+        return
+    plans.look_near((found,))
+    found = None if plans.done else _balanced(_within(shape, deadline))
+    plans.look_near(() if found is None else (found,))
 
 
 def _fastest_of(problem: Problem, known: Sequence[Balance]) -> list[Balance]:

@@ -40,7 +40,7 @@ def of_files(texts: Any, path: Path, read: Callable[[Path], str]) -> list[tuple[
 @pytest.mark.parametrize("number", range(len(good_plans())))
 def test_hostile_plans(number: int, tmp_path: Path) -> None:
     good = good_plans()[number].to_json()
-    texts = [good, *documents(good, number, PLANS)]
+    texts = [good.encode(), *documents(good, number, PLANS)]
     check(of_files(texts, tmp_path / "plan.json", plan_file))
 
 

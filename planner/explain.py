@@ -136,7 +136,7 @@ def _row(plan: Plan, durations: Durations, index: int, largest: int) -> dict[str
 
 def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     """Seconds of the step with these cuts on the plan's devices; not a number when they do not fit."""
-    from planner.solve.equal_groups import best_plan
+    from planner.solve.host_search import best_in_order
     from planner.solve.problem import device_classes
 
     positions = [0, *cuts, problem.layers]
@@ -151,19 +151,24 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
         for position, (first, stop) in enumerate(itertools.pairwise(positions)):
             pinned[first:stop] = position
     rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
-    found = best_plan(replace(problem, rules=rules, classes=device_classes(problem.devices, rules)))
+    found = best_in_order(replace(problem, rules=rules, classes=device_classes(problem.devices, rules)))
     return float("nan") if found is None else found.prediction.step_s
 
 
 def compare(plan: Plan, other: Plan) -> pandas.DataFrame:
     """Two plans side by side: one row a quantity that is known of either, with the ratio of the other to this."""
-    columns = [_quantities(one) for one in (plan, other)]
+    columns = [_quantities(one) | {"processes": _numbers_text(one)} for one in (plan, other)]
     frame = pandas.DataFrame({"this": columns[0], "other": columns[1]}, dtype=object)
     frame["other / this"] = [
         there / here if here and there is not None and not isinstance(here, str) else float("nan")
         for here, there in zip(columns[0].values(), columns[1].values(), strict=True)
     ]
     return frame[~frame[["this", "other"]].isna().all(axis=1)]
+
+
+def _numbers_text(plan: Plan) -> str | None:
+    """By rank its processes, if the plan is for several hosts."""
+    return " ".join(",".join(map(str, row)) for row in plan.processes) if plan.positions else None
 
 
 def _quantities(plan: Plan) -> dict[str, Any]:

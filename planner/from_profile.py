@@ -128,6 +128,7 @@ def make_problem(
         classes=device_classes(limited, rules),
         link=link or next(iter(profile.links), None),
         hosts=_hosts(devices),
+        devices_per_host=_devices_per_host(devices),
         optimizer=optimizer if optimizer is not None else profile.optimizers[0].name,
         settings=asked,
         rules=rules,
@@ -160,10 +161,16 @@ def _hosts(devices: Cluster | Sequence[Device]) -> Hosts | None:
     """Where the devices are, if that matters."""
     if not isinstance(devices, Cluster) or devices.between is None or devices.link is None:
         return None
-    per_host = devices.devices_per_host
-    if per_host is None or len(devices.devices) <= per_host or devices.between == devices.link:
-        return None
-    return Hosts(devices.link, devices.between, per_host)
+    per_host = _devices_per_host(devices)
+    return (
+        None if per_host is None or devices.between == devices.link else Hosts(devices.link, devices.between, per_host)
+    )
+
+
+def _devices_per_host(devices: Cluster | Sequence[Device]) -> int | None:
+    """If they are on several hosts."""
+    per_host = devices.devices_per_host if isinstance(devices, Cluster) else None
+    return None if per_host is None or len(_device_tuple(devices)) <= per_host else per_host
 
 
 def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:

@@ -42,9 +42,9 @@ def planned_for(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device
         devices: what it was made for, where that is known.
     """
     known = plan.cluster if devices is None else devices
-    if isinstance(known, Cluster) and known.between is not None:
+    if isinstance(known, Cluster) and known.devices_per_host is not None:
         return known
-    own = tuple(device for stage in plan.stages[: plan.ranks] for device in stage.devices)
+    own = tuple(stage.devices[replica] for replica in range(plan.replicas) for stage in plan.stages[: plan.ranks])
     link = known.link if isinstance(known, Cluster) else None
     return Cluster(devices=own, link=link or next(iter(profile.links), None))
 
@@ -81,7 +81,7 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
     """
     from planner.cost.layer_costs import fingerprint_of
     from planner.from_profile import make_problem
-    from planner.solve.equal_groups import with_equal_groups
+    from planner.solve.equal_groups import groupings
 
     if fingerprint_of(profile) != plan.profile_fingerprint:
         raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
@@ -101,24 +101,27 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
             "skips": "direct" if plan.skips else "relayed",
         },
     )
-    return _on_its_devices(with_equal_groups(problem, plan.replicas), plan)
+    several = groupings(problem, plan.replicas)
+    found = (_on_its_devices(one, plan) for one in several)
+    return next((one for one in found if one is not None), several[0])
 
 
-def _on_its_devices(problem: Problem, plan: Plan) -> Problem:
-    """The problem with devices in the order of the plan, and without those before its first one."""
+def _on_its_devices(problem: Problem, plan: Plan) -> Problem | None:
+    """The problem with devices in the order of the plan, and without those before its first one; None for others."""
     from planner.solve.own_links import from_device
 
-    if problem.hosts is None or not plan.positions:
+    if problem.devices_per_host is None or not plan.positions:
         return problem
     later = from_device(problem, min(chain.from_iterable(plan.positions)))
-    classes = _classes_of(later, plan)[: plan.ranks]
+    if not {_memory(stage.device) for stage in plan.stages} <= {_memory(group.device) for group in later.classes}:
+        return None
+    hosts, classes = problem.hosts, _classes_of(later, plan)[: plan.ranks]
     used = Counter(classes)
     if all(used[place] <= group.capacity(plan.replicas) for place, group in enumerate(later.classes)):
-        for adjacent in (False, True):
-            one = replace(later, hosts=replace(problem.hosts, adjacent=adjacent))
+        for one in (later, later if hosts is None else replace(later, hosts=replace(hosts, adjacent=True))):
             if one.placement(classes, plan.replicas).members == plan.positions:
                 return one
-    return problem  # of other devices
+    return None
 
 
 def as_it_is_s(problem: Problem, plan: Plan) -> float:
@@ -126,6 +129,19 @@ def as_it_is_s(problem: Problem, plan: Plan) -> float:
     own = {(stage.first_layer, stage.stop_layer): stage.recompute for stage in plan.stages}
     cuts = [stage.stop_layer for stage in plan.stages[:-1]]
     return evaluated(problem, plan, cuts, lambda first, stop: own[first, stop]).step_s
+
+
+def in_order_of_ranks_s(plan: Plan, profile: Profile, cluster: Cluster) -> float:
+    """Seconds of the plan's step where the replicas of a rank are on devices after each other.
+
+    Args:
+        plan: that was made for it.
+        profile: what it was made from.
+        cluster: of devices that are equal but for their memory.
+    """
+    problem = problem_of(plan, profile, cluster)
+    adjacent = None if problem.hosts is None else replace(problem.hosts, adjacent=True)
+    return as_it_is_s(replace(problem, hosts=adjacent), plan)
 
 
 def evaluated(problem: Problem, plan: Plan, cuts: Sequence[int], segments_of: SegmentsOf) -> Balance:
@@ -145,6 +161,20 @@ def evaluated(problem: Problem, plan: Plan, cuts: Sequence[int], segments_of: Se
 
 
 def _classes_of(problem: Problem, plan: Plan) -> list[int]:
-    """By stage the class of its device."""
-    classes = [(group.device.kind, group.device.memory_bytes) for group in problem.classes]
-    return [classes.index((stage.device.kind, stage.device.memory_bytes)) for stage in plan.stages]
+    """By stage the class of its device.
+
+    Raises:
+        ForeignPlanError: there is none.
+    """
+    classes = [_memory(group.device) for group in problem.classes]
+    missing = next((stage.device for stage in plan.stages if _memory(stage.device) not in classes), None)
+    if missing is not None:
+        raise ForeignPlanError(
+            f"the plan runs on {missing.kind} with {missing.memory_bytes} bytes, and there are "
+            f"{', '.join(f'{kind} with {size}' for kind, size in classes)}; pass the devices that it was made for"
+        )
+    return [classes.index(_memory(stage.device)) for stage in plan.stages]
+
+
+def _memory(device: Device) -> tuple[str, int]:
+    return device.kind, device.memory_bytes

@@ -176,7 +176,8 @@ class Cluster(Value):
         devices: at least one device.
         link: between neighbours in one host; None when it was not measured yet; a plan of one stage needs none.
         between: between devices of unlike hosts; None where `link` is between all devices.
-        devices_per_host: so many devices after each other are in one host; None where nothing is said of hosts.
+        devices_per_host: so many devices after each other are in one host; None where nothing is said of hosts, and one
+            has all devices.
     """
 
     devices: tuple[Device, ...] = Field(min_length=1, max_length=MOST_DEVICES)
@@ -259,7 +260,7 @@ class Cluster(Value):
             devices=tuple(Device.of(kind, name=f"cuda:{index % per_host}") for index, kind in enumerate(kinds)),
             link=Link.of(found) if isinstance(found, str) else found,
             between=far,
-            devices_per_host=None if far is None else per_host,
+            devices_per_host=per_host if on_host or len(kinds) > per_host else None,
         )
 
 

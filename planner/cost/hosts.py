@@ -73,14 +73,14 @@ def placed(classes: Sequence[int], members: Sequence[Sequence[int]], replicas: i
         classes: of each rank.
         members: of each class, positions of its devices.
         replicas: R.
-        hosts: see `Placement`. Without, the replicas of a stage are after each other.
+        hosts: see `Placement`. Without, the ranks of a replica are after each other.
     """
     stages, seen = Counter(classes), Counter[int]()
     found = []
     for which in classes:
         number = seen[which]
         seen[which] += 1
-        if hosts is None or hosts.adjacent:
+        if hosts is not None and hosts.adjacent:
             found.append(tuple(members[which][number * replicas : (number + 1) * replicas]))
         else:
             found.append(tuple(members[which][replica * stages[which] + number] for replica in range(replicas)))

@@ -23,7 +23,10 @@ from planner.export.target import Export, Move, Request, Target
 from planner.export.units import Units, units_of
 from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
+from planner.plan.units import seconds_text
+from planner.planned_for import in_order_of_ranks_s
 from profiler.arguments import meant
+from profiler.device import Cluster
 from profiler.errors import ArgumentError
 from profiler.quantities import shown
 from profiler.record import Profile
@@ -76,7 +79,7 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
         value=made.value,
         text=made.text,
         files=made.files,
-        notes=(*made.notes, *_placement_notes(row, there.plan)),
+        notes=(*made.notes, *_placement_notes(row, there.plan, plan.cluster, profile or plan.profile)),
         module=made.module,
         moves=tuple(
             Move(index, old.first_layer, new.first_layer, new.module_paths[0])
@@ -86,15 +89,24 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
     )
 
 
-def _placement_notes(row: Target, plan: Plan) -> list[str]:
-    """Where processes belong, if the engine numbers them otherwise than their devices are on the hosts."""
+def _placement_notes(row: Target, plan: Plan, cluster: Cluster | None, profile: Profile | None) -> list[str]:
+    """Where processes belong, if the engine numbers them otherwise than their devices are on the hosts.
+
+    Args:
+        row: the engine's.
+        plan: as it runs it.
+        cluster: that the plan was made for, where that is known.
+        profile: what it was made from, likewise.
+    """
     planned = [*chain.from_iterable(plan.positions)]
     if row.one_process or planned == sorted(planned):
         return []
-    listed = ", ".join(map(str, planned))
+    costs = "stages would be on other devices than planned"
+    if profile is not None and cluster is not None and len({device.kind for device in cluster.devices}) == 1:
+        costs = f"a step would take {seconds_text(in_order_of_ranks_s(plan, profile, cluster))} by our prediction"
     return [
-        f"Processes 0 to {len(planned) - 1} of {row.engine} belong on devices {listed} of the cluster that was planned "
-        "for; numbered from host to host, as torchrun does it, stages would be on other devices than planned."
+        f"Processes 0 to {len(planned) - 1} of {row.engine} belong on devices {', '.join(map(str, planned))} of the "
+        f"cluster that was planned for; numbered from host to host, as torchrun does it, {costs}."
     ]
 
 

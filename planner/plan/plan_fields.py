@@ -41,7 +41,7 @@ class PlanFields(Value):
         replicas: R, pipelines side by side; their gradients are averaged at the end of the step.
         positions: by rank, where in the list of devices of several hosts its device of each replica is, ascending.
             Processes are numbered in the order of their devices; without, the ranks of a replica after each other.
-            Files leave it out where one link is between all devices.
+            Files leave it out where nothing is said of hosts.
         devices_per_host: so many devices after each other in that list are in one host; left out likewise.
         shard_optimizer: whether the replicas share the optimizer's state, each stepping a part of every stage's
             parameters (ZeRO, stage 1), by `planner.plan.shares`. Files leave it out where they do not.

@@ -198,7 +198,7 @@ class Stage(_Sends):
         stop_layer: index after its last layer.
         module_paths: first and last module path, for people.
         devices: where it runs in each of the R replicas, equal but for their names.
-        rank: the process of each replica that runs it; process `replica * (number of ranks) + rank` of them all.
+        rank: the process of each replica that runs it; which one of them all that is, `Plan.processes` says.
         parameters: names of its parameters (a tied parameter is named by every stage that uses it).
         parameter_count: elements of those parameters.
         recompute: segments that are recomputed in the backward phase, ascending and disjoint; the whole stage is

@@ -35,7 +35,7 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         found: what the balancer found.
         routes: of the values that skip stages; all others are relayed.
     """
-    profile, hosts = problem.costs.profile, problem.hosts
+    profile = problem.costs.profile
     candidate = found.candidate
     draft = Plan(
         model_fingerprint=profile.fingerprint,
@@ -47,8 +47,8 @@ def make_plan(problem: Problem, found: Balance, routes: Sequence[Route] = ()) ->
         chunks=candidate.ring.chunks,
         orders=found.orders,
         replicas=candidate.replicas,
-        positions=() if hosts is None else placement_of(problem, candidate, found.stages).members,
-        devices_per_host=None if hosts is None else hosts.devices_per_host,
+        positions=placement_of(problem, candidate, found.stages).members if problem.devices_per_host else (),
+        devices_per_host=problem.devices_per_host,
         shard_optimizer=problem.shares(candidate.replicas) > 1,
         optimizer=problem.optimizer,
         stages=stages_of(problem, found, routes),

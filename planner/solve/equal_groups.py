@@ -5,12 +5,16 @@ with most memory go together, R at a time: any other R devices have a place amon
 smaller, so nothing is lost by it.
 
     memory 40 40 36 24, R = 2      groups of 40 and 24, one stage each
+
+On several hosts such groups may lie across them, and which device a replica has says over which links it sends. There
+groups within hosts are tried as well, and all devices of a kind with the least memory of them all.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.plan.plan import Plan
@@ -53,8 +57,28 @@ def best_plan(problem: Problem) -> Plan | None:
 
 def with_equal_groups(problem: Problem, replicas: int) -> Problem:
     """The problem with devices that are equal R at a time; those that are left, or that rules pin, stay as they are."""
+    return _with_least(problem, _groups(problem, replicas))
+
+
+def groupings(problem: Problem, replicas: int) -> list[Problem]:
+    """The problems that are searched for plans with so many replicas; the first is that of `with_equal_groups`."""
+    found = [with_equal_groups(problem, replicas)]
+    if problem.hosts is not None:
+        per_host, positions = problem.hosts.devices_per_host, range(len(problem.devices))
+        within = [
+            group
+            for first in positions[::per_host]
+            for group in _groups(problem, replicas, positions[first : first + per_host])
+        ]
+        found += [_with_least(problem, groups) for groups in (within, _groups(problem, None))]
+    by_memory = {tuple(device.memory_bytes for device in one.devices): one for one in reversed(found)}
+    return [by_memory[memory] for memory in reversed(by_memory)]
+
+
+def _with_least(problem: Problem, groups: Iterable[Sequence[int]]) -> Problem:
+    """The problem in which each device of a group has as much memory as the least of them."""
     devices = [*problem.devices]
-    for members in _groups(problem, replicas):
+    for members in groups:
         least = min(devices[member].memory_bytes for member in members)
         for member in members:
             devices[member] = devices[member].model_copy(update={"memory_bytes": least})
@@ -69,29 +93,48 @@ def _on_groups(problem: Problem, replicas: int) -> tuple[Plan | None, float]:
     Devices that are together here may be on two hosts, and a plan on one host have others: its bound is one of time
     alone then.
     """
-    equal, unsettled = with_equal_groups(problem, replicas), Unsettled()
-    found = host_search.best_plan(equal, unsettled)
-    lower_bound_s = unsettled.least_s if found is None else found.prediction.lower_bound_s
-    if equal is not problem and problem.hosts is not None:
+    several, unsettled = groupings(problem, replicas), Unsettled()
+    best: Plan | None = None
+    lower_bound_s = math.inf
+    for equal in several:
+        shared = _with_time(equal, 1 / len(several))
+        if best is not None:
+            shared = replace(shared, dispensable=True, below_s=min(shared.below_s, best.prediction.step_s))
+        found = host_search.best_plan(shared, unsettled)
+        if found is not None:
+            lower_bound_s = min(lower_bound_s, found.prediction.lower_bound_s)
+            best = found if best is None or found.prediction.step_s < best.prediction.step_s else best
+    if best is None:
+        lower_bound_s = unsettled.least_s
+    if problem.hosts is not None and any(one is not problem for one in several):
         lower_bound_s = min(lower_bound_s, least_s(_with_most_memory(problem)))
-        found = None if found is None else host_search.with_bound(found, lower_bound_s)
-    return found, lower_bound_s
+        best = None if best is None else host_search.with_bound(best, lower_bound_s)
+    return best, lower_bound_s
 
 
-def _groups(problem: Problem, replicas: int) -> Iterator[list[int]]:
-    """Positions of devices of one kind, R at a time, those with most memory first."""
+def _groups(problem: Problem, replicas: int | None, among: Container[int] | None = None) -> Iterator[list[int]]:
+    """Positions of devices of one kind, R at a time, those with most memory first; all of a kind without R.
+
+    Args:
+        problem: with the devices.
+        replicas: R.
+        among: their positions, if not all.
+    """
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for group in problem.classes:
         if not group.pinned:
-            kinds[group.device.kind] += group.members
-    for members in kinds.values():
+            kinds[group.device.kind] += [member for member in group.members if among is None or member in among]
+    for members in filter(None, kinds.values()):
         members.sort(key=lambda member: (-problem.devices[member].memory_bytes, member))
-        for first in range(0, len(members) - replicas + 1, replicas):
-            yield members[first : first + replicas]
+        together = replicas or len(members)
+        for first in range(0, len(members) - together + 1, together):
+            yield members[first : first + together]
 
 
 def _differs(problem: Problem, replicas: int) -> bool:
     """Whether there are other groups of R devices than those with as much memory."""
+    if replicas > 1 and problem.hosts is not None:
+        return any(one is not problem for one in groupings(problem, replicas))
     return _stages_by_class(problem, replicas) != _stages_by_class(with_equal_groups(problem, replicas), replicas)
 
 

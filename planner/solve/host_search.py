@@ -24,7 +24,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -32,8 +32,9 @@ from planner.cost.hosts import Hosts
 from planner.plan.plan import Plan
 from planner.rules import FREE
 from planner.search_watch import besides, others_follow
+from planner.settings import CHUNKS_TRIED, FEW_RANKS
 from planner.solve import skip_search
-from planner.solve.all_schedules import balance_of_all
+from planner.solve.all_schedules import balance_of_all, with_chunks
 from planner.solve.balance import Balance, Unsettled, evaluate_s
 from planner.solve.deadline import Deadline
 from planner.solve.own_links import OwnLinks, from_device, step_s
@@ -81,6 +82,11 @@ def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | No
             best, other_bound_s, _ = _in_order(others, best, [one for one in known if one.candidate.replicas > 1])
         lower_bound_s = min(lower_bound_s, other_bound_s)
     return None if best is None else with_bound(best, lower_bound_s)
+
+
+def best_in_order(problem: Problem) -> Plan | None:
+    """The fastest plan that was found with devices in the problem's own order; None when none fits."""
+    return skip_search.best_plan(problem) if problem.hosts is None else _in_order(problem)[0]
 
 
 def with_bound(plan: Plan, lower_bound_s: float) -> Plan:
@@ -285,24 +291,28 @@ def _shapes(problem: Problem, starts: list[Balance]) -> Iterator[Problem]:
     Of few devices all others, too; those that leave fewer idle come first.
     """
     settings, devices = problem.settings, len(problem.devices)
-    seen: set[tuple[int, int]] = set()
-    known = [(len(one.stages), one.candidate.replicas) for one in starts]
+    seen: set[tuple[int, int, int]] = set()
+    tried = CHUNKS_TRIED[:1] if settings.choose_chunks else ()
+    chunks = sorted({settings.chunks, *tried, *(one.candidate.ring.chunks for one in starts)})
+    known = [(len(one.stages) // one.candidate.ring.chunks, one.candidate.replicas) for one in starts]
     powers = [2**power for power in range(math.ceil(math.log2(devices)) + 1)]
     even = [(devices // replicas, replicas) for replicas in powers if devices % replicas == 0]
-    near = [(stages + more, replicas) for more in (0, -1, 1) for stages, replicas in known]
+    near = [(ranks + more, replicas) for more in (0, -1, 1) for ranks, replicas in known]
     rest = [
         (used // replicas, replicas)
         for used in range(devices, 0, -1)
         for replicas in range(1, used + 1)
         if devices <= FEW_DEVICES and used % replicas == 0
     ]
-    for stages, replicas in (*even, *near, *rest):
-        shape = stages, replicas
-        fixed = settings.stages in (None, stages) and settings.replicas in (None, replicas)
-        able = 1 <= stages <= min(settings.max_stages, problem.layers)
-        if shape in seen or not fixed or not able or settings.chunks > 1:
+    for (ranks, replicas), each in product((*even, *near, *rest), chunks):
+        alone = with_chunks(replace(settings, choose_chunks=False), each, problem.layers)
+        stages = ranks * each
+        if alone is None or (stages, replicas, each) in seen:
             continue
-        seen.add(shape)
+        fixed = settings.stages in (None, stages) and settings.replicas in (None, replicas)
+        if not fixed or not (1 if each == 1 else FEW_RANKS * each) <= stages <= min(alone.max_stages, problem.layers):
+            continue
+        seen.add((stages, replicas, each))
         if len(seen) > MOST_SHAPES and devices > FEW_DEVICES:
             return
-        yield replace(problem, settings=replace(settings, stages=stages, replicas=replicas), patience=PATIENCE)
+        yield replace(problem, settings=replace(alone, stages=stages, replicas=replicas), patience=PATIENCE)

@@ -74,6 +74,7 @@ class Problem:
         link: between neighbours; may be None for one stage alone.
         ring: between replicas; None where that is `link`.
         hosts: where the devices are; None where one link is between all.
+        devices_per_host: likewise where one link is between all devices of several hosts; None where nothing is said.
         least_replicas: fewest R where it is chosen.
         optimizer: name of the optimizer.
         settings: what the caller asks.
@@ -100,6 +101,7 @@ class Problem:
     below_s: float = math.inf
     ring: Link | None = None
     hosts: Hosts | None = None
+    devices_per_host: int | None = None
     least_replicas: int = 1
 
     @property
@@ -111,7 +113,7 @@ class Problem:
     def cluster(self) -> Cluster:
         """The devices, with their limits of memory, and the links between them."""
         if self.hosts is None:
-            return Cluster(devices=tuple(self.devices), link=self.link)
+            return Cluster(devices=tuple(self.devices), link=self.link, devices_per_host=self.devices_per_host)
         hosts = self.hosts
         return Cluster(
             devices=tuple(self.devices),

@@ -44,14 +44,24 @@ SEPARABLE: Final = frozenset(
         _aten.embedding.default,
         _aten.layer_norm.default,
         _aten.group_norm.default,
-        _aten.rms_norm.default,
     }
 )
-"""Operations without side effects that return one new tensor, with much work for the gradients of their parameters."""
+"""Operations without side effects that return one new tensor, with much work for the gradients of their parameters.
+
+Each reads an operand once: of several gradients of one operand the engine adds each to what other uses have left, and
+an operation in a graph of its own gives their sum. On a CPU a root mean square normalization is many operations, of
+which two read its input.
+"""
 
 
 def is_separable(node: fx.Node) -> bool:
-    """Whether an operation of a graph is one of `SEPARABLE`; gradients of an embedding may be sparse, those are not."""
+    """Whether an operation of a graph is one of `SEPARABLE`, without one value in two places.
+
+    Gradients of an embedding may be sparse, those are not.
+    """
+    operands = [value for value in node.args if isinstance(value, fx.Node)]
+    if len({*operands}) < len(operands):
+        return False
     if node.target is _aten.embedding.default:
         sparse = dict(
             zip(("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"), node.args, strict=False)

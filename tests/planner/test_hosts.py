@@ -171,8 +171,8 @@ SLOW_LINK = Link(latency_s=0.5, bytes_per_s=8.0)
 FAST_LINK = Link(latency_s=0.0, bytes_per_s=1024.0)
 
 
-def even(output_bytes: list[int]) -> Profile:
-    rows = {("a", 1): [[1.0, 1.0, 1.0, 0, 0, size, size] for size in output_bytes]}
+def even(output_bytes: list[int], kinds: Sequence[str] = "a") -> Profile:
+    rows = {(kind, 1): [[1.0, 1.0, 1.0, 0, 0, size, size] for size in output_bytes] for kind in kinds}
     return build_profile(rows, parameters=[(64, True)], readers=[[0] for _ in output_bytes])
 
 
@@ -322,9 +322,36 @@ def test_one_link_for_all_is_as_before() -> None:
     profile = even([4, 4, 4, 1, 4, 4, 4, 0])
     asked: Any = {"batch_size": 8, "recompute": "never", "micro_batches_per_stage": 1, "replicas": "auto"}
     plain = plan_from_profile(profile, cluster(4, 2, FAST_LINK, None), **asked)
-    assert plan_from_profile(profile, cluster(4, 2, FAST_LINK, FAST_LINK), **asked) == plain
+    on_two = plan_from_profile(profile, cluster(4, 2, FAST_LINK, FAST_LINK), **asked)
+    assert on_two.model_copy(update={"positions": (), "devices_per_host": None}) == plain
     assert plan_from_profile(profile, cluster(4, 4, FAST_LINK, SLOW_LINK), **asked) == plain
     assert plain.positions == ()
+
+
+@pytest.mark.parametrize(
+    "devices", ["2x2xA100-40GB:ndr/ndr", "16xA100-40GB:ndr", "2x2xA100-40GB:nvlink3/10gbe", "1xT4, 8xL4, 7xT4:ndr"]
+)
+def test_processes_are_on_devices_of_their_hosts(devices: str) -> None:
+    """With one link for all, two processes of a host were to be on one of its devices."""
+    given = Cluster.of(devices)
+    kinds = sorted({device.kind for device in given.devices})
+    profile = even([64] * 7 + [0], kinds=kinds)
+    count, per_host = len(given.devices), given.devices_per_host
+    assert per_host is not None
+    asked: Any = {"batch_size": count, "micro_batches_per_stage": 1, "recompute": "never", "schedule": "gpipe"}
+    plan = plan_from_profile(profile, given, replicas=2, **asked)
+    names = {
+        process: stage.devices[replica].name
+        for stage, row in zip(plan.stages, plan.processes, strict=True)
+        for replica, process in enumerate(row)
+    }
+    first = 0
+    for host, started in plan.processes_by_host.items():
+        own = [names[process] for process in range(first, first + started)]
+        on_host = [device.name for device in given.devices[host * per_host : (host + 1) * per_host]]
+        assert len({*own}) == started, own
+        assert own == sorted(own, key=on_host.index)
+        first += started
 
 
 @pytest.mark.parametrize(
@@ -363,6 +390,47 @@ def test_less_memory_for_some_of_equal_devices_is_no_way_to_a_faster_plan(data: 
     limited = plan_from_profile(profile, hosts, memory_limit=limits, **asked).prediction
     assert free.step_s <= limited.step_s * (1 + CLOSE)
     assert free.lower_bound_s <= limited.step_s * (1 + CLOSE)
+
+
+@pytest.mark.parametrize("replicas", [2, "auto"])
+@given(seed=st.integers(0, 10**6), rooms=st.lists(st.sampled_from([ROOM, ROOM - 10**6]), min_size=4, max_size=4))
+@example(seed=72, rooms=[ROOM, ROOM - 10**6, ROOM - 10**6, ROOM])
+@settings(max_examples=6, deadline=None)
+def test_a_little_less_memory_for_some_is_not_slower_than_for_all(
+    replicas: Any, seed: int, rooms: list[int]
+) -> None:
+    """Devices that were alike in memory were on two hosts each, and a step took up to 4.8 times as long."""
+    random = np.random.default_rng(seed)
+    profile = made_up(random, int(random.integers(2, 6)), 8)
+    slow = Link(latency_s=int(random.integers(0, 16)) / 16, bytes_per_s=float(random.choice([4, 16, 64])))
+    asked: Any = {"batch_size": 8, "micro_batches_per_stage": 1, "schedule": "1f1b", "recompute": "never"}
+    hosts = cluster(4, 2, FAST_LINK, slow)
+    of_some, of_all = (
+        plan_from_profile(profile, hosts, memory_limit=limits, replicas=replicas, **asked).prediction
+        for limits in (rooms, ROOM - 10**6)
+    )
+    assert of_some.step_s <= of_all.step_s * (1 + CLOSE)
+    assert of_some.lower_bound_s <= of_all.step_s * (1 + CLOSE)
+
+
+NO_OR_FOUR: tuple[Any, ...] = ({}, {"stages": 4})
+
+
+@given(seed=st.integers(0, 10**6))
+@example(seed=61)
+@settings(max_examples=8, deadline=None)
+def test_a_number_of_stages_is_no_way_to_a_faster_plan_of_several_chunks(seed: int) -> None:
+    """Each K and R was looked at by itself with one chunk alone: a step took up to 1.5 times as long."""
+    random = np.random.default_rng([seed, 5])
+    layers, count, per_host = (int(random.integers(least, most)) for least, most in ((4, 7), (5, 9), (2, 5)))
+    profile = made_up(random, layers, 8)
+    slow = Link(latency_s=int(random.integers(0, 8)) / 16, bytes_per_s=float(random.choice([4, 16, 64])))
+    asked: Any = {"batch_size": 8, "micro_batches": 4, "micro_batches_per_stage": 1, "recompute": "never"}
+    asked |= {"schedule": "interleaved", "chunks": 2, "replicas": 2}
+    hosts = cluster(count, per_host, FAST_LINK, slow)
+    free, fixed = (plan_from_profile(profile, hosts, **asked, **more).prediction for more in NO_OR_FOUR)
+    assert free.step_s <= fixed.step_s * (1 + CLOSE)
+    assert free.lower_bound_s <= fixed.step_s * (1 + CLOSE)
 
 
 def test_clusters_say_what_lies_between_hosts() -> None:

@@ -15,7 +15,6 @@ model, data, M, R, schedule and seed, not of K, the cuts, recompute or the proce
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -144,7 +143,17 @@ class Pipeline:
         timeout_s: float | None = None,
         transport: str = ANY,
     ) -> None:
-        check_arguments(plan, seed, timeout_s, transport)
+        check_arguments(
+            model,
+            plan,
+            loss_fn=loss_fn,
+            initialize=initialize,
+            seed=seed,
+            timeout_s=timeout_s,
+            transport=transport,
+            check_finite=check_finite,
+            compare_first_step=compare_first_step,
+        )
         self.plan = plan
         self.run = Run()
         self._replanning = Replanning(plan, replan)
@@ -463,10 +472,11 @@ class Pipeline:
             The norm before, in float64; the same in every process and for every K.
 
         Raises:
-            ArgumentError: `max_norm` is no number, or another one on another rank.
+            ArgumentError: `max_norm` is no number, or below 0, or another one on another rank.
         """
-        if not isinstance(max_norm, int | float | Tensor) or math.isnan(max_norm):
-            raise ArgumentError(f"max_norm is {shown(max_norm)}; give a number, such as 1.0")
+        one = isinstance(max_norm, int | float) or (isinstance(max_norm, Tensor) and max_norm.numel() == 1)
+        if not one or not max_norm >= 0:
+            raise ArgumentError(f"max_norm is {shown(max_norm)}; give a number that is not below 0, such as 1.0")
         with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_", "max_norm": f"{float(max_norm):.17g}"}):
             norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout, self._owners)
         if norm > max_norm:

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from executor.run.transports import CHOICES
 from planner.plan.plan import Plan
 from profiler.errors import ArgumentError, ForeignPlanError, PlanFileError
 from profiler.machine.backend import BACKENDS
-from profiler.quantities import check_seconds
+from profiler.quantities import check_seconds, shown
 from profiler.run.loss import LossFunction
 from profiler.tracing.sample import keywords_of
 from profiler.tracing.sequence import LayerSequence
+from profiler.tracing.tracing import check_model as check_module
 
 
-def check_arguments(plan: Plan, seed: int, timeout_s: float | None, transport: str) -> None:
+def check_arguments(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss_fn: object,
+    initialize: object,
+    seed: int,
+    timeout_s: float | None,
+    transport: str,
+    **switches: object,
+) -> None:
     """What a `Pipeline` is given means something.
 
     Raises:
         ArgumentError: naming what does not.
     """
+    check_module(model)
     if not isinstance(plan, Plan):
         raise ArgumentError(f"the plan is a {type(plan).__name__}; pass a Plan, Plan.load(path) reads one")
+    for name, function in (("loss_fn", loss_fn), ("initialize", initialize)):
+        if function is not None and not callable(function):
+            raise ArgumentError(f"{name} is {shown(function)}; pass a function, or leave it out")
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise ArgumentError(f"{name} is {shown(switch)}; give True or False")
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ArgumentError(f"the seed is {seed!r}; pass a whole number of at most 64 bits")
     if timeout_s is not None:

@@ -68,7 +68,7 @@ def explain(
         ForeignPlanError: the profile is not the plan's.
         ArgumentError: by the profile's link the plan takes another time than it says, and no devices are given.
     """
-    profile = profile or plan.profile
+    profile = plan.profile if profile is None else profile
     problem = None if profile is None else problem_of(plan, profile, devices)
     if problem is not None and devices is None and not plan.skips:
         refuse_other_links(plan, as_it_is_s(problem, plan))

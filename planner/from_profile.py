@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.cost.hosts import Hosts
-from planner.cost.layer_costs import CostModel, ParameterRanges
+from planner.cost.layer_costs import CostModel, ParameterRanges, check_profile
 from planner.cost.time_ledger import layer_seconds
 from planner.doubt import with_doubt
 from planner.keywords import SettingKeywords, takes_settings
@@ -30,7 +30,7 @@ from planner.solve.skip_search import no_plan_text
 from planner.solve.time_shares import best_in_time
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
-from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S, shown
+from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S
 from profiler.record import Profile
 from profiler.text import counted
 
@@ -109,8 +109,7 @@ def make_problem(
     settings: SettingKeywords,
 ) -> Problem:
     """What the balancer is asked; see `plan_from_profile`."""
-    if not isinstance(profile, Profile):
-        raise ArgumentError(f"profile is {shown(profile)}; pass a Profile, Profile.load(path) reads one from a file")
+    check_profile(profile)
     given = _device_tuple(devices)
     asked = Settings.of(given, batch_size, settings)
     rules = rules_of(profile.layers, asked)

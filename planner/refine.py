@@ -113,7 +113,7 @@ def refined(
         ArgumentError: the plan does not know its profile, or the table is none of `measured()`, or of no step.
         ForeignPlanError: the plan was not made from that profile, or the table is of a plan of more stages.
     """
-    profile = profile or plan.profile
+    profile = plan.profile if profile is None else profile
     if profile is None:
         raise ArgumentError("a plan from a file does not know its profile; pass profile=, what it was made from")
     if fingerprint_of(profile) != plan.profile_fingerprint:

@@ -224,6 +224,7 @@ class Watch:
         if self._mesh is None:
             self._cause, self._raised = None, False  # alone, the caller may mend what was wrong and go on
         if not isinstance(problem, Exception):
+            problem.add_note(f"at {position}")
             raise problem
         if isinstance(problem, PlanError) and str(problem) == cause.text:
             raise problem

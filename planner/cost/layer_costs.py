@@ -23,7 +23,8 @@ from planner.cost.recurrent_workspace import Rows, with_room
 from planner.cost.stage_bytes import PairBytes, StageBytes, sums_with_pairs
 from planner.cost.stepped_bytes import largest_shares
 from profiler.between_sizes import on_line, whole_bytes
-from profiler.errors import ProfileError
+from profiler.errors import ArgumentError, ProfileError
+from profiler.quantities import shown
 from profiler.record import LayerCost, OptimizerCost, Profile
 from profiler.text import counted
 
@@ -282,8 +283,23 @@ class CostModel:
         return below, above, (micro_batch_size - below) / (above - below)
 
 
+def check_profile(profile: Profile) -> None:
+    """Refuse what is no profile.
+
+    Raises:
+        ArgumentError: saying what it is.
+    """
+    if not isinstance(profile, Profile):
+        raise ArgumentError(f"profile is {shown(profile)}; pass a Profile, Profile.load(path) reads one from a file")
+
+
 def fingerprint_of(profile: Profile) -> str:
-    """What a plan says of the profile that it was made from; of one without `skips` what earlier versions said."""
+    """What a plan says of the profile that it was made from; of one without `skips` what earlier versions said.
+
+    Raises:
+        ArgumentError: it is no profile.
+    """
+    check_profile(profile)
     unsaid = frozenset({"skips"} if profile.skips is None else ())
     return hashlib.sha256(profile.to_json(without=unsaid).encode()).hexdigest()
 

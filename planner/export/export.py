@@ -68,7 +68,8 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
     refuse_what_goes_wrong(plan, sequence, row)
     row.check(plan, model, sequence)
     units = None if row.unit_paths is None else units_of(sequence, row.unit_paths(model))
-    there = moved(plan, _form(row, plan, sequence, units), profile or plan.profile)
+    profile = plan.profile if profile is None else profile
+    there = moved(plan, _form(row, plan, sequence, units), profile)
     refuse_what_goes_wrong(there.plan, sequence, row)  # a cut that moved may part what was together
     made = row.make(Request(there.plan, model, sequence, units))
     return Export(
@@ -79,7 +80,7 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
         value=made.value,
         text=made.text,
         files=made.files,
-        notes=(*made.notes, *_placement_notes(row, there.plan, plan.cluster, profile or plan.profile)),
+        notes=(*made.notes, *_placement_notes(row, there.plan, plan.cluster, profile)),
         module=made.module,
         moves=tuple(
             Move(index, old.first_layer, new.first_layer, new.module_paths[0])

@@ -200,7 +200,7 @@ def _run(task: Task) -> bytes | Failure:
         echo = elsewhere or any(echo in str(problem) for echo in ECHOES)
         return Failure(str(problem), trace, echo, type(problem), problem.first_rank, _of_user(problem.__cause__))
     except BaseException as problem:  # also sys.exit: whoever ends without a report may hang in an exit function
-        message = raised_text(problem)
+        message = "; ".join([raised_text(problem), *getattr(problem, "__notes__", ())])
         echo = any(echo in message for echo in ECHOES)
         return Failure(message, _from_the_function(problem), echo, cause=_of_user(problem))
 

@@ -1,16 +1,20 @@
 """What one rank was given wrongly is the same error on every rank, before the first action."""
 
 import os
+import re
 from collections.abc import Callable
 from functools import cache
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from executor import Pipeline, launch, pipeline
-from planner import Plan, PlanError
+from planner import ArgumentError, Plan, PlanError
 from profiler import trace
 from tests.executor.conftest import shared_traces
 
@@ -127,3 +131,45 @@ def test_bad_input_of_one_rank_is_one_error_on_all_before_anything_runs(plan_for
         assert not losses and not has_gradient
         for part in parts[1:]:
             assert part[wrong, odd] == (error, 0, False), (wrong, odd)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": None}, "the model is a NoneType; pass a torch.nn.Module"),
+        ({"plan": "plan.json"}, "the plan is a str; pass a Plan"),
+        ({"loss_fn": 3}, "loss_fn is 3; pass a function, or leave it out"),
+        ({"initialize": 3}, "initialize is 3; pass a function, or leave it out"),
+        ({"check_finite": "no"}, "check_finite is 'no'; give True or False"),
+        ({"compare_first_step": None}, "compare_first_step is None; give True or False"),
+        ({"seed": 1.5}, "the seed is 1.5; pass a whole number"),
+    ],
+)
+def test_what_a_pipeline_cannot_be_made_of_is_named(
+    plan_for: Callable[..., Plan], given: dict[str, Any], said: str
+) -> None:
+    asked: dict[str, Any] = {"model": three(), "plan": plan_for(trace(three(), X[:4]), batch_size=8, micro_batches=2)}
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        Pipeline(**{**asked, **given})
+
+
+def ends_within(plan: Plan, ending: type[BaseException]) -> None:
+    """Raises in the loss function of the second step."""
+    calls = count()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if next(calls) == plan.M:
+            raise ending
+        return functional.mse_loss(output[:, :1], target)
+
+    pipe = Pipeline(three(), plan, loss_fn=loss_fn, compare_first_step=False)
+    for _ in range(2):
+        pipe.step(X, target=Y)
+
+
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_ends_a_program_has_a_place_too(plan_for: Callable[..., Plan], ending: type[BaseException]) -> None:
+    plan = plan_for(trace(three(), X[:4]), [1], batch_size=8, micro_batches=2)
+    place = rf"rank 1 of 2 failed: {ending.__name__}: ?; .*; at step 1, stage 1, micro-batch 0, action 1F0"
+    with pytest.raises(PlanError, match=place):
+        launch(ends_within, plan, (ending,))

@@ -1,6 +1,7 @@
 """Checkpoints know nothing of stages, and there is always a whole one."""
 
 import json
+import math
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -186,5 +187,7 @@ def test_arguments_of_other_types_are_said_to_be_wrong(plan_for: Callable[..., P
         with pytest.raises(ArgumentError, match=said):
             load_checkpoint(path, of, optimizer)
     assert not [*tmp_path.iterdir()]
-    with pytest.raises(ArgumentError, match="max_norm is '1'; give a number"):
-        pipe.clip_grad_norm_("1")  # type: ignore[arg-type]
+    norms: list[Any] = ["1", torch.ones(3), -1.0, math.nan, torch.tensor(-1.0)]
+    for norm in norms:
+        with pytest.raises(ArgumentError, match=r"max_norm is .*; give a number that is not below 0"):
+            pipe.clip_grad_norm_(norm)

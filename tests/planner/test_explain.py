@@ -2,9 +2,11 @@
 
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 
 from planner import bottleneck
@@ -16,6 +18,8 @@ from planner.plan.units import seconds_text
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, ForeignPlanError, PlanFileError
 from tests.planner.made_up import build_profile
+
+FORMATS = Path(__file__).resolve().parents[1] / "data" / "formats"
 
 
 @pytest.fixture
@@ -78,6 +82,32 @@ def test_a_foreign_profile_explains_nothing(profile, device):
     with pytest.raises(ForeignPlanError, match="not made from this profile"):
         plan.explain(profile.model_copy(update={"reserve_bytes": 1}))
     assert plan.profile is profile
+
+
+@pytest.mark.parametrize("given", ["profile.json", 3, {}])
+def test_what_is_no_profile_is_named(profile, device, given):
+    """An empty one was taken for none, and a path for a profile."""
+    plan = plan_from_profile(profile, [device()] * 2, batch_size=8, stages=2, schedule="gpipe")
+    seen = pandas.DataFrame({"stage": [0], "what": ["forward_s"], "predicted": [1.0], "measured": [1.0]})
+    for asked in (lambda: plan.explain(given), lambda: plan.refined(seen, given)):
+        with pytest.raises(ArgumentError, match=r"profile is .*; pass a Profile"):
+            asked()
+
+
+def test_a_plan_explained_on_devices_that_it_has_not_is_refused(profile, device):
+    """It ended in a ValueError of a list."""
+    plan = plan_from_profile(profile, [device()] * 2, batch_size=8, stages=2, schedule="gpipe")
+    others = [device().model_copy(update={"memory_bytes": device().memory_bytes // 2})] * 2
+    with pytest.raises(ForeignPlanError, match=r"the plan runs on a with .* bytes, and there are a with"):
+        plan.explain(profile, others)
+
+
+def test_other_numbers_of_processes_are_compared():
+    plan = Plan.load(FORMATS / "plan-2-placed.json")
+    other = plan.model_copy(update={"positions": ((0, 1), (2, 3))})
+    frame = plan.compare(other)
+    assert (frame["this"]["processes"], frame["other"]["processes"]) == ("2,3 0,1", "0,1 2,3")
+    assert "processes" not in Plan.load(FORMATS / "plan-2.json").compare(Plan.load(FORMATS / "plan-2.json")).index
 
 
 def test_plans_compare(profile, device):

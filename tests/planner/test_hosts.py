@@ -396,9 +396,7 @@ def test_less_memory_for_some_of_equal_devices_is_no_way_to_a_faster_plan(data: 
 @given(seed=st.integers(0, 10**6), rooms=st.lists(st.sampled_from([ROOM, ROOM - 10**6]), min_size=4, max_size=4))
 @example(seed=72, rooms=[ROOM, ROOM - 10**6, ROOM - 10**6, ROOM])
 @settings(max_examples=6, deadline=None)
-def test_a_little_less_memory_for_some_is_not_slower_than_for_all(
-    replicas: Any, seed: int, rooms: list[int]
-) -> None:
+def test_a_little_less_memory_for_some_is_not_slower_than_for_all(replicas: Any, seed: int, rooms: list[int]) -> None:
     """Devices that were alike in memory were on two hosts each, and a step took up to 4.8 times as long."""
     random = np.random.default_rng(seed)
     profile = made_up(random, int(random.integers(2, 6)), 8)

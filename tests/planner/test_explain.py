@@ -96,8 +96,11 @@ def test_what_is_no_profile_is_named(profile, device, given):
 
 def test_a_plan_explained_on_devices_that_it_has_not_is_refused(profile, device):
     """It ended in a ValueError of a list."""
-    plan = plan_from_profile(profile, [device()] * 2, batch_size=8, stages=2, schedule="gpipe")
-    others = [device().model_copy(update={"memory_bytes": device().memory_bytes // 2})] * 2
+    link, slow = Link(latency_s=0.01, bytes_per_s=1e6), Link(latency_s=0.02, bytes_per_s=1e6)
+    hosts = Cluster(devices=(device(),) * 2, link=link, between=slow, devices_per_host=1)
+    plan = plan_from_profile(profile, hosts, batch_size=8, stages=2, schedule="gpipe")
+    smaller = device().model_copy(update={"memory_bytes": device().memory_bytes // 2})
+    others = hosts.model_copy(update={"devices": (smaller,) * 2})
     with pytest.raises(ForeignPlanError, match=r"the plan runs on a with .* bytes, and there are a with"):
         plan.explain(profile, others)
 

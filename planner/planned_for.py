@@ -21,7 +21,9 @@ from planner.plan.stage import Segment
 from planner.plan.units import seconds_text
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError
+from profiler.quantities import shown
 from profiler.record import Profile
+from profiler.text import counted
 
 if TYPE_CHECKING:
     from planner.solve.balance import Balance
@@ -77,7 +79,7 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
         devices: see `planned_for`.
 
     Raises:
-        ForeignPlanError: the profile is another one.
+        ForeignPlanError: the profile is another one, or the devices are.
     """
     from planner.cost.layer_costs import fingerprint_of
     from planner.from_profile import make_problem
@@ -102,8 +104,14 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
         },
     )
     several = groupings(problem, plan.replicas)
-    found = (_on_its_devices(one, plan) for one in several)
-    return next((one for one in found if one is not None), several[0])
+    found = next(filter(None, (_on_its_devices(one, plan) for one in several)), None)
+    if found is None:
+        _classes_of(several[0], plan)
+        raise ForeignPlanError(
+            f"the plan has devices {shown([*chain.from_iterable(plan.positions)])} for its ranks, and of these "
+            f"{counted(len(problem.devices), 'device')} it would have others; pass the Cluster that it was made for"
+        )
+    return found
 
 
 def _on_its_devices(problem: Problem, plan: Plan) -> Problem | None:
@@ -171,7 +179,8 @@ def _classes_of(problem: Problem, plan: Plan) -> list[int]:
     if missing is not None:
         raise ForeignPlanError(
             f"the plan runs on {missing.kind} with {missing.memory_bytes} bytes, and there are "
-            f"{', '.join(f'{kind} with {size}' for kind, size in classes)}; pass the devices that it was made for"
+            f"{', '.join(f'{kind} with {size}' for kind, size in classes)}; pass the Cluster that it was made for, "
+            "with its limits of memory"
         )
     return [classes.index(_memory(stage.device)) for stage in plan.stages]
 

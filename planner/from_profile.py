@@ -111,7 +111,7 @@ def make_problem(
     """What the balancer is asked; see `plan_from_profile`."""
     check_profile(profile)
     given = _device_tuple(devices)
-    asked = Settings.of(given, batch_size, settings)
+    asked = Settings.of(given, batch_size, _with_one_chunk(settings) if _hosts(devices) is not None else settings)
     rules = rules_of(profile.layers, asked)
     link = devices.link if isinstance(devices, Cluster) and devices.link is not None else None
     limited = tuple(
@@ -134,6 +134,12 @@ def make_problem(
     )
     _check_profile(problem, most_stages(asked, len(profile.layers)))
     return problem
+
+
+def _with_one_chunk(settings: SettingKeywords) -> SettingKeywords:
+    """Of several hosts, where the search takes longest, more chunks a rank are tried if that is asked for."""
+    free = settings.get("schedule") in (None, "auto") and settings.get("chunks") is None
+    return {**settings, "chunks": 1} if free else settings
 
 
 def _measured_schedules(settings: Settings, costs: CostModel, devices: Sequence[Device]) -> tuple[ScheduleName, ...]:

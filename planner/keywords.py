@@ -27,8 +27,9 @@ class SettingKeywords(TypedDict, total=False):
         skips: how values come to a stage past others that do not read them: `"relayed"` (default) by each of these, or
             `"direct"`, past them, where that fits: stages between need no memory and no time for them, and ranks that
             are no neighbours talk.
-        chunks: stages a rank, of a schedule that has several ("interleaved"; "zb-v" has 2); 1 by default, `"auto"` to
-            have it chosen. Each is kept or recomputed as a whole, and there are at least 2 ranks.
+        chunks: stages a rank, of a schedule that has several ("interleaved"; "zb-v" has 2); `"auto"` to have it chosen,
+            which is the default where the schedule is, on one host with at most 16 devices in line and without
+            `pinned` or direct skips; else 1. Each is kept or recomputed as a whole, and there are at least 2 ranks.
         stages: K, if it is to be fixed; all chunks of all ranks.
         max_stages: largest K.
         micro_batches: M, if it is to be fixed; at most 16,384 in any case.

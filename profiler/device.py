@@ -260,7 +260,7 @@ class Cluster(Value):
             devices=tuple(Device.of(kind, name=f"cuda:{index % per_host}") for index, kind in enumerate(kinds)),
             link=Link.of(found) if isinstance(found, str) else found,
             between=far,
-            devices_per_host=per_host if on_host or len(kinds) > per_host else None,
+            devices_per_host=per_host if far is not None or on_host or len(kinds) > per_host else None,
         )
 
 

@@ -119,7 +119,7 @@ _SHAPE: tuple[Option[Any], ...] = (
         "--chunks",
         type=CHUNKS,
         metavar="V",
-        help="Stages a device, of an interleaved schedule; auto takes the fastest.  [default: 1]",
+        help="Stages a device; auto takes the fastest.  [default: auto with that schedule, on one host; else 1]",
     ),
     click.option("--stages", type=STAGES, metavar="K", help="Number of stages.  [default: the best]"),
     click.option("--max-stages", type=STAGES, metavar="K", help="Largest number of stages."),

@@ -60,7 +60,7 @@ def balance_of_all(problem: Problem, unsettled: Unsettled | None = None) -> Bala
         plain = is_plain(family[0].settings)
         start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
         shared = [_with_share(one, deadline, len(every) - number) for one in family]
-        done_s = np.inf if best is None else best.lower_bound_s
+        done_s = min(unsettled.least_s, np.inf if best is None else best.lower_bound_s)
         last = number == len(every) - 1
         if waits and (limited or not plain):  # without a limit an interrupt alone makes these leave it to the plain one
             shared = [replace(one, dispensable=True) for one in shared]

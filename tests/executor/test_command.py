@@ -311,7 +311,7 @@ def test_what_is_no_model_is_told_before_anything_else(folder: Path) -> None:
         ("--batch-size 3", "or set --micro-batches-per-stage 3 or less"),
         ("--stages 2 --max-stages 1", "--stages is 2 and --max-stages is 1; leave one of them out"),
         ("--optimizer Adamm", "--optimizer Adamm; choose one of torch.optim"),
-        ("--chunks 2", '--schedule is "auto", which is for one chunk a rank'),
+        ("--chunks 2", '--schedule is "auto" and chooses the chunks, too; leave --chunks 2 out'),
         ("--link nvlink4", "--link is 'nvlink4', and links between devices of this machine are measured"),
         ("--devices cpu,cpu --between ndr", "--between is 'ndr', and links between devices of this machine"),
         ("--devices 2xT4 --link wire", "no data sheet of a link 'wire'"),

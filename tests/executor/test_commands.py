@@ -51,7 +51,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     )
     paths = {name: tmp_path / f"{name}.json" for name in ("profile", "gpipe", "one")}
     profile.save(paths["profile"])
-    plan_from_profile(profile, here, batch_size=16).save(paths["gpipe"])
+    plan_from_profile(profile, here, batch_size=16, chunks=1).save(paths["gpipe"])
     plan_from_profile(profile, here, batch_size=16, stages=1).save(paths["one"])
     return paths
 
@@ -184,7 +184,8 @@ def test_what_if(files: dict[str, Path], tmp_path: Path) -> None:
     rows = json.loads(result.stdout)
     asked = [(row["devices"], row["link"], row["batch_size"]) for row in rows]
     assert asked == [(n, link, batch) for n in (1, 2, 3) for link in ("10gbe", "NVLink4") for batch in (16, 24)]
-    assert all(row["K"] <= row["devices"] for row in rows)
+    assert all(row["K"] <= row["chunks"] * row["devices"] for row in rows)
+    assert max(row["chunks"] for row in rows) > 1
     assert "<svg" in (tmp_path / "chart.svg").read_text()
     assert "samples" in autoplan("what-if", files["profile"], "--devices", "2", "--batch-size", "16").stdout
 

@@ -183,7 +183,7 @@ def restrictions(problem: Asked) -> list[Asked]:
         {"schedule": name, "chunks": number}
         for name in (*SEVERAL, IN_A_V)
         for number in ("auto", 2)
-        if chosen and schedule == "auto"
+        if schedule == "auto" and (chosen or problem.devices.between is None)
     ]
     changes += [{"micro_batch_sizes": sizes} for sizes in ([1], [2], [1, 2], [3, 4])]
     changes += [

@@ -254,7 +254,7 @@ def test_a_plan_with_chunks_is_explained(device):
     ("more", "message"),
     [
         ({"schedule": "1f1b"}, "chunks is 2, and schedule '1f1b' has at most 1 a rank"),
-        ({"schedule": "auto"}, 'schedule is "auto", which is for one chunk a rank, and chunks is 2'),
+        ({"schedule": "auto"}, 'schedule is "auto" and chooses the chunks, too; leave chunks=2 out'),
         ({"schedule": "zb-v", "chunks": 1}, "chunks is 1, and schedule 'zb-v' has exactly 2 a rank"),
         ({"schedule": "zb-v", "chunks": 3}, "chunks is 3, and schedule 'zb-v' has exactly 2 a rank"),
         ({"schedule": "zb-v", "stages": 2}, "give at least 2 devices and 4 stages, or choose another schedule"),

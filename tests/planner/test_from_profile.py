@@ -88,7 +88,7 @@ def test_more_stages_than_layers_are_refused(profile, device):
 
 
 def test_a_small_batch_gets_fewer_stages(profile, device):
-    plan = plan_from_profile(profile, [device()] * 3, batch_size=9)
+    plan = plan_from_profile(profile, [device()] * 3, batch_size=9, chunks=1)
     assert (plan.K, plan.M) == (2, 9)
 
 
@@ -109,7 +109,7 @@ def test_a_pipeline_needs_a_link(profile, device):
         plan_from_profile(unlinked, [device()] * 2, batch_size=8)
     assert plan_from_profile(unlinked, [device()] * 2, batch_size=8, stages=1).K == 1
     cluster = Cluster(devices=(device(), device()), link=Link(latency_s=0.0, bytes_per_s=1e6))
-    assert plan_from_profile(unlinked, cluster, batch_size=8).K == 2
+    assert plan_from_profile(unlinked, cluster, batch_size=8, chunks=1).K == 2
     with pytest.raises(ProfileError, match="need a link"):
         plan_from_profile(unlinked, [device()] * 2, batch_size=8, max_stages=1, replicas="auto")
 
@@ -138,7 +138,7 @@ def test_a_profile_without_times_is_refused(profile_of, device):
 
 
 def test_prediction_follows_from_the_simulator(profile, device):
-    plan = plan_from_profile(profile, [device()] * 2, batch_size=16, micro_batches=8)
+    plan = plan_from_profile(profile, [device()] * 2, batch_size=16, micro_batches=8, chunks=1)
     timeline = simulate_plan(plan)
     prediction = plan.prediction
     assert [(stage.first_layer, stage.stop_layer) for stage in plan.stages] == [(0, 2), (2, 4)]
@@ -168,7 +168,7 @@ def test_a_stage_is_recomputed_only_where_it_does_not_fit(profile, device):
 
 
 def test_a_memory_limit_binds_every_device(profile, device):
-    plan = plan_from_profile(profile, [device("a", 1000), device("a", 5000)], batch_size=8, memory_limit=2000)
+    plan = plan_from_profile(profile, [device("a", 1000), device("a", 5000)], batch_size=8, memory_limit=2000, chunks=1)
     assert [stage.device.memory_bytes for stage in plan.stages] == [1000, 2000]
     assert all(stage.memory.total <= stage.device.memory_bytes for stage in plan.stages)
 
@@ -195,7 +195,7 @@ def test_unlike_devices_share_the_work_by_speed(profile_of, device):
     profile = profile_of(
         {("slow", 1): [ROW] * 6, ("fast", 1): [FAST] * 6}, links=(Link(latency_s=0.0, bytes_per_s=1e9),)
     )
-    plan = plan_from_profile(profile, [device("slow"), device("fast")], batch_size=8, micro_batches=8)
+    plan = plan_from_profile(profile, [device("slow"), device("fast")], batch_size=8, micro_batches=8, chunks=1)
     assert [stage.stop_layer - stage.first_layer for stage in plan.stages] == [2, 4]
 
 

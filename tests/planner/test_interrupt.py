@@ -77,7 +77,7 @@ def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_best_plan_so_far_says_that_it_is(
     profile: Profile, ctrl_c: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = plan_from_profile(profile, DEVICES, batch_size=8)
+    plan = plan_from_profile(profile, DEVICES, batch_size=8, chunks=1)
     assert plan.interrupted
     assert plan.prediction.gap > 0
     assert "the search was interrupted: this is the best plan so far" in " ".join(str(plan).split())
@@ -85,7 +85,7 @@ def test_the_best_plan_so_far_says_that_it_is(
     assert (told.out, told.err.count("interrupted: the search ends with the best plan so far")) == ("", 1)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    whole = plan_from_profile(profile, DEVICES, batch_size=8)
+    whole = plan_from_profile(profile, DEVICES, batch_size=8, chunks=1)
     assert not whole.interrupted
     assert whole.prediction.gap == 0
     assert plan.prediction.lower_bound_s < whole.prediction.step_s <= plan.prediction.step_s
@@ -95,7 +95,7 @@ def test_the_best_plan_so_far_says_that_it_is(
 def test_a_second_one_ends_the_search(profile: Profile, ctrl_c: list[int]) -> None:
     ctrl_c[0] = 2
     with pytest.raises(KeyboardInterrupt):
-        plan_from_profile(profile, DEVICES, batch_size=8)
+        plan_from_profile(profile, DEVICES, batch_size=8, chunks=1)
 
 
 def test_all_schedules_end(profile: Profile, ctrl_c: list[int]) -> None:
@@ -118,7 +118,7 @@ def test_whoever_answers_to_the_signal_still_does(profile: Profile, monkeypatch:
     before = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
     monkeypatch.setattr(SearchWatch, "tell", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
-        plan = plan_from_profile(profile, DEVICES, batch_size=8)
+        plan = plan_from_profile(profile, DEVICES, batch_size=8, chunks=1)
     finally:
         signal.signal(signal.SIGINT, before)
     assert heard
@@ -129,7 +129,7 @@ def test_the_command_writes_it(
     profile: Profile, ctrl_c: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(*_: Any, **__: Any) -> Plan:
-        return plan_from_profile(profile, DEVICES, batch_size=8)
+        return plan_from_profile(profile, DEVICES, batch_size=8, chunks=1)
 
     monkeypatch.setitem(planner.__dict__, "autoplan", find)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -251,7 +251,9 @@ def test_what_is_shown_fits_the_terminal(
         assert columns < 60 or "Ctrl-C takes it" in text or "time is up" in text
 
 
-@pytest.mark.parametrize("settings", [{"schedule": "auto"}, {"schedule": "auto", "skips": "direct"}, {"hosts": True}])
+@pytest.mark.parametrize(
+    "settings", [{"schedule": "auto", "chunks": 1}, {}, {"schedule": "auto", "skips": "direct"}, {"hosts": True}]
+)
 @pytest.mark.parametrize("interrupted_at", [None, 1, 2, 5])
 def test_what_is_proven_is_not_lost_when_the_next_search_begins(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], interrupted_at: int | None

@@ -21,7 +21,7 @@ def planned(profile_of, device):
     def plan(layers=8, devices=4, batch_size=8, latency_s=0.0, **settings):
         rows = {("a", size): [[0.25 * size, 0.25 * size, 0.5 * size, 1, 0, 1, 1]] * layers for size in (1, 16)}
         profile = profile_of(rows, links=(Link(latency_s=latency_s, bytes_per_s=1e9),))
-        return plan_from_profile(profile, [device()] * devices, batch_size=batch_size, **settings)
+        return plan_from_profile(profile, [device()] * devices, batch_size=batch_size, **{"chunks": 1, **settings})
 
     return plan
 

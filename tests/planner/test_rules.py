@@ -32,15 +32,18 @@ def cuts_of(plan):
 
 def test_modules_stay_together(profile, device):
     devices = [device("fast")] * 2
-    assert cuts_of(plan_from_profile(profile, devices, batch_size=16)) == [3]
-    plan = plan_from_profile(profile, devices, batch_size=16, keep_together=["blocks.2", "blocks.3"])
+    asked: Any = {"batch_size": 16, "chunks": 1}
+    assert cuts_of(plan_from_profile(profile, devices, **asked)) == [3]
+    plan = plan_from_profile(profile, devices, **asked, keep_together=["blocks.2", "blocks.3"])
     assert cuts_of(plan) == [3]  # a module of one layer forbids nothing
-    assert cuts_of(plan_from_profile(profile, devices, batch_size=16, keep_together=["blocks"])) == []
+    assert cuts_of(plan_from_profile(profile, devices, **asked, keep_together=["blocks"])) == []
 
 
 def test_cuts_are_where_they_must_be(profile, device):
-    plan = plan_from_profile(profile, [device("fast")] * 3, batch_size=16, cut_at=["blocks.1", "blocks.5"])
+    plan = plan_from_profile(profile, [device("fast")] * 3, batch_size=16, cut_at=["blocks.1", "blocks.5"], chunks=1)
     assert cuts_of(plan) == [1, 5]
+    more = plan_from_profile(profile, [device("fast")] * 3, batch_size=16, cut_at=["blocks.1", "blocks.5"])
+    assert {1, 5} < {*cuts_of(more)}  # several chunks a rank are faster
 
 
 def test_a_module_runs_where_it_is_pinned(profile, device):
@@ -165,11 +168,11 @@ def test_two_fast_and_two_slow_devices_beat_every_plan_that_treats_them_alike(pr
     )
     fast = device("fast", 24 * gigabyte, name="cuda:0")
     slow = device("slow", 12 * gigabyte, name="cuda:2")
-    ours = plan_from_profile(profile, [slow, fast, slow, fast], batch_size=64)
+    ours = plan_from_profile(profile, [slow, fast, slow, fast], batch_size=64, chunks=1)
     even = ["blocks.6", "blocks.12", "blocks.18"]  # what balances four equal devices
-    assert [f"blocks.{cut}" for cut in cuts_of(plan_from_profile(profile, [slow] * 4, batch_size=64))] == even
+    assert [f"blocks.{cut}" for cut in cuts_of(plan_from_profile(profile, [slow] * 4, batch_size=64, chunks=1))] == even
     # even in the best order of the devices and with the best M
-    alike = plan_from_profile(profile, [slow, fast, slow, fast], batch_size=64, cut_at=even, stages=4)
+    alike = plan_from_profile(profile, [slow, fast, slow, fast], batch_size=64, cut_at=even, stages=4, chunks=1)
     assert ours.prediction.gap == 0
     gain = alike.prediction.step_s / ours.prediction.step_s
     print(f"\nours {ours.prediction.step_s:.2f} s; alike {alike.prediction.step_s:.2f} s: {gain:.2f} times as fast")

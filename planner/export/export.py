@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from math import isclose
 from typing import Final
 
 from torch import nn
@@ -24,7 +25,7 @@ from planner.export.units import Units, units_of
 from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
 from planner.plan.units import seconds_text
-from planner.planned_for import in_order_of_ranks_s
+from planner.planned_for import ROUNDING, in_order_of_ranks_s
 from profiler.arguments import meant
 from profiler.device import Cluster
 from profiler.errors import ArgumentError
@@ -104,7 +105,10 @@ def _placement_notes(row: Target, plan: Plan, cluster: Cluster | None, profile: 
         return []
     costs = "stages would be on other devices than planned"
     if profile is not None and cluster is not None and len({device.kind for device in cluster.devices}) == 1:
-        costs = f"a step would take {seconds_text(in_order_of_ranks_s(plan, profile, cluster))} by our prediction"
+        step_s = in_order_of_ranks_s(plan, profile, cluster)
+        if isclose(step_s, plan.prediction.step_s, rel_tol=ROUNDING):
+            return []
+        costs = f"a step would take {seconds_text(step_s)} by our prediction"
     return [
         f"Processes 0 to {len(planned) - 1} of {row.engine} belong on devices {', '.join(map(str, planned))} of the "
         f"cluster that was planned for; numbered from host to host, as torchrun does it, {costs}."

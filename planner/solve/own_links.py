@@ -74,7 +74,15 @@ class OwnLinks:
     def look_near(self, starts: Sequence[Balance]) -> None:
         """First with cuts for their own links; when time is up, at what may be the best: to make one takes seconds."""
         moved = [with_far_cuts(self._problem, one, self._deadline) for one in starts]
-        waiting: Iterable[Balance] = (*moved, *_with_made_orders(self._problem, moved, self._deadline), *starts)
+        others = [
+            one for one in _in_other_schedules(self._problem, moved) if self._evaluated_s(one) < step_s(self.best)
+        ]
+        waiting: Iterable[Balance] = (
+            *moved,
+            *_with_made_orders(self._problem, moved, self._deadline),
+            *starts,
+            *(with_far_cuts(self._problem, one, self._deadline) for one in others),
+        )
         if self._deadline.over:
             waiting = sorted(dict.fromkeys(waiting), key=self._evaluated_s)
         for start in waiting:
@@ -159,6 +167,19 @@ def _with_made_orders(problem: Problem, plans: Sequence[Balance], deadline: Dead
             found = with_own_orders(problem, moved, name, deadline)
             if found is not None:
                 yield found
+
+
+def _in_other_schedules(problem: Problem, plans: Sequence[Balance]) -> Iterator[Balance]:
+    """The plans of a schedule with whole backward passes and one stage a rank in each other one of these.
+
+    What is faster over one link may not be so over several: between hosts messages take long, and who has more
+    micro-batches under way waits for them less.
+    """
+    records = {name: SCHEDULES[name] for name in problem.settings.schedules}
+    whole = [name for name, one in records.items() if one.most_chunks == 1 and not one.splits_backward]
+    for plan, name in product(plans, whole):
+        if plan.candidate.schedule in whole and plan.candidate.schedule != name and len(plan.stages) > 1:
+            yield replace(plan, candidate=replace(plan.candidate, schedule=name))
 
 
 def _beside(problem: Problem, start: Balance, deadline: Deadline) -> Iterator[Balance]:

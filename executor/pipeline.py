@@ -15,6 +15,7 @@ model, data, M, R, schedule and seed, not of K, the cuts, recompute or the proce
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -474,15 +475,18 @@ class Pipeline:
         Raises:
             ArgumentError: `max_norm` is no number, or below 0, or another one on another rank.
         """
-        one = isinstance(max_norm, int | float) or (isinstance(max_norm, Tensor) and max_norm.numel() == 1)
-        if not one or not max_norm >= 0:
+        try:
+            most = float(max_norm) if isinstance(max_norm, int | float | Tensor) else math.nan
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # of a complex number, several, too large, on meta
+            most = math.nan
+        if not most >= 0:
             raise ArgumentError(f"max_norm is {shown(max_norm)}; give a number that is not below 0, such as 1.0")
-        with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_", "max_norm": f"{float(max_norm):.17g}"}):
+        with self.watch.call(Phase.NORM, {"the call": "clip_grad_norm_", "max_norm": f"{most:.17g}"}):
             norm = global_norm(self._placement, tuple(self._sequence.parameters), self._layout, self._owners)
-        if norm > max_norm:
+        if norm > most:
             for parameter in self._placement.parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(float(max_norm / norm))
+                    parameter.grad.mul_(float(most / norm))
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -149,9 +149,13 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     pinned = problem.rules.pinned.copy()
     if plan.replicas == plan.chunks == 1 and len(problem.classes) > 1 and len(plan.stages) <= MOST_PINNED:
         for position, (first, stop) in enumerate(itertools.pairwise(positions)):
-            pinned[first:stop] = position
+            pinned[first:stop] = plan.positions[position][0] if plan.positions else position
     rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
-    found = best_in_order(replace(problem, rules=rules, classes=device_classes(problem.devices, rules)))
+    classes, own = device_classes(problem.devices, rules), {*itertools.chain.from_iterable(plan.positions)}
+    if own:
+        members = [tuple(member for member in one.members if member in own) for one in classes]
+        classes = tuple(replace(one, members=left) for one, left in zip(classes, members, strict=True))
+    found = best_in_order(replace(problem, rules=rules, classes=classes))
     return float("nan") if found is None else found.prediction.step_s
 
 

@@ -105,6 +105,8 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
     )
     several = groupings(problem, plan.replicas)
     found = next(filter(None, (_on_its_devices(one, plan) for one in several)), None)
+    if found is None and not plan.positions:
+        return several[0]
     if found is None:
         _classes_of(several[0], plan)
         raise ForeignPlanError(
@@ -118,18 +120,35 @@ def _on_its_devices(problem: Problem, plan: Plan) -> Problem | None:
     """The problem with devices in the order of the plan, and without those before its first one; None for others."""
     from planner.solve.own_links import from_device
 
-    if problem.devices_per_host is None or not plan.positions:
+    if problem.devices_per_host is None:
         return problem
+    if not plan.positions:
+        return _by_its_step(problem, plan)
     later = from_device(problem, min(chain.from_iterable(plan.positions)))
-    if not {_memory(stage.device) for stage in plan.stages} <= {_memory(group.device) for group in later.classes}:
-        return None
-    hosts, classes = problem.hosts, _classes_of(later, plan)[: plan.ranks]
-    used = Counter(classes)
-    if all(used[place] <= group.capacity(plan.replicas) for place, group in enumerate(later.classes)):
+    if _has_room(later, plan):
+        hosts, classes = problem.hosts, _classes_of(later, plan)[: plan.ranks]
         for one in (later, later if hosts is None else replace(later, hosts=replace(hosts, adjacent=True))):
             if one.placement(classes, plan.replicas).members == plan.positions:
                 return one
     return None
+
+
+def _by_its_step(problem: Problem, plan: Plan) -> Problem | None:
+    """Of a plan that does not say where its devices are: without those at the front with which its step is another."""
+    from planner.solve.own_links import from_device
+
+    for first in range(len(problem.devices) - plan.ranks * plan.replicas + 1):
+        later = from_device(problem, first)
+        if _has_room(later, plan) and isclose(as_it_is_s(later, plan), plan.prediction.step_s, rel_tol=ROUNDING):
+            return later
+    return None
+
+
+def _has_room(problem: Problem, plan: Plan) -> bool:
+    """Whether there are devices for all ranks of the plan."""
+    of_class = {_memory(group.device): group for group in problem.classes}
+    used = Counter(_memory(stage.device) for stage in plan.stages[: plan.ranks])
+    return all(one in of_class and count <= of_class[one].capacity(plan.replicas) for one, count in used.items())
 
 
 def as_it_is_s(problem: Problem, plan: Plan) -> float:

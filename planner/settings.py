@@ -140,11 +140,8 @@ class Settings:
         if choose_chunks:
             _check_choice_of_chunks(given)
             share = 1 if replicas == "auto" else replicas
-            per_stage = given.get("micro_batches_per_stage", MICRO_BATCHES_PER_STAGE)
-            fed = min(batch_size // share, given.get("micro_batches", batch_size)) // per_stage
-            in_line = min(len(devices) // share, fed)
             cuts = len({*cut_at}) if keywords.get("chunks") == "auto" else 0  # else they stay within the devices
-            chunks = given["chunks"] = _least_chunks(given.get("stages"), cuts, in_line)
+            chunks = given["chunks"] = _least_chunks_fed(given, batch_size // share, cuts, len(devices) // share)
         limit = given.pop("max_stages", None)
         settings = cls(
             batch_size=batch_size,
@@ -282,6 +279,22 @@ def _chooses_chunks(schedule: ScheduleName, given: dict[str, Any], devices: int)
 def _for_one_chunk(given: Mapping[str, Any]) -> list[str]:
     """Settings that are given and are for one stage a rank and a backward pass in one."""
     return [name for name, value in _ONLY_WHOLE if given.get(name) and value in (None, given[name])]
+
+
+def _least_chunks_fed(given: Mapping[str, Any], batch: int, cuts: int, devices: int) -> int:
+    """The fewest chunks a rank with which there are enough micro-batches, or which there would be with a larger batch.
+
+    Args:
+        given: settings.
+        batch: samples of a replica.
+        cuts: that are demanded.
+        devices: in line.
+    """
+    stages, per_stage = given.get("stages"), given.get("micro_batches_per_stage", MICRO_BATCHES_PER_STAGE)
+    fed = min(batch, given.get("micro_batches", batch)) // per_stage
+    chunks = _least_chunks(stages, cuts, min(devices, fed))
+    too_many = stages is not None and stages > devices
+    return _least_chunks(stages, cuts, devices) if chunks == 1 and too_many else chunks
 
 
 def _least_chunks(stages: int | None, cuts: int, devices: int) -> int:

@@ -71,8 +71,10 @@ def groupings(problem: Problem, replicas: int) -> list[Problem]:
             for group in _groups(problem, replicas, positions[first : first + per_host])
         ]
         found += [_with_least(problem, groups) for groups in (within, _groups(problem, None))]
-    by_memory = {tuple(device.memory_bytes for device in one.devices): one for one in reversed(found)}
-    return [by_memory[memory] for memory in reversed(by_memory)]
+    by_memory: dict[tuple[int, ...], Problem] = {}
+    for one in found:
+        by_memory.setdefault(tuple(device.memory_bytes for device in one.devices), one)
+    return [*by_memory.values()]
 
 
 def _with_least(problem: Problem, groups: Iterable[Sequence[int]]) -> Problem:

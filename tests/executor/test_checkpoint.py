@@ -187,7 +187,8 @@ def test_arguments_of_other_types_are_said_to_be_wrong(plan_for: Callable[..., P
         with pytest.raises(ArgumentError, match=said):
             load_checkpoint(path, of, optimizer)
     assert not [*tmp_path.iterdir()]
-    norms: list[Any] = ["1", torch.ones(3), -1.0, math.nan, torch.tensor(-1.0)]
+    norms: list[Any] = ["1", torch.ones(3), -1.0, math.nan, torch.tensor(-1.0), torch.tensor(1j), 10**400]
+    norms.append(torch.ones(1, device="meta"))
     for norm in norms:
         with pytest.raises(ArgumentError, match=r"max_norm is .*; give a number that is not below 0"):
             pipe.clip_grad_norm_(norm)

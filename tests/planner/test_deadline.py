@@ -240,7 +240,7 @@ def test_where_nothing_fits_not_all_cuts_of_all_candidates_are_tried_late(asked,
 
     monkeypatch.setattr(CutClimb, "found", noted)
     devices = [device(memory_bytes=30) for _ in range(4)]
-    settings: SettingKeywords = {"time_limit_s": 1e-9, "recompute": "never"}
+    settings: SettingKeywords = {"time_limit_s": 1e-9, "recompute": "never", "chunks": 1}
     problem = make_problem(asked.costs.profile, devices, batch_size=128, optimizer=None, settings=settings)
     assert balance_of_all(problem) is None
     late = len(climbs)

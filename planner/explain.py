@@ -147,11 +147,12 @@ def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     demanded = problem.rules.demanded & False
     demanded[list(cuts)] = True
     pinned = problem.rules.pinned.copy()
+    where = () if problem.devices_per_host is None else plan.positions  # else there are no devices but the plan's own
     if plan.replicas == plan.chunks == 1 and len(problem.classes) > 1 and len(plan.stages) <= MOST_PINNED:
         for position, (first, stop) in enumerate(itertools.pairwise(positions)):
-            pinned[first:stop] = plan.positions[position][0] if plan.positions else position
+            pinned[first:stop] = where[position][0] if where else position
     rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
-    classes, own = device_classes(problem.devices, rules), {*itertools.chain.from_iterable(plan.positions)}
+    classes, own = device_classes(problem.devices, rules), {*itertools.chain.from_iterable(where)}
     if own:
         members = [tuple(member for member in one.members if member in own) for one in classes]
         classes = tuple(replace(one, members=left) for one, left in zip(classes, members, strict=True))

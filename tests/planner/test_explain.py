@@ -105,6 +105,21 @@ def test_a_plan_explained_on_devices_that_it_has_not_is_refused(profile, device)
         plan.explain(profile, others)
 
 
+def test_a_loaded_plan_is_priced_on_its_own_devices(profile_of, device):
+    """Positions are those in a list of devices that a file does not hold."""
+    rows = {
+        (kind, size): [[cost * size] * 3 + [1, 1, 1, 1]] * 6
+        for kind, cost in (("a", 1.0), ("b", 9.0))
+        for size in (1, 8)
+    }
+    profile = profile_of(rows, links=(Link(latency_s=0.01, bytes_per_s=1e6),))
+    hosts = Cluster(devices=(device("b"), device("a"), device("a")), link=profile.links[0], devices_per_host=2)
+    plan = plan_from_profile(profile, hosts, batch_size=8, stages=2, schedule="gpipe")
+    assert plan.positions == ((1,), (2,))
+    own, read = plan.explain(), loaded(plan).explain(profile)
+    assert read["cut_later_s"][0] == own["cut_later_s"][0] > plan.prediction.step_s
+
+
 def test_other_numbers_of_processes_are_compared():
     plan = Plan.load(FORMATS / "plan-2-placed.json")
     other = plan.model_copy(update={"positions": ((0, 1), (2, 3))})

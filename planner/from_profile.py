@@ -167,9 +167,9 @@ def _hosts(devices: Cluster | Sequence[Device]) -> Hosts | None:
     if not isinstance(devices, Cluster) or devices.between is None or devices.link is None:
         return None
     per_host = _devices_per_host(devices)
-    return (
-        None if per_host is None or devices.between == devices.link else Hosts(devices.link, devices.between, per_host)
-    )
+    if per_host is None or devices.between == devices.link:
+        return None
+    return Hosts(devices.link, devices.between, per_host, ports=devices.ports)
 
 
 def _devices_per_host(devices: Cluster | Sequence[Device]) -> int | None:

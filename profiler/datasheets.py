@@ -231,11 +231,13 @@ class LinkSheet(Value):
         bytes_per_s: as printed.
         latency_s: of a message between two devices, an assumption: the launch of a send and a receive, and the hop.
         source: document that prints the bandwidth.
+        of_each_device: whether each device of a host usually has one to other hosts, as in DGX and HGX systems.
     """
 
     bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(ge=0)
     source: str
+    of_each_device: bool = False
 
 
 _NVLINK = "NVIDIA NVLink (https://www.nvidia.com/en-us/data-center/nvlink/), half of the total of both directions"
@@ -257,8 +259,8 @@ LINKS: Final = MappingProxyType(
         "10gbe": LinkSheet(bytes_per_s=1.25 * GB, latency_s=50e-6, source=_ETHERNET),
         "25gbe": LinkSheet(bytes_per_s=3.125 * GB, latency_s=50e-6, source=_ETHERNET),
         "100gbe": LinkSheet(bytes_per_s=12.5 * GB, latency_s=30e-6, source=_ETHERNET),
-        "hdr": LinkSheet(bytes_per_s=25 * GB, latency_s=15e-6, source=_INFINIBAND),
-        "ndr": LinkSheet(bytes_per_s=50 * GB, latency_s=15e-6, source=_INFINIBAND),
+        "hdr": LinkSheet(bytes_per_s=25 * GB, latency_s=15e-6, source=_INFINIBAND, of_each_device=True),
+        "ndr": LinkSheet(bytes_per_s=50 * GB, latency_s=15e-6, source=_INFINIBAND, of_each_device=True),
         "tpuv2": LinkSheet(
             bytes_per_s=62 * GB, latency_s=10e-6, source=f"{_TPU.split(';', maxsplit=1)[0]}, 496 Gbit/s"
         ),

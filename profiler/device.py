@@ -152,6 +152,15 @@ class Link(Value):
             }
         )
 
+    def side_by_side(self, count: int) -> Link:
+        """So many of these links, among which each message is divided."""
+        return self.model_copy(
+            update={
+                "bytes_per_s": self.bytes_per_s * count,
+                "measured": tuple((size * count, seconds) for size, seconds in self.measured),
+            }
+        )
+
     @classmethod
     @fits_its_arguments
     def of(cls, kind: str) -> Link:
@@ -178,12 +187,15 @@ class Cluster(Value):
         between: between devices of unlike hosts; None where `link` is between all devices.
         devices_per_host: so many devices after each other are in one host; None where nothing is said of hosts, and one
             has all devices.
+        ports: of a host to others. Replicas of a rank that are on one host average gradients over as many of them as
+            they are.
     """
 
     devices: tuple[Device, ...] = Field(min_length=1, max_length=MOST_DEVICES)
     link: Link | None = None
     between: Link | None = None
     devices_per_host: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
+    ports: int = Field(default=1, ge=1, le=MOST_DEVICES)
 
     @model_validator(mode="after")
     def _hosts_known(self) -> Self:
@@ -217,7 +229,8 @@ class Cluster(Value):
                 between hosts.
             link: between neighbours, as `Link.of` or measured. By default the slowest of those that such devices
                 usually have, for as many as fit on one host.
-            between: between hosts, likewise; `link` by default.
+            between: between hosts, likewise; `link` by default. Of InfiniBand each device has a port of its own, as in
+                DGX and HGX systems, of others a host has one; `"4xhdr"` says four a host.
             devices_per_host: names repeat (`cuda:0`, ...) from one host to the next; 8 where the text does not say it.
 
         Raises:
@@ -253,14 +266,17 @@ class Cluster(Value):
                 f"{shown(devices)} are {len(kinds) // on_host} hosts, with 0 links between them; name one, such as "
                 f"between='ndr' or {shown(listed.strip() + ':nvlink4/ndr')}"
             )
-        far = Link.of(far) if isinstance(far, str) else far
+        ports = 1
+        if isinstance(far, str):
+            far, ports = _ports(far, per_host)
         if found is None:
-            far = None  # one device
+            far, ports = None, 1  # one device
         return cls(
             devices=tuple(Device.of(kind, name=f"cuda:{index % per_host}") for index, kind in enumerate(kinds)),
             link=Link.of(found) if isinstance(found, str) else found,
             between=far,
             devices_per_host=per_host if far is not None or on_host or len(kinds) > per_host else None,
+            ports=ports,
         )
 
 
@@ -288,6 +304,17 @@ def _listed_kinds(text: str) -> tuple[list[str], int | None]:
     if len(on_host) > 1:
         raise ArgumentError(f"{shown(text)} has unlike numbers of devices on its hosts; give one number for all")
     return kinds, on_host.pop()
+
+
+def _ports(text: str, devices_per_host: int) -> tuple[Link, int]:
+    """Of `4xhdr`, or of a name alone: the link, and how many of it a host has to others."""
+    from profiler.datasheets import link_sheet
+
+    match = re.fullmatch(r"\s*(?:(\d{1,4})\s*x\s*)?(\S+)\s*", text, re.IGNORECASE)
+    if match is None or int(match[1] or 1) < 1:
+        raise ArgumentError(f"{shown(text.strip())} is not a link between hosts, such as ndr or 4xhdr")
+    usual = devices_per_host if link_sheet(match[2]).of_each_device else 1
+    return Link.of(match[2]), int(match[1] or usual)
 
 
 def _usual_link(kinds: Sequence[str], devices_per_host: int) -> Link:

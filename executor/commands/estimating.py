@@ -214,7 +214,7 @@ class _Several(ParamType):
 )
 @click.option("--batch-size", "batch_sizes", type=Numbers(), required=True, help="Samples in a mini-batch.")
 @click.option("--link", "links", type=_Several(click.STRING), help="Links by name, such as nvlink4,ndr.")
-@click.option("--between", metavar="NAME", help="Link between hosts of 8 devices, such as ndr.")
+@click.option("--between", metavar="NAME", help="Link between hosts of 8 devices, such as ndr; 4xhdr is four a host.")
 @click.option("--memory-limit", "limits", type=_Several(Size()), help="Memory of a device, such as 24GiB,40GiB.")
 @click.option(
     "--schedule",

@@ -36,7 +36,7 @@ DEVICES = click.option(
 )
 LINKS: tuple[Option[Any], ...] = (
     click.option("--link", metavar="NAME", help="Between devices of a host that is not here, such as nvlink4."),
-    click.option("--between", metavar="NAME", help="Between such hosts, such as ndr."),
+    click.option("--between", metavar="NAME", help="Between such hosts, such as ndr; 4xhdr is four a host."),
 )
 BATCH_SIZE = click.option("--batch-size", type=SAMPLES, help="Samples in a mini-batch.  [default: as in the sample]")
 PRECISION = click.option(

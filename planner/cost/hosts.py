@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,12 +31,23 @@ class Hosts:
         between: between those of two.
         devices_per_host: so many after each other are in one.
         adjacent: whether the replicas of a rank are after each other, and not the ranks of a replica.
+        ports: of a host to others.
     """
 
     link: Link
     between: Link
     devices_per_host: int
     adjacent: bool = False
+    ports: int = 1
+
+    def averaging(self, on_host: int) -> Link:
+        """What replicas on several hosts average their gradients over, of which so many at least are on each.
+
+        Each of these begins a ring that leaves the host by a port of its own, as NCCL lays them. All rings go through
+        all of them, so together they are no faster than the link within.
+        """
+        ports = min(self.ports, on_host)
+        return self.between if ports == 1 else slower_of(self.link, self.between.side_by_side(ports))
 
 
 @dataclass(frozen=True)
@@ -55,15 +66,38 @@ class Placement:
         """Whether a message between two ranks leaves a host, in any replica."""
         return self._numbers[sender] != self._numbers[receiver]
 
-    def rings_far(self, rank: int) -> bool:
-        """Whether the replicas of a rank are on more than one host."""
-        return len({*self._numbers[rank]}) > 1
+    def averaging(self, rank: int) -> Link | None:
+        """What the replicas of a rank average their gradients over, where they are on more than one host."""
+        on_host = Counter(self._numbers[rank]).values()
+        return None if self.hosts is None or len(on_host) == 1 else self.hosts.averaging(min(on_host))
 
     @cached_property
     def _numbers(self) -> list[list[int]]:
         """By rank the number of its host in every replica."""
         per_host = math.inf if self.hosts is None else self.hosts.devices_per_host
         return [[int(device // per_host) for device in devices] for devices in self.members]
+
+
+def faster_of(*links: Link) -> Link:
+    """A link over which no message takes longer than over any of these."""
+    return _of_all(links, min, max)
+
+
+def slower_of(*links: Link) -> Link:
+    """A link that is about as slow as the slowest of these for each message."""
+    return _of_all(links, max, min)
+
+
+def _of_all(links: Sequence[Link], time: Callable[..., float], rate: Callable[..., float]) -> Link:
+    """Where all links' seconds are lines between two sizes, so are theirs; the smaller ones bend down between them."""
+    known = {size for link in links for size, _ in link.measured}
+    sizes = sorted({1, *known}) if known else []
+    return Link(
+        latency_s=time(one.latency_s for one in links),
+        bytes_per_s=rate(one.bytes_per_s for one in links),
+        error=max(one.error for one in links),
+        measured=tuple((size, time(one.transfer_s(size) for one in links)) for size in sizes),
+    )
 
 
 def placed(classes: Sequence[int], members: Sequence[Sequence[int]], replicas: int, hosts: Hosts | None) -> Placement:

@@ -17,6 +17,7 @@ from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.stage import Segment
 from planner.solve.order_arrays import orders_of
 from planner.solve.problem import Candidate, Problem
+from profiler.device import Link
 
 TIE = 1e-12
 """Relative difference of two step times that counts as none: rounding of sums in another order."""
@@ -132,7 +133,7 @@ def evaluate_s(
     seconds, placement = passes_seconds(problem, candidate, stages), placement_of(problem, candidate, stages)
     ring = candidate.ring.over(len(stages))
     ends = [
-        sum(end_seconds(problem, candidate, stage, far=placement.rings_far(ring.rank_of(number))))
+        sum(end_seconds(problem, candidate, stage, placement.averaging(ring.rank_of(number))))
         for number, stage in enumerate(stages)
     ]
     end_s = max(sum(ends[stage] for stage in ring.stages_of(rank)) for rank in range(ring.ranks))
@@ -180,14 +181,14 @@ def placement_of(problem: Problem, candidate: Candidate, stages: tuple[StageChoi
 
 
 def end_seconds(
-    problem: Problem, candidate: Candidate, stage: StageChoice, *, far: bool = False
+    problem: Problem, candidate: Candidate, stage: StageChoice, averaging: Link | None = None
 ) -> tuple[float, float]:
-    """Seconds of a stage's all-reduce and of its optimizer step; `far` where its replicas are on several hosts."""
+    """Seconds of a stage's all-reduce, of replicas on several hosts over that link, and of its optimizer step."""
     device = problem.classes[stage.device_class].device
     trainable = float(problem.parameters.trainable[stage.first, stage.stop])
     if not trainable:
         return 0.0, 0.0
-    terms = end_s(problem.end_figures(device.kind, candidate.replicas, far=far))
+    terms = end_s(problem.end_figures(device.kind, candidate.replicas, averaging))
     (reduce_s, reduce_byte_s), (optimizer_s, optimizer_byte_s) = terms["all_reduce_s"], terms["optimizer_s"]
     stepped = float(problem.parameters.stepped(problem.shares(candidate.replicas))[stage.first, stage.stop])
     return reduce_s + reduce_byte_s * trainable, optimizer_s + optimizer_byte_s * stepped

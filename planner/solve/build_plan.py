@@ -123,7 +123,7 @@ def stages_of(problem: Problem, found: Balance, routes: Sequence[Route]) -> tupl
                 tuple(problem.devices[member] for member in placement.members[rank]),
                 times,
                 routes,
-                far=placement.rings_far(rank),
+                averaging=placement.averaging(rank),
                 copied=copied[index],
             )
         )
@@ -151,7 +151,7 @@ def _stage(
     times: tuple[StageTimes, ...],
     routes: Sequence[Route],
     *,
-    far: bool,
+    averaging: Link | None,
     copied: Shares,
 ) -> Stage:
     profile = problem.costs.profile
@@ -159,7 +159,7 @@ def _stage(
     names = dict.fromkeys(name for layer in profile.layers[first:stop] for name in layer.parameters)
     elements = {parameter.name: parameter.elements for parameter in profile.parameters}
     held = [held[index // _ring(found).ranks] for _, held in _own_moments(found, rank)] if found.orders else ()
-    all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice, far=far)
+    all_reduce_s, optimizer_s = end_seconds(problem, found.candidate, choice, averaging)
     return Stage(
         first_layer=first,
         stop_layer=stop,

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 
 import numpy as np
 
-from planner.cost.hosts import Hosts
+from planner.cost.hosts import Hosts, faster_of, slower_of
 from planner.plan.plan import Plan
 from planner.rules import FREE
 from planner.search_watch import besides, others_follow
@@ -123,7 +123,7 @@ def _in_order(
     plans = OwnLinks(problem, lower_bound_s, deadline, best)
     with besides(lower_bound_s), others_follow():
         may_end = problem.dispensable or best is not None or bool(starts) or deadline.over
-        slow = replace(far, link=_slowest(hosts), ring=hosts.between, dispensable=may_end)
+        slow = replace(far, link=slower_of(hosts.link, hosts.between), ring=hosts.between, dispensable=may_end)
         starts += [found for found in (_balanced(slow),) if found is not None]
         plans.look_near([*starts, *_fastest_of(problem, known)])
         for later, alone in () if hosts.adjacent else _on_later_hosts(given, hosts):
@@ -220,29 +220,12 @@ def _within(problem: Problem, deadline: Deadline) -> Problem:
 
 def _fastest(hosts: Hosts) -> Link:
     """A link over which no message is longer under way than over either, and that nobody copies for."""
-    return _of_both([_under_way(link) for link in (hosts.link, hosts.between)], min, max)
+    return faster_of(*map(_under_way, (hosts.link, hosts.between)))
 
 
 def _under_way(link: Link) -> Link:
     """What is left of messages without copies at both ends."""
     return link.slowed(1 - sum(link.copied)).model_copy(update={"sender_share": 0.0, "receiver_share": 0.0})
-
-
-def _slowest(hosts: Hosts) -> Link:
-    """A link that is about as slow as the slower one for each message."""
-    return _of_both([hosts.link, hosts.between], max, min)
-
-
-def _of_both(both: Sequence[Link], time: Callable[..., float], rate: Callable[..., float]) -> Link:
-    """Where both links' seconds are lines between two sizes, so are theirs; the smaller ones bend down between them."""
-    known = {size for link in both for size, _ in link.measured}
-    sizes = sorted({1, *known}) if known else []
-    return Link(
-        latency_s=time(one.latency_s for one in both),
-        bytes_per_s=rate(one.bytes_per_s for one in both),
-        error=max(one.error for one in both),
-        measured=tuple((size, time(one.transfer_s(size) for one in both)) for size in sizes),
-    )
 
 
 def _near(problem: Problem, hosts: Hosts, number: int) -> Problem | None:
@@ -278,11 +261,9 @@ def _ring(problem: Problem, hosts: Hosts) -> Link:
     replicas, per_host = problem.settings.replicas, hosts.devices_per_host
     if replicas is None or len(problem.classes) > 1:
         return _fastest(hosts)
-    if hosts.adjacent:
-        return hosts.between if replicas > per_host else _fastest(hosts)
-    least_stages = per_host // replicas + 1
-    always = (replicas - 1) * least_stages >= per_host
-    return hosts.between if always else _fastest(hosts)
+    ranks_on_a_host = 1 if hosts.adjacent else per_host // replicas + 1
+    always = replicas > per_host if hosts.adjacent else (replicas - 1) * ranks_on_a_host >= per_host
+    return faster_of(hosts.averaging(1), hosts.averaging(min(per_host, replicas // 2))) if always else _fastest(hosts)
 
 
 def _shapes(problem: Problem, starts: list[Balance]) -> Iterator[Problem]:

@@ -120,6 +120,7 @@ class Problem:
             link=hosts.link,
             between=hosts.between,
             devices_per_host=hosts.devices_per_host,
+            ports=hosts.ports,
         )
 
     def at_boundaries(self, size: int) -> LayerArrays:
@@ -160,12 +161,12 @@ class Problem:
         """How many of so many replicas share the optimizer's state; 1 where each has all of it."""
         return replicas if self.settings.shard_optimizer else 1
 
-    def end_figures(self, device_kind: str, replicas: int, *, far: bool = False) -> EndFigures:
-        """What the end of a step on that kind of device follows from; `far` where replicas are on several hosts."""
+    def end_figures(self, device_kind: str, replicas: int, averaging: Link | None = None) -> EndFigures:
+        """What the end of a step on that kind of device follows from; of replicas on several hosts over that link."""
         recipe = recipe_of(self.costs.profile.sample.precision)
         share = 1.0 if recipe is None else recipe.gradient_share
         optimizer = self.costs.optimizer(device_kind, self.optimizer)
-        link = self.hosts.between if far and self.hosts is not None else self.ring or self.link
+        link = averaging or self.ring or self.link
         if link is not None and link.measured:
             link = link.line_to(float(self.parameters.trainable[0, -1]) * max(1.0, share) / replicas)
         return EndFigures(optimizer, link, replicas, share, self.shares(replicas))

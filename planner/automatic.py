@@ -103,7 +103,7 @@ def autoplan(
     cluster = local_devices(devices, threads=threads)
     given = describe_sample(sample, batch_dims).batch_size
     samples = given if batch_size is None else batch_size
-    asked = Settings.of(cluster.devices, samples, settings)
+    asked = Settings.of(cluster, samples, settings)
     check_loss(loss_fn, target)
     _check_names(sample, loss_fn)
     _check_rows(target, given)

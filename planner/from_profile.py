@@ -30,7 +30,7 @@ from planner.solve.skip_search import no_plan_text
 from planner.solve.time_shares import best_in_time
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError, ProfileError
-from profiler.quantities import MOST_MICRO_BATCHES, SHORTEST_WORK_S
+from profiler.quantities import MOST_DEVICES, MOST_MICRO_BATCHES, SHORTEST_WORK_S
 from profiler.record import Profile
 from profiler.text import counted
 
@@ -110,13 +110,12 @@ def make_problem(
 ) -> Problem:
     """What the balancer is asked; see `plan_from_profile`."""
     check_profile(profile)
-    given = _device_tuple(devices)
-    asked = Settings.of(given, batch_size, _with_one_chunk(settings) if _hosts(devices) is not None else settings)
+    cluster = _cluster_of(devices)
+    asked = Settings.of(cluster, batch_size, settings)
     rules = rules_of(profile.layers, asked)
-    link = devices.link if isinstance(devices, Cluster) and devices.link is not None else None
     limited = tuple(
         device if limit == device.memory_bytes else device.model_copy(update={"memory_bytes": limit})
-        for device, limit in zip(given, asked.memory_limits, strict=True)
+        for device, limit in zip(cluster.devices, asked.memory_limits, strict=True)
     )
     costs = CostModel(profile)
     asked = replace(asked, schedules=_measured_schedules(asked, costs, limited))
@@ -125,21 +124,15 @@ def make_problem(
         parameters=ParameterRanges(profile),
         devices=limited,
         classes=device_classes(limited, rules),
-        link=link or next(iter(profile.links), None),
-        hosts=_hosts(devices),
-        devices_per_host=_devices_per_host(devices),
+        link=cluster.link or next(iter(profile.links), None),
+        hosts=_hosts(cluster),
+        devices_per_host=cluster.devices_per_host if cluster.has_several_hosts else None,
         optimizer=optimizer if optimizer is not None else profile.optimizers[0].name,
         settings=asked,
         rules=rules,
     )
     _check_profile(problem, most_stages(asked, len(profile.layers)))
     return problem
-
-
-def _with_one_chunk(settings: SettingKeywords) -> SettingKeywords:
-    """Of several hosts, where the search takes longest, more chunks a rank are tried if that is asked for."""
-    free = settings.get("schedule") in (None, "auto") and settings.get("chunks") is None
-    return {**settings, "chunks": 1} if free else settings
 
 
 def _measured_schedules(settings: Settings, costs: CostModel, devices: Sequence[Device]) -> tuple[ScheduleName, ...]:
@@ -162,31 +155,27 @@ def _measured_schedules(settings: Settings, costs: CostModel, devices: Sequence[
     return left
 
 
-def _hosts(devices: Cluster | Sequence[Device]) -> Hosts | None:
+def _hosts(cluster: Cluster) -> Hosts | None:
     """Where the devices are, if that matters."""
-    if not isinstance(devices, Cluster) or devices.between is None or devices.link is None:
+    if not cluster.has_unlike_links:
         return None
-    per_host = _devices_per_host(devices)
-    if per_host is None or devices.between == devices.link:
-        return None
-    return Hosts(devices.link, devices.between, per_host, ports=devices.ports)
+    assert cluster.link is not None
+    assert cluster.between is not None
+    assert cluster.devices_per_host is not None
+    return Hosts(cluster.link, cluster.between, cluster.devices_per_host, ports=cluster.ports)
 
 
-def _devices_per_host(devices: Cluster | Sequence[Device]) -> int | None:
-    """If they are on several hosts."""
-    per_host = devices.devices_per_host if isinstance(devices, Cluster) else None
-    return None if per_host is None or len(_device_tuple(devices)) <= per_host else per_host
-
-
-def _device_tuple(devices: Cluster | Sequence[Device]) -> tuple[Device, ...]:
+def _cluster_of(devices: Cluster | Sequence[Device]) -> Cluster:
     if isinstance(devices, Cluster):
-        return devices.devices
+        return devices
     if not isinstance(devices, Sequence) or not all(isinstance(device, Device) for device in devices):
         raise ArgumentError(
             f"devices={devices!r} are no planned devices; pass a Cluster or a list of Device, "
             "profiler.machine.local.local_devices makes one of counts and names"
         )
-    return tuple(devices)
+    if not 1 <= len(devices) <= MOST_DEVICES:
+        raise ArgumentError(f"got {len(devices)} devices; give 1 to {MOST_DEVICES}")
+    return Cluster(devices=tuple(devices))
 
 
 def _check_profile(problem: Problem, most: int) -> None:

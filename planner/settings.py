@@ -31,7 +31,7 @@ from profiler.quantities import (
 from profiler.text import are, counted
 
 if TYPE_CHECKING:
-    from profiler.device import Device
+    from profiler.device import Cluster
 
 MICRO_BATCHES_PER_STAGE = 4
 """By default, see there."""
@@ -92,7 +92,7 @@ class Settings:
     time_limit_s: float | None = None
 
     @classmethod
-    def of(cls, devices: Sequence[Device], batch_size: int, keywords: SettingKeywords) -> Self:
+    def of(cls, cluster: Cluster, batch_size: int, keywords: SettingKeywords) -> Self:
         """The settings that these keywords mean.
 
         Raises:
@@ -108,13 +108,11 @@ class Settings:
         arrays = [name for name, value in given.items() if getattr(value, "ndim", 0) and name not in _OF_SEVERAL]
         if arrays:
             raise ArgumentError(f"{arrays[0]} is {shown(given[arrays[0]])}; give a single value, not an array")
-        if not devices:
-            raise ArgumentError("got 0 devices; give at least 1")
         check_count("batch_size", batch_size, most=MOST_SAMPLES)
         schedule = given.pop("schedule", "auto")
         schedule = schedule.lower() if isinstance(schedule, str) else schedule  # 1F1B, as people write it
         schedule = choice_of("schedule", schedule, (*SCHEDULES, "auto"))
-        choose_chunks = _chooses_chunks(schedule, given, len(devices))
+        choose_chunks = _chooses_chunks(schedule, given, cluster)
         for name, most in _MOST.items():
             if name in given:
                 check_count(name, given[name], most=most)
@@ -135,29 +133,31 @@ class Settings:
         if sizes is not None and not len(sizes):
             raise ArgumentError("micro_batch_sizes is empty; name at least one size, or leave it out")
         chunks = given.get("chunks", 1)
-        _check_chunks(chunks, schedule, given, len(devices))
+        _check_chunks(chunks, schedule, given, len(cluster.devices))
         cut_at = paths_of("cut_at", given.pop("cut_at", ()))
         if choose_chunks:
             _check_choice_of_chunks(given)
             share = 1 if replicas == "auto" else replicas
             cuts = len({*cut_at}) if keywords.get("chunks") == "auto" else 0  # else they stay within the devices
-            chunks = given["chunks"] = _least_chunks_fed(given, batch_size // share, cuts, len(devices) // share)
+            chunks = given["chunks"] = _least_chunks_fed(
+                given, batch_size // share, cuts, len(cluster.devices) // share
+            )
         limit = given.pop("max_stages", None)
         settings = cls(
             batch_size=batch_size,
             schedules=_schedules(schedule, given, choose_chunks=choose_chunks),
             choose_chunks=choose_chunks,
-            max_stages=min(len(devices) * chunks, limit or MOST_LAYERS),
+            max_stages=min(len(cluster.devices) * chunks, limit or MOST_LAYERS),
             stages_limit=limit,
             micro_batch_sizes=None if sizes is None else frozenset(sizes),
             replicas=None if replicas == "auto" else replicas,
-            memory_limits=memory_limits_of(devices, given.pop("memory_limit", None)),
+            memory_limits=memory_limits_of(cluster.devices, given.pop("memory_limit", None)),
             keep_together=paths_of("keep_together", given.pop("keep_together", ())),
             cut_at=cut_at,
-            pinned=pinned_of(devices, given.pop("pinned", {})),
+            pinned=pinned_of(cluster.devices, given.pop("pinned", {})),
             **given,
         )
-        settings._check_numbers(len(devices), keywords.get("max_stages"))
+        settings._check_numbers(len(cluster.devices), keywords.get("max_stages"))
         return settings
 
     @property
@@ -259,17 +259,17 @@ def _schedules(schedule: ScheduleName, given: Mapping[str, Any], *, choose_chunk
     return (schedule,)
 
 
-def _chooses_chunks(schedule: ScheduleName, given: dict[str, Any], devices: int) -> bool:
+def _chooses_chunks(schedule: ScheduleName, given: dict[str, Any], cluster: Cluster) -> bool:
     """Whether the number of chunks is to be chosen, for which there is a choice; else it is among what is given.
 
     With the schedule it is chosen, too, where nothing is said of it, nothing else forbids it, and few devices are in
-    line.
+    line, over one link.
     """
     asked = given.get("chunks") == "auto" and bool(given.pop("chunks"))
     if schedule == "auto" and not asked and "chunks" not in given:
-        replicas = given.get("replicas", 1)
+        replicas, devices = given.get("replicas", 1), len(cluster.devices)
         in_line = devices // replicas if isinstance(replicas, int) and replicas > 0 else devices
-        return FEW_RANKS <= in_line <= MOST_WITH_CHUNKS and not _for_one_chunk(given)
+        return not cluster.has_unlike_links and FEW_RANKS <= in_line <= MOST_WITH_CHUNKS and not _for_one_chunk(given)
     fewest = 1 if schedule == "auto" else SCHEDULES[schedule].fewest_chunks
     if fewest > 1:
         given.setdefault("chunks", fewest)

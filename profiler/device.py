@@ -203,6 +203,16 @@ class Cluster(Value):
             raise ValueError("between is a link, and link or devices_per_host is missing; say both, or leave it out")
         return self
 
+    @property
+    def has_several_hosts(self) -> bool:
+        """Whether the devices are on more than one host."""
+        return self.devices_per_host is not None and self.devices_per_host < len(self.devices)
+
+    @property
+    def has_unlike_links(self) -> bool:
+        """Whether a message takes another link from one host to another than inside one."""
+        return self.has_several_hosts and self.between not in (None, self.link)
+
     @classmethod
     @fits_its_arguments
     def of(

@@ -136,7 +136,7 @@ def _estimated(
     from planner.settings import Settings
 
     settings["pinned"] = dict(pinned)
-    asked = Settings.of(cluster.devices, batch_size, settings)  # type: ignore[arg-type]  # as click checks them
+    asked = Settings.of(cluster, batch_size, settings)  # type: ignore[arg-type]  # as click checks them
     dtype = None if autocast is None else getattr(torch, autocast)
     sequence = profiler.trace(
         built.model,

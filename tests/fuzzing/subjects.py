@@ -124,7 +124,7 @@ def workplace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Cache.of(given["cache"])
         named_optimizer(given["optimizer"])
         measured_sizes(samples, None, local_devices(devices, threads=given["threads"]))
-        Settings.of(devices.devices, samples, settings)
+        Settings.of(devices, samples, settings)
         return good_plan()
 
     def stop(*_: Any, **__: Any) -> Any:

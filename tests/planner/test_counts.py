@@ -12,7 +12,7 @@ from planner.settings import Settings
 from planner.solve import problem as problems
 from planner.solve.counts import left_out_s
 from planner.solve.problem import APART, EVERY, counts_between, counts_tried
-from profiler.device import Link
+from profiler.device import Cluster, Link
 from profiler.errors import InfeasibleError
 
 ROWS = [[0.2, 0.25, 0.5, 10, 4, 8, 8], [0.3, 0.1, 0.4, 10, 4, 8, 8], [0.1, 0.3, 0.6, 10, 4, 8, 8]]
@@ -26,7 +26,7 @@ def profile(profile_of):
 
 
 def settings(device, batch_size, **given):
-    return Settings.of((device(),) * 2, batch_size, given)  # type: ignore[arg-type]  # any of them
+    return Settings.of(Cluster(devices=(device(),) * 2), batch_size, given)  # type: ignore[arg-type]  # any of them
 
 
 def test_up_to_a_number_all_are_tried(device):

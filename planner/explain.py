@@ -23,7 +23,7 @@ from planner.plan.actions import ActionKind
 from planner.plan.explanation import Explanation
 from planner.plan.plan import Plan
 from planner.plan.simulator import Durations, Timeline, simulate_plan
-from planner.planned_for import as_it_is_s, problem_of, refuse_other_links
+from planner.planned_for import as_it_is_s, own_positions, problem_of, refuse_other_links
 from planner.sentences import sentences_on
 from profiler.arguments import fits_its_arguments
 from profiler.device import Cluster, Device
@@ -137,27 +137,31 @@ def _row(plan: Plan, durations: Durations, index: int, largest: int) -> dict[str
 def _with_cuts_s(plan: Plan, problem: Problem, cuts: Sequence[int]) -> float:
     """Seconds of the step with these cuts on the plan's devices; not a number when they do not fit."""
     from planner.solve.host_search import best_in_order
-    from planner.solve.problem import device_classes
 
-    positions = [0, *cuts, problem.layers]
-    if any(stop <= first for first, stop in itertools.pairwise(positions)):
+    places = [0, *cuts, problem.layers]
+    if any(stop <= first for first, stop in itertools.pairwise(places)):
         return float("nan")
     allowed = problem.rules.allowed & False
-    allowed[positions] = True
+    allowed[places] = True
     demanded = problem.rules.demanded & False
     demanded[list(cuts)] = True
-    pinned = problem.rules.pinned.copy()
-    where = () if problem.devices_per_host is None else plan.positions  # else there are no devices but the plan's own
+    problem = replace(problem, rules=replace(problem.rules, allowed=allowed, demanded=demanded))
     if plan.replicas == plan.chunks == 1 and len(problem.classes) > 1 and len(plan.stages) <= MOST_PINNED:
-        for position, (first, stop) in enumerate(itertools.pairwise(positions)):
-            pinned[first:stop] = where[position][0] if where else position
-    rules = replace(problem.rules, allowed=allowed, demanded=demanded, pinned=pinned)
-    classes, own = device_classes(problem.devices, rules), {*itertools.chain.from_iterable(where)}
-    if own:
-        members = [tuple(member for member in one.members if member in own) for one in classes]
-        classes = tuple(replace(one, members=left) for one, left in zip(classes, members, strict=True))
-    found = best_in_order(replace(problem, rules=rules, classes=classes))
+        problem = _each_on_its_own(plan, problem, places)
+    found = best_in_order(problem)
     return float("nan") if found is None else found.prediction.step_s
+
+
+def _each_on_its_own(plan: Plan, problem: Problem, places: Sequence[int]) -> Problem:
+    """The problem with each stage on the device that it has in the plan."""
+    from planner.solve.problem import DeviceClass
+
+    devices = [row[0] for row in own_positions(problem, plan)]
+    pinned = problem.rules.pinned.copy()
+    for device, (first, stop) in zip(devices, itertools.pairwise(places), strict=True):
+        pinned[first:stop] = device
+    classes = tuple(DeviceClass(problem.devices[device], (device,), pinned=True) for device in devices)
+    return replace(problem, rules=replace(problem.rules, pinned=pinned), classes=classes)
 
 
 def compare(plan: Plan, other: Plan) -> pandas.DataFrame:

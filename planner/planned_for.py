@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise, product
 from math import isclose
 from typing import TYPE_CHECKING, TypeAlias
 
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.plan import Plan
 from planner.plan.schedules import ONE_CHUNK
-from planner.plan.stage import Segment
+from planner.plan.stage import Segment, Stage
 from planner.plan.units import seconds_text
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError
@@ -44,7 +44,7 @@ def planned_for(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device
         devices: what it was made for, where that is known.
     """
     known = plan.cluster if devices is None else devices
-    if isinstance(known, Cluster) and known.devices_per_host is not None:
+    if isinstance(known, Cluster) and known.has_several_hosts:
         return known
     own = tuple(stage.devices[replica] for replica in range(plan.replicas) for stage in plan.stages[: plan.ranks])
     link = known.link if isinstance(known, Cluster) else None
@@ -52,7 +52,7 @@ def planned_for(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device
 
 
 def refuse_other_links(plan: Plan, step_s: float) -> None:
-    """Refuse links by which the plan takes another time than it says.
+    """Refuse links by which the plan takes another time than it says, or of which its own messages say nothing.
 
     Args:
         plan: of which nobody said what it was made for.
@@ -61,17 +61,35 @@ def refuse_other_links(plan: Plan, step_s: float) -> None:
     Raises:
         ArgumentError: with both times.
     """
-    if plan.cluster is None and not isclose(step_s, plan.prediction.step_s, rel_tol=ROUNDING):
+    if plan.cluster is not None:
+        return
+    if not isclose(step_s, plan.prediction.step_s, rel_tol=ROUNDING):
         raise ArgumentError(
             f"by the link in the profile a step of this plan takes {seconds_text(step_s)} "
             f"({step_s / plan.prediction.step_s - 1:+.2%}), and the plan says "
             f"{seconds_text(plan.prediction.step_s)}: it was made for other links; pass devices=, the Cluster that it "
             "was made for, or leave the profile out"
         )
+    if len(plan.processes_by_host) > 1 and not _sends_between_hosts(plan):
+        raise ArgumentError(
+            f"the plan is for {len(plan.processes_by_host)} hosts and sends 0 bytes between them, so it does not say "
+            "over which link; pass devices=, the Cluster that it was made for, or leave the profile out"
+        )
+
+
+def _sends_between_hosts(plan: Plan) -> bool:
+    """Whether a message or an all-reduce of the plan says what the link between its hosts takes."""
+    assert plan.devices_per_host is not None
+    hosts = [[position // plan.devices_per_host for position in row] for row in plan.positions]
+    for stage, after in pairwise(plan.stages):
+        sent = any(times.send_forward_s for times in stage.times) or any(times.send_backward_s for times in after.times)
+        if sent and hosts[stage.rank] != hosts[after.rank]:
+            return True
+    return any(stage.all_reduce_s and len({*hosts[stage.rank]}) > 1 for stage in plan.stages)
 
 
 def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device] | None = None) -> Problem:
-    """The problem whose only freedom is recompute and cuts.
+    """The problem whose only freedom is recompute and cuts, on the plan's own devices.
 
     Args:
         plan: that solves it.
@@ -83,7 +101,6 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
     """
     from planner.cost.layer_costs import fingerprint_of
     from planner.from_profile import make_problem
-    from planner.solve.equal_groups import groupings
 
     if fingerprint_of(profile) != plan.profile_fingerprint:
         raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
@@ -103,51 +120,98 @@ def problem_of(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device]
             "skips": "direct" if plan.skips else "relayed",
         },
     )
-    several = groupings(problem, plan.replicas)
-    found = next(filter(None, (_on_its_devices(one, plan) for one in several)), None)
-    if found is None and not plan.positions:
-        return several[0]
-    if found is None:
-        _classes_of(several[0], plan)
-        raise ForeignPlanError(
-            f"the plan has devices {shown([*chain.from_iterable(plan.positions)])} for its ranks, and of these "
-            f"{counted(len(problem.devices), 'device')} it would have others; pass the Cluster that it was made for"
-        )
-    return found
-
-
-def _on_its_devices(problem: Problem, plan: Plan) -> Problem | None:
-    """The problem with devices in the order of the plan, and without those before its first one; None for others."""
-    from planner.solve.own_links import from_device
-
     if problem.devices_per_host is None:
-        return problem
-    if not plan.positions:
-        return _by_its_step(problem, plan)
-    later = from_device(problem, min(chain.from_iterable(plan.positions)))
-    if _has_room(later, plan):
-        hosts, classes = problem.hosts, _classes_of(later, plan)[: plan.ranks]
-        for one in (later, later if hosts is None else replace(later, hosts=replace(hosts, adjacent=True))):
-            if one.placement(classes, plan.replicas).members == plan.positions:
-                return one
-    return None
+        return placed_as(problem, plan, [range(rank, len(problem.devices), plan.ranks) for rank in range(plan.ranks)])
+    if plan.devices_per_host not in (None, problem.devices_per_host):
+        raise ForeignPlanError(
+            f"the plan is for hosts of {counted(plan.devices_per_host, 'device')}, and these have "
+            f"{problem.devices_per_host}; pass the Cluster that it was made for"
+        )
+    return placed_as(problem, plan, plan.positions or _where_it_is(problem, plan))
 
 
-def _by_its_step(problem: Problem, plan: Plan) -> Problem | None:
-    """Of a plan that does not say where its devices are: without those at the front with which its step is another."""
+def placed_as(problem: Problem, plan: Plan, positions: Sequence[Sequence[int]]) -> Problem:
+    """The problem with the plan's devices alone, each rank on its own of them.
+
+    Args:
+        problem: with all devices.
+        plan: whose ranks run there.
+        positions: by rank, where its device of each replica is among them.
+
+    Raises:
+        ForeignPlanError: there are other devices at these positions.
+    """
+    devices = [*problem.devices]
+    for stage, row in zip(plan.stages[: plan.ranks], positions, strict=True):
+        for device, position in zip(stage.devices, row, strict=True):
+            there = devices[position] if position < len(devices) else None
+            if there is None or there.kind != device.kind or there.memory_bytes < device.memory_bytes:
+                raise ForeignPlanError(_other_device_text(device, position, there))
+            devices[position] = device
+    return _in_rows(replace(problem, devices=tuple(devices)), plan, positions)
+
+
+def _in_rows(problem: Problem, plan: Plan, positions: Sequence[Sequence[int]]) -> Problem:
+    """The same, whatever is at these positions."""
+    from planner.solve.problem import DeviceClass
+
+    devices: dict[tuple[str, int], Device] = {}
+    rows: dict[tuple[str, int], list[Sequence[int]]] = {}
+    for stage, row in zip(plan.stages[: plan.ranks], positions, strict=True):
+        key = _memory(stage)
+        devices[key] = stage.device.model_copy(update={"memory_bytes": key[1]})
+        rows.setdefault(key, []).append(row)
+    members = {key: tuple(row[replica] for replica in range(plan.replicas) for row in own) for key, own in rows.items()}
+    classes = tuple(DeviceClass(device, members[key], pinned=False) for key, device in devices.items())
+    hosts = None if problem.hosts is None else replace(problem.hosts, adjacent=False)
+    return replace(problem, classes=classes, hosts=hosts)
+
+
+def own_positions(problem: Problem, plan: Plan) -> Sequence[Sequence[int]]:
+    """By rank, where the plan's devices are among those of its problem."""
+    return problem.placement(_classes_of(problem, plan)[: plan.ranks], plan.replicas).members
+
+
+def _other_device_text(device: Device, position: int, there: Device | None) -> str:
+    found = "there is none"
+    if there is not None:
+        found = f"that is {shown(there.kind)} with {there.memory_bytes}"
+    return (
+        f"the plan runs on {shown(device.kind)} with {device.memory_bytes} bytes, device {position} of its cluster, "
+        f"and here {found}; pass the Cluster that it was made for, with its limits of memory"
+    )
+
+
+def _where_it_is(problem: Problem, plan: Plan) -> Sequence[Sequence[int]]:
+    """The devices of a plan that does not say where they are: those on which its step takes what it says.
+
+    Raises:
+        ForeignPlanError: there are none.
+    """
+    from planner.solve.equal_groups import groupings
     from planner.solve.own_links import from_device
 
-    for first in range(len(problem.devices) - plan.ranks * plan.replicas + 1):
-        later = from_device(problem, first)
-        if _has_room(later, plan) and isclose(as_it_is_s(later, plan), plan.prediction.step_s, rel_tol=ROUNDING):
-            return later
-    return None
+    several = (problem, *groupings(problem, plan.replicas))
+    hosts = problem.hosts
+    orders = (hosts,) if hosts is None else (hosts, replace(hosts, adjacent=True))
+    spare = len(problem.devices) - plan.ranks * plan.replicas
+    for one, first, order in product(several, range(spare + 1), orders):
+        later = replace(from_device(one, first), hosts=order)
+        if _has_room(later, plan):
+            rows = own_positions(later, plan)
+            if isclose(as_it_is_s(placed_as(problem, plan, rows), plan), plan.prediction.step_s, rel_tol=ROUNDING):
+                return rows
+    raise ForeignPlanError(
+        f"the plan does not say where its devices are, and on none of these {counted(len(problem.devices), 'device')} "
+        f"it takes the {seconds_text(plan.prediction.step_s)} that it says; pass the Cluster that it was made for, "
+        "with its limits of memory"
+    )
 
 
 def _has_room(problem: Problem, plan: Plan) -> bool:
     """Whether there are devices for all ranks of the plan."""
-    of_class = {_memory(group.device): group for group in problem.classes}
-    used = Counter(_memory(stage.device) for stage in plan.stages[: plan.ranks])
+    of_class = {(group.device.kind, group.device.memory_bytes): group for group in problem.classes}
+    used = Counter(_memory(stage) for stage in plan.stages[: plan.ranks])
     return all(one in of_class and count <= of_class[one].capacity(plan.replicas) for one, count in used.items())
 
 
@@ -158,17 +222,22 @@ def as_it_is_s(problem: Problem, plan: Plan) -> float:
     return evaluated(problem, plan, cuts, lambda first, stop: own[first, stop]).step_s
 
 
-def in_order_of_ranks_s(plan: Plan, profile: Profile, cluster: Cluster) -> float:
-    """Seconds of the plan's step where the replicas of a rank are on devices after each other.
+def in_order_of_processes(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[float, list[int]]:
+    """What becomes of the plan where processes are numbered as devices are, the replicas of a rank one after the other.
 
     Args:
         plan: that was made for it.
         profile: what it was made from.
         cluster: of devices that are equal but for their memory.
+
+    Returns:
+        Seconds of its step, and the ranks that do not fit there.
     """
-    problem = problem_of(plan, profile, cluster)
-    adjacent = None if problem.hosts is None else replace(problem.hosts, adjacent=True)
-    return as_it_is_s(replace(problem, hosts=adjacent), plan)
+    flat = iter(sorted(chain.from_iterable(plan.positions)))
+    rows = [[*islice(flat, plan.replicas)] for _ in range(plan.ranks)]
+    rooms = [min(cluster.devices[position].memory_bytes for position in row) for row in rows]
+    step_s = as_it_is_s(_in_rows(problem_of(plan, profile, cluster), plan, rows), plan)
+    return step_s, [rank for rank, memory in enumerate(plan.device_memories) if memory.total > rooms[rank]]
 
 
 def evaluated(problem: Problem, plan: Plan, cuts: Sequence[int], segments_of: SegmentsOf) -> Balance:
@@ -188,21 +257,11 @@ def evaluated(problem: Problem, plan: Plan, cuts: Sequence[int], segments_of: Se
 
 
 def _classes_of(problem: Problem, plan: Plan) -> list[int]:
-    """By stage the class of its device.
-
-    Raises:
-        ForeignPlanError: there is none.
-    """
-    classes = [_memory(group.device) for group in problem.classes]
-    missing = next((stage.device for stage in plan.stages if _memory(stage.device) not in classes), None)
-    if missing is not None:
-        raise ForeignPlanError(
-            f"the plan runs on {missing.kind} with {missing.memory_bytes} bytes, and there are "
-            f"{', '.join(f'{kind} with {size}' for kind, size in classes)}; pass the Cluster that it was made for, "
-            "with its limits of memory"
-        )
-    return [classes.index(_memory(stage.device)) for stage in plan.stages]
+    """By stage the class of its device."""
+    classes = [(group.device.kind, group.device.memory_bytes) for group in problem.classes]
+    return [classes.index(_memory(stage)) for stage in plan.stages]
 
 
-def _memory(device: Device) -> tuple[str, int]:
-    return device.kind, device.memory_bytes
+def _memory(stage: Stage) -> tuple[str, int]:
+    """Kind and memory of its devices, of which it may fill what the least of them has."""
+    return stage.device.kind, min(device.memory_bytes for device in stage.devices)

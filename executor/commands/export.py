@@ -11,6 +11,7 @@ import click
 from executor.commands.models import model_options, source_of
 from executor.commands.options import FILE
 from executor.commands.output import json_option
+from executor.commands.settings import MADE_FOR, made_for, with_options
 
 if TYPE_CHECKING:
     from planner.export.target import Export
@@ -31,6 +32,7 @@ TARGETS = ("torch.distributed.pipelining", "torchgpipe", "torchtitan", "megatron
     help=f"One of {', '.join(TARGETS)}.",
 )
 @click.option("--profile", "profile_file", type=FILE, help="What the plan was made from; needed where cuts must move.")
+@with_options(*MADE_FOR)
 @click.option(
     "-o",
     "--output",
@@ -41,7 +43,16 @@ TARGETS = ("torch.distributed.pipelining", "torchgpipe", "torchtitan", "megatron
 )
 @json_option
 def export(
-    *, plan_file: Path, target: str, profile_file: Path | None, folder: Path | None, as_json: bool, **given: Any
+    *,
+    plan_file: Path,
+    target: str,
+    profile_file: Path | None,
+    devices: str | None,
+    link: str | None,
+    between: str | None,
+    folder: Path | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Write a plan for another engine; say what moves to block borders there, and what that costs.
 
@@ -56,10 +67,11 @@ def export(
     from planner.plan.plan import Plan
     from profiler.record import Profile
 
+    cluster = made_for(devices, link, between)
     plan = Plan.load(plan_file)
     measured = None if profile_file is None else Profile.load(profile_file)
     built = source_of(given).build()
-    made = plan.export(target, built.model, profile=measured)
+    made = plan.export(target, built.model, profile=measured, devices=cluster)
     written = [] if folder is None else made.save(folder)
     if as_json:
         click.echo(json.dumps(_as_json(made, written), indent=2))

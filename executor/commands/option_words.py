@@ -23,6 +23,8 @@ def in_options(text: str, command: click.Command) -> str:
     '--stages is 3 and --max-stages is 2; set --stages 1, or stages stay idle'
     >>> in_options('set stages="auto"', plan)
     'set --stages auto'
+    >>> in_options("pass stages=, a number", plan)
+    'pass --stages, a number'
     """
     parts = _QUOTED.split(text)
     for parameter in command.params:
@@ -30,13 +32,13 @@ def in_options(text: str, command: click.Command) -> str:
         if long is None or parameter.name is None:
             continue
         named = r"\b(?<![-.'/])" + re.escape(parameter.name)
-        with_value = re.compile(named + _VALUE)
+        with_value, without = re.compile(named + _VALUE), re.compile(named + r"=(?=[,;])")
         alone = re.compile(named + r"\b(?![.'/])" if "_" in parameter.name else rf"\A{named}(?= is )")
         for place in range(0, len(parts), 2):
             changed = with_value.sub(
                 lambda found, long=long: f"{long} {found[1] or found[2] or found[3] or ''}", parts[place]
             )
-            parts[place] = alone.sub(long, changed)
+            parts[place] = alone.sub(long, without.sub(long, changed))
     return "".join(parts)
 
 

@@ -13,7 +13,8 @@ import click
 from executor.commands.option_words import in_settings
 from executor.commands.options import FILE, PICTURE
 from executor.commands.output import json_option, plan_outputs, present, print_frame, print_lines, write_picture
-from profiler.errors import ArgumentError, PlanFileError, ProfileError
+from executor.commands.settings import MADE_FOR, made_for, with_options
+from profiler.errors import PlanFileError, ProfileError
 from profiler.text import counted
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def show(plan_file: Path, timeline: Path | None, trace: Path | None, as_json: bo
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @click.option("--profile", "profile_file", type=FILE, help="What it was made from: also tells what other cuts take.")
-@click.option("--devices", metavar="TEXT", help="What it was made for, where links are not the profile's: 8x8xH100.")
-@click.option("--link", metavar="NAME", help="Between these devices, or those of a host, such as nvlink4.")
-@click.option("--between", metavar="NAME", help="Between hosts, such as ndr.")
+@with_options(*MADE_FOR)
 @click.option("--every-stage", is_flag=True, help=EVERY_STAGE)
 @json_option
 def explain(
@@ -63,13 +62,10 @@ def explain(
       autoplan explain plan.json
       autoplan explain plan.json --profile profile.json
     """
-    from profiler.device import Cluster
     from profiler.record import Profile
 
-    if devices is None and (link or between):
-        raise ArgumentError("--link and --between say what is between devices; say which with --devices, 2x8xH100")
+    cluster = made_for(devices, link, between)
     measured = None if profile_file is None else Profile.load(profile_file)
-    cluster = None if devices is None else Cluster.of(devices, link=link, between=between)
     explanation = _loaded(plan_file).explain(measured, cluster)
     if as_json:
         print_frame(explanation.reset_index(), as_json=True)

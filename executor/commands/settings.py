@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
 
 import click
 
@@ -24,6 +24,10 @@ from executor.commands.options import (
 )
 from planner.keywords import RecomputeMode, SkipMode
 from planner.plan.schedules import SCHEDULES
+from profiler.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from profiler.device import Cluster
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option: TypeAlias = Callable[[Command], Command]
@@ -38,6 +42,12 @@ LINKS: tuple[Option[Any], ...] = (
     click.option("--link", metavar="NAME", help="Between devices of a host that is not here, such as nvlink4."),
     click.option("--between", metavar="NAME", help="Between such hosts, such as ndr; 4xhdr is four a host."),
 )
+MADE_FOR: tuple[Option[Any], ...] = (
+    click.option("--devices", metavar="TEXT", help="What it was made for, if links are not the profile's: 8x8xH100."),
+    click.option("--link", metavar="NAME", help="Between these devices, or those of a host, such as nvlink4."),
+    click.option("--between", metavar="NAME", help="Between hosts, such as ndr."),
+)
+"""Of commands that hold a plan from a file against its profile; see `made_for`."""
 BATCH_SIZE = click.option("--batch-size", type=SAMPLES, help="Samples in a mini-batch.  [default: as in the sample]")
 PRECISION = click.option(
     "--precision",
@@ -174,6 +184,15 @@ def with_options(*options: Option[Any]) -> Callable[[Command], Command]:
         return command
 
     return add
+
+
+def made_for(devices: str | None, link: str | None, between: str | None) -> Cluster | None:
+    """The cluster that the options `MADE_FOR` name; None for what the profile says."""
+    from profiler.device import Cluster
+
+    if devices is None and (link or between):
+        raise ArgumentError("--link and --between say what is between devices; say which with --devices, 2x8xH100")
+    return None if devices is None else Cluster.of(devices, link=link, between=between)
 
 
 def optimizer_named(text: str) -> str:

@@ -10,7 +10,7 @@ First what the engine would train wrongly is refused (`refusing`), then cuts and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import isclose
 from typing import Final
@@ -25,9 +25,9 @@ from planner.export.units import Units, units_of
 from planner.plan.of_model import check_model, traced_as_planned
 from planner.plan.plan import Plan
 from planner.plan.units import seconds_text
-from planner.planned_for import ROUNDING, in_order_of_ranks_s
+from planner.planned_for import ROUNDING, in_order_of_processes
 from profiler.arguments import meant
-from profiler.device import Cluster
+from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError
 from profiler.quantities import shown
 from profiler.record import Profile
@@ -47,7 +47,14 @@ TARGETS: Final[Mapping[str, Target]] = {
 """By name, in the order in which help lists them."""
 
 
-def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None = None) -> Export:
+def export(
+    plan: Plan,
+    target: str,
+    model: nn.Module,
+    *,
+    profile: Profile | None = None,
+    devices: Cluster | Sequence[Device] | None = None,
+) -> Export:
     """The plan for another engine.
 
     Args:
@@ -56,10 +63,12 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
         model: that the plan was made for.
         profile: what the plan was made from, which a plan made in this process knows itself. Needed where cuts must
             move to the borders of modules.
+        devices: what it was made for, likewise. Needed with the profile where links are not the profile's.
 
     Raises:
-        ArgumentError: there is no such target, or a cut must move and there is no profile.
-        ForeignPlanError: the plan was made for another model, or from another profile.
+        ArgumentError: there is no such target, or a cut must move and there is no profile, or by the profile's link the
+            plan takes another time than it says.
+        ForeignPlanError: the plan was made for another model, from another profile or for other devices.
         InfeasibleError: the engine cannot run the plan, or would train wrongly by it; the message says why, and what to
             do.
     """
@@ -70,7 +79,7 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
     row.check(plan, model, sequence)
     units = None if row.unit_paths is None else units_of(sequence, row.unit_paths(model))
     profile = plan.profile if profile is None else profile
-    there = moved(plan, _form(row, plan, sequence, units), profile)
+    there = moved(plan, _form(row, plan, sequence, units), profile, devices)
     refuse_what_goes_wrong(there.plan, sequence, row)  # a cut that moved may part what was together
     made = row.make(Request(there.plan, model, sequence, units))
     return Export(
@@ -81,7 +90,7 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
         value=made.value,
         text=made.text,
         files=made.files,
-        notes=(*made.notes, *_placement_notes(row, there.plan, plan.cluster, profile)),
+        notes=(*made.notes, *_placement_notes(row, there.plan, plan.cluster if devices is None else devices, profile)),
         module=made.module,
         moves=tuple(
             Move(index, old.first_layer, new.first_layer, new.module_paths[0])
@@ -91,24 +100,28 @@ def export(plan: Plan, target: str, model: nn.Module, *, profile: Profile | None
     )
 
 
-def _placement_notes(row: Target, plan: Plan, cluster: Cluster | None, profile: Profile | None) -> list[str]:
+def _placement_notes(
+    row: Target, plan: Plan, devices: Cluster | Sequence[Device] | None, profile: Profile | None
+) -> list[str]:
     """Where processes belong, if the engine numbers them otherwise than their devices are on the hosts.
 
     Args:
         row: the engine's.
         plan: as it runs it.
-        cluster: that the plan was made for, where that is known.
+        devices: that the plan was made for, where that is known.
         profile: what it was made from, likewise.
     """
     planned = [*chain.from_iterable(plan.positions)]
     if row.one_process or planned == sorted(planned):
         return []
     costs = "stages would be on other devices than planned"
-    if profile is not None and cluster is not None and len({device.kind for device in cluster.devices}) == 1:
-        step_s = in_order_of_ranks_s(plan, profile, cluster)
-        if isclose(step_s, plan.prediction.step_s, rel_tol=ROUNDING):
+    if profile is not None and isinstance(devices, Cluster) and len({device.kind for device in devices.devices}) == 1:
+        step_s, not_fitting = in_order_of_processes(plan, profile, devices)
+        if not not_fitting and isclose(step_s, plan.prediction.step_s, rel_tol=ROUNDING):
             return []
         costs = f"a step would take {seconds_text(step_s)} by our prediction"
+        if not_fitting:
+            costs = f"rank {not_fitting[0]} would not fit in its device's memory"
     return [
         f"Processes 0 to {len(planned) - 1} of {row.engine} belong on devices {', '.join(map(str, planned))} of the "
         f"cluster that was planned for; numbered from host to host, as torchrun does it, {costs}."

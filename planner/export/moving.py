@@ -1,7 +1,7 @@
 """A plan with its cuts and its recompute as an engine can have them: the best such plan, by our own prediction.
 
-Devices, schedule, K, M and R stay. A plan that the engine can run as it is stays as it is, for which no profile is
-needed.
+Devices, schedule, K, M and R stay; where devices are unlike stages may change places. A plan that the engine can run as
+it is stays as it is, for which no profile is needed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from planner.export.target import Recompute
 from planner.export.units import Units
 from planner.plan.plan import Plan
 from planner.plan.stage import Segment, Stage
-from planner.planned_for import SegmentsOf, as_it_is_s, evaluated, problem_of
+from planner.planned_for import SegmentsOf, as_it_is_s, evaluated, problem_of, refuse_other_links
 from planner.solve.build_plan import make_plan
-from planner.solve.problem import Problem, device_classes
-from planner.solve.skip_search import best_plan
+from planner.solve.host_search import best_in_order
+from planner.solve.problem import Problem
+from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.record import Profile
 
@@ -79,17 +80,19 @@ class Form:
         return tuple(Segment(first=a, stop=b) for a, b in spans)
 
 
-def moved(plan: Plan, form: Form, profile: Profile | None) -> Moved:
+def moved(plan: Plan, form: Form, profile: Profile | None, devices: Cluster | Sequence[Device] | None = None) -> Moved:
     """The best plan of that form with the plan's devices, schedule, K, M and R.
 
     Args:
         plan: what to run.
         form: what the engine can.
         profile: what the plan was made from; needed if it must change.
+        devices: what it was made for, which a plan made in this process knows itself.
 
     Raises:
-        ArgumentError: the plan must change, and there is no profile.
-        ForeignPlanError: the profile is not the plan's.
+        ArgumentError: the plan must change, and there is no profile, or by its link the plan takes another time than it
+            says, and no devices are given.
+        ForeignPlanError: the profile is not the plan's, or the devices are not.
         InfeasibleError: there are not enough places for the cuts, or no plan of the form fits the memory.
     """
     if form.holds(plan):
@@ -104,7 +107,9 @@ def moved(plan: Plan, form: Form, profile: Profile | None) -> Moved:
             f"{_what_changes(plan, form)} for {form.engine}, and where it costs least only the profile says; pass "
             "profile=..., which the plan was made from (autoplan export --profile)"
         )
-    problem = problem_of(plan.model_copy(update={"skips": ()}), profile)
+    problem = problem_of(plan.model_copy(update={"skips": ()}), profile, devices)
+    if devices is None and not plan.skips:
+        refuse_other_links(plan, as_it_is_s(problem, plan))
     found = _best(problem, plan, form)
     if found is None:
         raise InfeasibleError(
@@ -162,8 +167,7 @@ def _searched(problem: Problem, plan: Plan, form: Form, recompute: str) -> Plan 
     allowed[[0, *positions, problem.layers]] = True
     narrowed = replace(rules, allowed=allowed)
     settings = replace(problem.settings, recompute=recompute)  # type: ignore[arg-type]  # one of its modes
-    classes = device_classes(problem.devices, narrowed)
-    return best_plan(replace(problem, rules=narrowed, settings=settings, classes=classes))
+    return best_in_order(replace(problem, rules=narrowed, settings=settings))
 
 
 def _recomputing_units(problem: Problem, starts: Iterable[Plan], plan: Plan, form: Form) -> Plan | None:

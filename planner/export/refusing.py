@@ -51,7 +51,7 @@ def _reasons(plan: Plan, sequence: LayerSequence, target: Target) -> Iterator[st
             f"replicas=1, or {OURS}"
         )
     hosts = plan.processes_by_host
-    if target.one_process and plan.devices_per_host is not None and len(hosts) > 1:
+    if target.one_process and len(hosts) > 1:
         yield (
             f"{target.engine} runs in one process, and the plan is for devices of {len(hosts)} hosts; plan for the "
             f"devices of one, or {OURS}"

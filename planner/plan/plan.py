@@ -148,7 +148,14 @@ class Plan(PlanFields):
         return compare(self, other)
 
     @fits_its_arguments
-    def export(self, target: str, model: nn.Module, *, profile: Profile | None = None) -> Export:
+    def export(
+        self,
+        target: str,
+        model: nn.Module,
+        *,
+        profile: Profile | None = None,
+        devices: Cluster | Sequence[Device] | None = None,
+    ) -> Export:
         """This plan for another engine, such as `"torch.distributed.pipelining"`; see `planner.export.export`.
 
         Where cuts must move to the borders of modules, the export says what that costs; what the engine would train
@@ -158,10 +165,11 @@ class Plan(PlanFields):
             target: a key of `planner.export.export.TARGETS`.
             model: that the plan was made for.
             profile: what the plan was made from, which a plan made in this process knows itself; for cuts that move.
+            devices: what it was made for, likewise.
         """
         from planner.export.export import export
 
-        return export(self, target, model, profile=profile)
+        return export(self, target, model, profile=profile, devices=devices)
 
     def memory_over_time(self) -> pandas.DataFrame:
         """Predicted bytes of every stage during a step; see `planner.explain.memory_over_time`."""

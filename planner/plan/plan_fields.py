@@ -121,7 +121,9 @@ class PlanFields(Value):
     @property
     def processes_by_host(self) -> dict[int, int]:
         """How many processes each host runs, in their order; empty where the plan says nothing of hosts."""
-        per_host = self.devices_per_host or MOST_DEVICES
+        per_host = self.devices_per_host
+        if per_host is None:
+            return {}
         return dict(Counter(position // per_host for position in sorted(chain.from_iterable(self.positions))))
 
     @property

@@ -207,7 +207,7 @@ def _host_lines(plan: Plan) -> list[str]:
     Where replicas of ranks that are after each other are on hosts after each other nothing is said of numbers.
     """
     found = plan.processes_by_host
-    if plan.devices_per_host is None or {*found} == {0}:
+    if {*found} <= {0}:
         return []
     parts: list[str] = []
     for (count, _), group in groupby(enumerate(found.items()), key=lambda one: (one[1][1], one[1][0] - one[0])):

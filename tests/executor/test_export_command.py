@@ -7,8 +7,10 @@ from click.testing import CliRunner, Result
 
 from executor import command
 from executor.commands.export import TARGETS
+from planner import plan_from_profile
 from planner.export import export
-from tests.planner.exported import case
+from profiler import Cluster
+from tests.planner.exported import BATCH, case
 
 MODEL = "tests.planner.exported:build_plain"
 
@@ -41,6 +43,26 @@ def test_a_plan_is_exported(tmp_path: Path) -> None:
     refused = exported(*given, "--to", "deepspeed")
     assert (refused.exit_code, refused.stdout) == (3, "")
     assert "DeepSpeed has no schedule 'gpipe'; plan with schedule '1f1b'" in refused.stderr
+
+
+def test_where_cuts_move_the_links_are_named(tmp_path: Path) -> None:
+    known = case("decoder")
+    hosts = Cluster.of("2x1xA100-40GB", link="nvlink3", between="10gbe")
+    plan = plan_from_profile(
+        known.profile, hosts, batch_size=BATCH, micro_batches=2, micro_batches_per_stage=1, schedule="1f1b",
+        stages=2, cut_at=["layers.2.relu"],
+    )  # fmt: skip
+    plan.save(tmp_path / "plan.json")
+    known.profile.save(tmp_path / "profile.json")
+    model = "tests.planner.exported:build_decoder"
+    given = (tmp_path / "plan.json", model, "--to", "deepspeed", "--profile", tmp_path / "profile.json")
+    refused = exported(*given)
+    assert refused.exit_code == 2
+    assert "was made for other links; pass --devices" in refused.stderr
+    assert exported(*given, "--link", "nvlink3").exit_code == 2
+    made = exported(*given, "--devices", "2x1xA100-40GB", "--link", "nvlink3", "--between", "10gbe")
+    assert made.exit_code == 0, made.output
+    assert made.stdout == plan.export("deepspeed", known.model).text
 
 
 def test_mistakes_are_found_before_the_model_is_built(tmp_path: Path) -> None:

@@ -110,6 +110,11 @@ def build_plain() -> tuple[nn.Module, Tensor]:
     return plain(), torch.zeros(BATCH, 6)
 
 
+def build_decoder() -> tuple[nn.Module, Tensor]:
+    """The same of the case `decoder`."""
+    return Decoder(), torch.zeros(BATCH, 6)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with what it is trained on."""

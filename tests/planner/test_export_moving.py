@@ -1,6 +1,7 @@
 """Cuts and recompute moved to what an engine can have: against every such plan, listed one by one."""
 
 import itertools
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -13,7 +14,7 @@ from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
 from planner.plan.stage import Segment
 from planner.planned_for import problem_of
-from profiler.device import Link
+from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError
 
 LAYERS = 6
@@ -24,21 +25,28 @@ def planned(draw, profile_of, device):
     """A plan whose devices are short of memory, and where an engine may cut."""
     work = [draw(st.integers(1, 9)) / 8 for _ in range(LAYERS)]
     kept = [draw(st.integers(1, 40)) for _ in range(LAYERS)]
+    sent = [draw(st.integers(1, 8)) for _ in range(LAYERS)]
     rows = {
         ("a", size): [
-            [w * size, w * size, 2 * w * size, k * size, 4, 2 * size, 2 * size] for w, k in zip(work, kept, strict=True)
+            [w * size, w * size, 2 * w * size, k * size, 4, s * size, s * size]
+            for w, k, s in zip(work, kept, sent, strict=True)
         ]
         for size in (1, 8)
     }
     for table in rows.values():
         table[-1][5:] = [0, 0]
-    profile = profile_of(rows, links=(Link(latency_s=0.01, bytes_per_s=1e3),))
+    link = Link(latency_s=0.01, bytes_per_s=1e3)
+    profile = profile_of(rows, links=(link,))
     stages = draw(st.integers(2, 3))
-    most = draw(st.integers(20, 400))
+    most = draw(st.integers(20, 400) | st.integers(10**5, 10**6))
+    cluster = Cluster(devices=(device(memory_bytes=most),) * stages, link=link)
+    if draw(st.booleans()):  # where only some boundaries leave a host
+        far = Link(latency_s=draw(st.sampled_from([0.01, 1.0])), bytes_per_s=draw(st.sampled_from([1.0, 8.0])))
+        cluster = cluster.model_copy(update={"between": far, "devices_per_host": draw(st.integers(1, 2))})
     try:
         plan = plan_from_profile(
             profile,
-            [device(memory_bytes=most)] * stages,
+            cluster,
             batch_size=8,
             stages=stages,
             micro_batches=4,
@@ -48,6 +56,8 @@ def planned(draw, profile_of, device):
     except InfeasibleError:
         plan = None
     positions = draw(st.sets(st.integers(1, LAYERS - 1), min_size=stages - 1))
+    if plan is not None and len(positions) >= stages and draw(st.booleans()):
+        positions -= {plan.stages[0].stop_layer}  # else it often stays as it is
     return profile, plan, frozenset(positions)
 
 
@@ -101,6 +111,19 @@ def test_no_plan_of_the_form_is_faster(recompute, profile_of, device):
         assert found.plan.prediction.step_s <= min(listed, default=float("inf")) * (1 + 1e-9)
 
     check()
+
+
+def test_cuts_that_move_lie_where_few_bytes_leave_a_host(profile_of, device):
+    """They were laid for the link inside a host: a step of GPipe took up to 1.4 times as long as another's."""
+    rows = {("a", 1): [[1.0, 1.0, 2.0, 1, 0, sent, sent] for sent in (9, 1, 9, 9, 9, 0)]}
+    near, far = Link(latency_s=0.01, bytes_per_s=1e3), Link(latency_s=0.01, bytes_per_s=1.0)
+    hosts = Cluster(devices=(device(),) * 2, link=near, between=far, devices_per_host=1)
+    asked: Any = {"batch_size": 4, "micro_batches": 4, "micro_batches_per_stage": 1, "schedule": "gpipe", "stages": 2}
+    plan = plan_from_profile(profile_of(rows, links=(near,)), hosts, **asked, cut_at=["blocks.5"])
+    positions = frozenset({2, 3, 4})
+    made = moved(plan, Form(positions, Recompute.ANY, units_at(positions), "it", "blocks"), plan.profile)
+    assert made.plan.stages[0].stop_layer == 2
+    assert made.original_s == pytest.approx(plan.prediction.step_s)
 
 
 def test_what_recomputes_everything_goes_on_to_do_so(profile_of, device):

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from planner import plan_from_profile
 from planner.from_profile import make_problem
-from planner.planned_for import as_it_is_s, evaluated, problem_of
+from planner.plan.plan import Plan
+from planner.planned_for import as_it_is_s, evaluated, own_positions, problem_of
 from planner.solve.equal_groups import groupings, with_equal_groups
 from profiler.device import Cluster, Device, Link
+from profiler.errors import ArgumentError, ForeignPlanError
 from tests.planner.made_up import build_profile
 from tests.planner.restricted import planned, problems
 
@@ -22,15 +24,80 @@ NEAR, FAR = Link(latency_s=0.0, bytes_per_s=1024.0), Link(latency_s=0.5, bytes_p
 
 
 @pytest.mark.parametrize("chunks", [False, True])
-@given(data=st.data())
+@given(data=st.data(), one_link=st.booleans())
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_a_plan_over_hosts_takes_what_it_says(chunks, data):
+def test_a_plan_over_hosts_takes_what_it_says(chunks, data, one_link):
+    """Also where all devices have one link, and in a file that does not say where they are."""
     asked = data.draw(problems(most_layers=6, most_devices=5, hosts=True, chunks=chunks))
+    asked = replace(asked, devices=asked.devices.model_copy(update={"between": None})) if one_link else asked
     plan = planned(asked)
-    if plan is not None:
-        assert_devices_are_where_it_says(plan, asked.devices)
-        found = as_it_is_s(problem_of(plan, asked.profile, asked.devices), plan)
+    if plan is None:
+        return
+    assert_devices_are_where_it_says(plan, asked.devices)
+    unsaid = plan.model_copy(update={"positions": (), "devices_per_host": None})
+    for one in (plan, unsaid):
+        found = as_it_is_s(problem_of(one, asked.profile, asked.devices), one)
         assert found == pytest.approx(plan.prediction.step_s, rel=CLOSE)
+    if asked.devices.has_unlike_links:
+        own = own_positions(problem_of(plan, asked.profile, asked.devices), plan)
+        assert tuple(map(tuple, own)) == plan.positions
+
+
+@pytest.mark.parametrize(("memory", "one_link"), [([3500, 8000, 3500], True), ([3500, 3500, 8000, 3500], False)])
+def test_replicas_that_are_chosen_on_unlike_memory_are_explained(memory, one_link):
+    """Two of equal devices beside a third one were refused as no devices of the plan's cluster."""
+    rows = {("a", size): [[size, size, size, 4, 0, 40, 40], [size, size, size, 4, 0, 0, 0]] for size in (1, 8)}
+    profile = build_profile(rows, parameters=[(64, True)], readers=[[0]] * 2)
+    cluster = on_hosts(memory, 2)
+    cluster = cluster.model_copy(update={"between": None}) if one_link else cluster
+    plan = plan_from_profile(profile, cluster, batch_size=8, replicas="auto", micro_batches_per_stage=1, stages=1)
+    assert plan.replicas > 1
+    assert as_it_is_s(problem_of(plan, profile), plan) == pytest.approx(plan.prediction.step_s, rel=CLOSE)
+
+
+@pytest.mark.parametrize("pinned", [{"blocks.0": 0, "blocks.7": 3}, {"blocks.0": 3, "blocks.7": 0}])
+def test_pinned_layers_over_hosts_are_explained(pinned):
+    """The plan was refused as one of another cluster, as it is on no devices after each other."""
+    plan = pinned_plan(pinned)
+    explained = plan.explain()
+    problem = problem_of(plan, plan.profile)
+    assert as_it_is_s(problem, plan) == pytest.approx(plan.prediction.step_s, rel=CLOSE)
+    for stage in range(plan.K - 1):
+        cuts = [one.stop_layer + (place == stage) for place, one in enumerate(plan.stages[:-1])]
+        said = explained["cut_later_s"][stage]
+        assert math.isnan(said) == (plan.stages[stage + 1].stop_layer == cuts[stage])  # nothing would be left of it
+        own_s = evaluated(problem, plan, cuts, lambda first, stop: ()).step_s
+        assert math.isnan(said) or said == pytest.approx(own_s, rel=CLOSE)
+
+
+def pinned_plan(pinned):
+    rows = {("a", 1): [[1.0, 1.0, 1.0, 4, 0, sent, sent] for sent in (40, 40, 1, 1, 40, 40, 40, 0)]}
+    profile = build_profile(rows, parameters=[(64, True)], readers=[[0]] * 8)
+    asked: dict[str, Any] = {"batch_size": 8, "micro_batches_per_stage": 1, "recompute": "never", "schedule": "1f1b"}
+    return plan_from_profile(profile, on_hosts([10**9] * 4, 2), stages=3, pinned=pinned, **asked)
+
+
+def test_who_sends_nothing_between_hosts_must_say_what_is_between_them():
+    """Its step agreed with the profile's one link, over which other cuts were priced: 33.5 s for 221.2."""
+    rows = {("a", 1): [[1.0, 1.0, 1.0, 4, 0, 0, 0], [1.0, 1.0, 1.0, 4, 0, 40, 40], [1.0, 1.0, 1.0, 4, 0, 0, 0]]}
+    profile = build_profile(rows, parameters=[(64, True)], readers=[[0], [], []], links=(NEAR,))
+    cluster = on_hosts([10**9] * 2, 1)
+    asked: dict[str, Any] = {"batch_size": 8, "micro_batches_per_stage": 1, "cut_at": ["blocks.1"], "stages": 2}
+    plan = plan_from_profile(profile, cluster, schedule="1f1b", **asked)
+    loaded = Plan.model_validate_json(plan.to_json())
+    with pytest.raises(ArgumentError, match="2 hosts and sends 0 bytes between them"):
+        loaded.explain(profile)
+    assert loaded.explain(profile, cluster).equals(plan.explain())
+
+
+def test_hosts_of_other_sizes_are_other_hosts():
+    plan = pinned_plan({"blocks.0": 0})
+    with pytest.raises(ForeignPlanError, match="for hosts of 2 devices, and these have 3"):
+        plan.explain(plan.profile, on_hosts([10**9] * 4, 3))
+    unsaid = plan.model_copy(update={"positions": (), "devices_per_host": None})
+    slower = on_hosts([10**9] * 4, 2).model_copy(update={"between": FAR.slowed(2)})
+    with pytest.raises(ForeignPlanError, match="does not say where its devices are, and on none of these 4 devices"):
+        unsaid.explain(plan.profile, slower)
 
 
 def assert_devices_are_where_it_says(plan, cluster):

@@ -467,7 +467,8 @@ class Pipeline:
         """Scale the gradients of all stages so that their common Euclidean norm is at most `max_norm`.
 
         Use this in place of `torch.nn.utils.clip_grad_norm_`, which in one of K processes sees one stage only. A tied
-        parameter counts once. Every process calls it.
+        parameter counts once. Every process calls it. Gradients are scaled by `max_norm / norm`, where torch adds 1e-6
+        to the norm.
 
         Returns:
             The norm before, in float64; the same in every process and for every K.

@@ -195,8 +195,8 @@ def _check_profile(problem: Problem, most: int) -> None:
         measured = {device.kind: problem.costs.measured_sizes(device.kind) for device in problem.devices}
         ranges = ", ".join(f"{sizes[0]} to {sizes[-1]} on {kind!r}" for kind, sizes in measured.items())
         share = settings.batch_size // (settings.replicas or 1)
-        largest = share // (settings.micro_batches or settings.micro_batches_per_stage)
-        smallest = -(-share // MOST_MICRO_BATCHES) if settings.micro_batches is None else largest
+        largest = -(-share // (settings.micro_batches or settings.micro_batches_per_stage))
+        smallest = max(1, share // (settings.micro_batches or MOST_MICRO_BATCHES))
         if settings.micro_batch_sizes is not None:
             raise InfeasibleError(
                 f"micro_batch_sizes allows {sorted(settings.micro_batch_sizes)} samples, and no M of a batch "

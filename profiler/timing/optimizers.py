@@ -17,6 +17,7 @@ from profiler.errors import ArgumentError
 from profiler.machine.local import torch_device
 from profiler.record import OptimizerCost
 from profiler.run.main_gradients import round_to
+from profiler.text import counted
 from profiler.timing.repeats import computing_with, time_call
 from profiler.torch_private import storage_of
 
@@ -61,12 +62,14 @@ def named_optimizer(optimizer: OptimizerChoice) -> str:
     if isinstance(optimizer, str) or not callable(optimizer):
         check_optimizer(optimizer)
         return optimizer
+    given: list[Tensor] = [torch.zeros(2, 2, requires_grad=True)]
     try:
-        built = optimizer([torch.zeros(2, 2, requires_grad=True)])
+        built = optimizer(given)
     except Exception as problem:  # whatever a user's function raises
         raise ArgumentError(f"optimizer={optimizer!r} builds no optimizer of a list of tensors: {problem}") from problem
     if not isinstance(built, torch.optim.Optimizer):
         raise ArgumentError(f"optimizer={optimizer!r} builds a {type(built).__name__}; return a torch.optim.Optimizer")
+    _check_steps_all(built, given)
     kind = type(built)
     if kind.__module__.split(".")[0] == "torch":
         check_optimizer(kind.__name__)
@@ -87,7 +90,20 @@ def named_optimizer(optimizer: OptimizerChoice) -> str:
 def _build(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
     build = name.build if isinstance(name, BuiltOptimizer) else getattr(torch.optim, name)
     optimizer: torch.optim.Optimizer = build(parameters)
+    if isinstance(name, BuiltOptimizer):
+        _check_steps_all(optimizer, parameters)
     return optimizer
+
+
+def _check_steps_all(optimizer: torch.optim.Optimizer, given: Sequence[Tensor]) -> None:
+    """Refuse an optimizer of other tensors, which measuring would step, or of some, of which state would be lacking."""
+    stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    others, kept = stepped - {*map(id, given)}, stepped & {*map(id, given)}
+    if others or len(kept) < len({*map(id, given)}):
+        raise ArgumentError(
+            f"optimizer= builds a {type(optimizer).__name__} that steps {len(kept)} of {counted(len(given), 'tensor')} "
+            f"that it is given and {counted(len(others), 'other')}; let it step those that it is given, and no others"
+        )
 
 
 def check_optimizer(name: str) -> None:

@@ -129,6 +129,8 @@ def test_the_link_of_a_cluster_overrides_the_measured_one(profile, device):
 def test_micro_batches_beyond_the_profile(profile, device):
     with pytest.raises(ProfileError, match=r"needs micro-batches of 25 to 25 samples, and the profile covers 1 to 8"):
         plan_from_profile(profile, [device()], batch_size=100, micro_batches=4)
+    with pytest.raises(ProfileError, match=r"needs micro-batches of 16 to 17 samples, and the profile covers 1 to 8"):
+        plan_from_profile(profile, [device()], batch_size=99, micro_batches=6)
     assert plan_from_profile(profile, [device()], batch_size=100).micro_batch_sizes[0] <= 8
 
 

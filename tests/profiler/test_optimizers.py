@@ -39,11 +39,25 @@ def test_names_tell_the_settings() -> None:
         (torch.optim.LBFGS, "optimizer='LBFGS'; choose one of"),
         (lambda parameters: None, "builds a NoneType; return"),
         (lambda: None, "builds no optimizer of a list of tensors"),
+        (lambda parameters: torch.optim.SGD([torch.zeros(1)]), "steps 0 of 1 tensor that it is given and 1 other;"),
     ],
 )
 def test_what_builds_no_optimizer_is_refused(optimizer: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         named_optimizer(optimizer)
+
+
+def test_an_optimizer_of_other_tensors_changes_none(tmp_path: Path) -> None:
+    """It stepped the user's own model, by gradients of an earlier pass; and state of tensors that it left out was 0."""
+    model, sample = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    model(sample).sum().backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    asked: Any = {"loss_fn": nn.functional.mse_loss, "target": sample, "progress": False, "cache": tmp_path}
+    with pytest.raises(ArgumentError, match="steps 0 of 1 tensor that it is given and 4 others"):
+        autoplan(model, sample, 1, optimizer=lambda parameters: torch.optim.SGD(model.parameters(), lr=0.1), **asked)
+    assert all(map(torch.equal, before, model.parameters()))
+    with pytest.raises(ArgumentError, match="steps 1 of 4 tensors that it is given and 0 others"):
+        autoplan(model, sample, 1, optimizer=lambda parameters: torch.optim.SGD(parameters[:1]), **asked)
 
 
 def test_momentum_is_a_whole_copy(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
       cuts moved again, recompute anew          of the fastest ones
       another M, one or two ranks elsewhere     of the fastest ones, and of what comes of that
       on later devices                          where some are left over, others than the first; and beside the fastest
+      with the last host before others          where that one has fewer devices
 
 Steps are the simulator's, which knows each boundary's own link; plans that do not fit do not count.
 """
@@ -147,6 +148,8 @@ class OwnLinks:
     def _look_at_later_devices(self) -> None:
         for later in _on_later_devices(self._problem):
             self.look_near_on(later, [one for one in self._plans if _has_devices(later, one)])
+        for other in _in_other_orders_of_hosts(self._problem):
+            self.look_near_on(other, [one for one in self._plans if one.candidate.replicas == 1])
 
     def _note(self, start: Balance, plan: Plan | None) -> None:
         self._plans[start] = plan
@@ -234,6 +237,26 @@ def _on_later_devices(problem: Problem) -> Iterator[Problem]:
         return
     for first in range(1, min(problem.hosts.devices_per_host, len(problem.devices))):
         yield from_device(problem, first)
+
+
+def _in_other_orders_of_hosts(problem: Problem) -> Iterator[Problem]:
+    """The problem with its last host before others, where that one has fewer devices; of one replica.
+
+    With several, each would have its ranks in an order of its own.
+    """
+    assert problem.hosts is not None
+    per_host, devices = problem.hosts.devices_per_host, len(problem.devices)
+    if (problem.rules.pinned != FREE).any() or devices % per_host == 0 or problem.hosts.adjacent:
+        return
+    last = devices // per_host
+    for place in range(last):
+        order = [*range(place), last, *range(place, last)]
+        members = [sorted(one.members, key=lambda member: order.index(member // per_host)) for one in problem.classes]
+        yield replace(
+            problem,
+            classes=tuple(replace(one, members=tuple(m)) for one, m in zip(problem.classes, members, strict=True)),
+            settings=replace(problem.settings, replicas=1),
+        )
 
 
 def from_device(problem: Problem, first: int) -> Problem:

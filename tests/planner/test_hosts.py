@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from planner import plan_from_profile
 from planner.plan.actions import make_schedule
+from planner.plan.plan import Plan
 from planner.plan.simulator import Durations, simulate
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError, InfeasibleError
@@ -46,15 +47,22 @@ def made_up(random: Any, layers: int, batch: int) -> Profile:
 
 def best_s(profile: Profile, given: Cluster, batch: int, count: int, schedule: Any, replicas: int) -> float:
     """The fastest of all cuts: on devices that follow each other, from any one on, every message by its own pair."""
+    assert given.devices_per_host is not None
+    devices, per_host = [*range(len(given.devices))], given.devices_per_host
+    orders = [devices[skipped:] for skipped in range(len(devices) + 1 - replicas)]
+    short = devices[len(devices) // per_host * per_host :]
+    if replicas == 1:  # the last host, where it has fewer devices, before others
+        places = range(0, len(devices) - len(short), per_host)
+        orders += [[*devices[:first], *short, *devices[first : -len(short)]] for first in places if short]
     return min(
-        best_from_s(skipped, adjacent, profile, given, batch, count, schedule, replicas)
-        for skipped in range(len(given.devices) + 1 - replicas)
+        best_in_order_s(order, adjacent, profile, given, batch, count, schedule, replicas)
+        for order in orders
         for adjacent in ([False, True] if replicas > 1 else [False])
     )
 
 
-def best_from_s(
-    skipped: int,
+def best_in_order_s(
+    order: list[int],
     adjacent: bool,
     profile: Profile,
     given: Cluster,
@@ -63,7 +71,7 @@ def best_from_s(
     schedule: Any,
     replicas: int,
 ) -> float:
-    """The same without so many devices at the front; the replicas of a rank after each other, or the ranks of each."""
+    """The same on these devices; the replicas of a rank after each other, or the ranks of each."""
     assert given.link is not None
     assert given.between is not None
     assert given.devices_per_host is not None
@@ -72,7 +80,7 @@ def best_from_s(
     costs = [cost for cost in profile.costs if cost.micro_batch_size == 1]
 
     def link(devices: list[tuple[int, ...]]) -> Link:
-        far = any(len({(skipped + device) // per_host for device in group}) > 1 for group in devices)
+        far = any(len({order[device] // per_host for device in group}) > 1 for group in devices)
         assert given.link is not None
         assert given.between is not None
         return given.between if far else given.link
@@ -80,7 +88,7 @@ def best_from_s(
     def ring(group: list[int]) -> tuple[float, float]:
         """Seconds of a message and of a byte between replicas, for each of these."""
         way = link([tuple(group)])
-        on_hosts = Counter((skipped + device) // per_host for device in group).values()
+        on_hosts = Counter(order[device] // per_host for device in group).values()
         ports = min(given.ports, *on_hosts)
         if len(on_hosts) == 1 or ports == 1:
             return way.latency_s, 1 / way.bytes_per_s
@@ -88,7 +96,7 @@ def best_from_s(
         return max(way.latency_s, given.link.latency_s), max(1 / way.bytes_per_s / ports, 1 / given.link.bytes_per_s)
 
     found = np.inf
-    for stages in range(1, min((len(given.devices) - skipped) // replicas, layers, count) + 1):
+    for stages in range(1, min(len(order) // replicas, layers, count) + 1):
         numbers = np.arange(stages * replicas)
         at = numbers.reshape(stages, replicas) if adjacent else numbers.reshape(replicas, stages).T
         pairs = [link(list(zip(at[k].tolist(), at[k + 1].tolist(), strict=True))) for k in range(stages - 1)]
@@ -115,7 +123,7 @@ def best_from_s(
                 under_way = 1 - way.sender_share - way.receiver_share
                 there[k], back[k + 1] = under_way * output_s, under_way * gradient_s
             durations = Durations(*map(each, (forward, [0.0] * stages, backward, there, back)))
-            order = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages)
+            actions = make_schedule(schedule, stages=stages, micro_batches=count, recompute=(False,) * stages)
             ends = []
             for k, (first, stop) in enumerate(pairwise(edges)):
                 size_bytes = sum(profile.parameters[layer].size_bytes for layer in range(first, stop))
@@ -124,7 +132,7 @@ def best_from_s(
                 if replicas > 1 and size_bytes:
                     reduce_s = 2 * (replicas - 1) * (latency_s + size_bytes / replicas * byte_s)
                 ends.append(reduce_s + size_bytes / 64)
-            found = min(found, simulate(order, durations).makespan_s + max(ends))
+            found = min(found, simulate(actions, durations).makespan_s + max(ends))
     return float(found)
 
 
@@ -399,6 +407,16 @@ def test_replicas_on_one_host_use_a_port_each(ports: int, bytes_per_s: float) ->
     within = SLOW_LINK.model_copy(update={"latency_s": 0.0, "bytes_per_s": 12.0})  # all rings go through each device
     plan = plan_from_profile(profile, hosts.model_copy(update={"link": within}), **asked)
     assert plan.stages[0].all_reduce_s == pytest.approx(10 * (0.5 + 64 / 6 / min(12 if ports > 1 else 8, bytes_per_s)))
+
+
+def test_a_last_host_with_fewer_devices_comes_first_where_that_is_faster() -> None:
+    """Its two devices were the last two stages, and a long message went from host to host: 165 s a step."""
+    profile = even([40, 1, 40, 40, 0])
+    asked: Any = {"batch_size": 20, "micro_batches_per_stage": 1, "recompute": "never", "schedule": "1f1b", "stages": 5}
+    plan = plan_from_profile(profile, cluster(5, 3, FAST_LINK, SLOW_LINK), micro_batches=20, **asked)
+    assert plan.positions == ((3,), (4,), (0,), (1,), (2,))
+    assert plan.prediction.step_s < 60.0
+    assert Plan.model_validate_json(plan.to_json()).processes == plan.processes == ((3,), (4,), (0,), (1,), (2,))
 
 
 @given(st.data())

@@ -23,10 +23,10 @@ from planner.plan.actions import ActionKind
 from planner.plan.explanation import Explanation
 from planner.plan.plan import Plan
 from planner.plan.simulator import Durations, Timeline, simulate_plan
-from planner.planned_for import as_it_is_s, own_positions, problem_of, refuse_other_links
+from planner.planned_for import own_positions, problem_of, refuse_other_links
 from planner.sentences import sentences_on
 from profiler.arguments import fits_its_arguments
-from profiler.device import Cluster, Device
+from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError, InfeasibleError
 from profiler.record import Profile
 
@@ -65,13 +65,13 @@ def explain(
         more of a neighbour's; `cut_earlier_s` and `cut_later_s`, seconds of the step.
 
     Raises:
-        ForeignPlanError: the profile is not the plan's.
+        ForeignPlanError: the profile is not the plan's, or the devices or their links are not.
         ArgumentError: by the profile's link the plan takes another time than it says, and no devices are given.
     """
     profile = plan.profile if profile is None else profile
     problem = None if profile is None else problem_of(plan, profile, devices)
-    if problem is not None and devices is None and not plan.skips:
-        refuse_other_links(plan, as_it_is_s(problem, plan))
+    if problem is not None:
+        refuse_other_links(plan, problem, devices)
     timeline = simulate_plan(plan)
     size = max(plan.micro_batch_sizes)
     durations, largest = Durations.of(plan), plan.micro_batch_sizes.index(size)
@@ -259,22 +259,24 @@ def _count(devices: Cluster | Sequence[Device]) -> int:
     return len(devices.devices if isinstance(devices, Cluster) else devices)
 
 
-def _cluster(
-    profile: Profile, devices: Any, bytes_per_s: float | None, latency_s: float | None
-) -> Cluster | Sequence[Device]:
+def _cluster(profile: Profile, devices: Any, bytes_per_s: float | None, latency_s: float | None) -> Cluster:
     """The devices with their link changed."""
+    from planner.from_profile import cluster_of
+
+    cluster = cluster_of(devices)
     if bytes_per_s is None and latency_s is None:
-        given: Cluster | Sequence[Device] = devices
-        return given
-    link = (devices.link if isinstance(devices, Cluster) else None) or next(iter(profile.links), None)
+        return cluster
+    link = cluster.link or next(iter(profile.links), None)
     if link is None:
         raise ArgumentError("a link cannot vary where none was measured; give a Cluster with a link")
-    update = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
-    changed = link.model_copy(update={name: value for name, value in update.items() if value is not None})
-    changed = changed.model_copy(update={"measured": ()})  # which no longer says how long messages take
-    if isinstance(devices, Cluster):
-        return devices.model_copy(update={"link": changed})
-    return Cluster(devices=tuple(devices), link=changed)
+    changed = Link(
+        latency_s=link.latency_s if latency_s is None else latency_s,
+        bytes_per_s=link.bytes_per_s if bytes_per_s is None else bytes_per_s,
+        error=link.error,
+        sender_share=link.sender_share,
+        receiver_share=link.receiver_share,
+    )  # without a table, which would no longer say how long messages take
+    return cluster.model_copy(update={"link": changed})
 
 
 def memory_over_time(plan: Plan) -> pandas.DataFrame:

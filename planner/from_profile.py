@@ -110,7 +110,7 @@ def make_problem(
 ) -> Problem:
     """What the balancer is asked; see `plan_from_profile`."""
     check_profile(profile)
-    cluster = _cluster_of(devices)
+    cluster = cluster_of(devices)
     asked = Settings.of(cluster, batch_size, settings)
     rules = rules_of(profile.layers, asked)
     limited = tuple(
@@ -165,7 +165,12 @@ def _hosts(cluster: Cluster) -> Hosts | None:
     return Hosts(cluster.link, cluster.between, cluster.devices_per_host, ports=cluster.ports)
 
 
-def _cluster_of(devices: Cluster | Sequence[Device]) -> Cluster:
+def cluster_of(devices: Cluster | Sequence[Device]) -> Cluster:
+    """The devices as a cluster.
+
+    Raises:
+        ArgumentError: they are none, or too many.
+    """
     if isinstance(devices, Cluster):
         return devices
     if not isinstance(devices, Sequence) or not all(isinstance(device, Device) for device in devices):

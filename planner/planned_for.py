@@ -51,26 +51,34 @@ def planned_for(plan: Plan, profile: Profile, devices: Cluster | Sequence[Device
     return Cluster(devices=own, link=link or next(iter(profile.links), None))
 
 
-def refuse_other_links(plan: Plan, step_s: float) -> None:
+def refuse_other_links(plan: Plan, problem: Problem, devices: Cluster | Sequence[Device] | None) -> None:
     """Refuse links by which the plan takes another time than it says, or of which its own messages say nothing.
 
     Args:
-        plan: of which nobody said what it was made for.
-        step_s: what it takes by the profile's own link.
+        plan: without values that skip stages, whose seconds are not told from those of other messages.
+        problem: of the plan, on these devices.
+        devices: that it was said to be made for; None for those that it remembers, or the profile's link.
 
     Raises:
-        ArgumentError: with both times.
+        ForeignPlanError: by the links of these devices it takes another time.
+        ArgumentError: nobody said what it was made for, and by the profile's link it does.
     """
-    if plan.cluster is not None:
+    if plan.skips or (devices is None and plan.cluster is not None):
         return
-    if not isclose(step_s, plan.prediction.step_s, rel_tol=ROUNDING):
-        raise ArgumentError(
-            f"by the link in the profile a step of this plan takes {seconds_text(step_s)} "
-            f"({step_s / plan.prediction.step_s - 1:+.2%}), and the plan says "
-            f"{seconds_text(plan.prediction.step_s)}: it was made for other links; pass devices=, the Cluster that it "
-            "was made for, or leave the profile out"
+    step_s = as_it_is_s(problem, plan)
+    took = f"a step of this plan takes {seconds_text(step_s)} ({step_s / plan.prediction.step_s - 1:+.2%})"
+    differs = not isclose(step_s, plan.prediction.step_s, rel_tol=ROUNDING)
+    if differs and devices is not None:
+        raise ForeignPlanError(
+            f"by the links of these devices {took}, and the plan says {seconds_text(plan.prediction.step_s)}: it was "
+            "made for others; pass the Cluster that it was made for"
         )
-    if len(plan.processes_by_host) > 1 and not _sends_between_hosts(plan):
+    if differs:
+        raise ArgumentError(
+            f"by the link in the profile {took}, and the plan says {seconds_text(plan.prediction.step_s)}: it was made "
+            "for other links; pass devices=, the Cluster that it was made for, or leave the profile out"
+        )
+    if devices is None and len(plan.processes_by_host) > 1 and not _sends_between_hosts(plan):
         raise ArgumentError(
             f"the plan is for {len(plan.processes_by_host)} hosts and sends 0 bytes between them, so it does not say "
             "over which link; pass devices=, the Cluster that it was made for, or leave the profile out"

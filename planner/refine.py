@@ -29,7 +29,7 @@ from planner.plan.schedules import SCHEDULES
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import SkipTimes, Stage, StageTimes
 from planner.plan.units import seconds_text
-from planner.planned_for import as_it_is_s, planned_for, problem_of, refuse_other_links
+from planner.planned_for import planned_for, problem_of, refuse_other_links
 from planner.settings import MICRO_BATCHES_PER_STAGE
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError
@@ -121,8 +121,8 @@ def refined(
     ratios = _Ratios.of(plan, measured)
     ratios = ratios.times(_rest(plan, measured, ratios))
     better = _scaled_profile(profile, plan, ratios)
-    if devices is None and plan.cluster is None and not plan.skips:
-        refuse_other_links(plan, as_it_is_s(problem_of(plan, profile), plan))
+    if devices is None and plan.cluster is None:
+        refuse_other_links(plan, problem_of(plan, profile), None)
     given: Cluster | Sequence[Device] = planned_for(plan, profile) if devices is None else devices
     if isinstance(given, Cluster) and given.link is not None:
         between = None if given.between is None else given.between.slowed(ratios.link)

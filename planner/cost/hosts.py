@@ -40,14 +40,18 @@ class Hosts:
     adjacent: bool = False
     ports: int = 1
 
-    def averaging(self, on_host: int) -> Link:
-        """What replicas on several hosts average their gradients over, of which so many at least are on each.
+    def averaging(self, fewest: int, most: int) -> Link:
+        """What replicas on several hosts average their gradients over.
 
-        Each of these begins a ring that leaves the host by a port of its own, as NCCL lays them. All rings go through
-        all of them, so together they are no faster than the link within.
+        Each of those on a host begins a ring that leaves it by a port of its own, as NCCL lays them. All rings go
+        through all replicas, so where two are on one host, together they are no faster than the link within.
+
+        Args:
+            fewest: so many replicas at least are on each of these hosts.
+            most: so many at most.
         """
-        ports = min(self.ports, on_host)
-        return self.between if ports == 1 else slower_of(self.link, self.between.side_by_side(ports))
+        far = self.between.side_by_side(min(self.ports, fewest))
+        return far if most == 1 else slower_of(self.link, far)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Placement:
     def averaging(self, rank: int) -> Link | None:
         """What the replicas of a rank average their gradients over, where they are on more than one host."""
         on_host = Counter(self._numbers[rank]).values()
-        return None if self.hosts is None or len(on_host) == 1 else self.hosts.averaging(min(on_host))
+        return None if self.hosts is None or len(on_host) == 1 else self.hosts.averaging(min(on_host), max(on_host))
 
     @cached_property
     def _numbers(self) -> list[list[int]]:

@@ -108,8 +108,7 @@ def moved(plan: Plan, form: Form, profile: Profile | None, devices: Cluster | Se
             "profile=..., which the plan was made from (autoplan export --profile)"
         )
     problem = problem_of(plan.model_copy(update={"skips": ()}), profile, devices)
-    if devices is None and not plan.skips:
-        refuse_other_links(plan, as_it_is_s(problem, plan))
+    refuse_other_links(plan, problem, devices)
     found = _best(problem, plan, form)
     if found is None:
         raise InfeasibleError(

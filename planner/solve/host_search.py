@@ -262,12 +262,14 @@ def _ring(problem: Problem, hosts: Hosts) -> Link:
     if replicas is None or len(problem.classes) > 1:
         return _fastest(hosts)
     ranks = problem.settings.ranks
-    if ranks is not None and ranks == problem.classes[0].capacity(replicas):
+    if ranks is not None and ranks * replicas == len(problem.classes[0].members):
         placement = problem.placement([0] * ranks, replicas)  # all devices are used, in whatever order
         return faster_of(*(placement.averaging(rank) or _fastest(hosts) for rank in range(ranks)))
     ranks_on_a_host = 1 if hosts.adjacent else per_host // replicas + 1
     always = replicas > per_host if hosts.adjacent else (replicas - 1) * ranks_on_a_host >= per_host
-    return faster_of(hosts.averaging(1), hosts.averaging(min(per_host, replicas // 2))) if always else _fastest(hosts)
+    if not always:
+        return _fastest(hosts)
+    return faster_of(hosts.averaging(1, 1), hosts.averaging(min(per_host, replicas // 2), per_host))
 
 
 def _shapes(problem: Problem, starts: list[Balance]) -> Iterator[Problem]:

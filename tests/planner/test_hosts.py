@@ -45,7 +45,9 @@ def made_up(random: Any, layers: int, batch: int) -> Profile:
     )
 
 
-def best_s(profile: Profile, given: Cluster, batch: int, count: int, schedule: Any, replicas: int) -> float:
+def best_s(
+    profile: Profile, given: Cluster, batch: int, count: int, schedule: Any, replicas: int, stages: int | None = None
+) -> float:
     """The fastest of all cuts: on devices that follow each other, from any one on, every message by its own pair."""
     assert given.devices_per_host is not None
     devices, per_host = [*range(len(given.devices))], given.devices_per_host
@@ -55,7 +57,7 @@ def best_s(profile: Profile, given: Cluster, batch: int, count: int, schedule: A
         places = range(0, len(devices) - len(short), per_host)
         orders += [[*devices[:first], *short, *devices[first : -len(short)]] for first in places if short]
     return min(
-        best_in_order_s(order, adjacent, profile, given, batch, count, schedule, replicas)
+        best_in_order_s(order, adjacent, profile, given, batch, count, schedule, replicas, stages)
         for order in orders
         for adjacent in ([False, True] if replicas > 1 else [False])
     )
@@ -70,6 +72,7 @@ def best_in_order_s(
     count: int,
     schedule: Any,
     replicas: int,
+    fixed: int | None,
 ) -> float:
     """The same on these devices; the replicas of a rank after each other, or the ranks of each."""
     assert given.link is not None
@@ -90,13 +93,15 @@ def best_in_order_s(
         way = link([tuple(group)])
         on_hosts = Counter(order[device] // per_host for device in group).values()
         ports = min(given.ports, *on_hosts)
-        if len(on_hosts) == 1 or ports == 1:
+        if len(on_hosts) == 1 or max(on_hosts) == 1:
             return way.latency_s, 1 / way.bytes_per_s
         assert given.link is not None
         return max(way.latency_s, given.link.latency_s), max(1 / way.bytes_per_s / ports, 1 / given.link.bytes_per_s)
 
     found = np.inf
     for stages in range(1, min(len(order) // replicas, layers, count) + 1):
+        if fixed not in (None, stages):
+            continue
         numbers = np.arange(stages * replicas)
         at = numbers.reshape(stages, replicas) if adjacent else numbers.reshape(replicas, stages).T
         pairs = [link(list(zip(at[k].tolist(), at[k + 1].tolist(), strict=True))) for k in range(stages - 1)]
@@ -150,13 +155,15 @@ def compared(seed: int) -> float:
     fast, slow = copying(fast, copied_of(seed)), copying(slow, copied_of(seed // 7))
     profile = made_up(random, layers, batch)
     given_ = cluster(devices, per_host, fast, slow, ports=int(random.integers(1, 4)))
+    most = min(devices // replicas, layers, count)
+    stages = None if random.random() < 0.5 else int(random.integers(1, most + 1))
     plan = plan_from_profile(
         profile, given_, batch_size=batch, micro_batches=count, micro_batches_per_stage=1, recompute="never",
-        schedule=schedule, replicas=replicas,
+        schedule=schedule, replicas=replicas, stages=stages,
     )  # fmt: skip
     if devices <= per_host:
         return 0.0
-    truth_s = best_s(profile, given_, batch, count, schedule, replicas)
+    truth_s = best_s(profile, given_, batch, count, schedule, replicas, stages)
     found = plan.prediction
     assert found.step_s >= truth_s * (1 - CLOSE), seed
     assert found.lower_bound_s <= truth_s * (1 + CLOSE), seed
@@ -406,7 +413,20 @@ def test_replicas_on_one_host_use_a_port_each(ports: int, bytes_per_s: float) ->
     assert plan.stages[0].all_reduce_s == pytest.approx(10 * (0.5 + 64 / 6 / bytes_per_s))
     within = SLOW_LINK.model_copy(update={"latency_s": 0.0, "bytes_per_s": 12.0})  # all rings go through each device
     plan = plan_from_profile(profile, hosts.model_copy(update={"link": within}), **asked)
-    assert plan.stages[0].all_reduce_s == pytest.approx(10 * (0.5 + 64 / 6 / min(12 if ports > 1 else 8, bytes_per_s)))
+    assert plan.stages[0].all_reduce_s == pytest.approx(10 * (0.5 + 64 / 6 / min(12, bytes_per_s)))
+    slow, fast = SLOW_LINK, SLOW_LINK.model_copy(update={"bytes_per_s": 32.0})  # the slower one is inside then
+    plan = plan_from_profile(profile, cluster(6, 3, slow, fast, ports), **asked)
+    assert plan.stages[0].all_reduce_s == pytest.approx(10 * (0.5 + 64 / 6 / 8))
+
+
+def test_replicas_that_leave_devices_may_begin_later() -> None:
+    """Five of seven devices were the first five, "proven optimal": 128 s; of the last ones two are on either host."""
+    profile = build_profile({("a", 1): [[1.0, 1.0, 1.0, 4, 0, 0, 0]]}, parameters=[(600, True)], readers=[[0]])
+    hosts = cluster(7, 4, FAST_LINK, SLOW_LINK, ports=2)
+    asked: Any = {"batch_size": 10, "micro_batches": 2, "micro_batches_per_stage": 1, "schedule": "1f1b"}
+    free, fixed = (plan_from_profile(profile, hosts, replicas=5, stages=stages, **asked) for stages in (None, 1))
+    assert fixed.prediction.step_s == pytest.approx(free.prediction.step_s)
+    assert free.prediction.step_s < 70.0
 
 
 def test_a_last_host_with_fewer_devices_comes_first_where_that_is_faster() -> None:

@@ -40,6 +40,8 @@ from planner.solve.work_bound import RoughBounds, even_share_s, pooled_recompute
 LEAST_S, MOST_S, GAP_S = 1.0, 10.0, 100.0
 """Seconds, as they are counted, that a search without a time limit goes on in vain: at least, at most, and for a gap of
 1 [chosen]."""
+BOUNDING_SHARE = 0.5
+"""Of this, for bounds of many M together [chosen: they took all of it before a second plan was looked for]."""
 WITHOUT_PLAN_S = 100.0
 """The same as long as no plan was found [chosen]."""
 HASTE_S = 5.0
@@ -94,6 +96,7 @@ class _Balancer:
         self._in_vain_s = 0.0
         self._last_took_s = 0.0  # of a time limit
         self._bounding_s, self._bounded_s = 0.0, 0.0  # in vain since what none is below was raised to that
+        self._bounds_are_over = False
         self._groups: dict[Part, list[Part]] = {}  # those that were bounded together
         self._cut_off = [0, 0, 0]  # proofs in a row, by depth of the part
         self._large = False  # whether any proof was cut off, or a plan took long
@@ -141,14 +144,19 @@ class _Balancer:
             if self._problem.dispensable and (self._deadline.over or in_vain):
                 return True
             return self._in_vain_s > WITHOUT_PLAN_S or self._queue.level > 1 or self._last.over
-        gap = step_s / least_s - 1
-        patience_s = min(MOST_S, max(LEAST_S, GAP_S * gap)) * self._problem.patience - self._bounding_s
+        patience_s = self._patience_s(step_s, least_s)
+        self._bounds_are_over = self._bounding_s > BOUNDING_SHARE * patience_s
+        patience_s -= min(self._bounding_s, BOUNDING_SHARE * patience_s)
         self._deadline.tell(step_s, least_s, patience_s - self._in_vain_s)
         if self._deadline.interrupted:
             return True
         if self._problem.settings.time_limit_s is not None:
             return self._deadline.left_s <= self._last_took_s  # what is one part's is mostly the next one's, too
         return self._in_vain_s > patience_s
+
+    def _patience_s(self, step_s: float, least_s: float) -> float:
+        """What may be spent in vain where the best plan takes that, and none is below the other."""
+        return min(MOST_S, max(LEAST_S, GAP_S * (step_s / least_s - 1))) * self._problem.patience
 
     def _next(self) -> Waiting:
         """The part to look at: what lies ahead of the best plan, or the one with the least bound.
@@ -248,6 +256,7 @@ class _Balancer:
         part, record = entry.part, SCHEDULES[entry.part.candidate.schedule]
         return (
             entry.bounded
+            and not self._bounds_are_over
             and record.objective is not Objective.FLOW_SHOPS
             and not record.keeps_all
             and (len(self._groups.get(part, (part, part))) > 1)

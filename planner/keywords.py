@@ -43,7 +43,8 @@ class SettingKeywords(TypedDict, total=False):
         memory_limit: bytes that a stage may fill, at most what its device has: one number for all, one for each device
             (None for no limit), or by device name.
         keep_together: paths of modules that no cut may part.
-        cut_at: paths of modules before which there must be a cut.
+        cut_at: paths of modules before which there must be a cut; modules without parameters that are just before one,
+            such as an activation, may be behind the cut, too.
         pinned: for paths of modules the device that must run them, by name or position in `devices`.
         time_limit_s: seconds that the search may take, those not counted in which it is compiled at its first use; the
             best plan so far is returned, and its gap says how good it is.

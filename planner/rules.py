@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -33,6 +33,10 @@ class NamedLayer(Protocol):
     @property
     def module_paths(self) -> tuple[str, ...]:
         """Of the modules that its operations come from, in order of first use."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of those that it reads."""
 
 
 Layers: TypeAlias = Sequence[NamedLayer]
@@ -188,10 +192,14 @@ def _span(layers: Layers, setting: str, path: str) -> tuple[int, int]:
 
 
 def _start(layers: Layers, path: str) -> int:
-    """The position before a module, where its first operation begins a layer."""
+    """The position before a module, where its first operation begins a layer.
+
+    Before it there may be modules without parameters that are no part of what it is in: activations, pooling, dropout.
+    """
     first, _ = _span(layers, "cut_at", path)
-    begins = layers[first].module_paths[0]
-    if first and not _within(begins, path):
+    before = [*takewhile(lambda known: not _within(known, path), layers[first].module_paths)]
+    begins, own = layers[first].module_paths[0], layers[first].parameters
+    if first and any(_within(path, known) or any(_within(name, known) for name in own) for known in before):
         raise ArgumentError(
             f"cut_at names {path!r}, which begins inside layer {first} ({layers[first].name}) after "
             f"{begins!r}; no cut was found worth offering there, choose one of the modules that begin a layer"

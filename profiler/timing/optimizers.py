@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -186,17 +187,27 @@ def state_bytes(name: str, parameters: Sequence[Tensor]) -> int:
     Raises:
         ArgumentError: the optimizer cannot train these parameters.
     """
-    trained = [torch.empty_like(tensor, device="meta").requires_grad_() for tensor in parameters]
-    for tensor in trained:
-        tensor.grad = torch.empty_like(tensor, requires_grad=False)
     try:
-        optimizer = _build(name, trained)
-    except (TypeError, ValueError) as problem:
+        try:
+            optimizer = _stepped(name, parameters, "meta")
+        except RuntimeError:  # fused ones want a device that computes
+            with FakeTensorMode():
+                optimizer = _stepped(name, parameters)
+    except (TypeError, ValueError, RuntimeError) as problem:
         raise ArgumentError(f"optimizer={name!r} cannot train this model: {problem}") from problem
-    with _AnyNumber():  # type: ignore[no-untyped-call]
-        optimizer.step()
     tensors = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()]
     return sum({storage_of(leaf): leaf.untyped_storage().nbytes() for leaf in tensors}.values())
+
+
+def _stepped(name: str, parameters: Sequence[Tensor], device: str | None = None) -> torch.optim.Optimizer:
+    """An optimizer of tensors shaped like these, after a step."""
+    trained = [torch.empty(one.shape, dtype=one.dtype, device=device, requires_grad=True) for one in parameters]
+    for tensor in trained:
+        tensor.grad = torch.empty_like(tensor, requires_grad=False)
+    optimizer = _build(name, trained)
+    with _AnyNumber():  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return optimizer
 
 
 class _AnyNumber(TorchDispatchMode):

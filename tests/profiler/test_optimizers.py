@@ -47,6 +47,13 @@ def test_what_builds_no_optimizer_is_refused(optimizer: Any, message: str) -> No
         named_optimizer(optimizer)
 
 
+@pytest.mark.parametrize(("kind", "copies"), [(torch.optim.AdamW, 2), (torch.optim.SGD, 0), (torch.optim.Adagrad, 1)])
+def test_fused_optimizers_have_the_state_of_others(kind: Any, copies: int) -> None:
+    """They want a device that computes: building one of tensors without data ended in a RuntimeError."""
+    named = named_optimizer(functools.partial(kind, fused=True))
+    assert state_bytes(named, [torch.zeros(8, 4), torch.zeros(5)]) == copies * 4 * 37
+
+
 def test_an_optimizer_of_other_tensors_changes_none(tmp_path: Path) -> None:
     """It stepped the user's own model, by gradients of an earlier pass; and state of tensors that it left out was 0."""
     model, sample = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)

@@ -37,7 +37,7 @@ from planner.solve.segment_choices import WorkBudget
 from planner.solve.waiting import Queue, Waiting
 from planner.solve.work_bound import RoughBounds, even_share_s, pooled_recompute_s, work_bound
 
-LEAST_S, MOST_S, GAP_S = 1.0, 10.0, 100.0
+LEAST_S, MOST_S, GAP_S = 1.0, 10.0, 300.0
 """Seconds, as they are counted, that a search without a time limit goes on in vain: at least, at most, and for a gap of
 1 [chosen]."""
 BOUNDING_SHARE = 0.5

@@ -42,7 +42,9 @@ def balance_of_all_counts(
         left_s = None if limit_s is None else deadline.left_s / (len(counts) - number)
         alone = replace(_alone(problem, count, left_s), dispensable=True, patience=PATIENCE)
         best = balance(alone, found)
-        found = found if best is None else replace(best, lower_bound_s=min(best.step_s, found.lower_bound_s))
+        if best is None or not best.better_than(found):
+            break  # those with larger bounds are less hopeful
+        found = replace(best, lower_bound_s=min(best.step_s, found.lower_bound_s))
     return found
 
 

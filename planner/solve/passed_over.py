@@ -102,6 +102,11 @@ def _few_layers(problem: Problem) -> str:
     return f"the model has {counted(problem.layers, 'layer')}, and a stage holds at least 1{why}"
 
 
+def _in_line(plan: Plan, devices: int) -> str:
+    """So many devices in line, for people: K is of stages, of which each may have several."""
+    return f"K = {devices}" if plan.chunks == 1 else counted(devices, "rank")
+
+
 def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
     """Why there are not more stages: what allows no more, or that more are not faster."""
     settings, per_stage = problem.settings, problem.settings.micro_batches_per_stage
@@ -116,11 +121,11 @@ def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
         (problem.layers == plan.K, _few_layers(problem)),
         (
             groups == plan.ranks,
-            f"R = {plan.replicas} needs as many equal devices for each stage, which makes at most K = {groups}",
+            f"R = {plan.replicas} needs as many equal devices for each stage, which makes at most {_in_line(plan, groups)}",
         ),
         (
             most_micro_batches // per_stage == plan.ranks,
-            f"{rule} allows no more than K = {plan.ranks} with M = {most_micro_batches}{where}",
+            f"{rule} allows no more than {_in_line(plan, plan.ranks)} with M = {most_micro_batches}{where}",
         ),
         (looser is not None and looser.stages > plan.K, f"with {rule} more stages are not faster"),
         (plan.prediction.gap > 0, "no faster plan was found that has more stages"),

@@ -73,7 +73,7 @@ def test_explain_by_the_links_that_a_plan_was_made_for(files: dict[str, Path], t
     plan_from_profile(profile, slow, batch_size=16, stages=len(devices)).save(path)
     refused = autoplan("explain", path, "--profile", files["profile"])
     assert refused.exit_code == 2
-    assert "it was made for other links; pass devices=" in refused.stderr
+    assert "it was made for other links; pass --devices" in refused.stderr
     assert autoplan("explain", path).exit_code == 0
     alone = autoplan("explain", files["gpipe"], "--link", "ndr")
     assert (alone.exit_code, "say which with --devices" in alone.stderr) == (2, True)

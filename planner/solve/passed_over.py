@@ -121,7 +121,8 @@ def _reason(problem: Problem, plan: Plan, looser: LooserPlan | None) -> str:
         (problem.layers == plan.K, _few_layers(problem)),
         (
             groups == plan.ranks,
-            f"R = {plan.replicas} needs as many equal devices for each stage, which makes at most {_in_line(plan, groups)}",
+            f"R = {plan.replicas} needs as many equal devices for each stage, which makes at most "
+            f"{_in_line(plan, groups)}",
         ),
         (
             most_micro_batches // per_stage == plan.ranks,

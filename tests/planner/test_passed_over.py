@@ -41,7 +41,7 @@ def test_the_rule_costs_stages_and_the_plan_says_so(planned):
 
 
 def test_with_several_chunks_it_speaks_of_ranks(planned):
-    """ "K = 8 stages" stood above "allows no more than K = 4"."""
+    """One report had "K = 8 stages" and "allows no more than K = 4"."""
     plan = planned(schedule="interleaved", chunks=2)
     assert (plan.K, plan.ranks) == (4, 2)
     assert plan.unused.reason == "M >= 4K (micro_batches_per_stage) allows no more than 2 ranks with M = 8"

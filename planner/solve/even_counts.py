@@ -42,9 +42,10 @@ def balance_of_all_counts(
         left_s = None if limit_s is None else deadline.left_s / (len(counts) - number)
         alone = replace(_alone(problem, count, left_s), dispensable=True, patience=PATIENCE)
         best = balance(alone, found)
-        if best is None or not best.better_than(found):
-            break  # those with larger bounds are less hopeful
-        found = replace(best, lower_bound_s=min(best.step_s, found.lower_bound_s))
+        if best is not None and best.better_than(found):
+            found = replace(best, lower_bound_s=min(best.step_s, found.lower_bound_s))
+        elif limit_s is None:
+            break  # those with larger bounds are less hopeful; a time limit is used up
     return found
 
 

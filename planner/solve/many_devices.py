@@ -20,7 +20,6 @@ from planner.cost.time_ledger import layer_seconds
 from planner.search_watch import besides
 from planner.solve.balance import Balance, StageChoice, Unsettled, best_of, evaluate_s
 from planner.solve.balancer import balance
-from planner.solve.even_counts import balance_of_all_counts
 from planner.solve.problem import DeviceClass, Problem
 from planner.solve.work_bound import least_s
 
@@ -39,7 +38,7 @@ def balance_any(problem: Problem, reached: Balance | None = None, unsettled: Uns
     """
     groups = _groups(problem)
     if len(groups) == len(problem.classes):
-        return balance_of_all_counts(problem, reached, unsettled)
+        return balance(problem, reached, unsettled)
     settings = problem.settings
     if settings.time_limit_s is not None:
         problem = replace(problem, settings=replace(settings, time_limit_s=settings.time_limit_s / 2))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.planner.block_models import block_model, restrictions_of_blocks
 from tests.planner.long_chains import long_chain, restrictions_of_chain
 from tests.planner.restricted import check_against, check_restrictions, cut_short, problems
 
@@ -31,3 +32,10 @@ def test_no_restriction_has_a_better_plan(short: bool, hosts: bool, chunks: bool
 def test_no_restriction_of_a_long_chain_has_a_better_plan(seed: int) -> None:
     problem = long_chain(seed)
     check_against(problem, random.Random(seed).choice([*restrictions_of_chain(problem)]))
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES // 10))
+def test_no_restriction_of_equal_blocks_has_a_better_plan(seed: int) -> None:
+    """Of all M on up to 64 devices: searches that mostly end before all is proven."""
+    problem = block_model(seed)
+    check_against(problem, random.Random(seed).choice([*restrictions_of_blocks(problem)]))

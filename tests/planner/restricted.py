@@ -66,6 +66,7 @@ def cut_short(seed: int | None) -> Iterator[None]:
             patch.setattr(limits, "FEW_STAGES", draw.choice([0, 10]))
             patch.setattr(limits, "MOST_WORK", draw.choice([3, 100, 10_000]))
             patch.setattr(limits, "LARGER", draw.choice([1, 2]))
+            patch.setattr(balancer, "CLIMB_S", draw.choice([0.0, 1.0]))
             patch.setattr(segment_choices, "STAGE_WORK", draw.choice([0, 10]))
             patch.setattr(segment_choices, "ALL_WORK", draw.choice([0, 100]))
         yield

@@ -89,7 +89,7 @@ def test_layers_as_fine_as_the_devices_need(name: str, devices: int, batch: int)
 
 NO_BETTER = 2e-3
 """By how much what is asked for may be faster than what is found with nothing asked: searches end with a gap."""
-ASKED: list[dict[str, Any]] = [
+WAYS: list[dict[str, Any]] = [
     {},
     {"micro_batch_sizes": [1]},
     {"stages": 38},

@@ -115,6 +115,7 @@ def autoplan(
             autocast=autocast,
             precision=precision,
             keep_together=asked.keep_together,
+            cut_at=asked.cut_at,
             stages=asked.most_stages,
             progress=progress,
         )

@@ -202,7 +202,8 @@ def _start(layers: Layers, path: str) -> int:
     if first and any(_within(path, known) or any(_within(name, known) for name in own) for known in before):
         raise ArgumentError(
             f"cut_at names {path!r}, which begins inside layer {first} ({layers[first].name}) after "
-            f"{begins!r}; no cut was found worth offering there, choose one of the modules that begin a layer"
+            f"{begins!r}; trace the model with cut_at={[path]!r} for a layer to begin there, which it does if a cut is "
+            "safe, or choose one of the modules that begin a layer"
         )
     return first
 

@@ -128,6 +128,7 @@ class SampleSpec(Value):
         precision: name of the recipe of mixed precision, see `profiler.precision`. Files leave it out where there is
             none.
         keep_together: paths of modules that no cut may part.
+        cut_at: paths of modules before which a layer begins. Files leave it out where there are none.
         stages: K that layers are fine enough for, see `profiler.tracing.cuts`. Files leave `LEAST_STAGES` out, as those
             from before there was a choice.
         front_end: what traced the model, a key of `FRONT_ENDS`; None before it is traced.
@@ -145,6 +146,7 @@ class SampleSpec(Value):
     autocast: Literal["bfloat16", "float16"] | None = None
     precision: str | None = Field(default=None, exclude_if=not_)
     keep_together: tuple[str, ...] = ()
+    cut_at: tuple[str, ...] = Field(default=(), exclude_if=not_)
     stages: int = Field(
         default=LEAST_STAGES, ge=LEAST_STAGES, le=MOST_LAYERS, exclude_if=lambda stages: stages == LEAST_STAGES
     )

@@ -144,6 +144,7 @@ def _estimated(
         autocast=dtype,
         precision=precision,
         keep_together=asked.keep_together,
+        cut_at=asked.cut_at,
         stages=asked.most_stages,
     )
     measured = profiler.profile(

@@ -12,6 +12,7 @@ from executor.commands.models import model_options, source_of
 from executor.commands.options import STAGES, FloatType, Numbers, Output
 from executor.commands.output import json_option, plan_outputs, present, print_frame
 from executor.commands.settings import (
+    CUT_AT,
     KEEP_TOGETHER,
     MEASURING,
     PRECISION,
@@ -68,7 +69,7 @@ def plan(
 @model_options
 @click.option("-o", "--output", type=Output(), required=True, help="Write the profile to this file.")
 @click.option("--micro-batch-sizes", type=Numbers(), metavar="N,...", help="The sizes to measure.")
-@with_options(*MEASURING, KEEP_TOGETHER)
+@with_options(*MEASURING, KEEP_TOGETHER, CUT_AT)
 @json_option
 def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None, **given: Any) -> None:
     """Measure what the layers of a model cost, for `what-if` and `plan_from_profile`.
@@ -84,7 +85,7 @@ def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None,
     built = source.build()
     traced = {"batch_dims": measuring.pop("batch_dims")}
     traced |= {name: measuring.pop(name) for name in ("autocast", "precision")}
-    traced["keep_together"] = given["keep_together"]
+    traced |= {name: given[name] for name in ("keep_together", "cut_at")}
     found = profiler.profile(
         profiler.trace(built.model, built.sample, **traced),
         sample=built.sample,
@@ -111,6 +112,7 @@ def profile(*, output: Path, as_json: bool, micro_batch_sizes: list[int] | None,
 @click.option("--autocast", type=FloatType(), help="Trace in an autocast region.")
 @PRECISION
 @KEEP_TOGETHER
+@CUT_AT
 @json_option
 def trace(*, stages: int, autocast: str | None, precision: str | None, as_json: bool, **given: Any) -> None:
     """Print the layers that a model is cut into: modules, parameters, work, and what crosses after each.
@@ -133,6 +135,7 @@ def trace(*, stages: int, autocast: str | None, precision: str | None, as_json: 
         autocast=None if autocast is None else getattr(torch, autocast),
         precision=precision,
         keep_together=given["keep_together"],
+        cut_at=given["cut_at"],
         stages=stages,
     )
     frame = sequence.to_frame()

@@ -60,6 +60,9 @@ PRECISION = click.option(
 KEEP_TOGETHER = click.option(
     "--keep-together", multiple=True, metavar="MODULE", help="Module that no cut may part; repeatable."
 )
+CUT_AT = click.option(
+    "--cut-at", multiple=True, metavar="MODULE", help="Module before which there must be a cut; repeatable."
+)
 MEASURING: tuple[Option[Any], ...] = (
     DEVICES,
     *LINKS,
@@ -161,9 +164,7 @@ _WITHIN: tuple[Option[Any], ...] = (
         help="Whether stages pass on values that they do not read, or these go past them where that fits.",
     ),
     KEEP_TOGETHER,
-    click.option(
-        "--cut-at", multiple=True, metavar="MODULE", help="Module before which there must be a cut; repeatable."
-    ),
+    CUT_AT,
     click.option(
         "--pin",
         "pinned",

@@ -124,7 +124,15 @@ def _inside(body: Body, paths: Sequence[str]) -> set[int]:
     return positions
 
 
-def layer_starts(body: Body, keep_together: Sequence[str] = (), *, stages: int = LEAST_STAGES) -> list[int]:
+def _first_operations(body: Body, paths: Sequence[str]) -> set[int]:
+    """Positions of the first operation of each of these modules."""
+    found = (next((i for i, node in enumerate(body.nodes) if path in module_stack(node)), None) for path in paths)
+    return {position for position in found if position is not None}
+
+
+def layer_starts(
+    body: Body, keep_together: Sequence[str] = (), cut_at: Sequence[str] = (), *, stages: int = LEAST_STAGES
+) -> list[int]:
     """Body positions at which layers start; the first is 0.
 
     A run of nodes that holds more than `LARGEST_PART` of a stage's work is cut at all positions inside it that the
@@ -134,6 +142,7 @@ def layer_starts(body: Body, keep_together: Sequence[str] = (), *, stages: int =
     Args:
         body: what to cut.
         keep_together: paths of modules that no cut may part.
+        cut_at: paths of modules before whose first operation a layer starts, where a cut is safe there.
         stages: K, of which an even one holds 1 / K of the work.
     """
     work = _Work(body)
@@ -143,7 +152,7 @@ def layer_starts(body: Body, keep_together: Sequence[str] = (), *, stages: int =
     while True:
         starts = _parted(work, crossing, allowed, starts, min(fine_for, stages))
         if fine_for >= stages:
-            return starts
+            return sorted({*starts, *(_first_operations(body, cut_at) & {*allowed})})
         fine_for *= 2
 
 

@@ -78,6 +78,7 @@ def trace(
     autocast: torch.dtype | None = None,
     precision: str | None = None,
     keep_together: Sequence[str] = (),
+    cut_at: Sequence[str] = (),
     stages: int = LEAST_STAGES,
     progress: bool = True,
 ) -> LayerSequence:
@@ -104,6 +105,7 @@ def trace(
             hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers (torch's,
             Python's and numpy's) and buffers that it writes are kept, and what no layer may do is an error when it
             happens.
+        cut_at: paths of modules before which a layer shall begin, where a cut is safe.
         stages: K that the layers shall be fine enough for: none holds more than an eighth of an even stage's work where
             there is a position to cut it. The same for up to 4, for 5 to 8, for 9 to 16, and so on.
         progress: show on a terminal what is done and how long it will take.
@@ -116,17 +118,18 @@ def trace(
     if isinstance(sample, SampleSpec):
         spec = sample
     else:
-        spec = _spec(sample, batch_dims, autocast, precision, keep_together, stages)
+        spec = _spec(sample, batch_dims, autocast, precision, keep_together, cut_at, stages)
     _refuse_untrainable(model)
     model = computing_model(model, spec.precision)
-    _check_paths(model, spec.keep_together)
+    _check_paths(model, spec)
     values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
     with shown(model, wanted=progress):
         served = graph_of(model, spec, sample=values)
         refuse_unlike_types(served.graph.module.graph, spec.precision)
         counters = take_out_counters(served.graph.module.graph)
         body = _body(served)
-        sequence = _assemble(model, served, body, layer_starts(body, spec.keep_together, stages=spec.stages), counters)
+        starts = layer_starts(body, spec.keep_together, spec.cut_at, stages=spec.stages)
+        sequence = _assemble(model, served, body, starts, counters)
         if len(sequence) == 1:
             sequence = replace(sequence, whole=why_one_layer(body, spec.keep_together))
         done(Part.LAYERS)
@@ -163,6 +166,7 @@ def _spec(
     autocast: torch.dtype | None,
     precision: str | None,
     keep_together: Sequence[str],
+    cut_at: Sequence[str],
     stages: int,
 ) -> SampleSpec:
     recipe = precision_named(precision)
@@ -171,28 +175,31 @@ def _spec(
     if cast_to is not None and cast_to not in DTYPES:
         raise ArgumentError(f"autocast is {autocast!r}; give a dtype, such as torch.bfloat16")
     check_count("stages", stages, most=MOST_LAYERS)
-    if isinstance(keep_together, str):
-        raise ArgumentError(f"keep_together is the string {keep_together!r}; pass a list of module paths")
+    for name, paths in (("keep_together", keep_together), ("cut_at", cut_at)):
+        if isinstance(paths, str):
+            raise ArgumentError(f"{name} is the string {paths!r}; pass a list of module paths")
     settings = {
         "autocast": cast_to,
         "precision": recipe,
         "keep_together": tuple(keep_together),
+        "cut_at": tuple(cut_at),
         "stages": LEAST_STAGES << max(0, -(-stages // LEAST_STAGES) - 1).bit_length(),
     }
     return describe_sample(sample, batch_dims).model_copy(update=settings)
 
 
-def _check_paths(model: nn.Module, paths: Sequence[str]) -> None:
-    """Every path must name a submodule.
+def _check_paths(model: nn.Module, spec: SampleSpec) -> None:
+    """Every path that the layers depend on must name a submodule.
 
     Raises:
         ArgumentError: one does not; the message has the nearest names.
     """
     known = [name for name, _ in model.named_modules() if name]
-    for path in paths:
-        if path not in known:
-            near = difflib.get_close_matches(path, known) or known[:3]
-            raise ArgumentError(f"keep_together names {path!r}, which is no module of the model; nearest: {near}")
+    for name, paths in (("keep_together", spec.keep_together), ("cut_at", spec.cut_at)):
+        for path in paths:
+            if path not in known:
+                near = difflib.get_close_matches(path, known) or known[:3]
+                raise ArgumentError(f"{name} names {path!r}, which is no module of the model; nearest: {near}")
 
 
 @_without_collection()

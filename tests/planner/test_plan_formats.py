@@ -168,6 +168,12 @@ def _copies(plan: Plan) -> None:
     assert [row[0] for row in durations.skips[0, 2]] == pytest.approx([skipping_s / 4] * 2)
 
 
+def _cut_at(plan: Plan) -> None:
+    """The same as `_sample`, traced with a layer that begins at a module."""
+    _sample(plan)
+    assert plan.sample.cut_at == ("blocks.1.mlp",)
+
+
 OF_EARLIER_FORM = ("plan-2-adjacent",)
 """Of today's version, and with a field that has been replaced since."""
 MEANINGS: dict[str, Callable[[Plan], None]] = {
@@ -185,6 +191,7 @@ MEANINGS: dict[str, Callable[[Plan], None]] = {
     "plan-2-looser-chunks": _looser_chunks,
     "plan-2-sample": _sample,
     "plan-2-copies": _copies,
+    "plan-2-cut-at": _cut_at,
 }
 
 
@@ -257,7 +264,7 @@ def _said(value: Any) -> Iterator[str]:
 LEFT_OUT = (
     *("rank_memories", "positions", "devices_per_host", "shard_optimizer", "interrupted", "copied", "looser.chunks"),
     *("prediction.doubt", "prediction.tokens_per_s", "prediction.device_flops_per_s", "prediction.mfu"),
-    *("sample.stages", "sample.chances", "sample.precision"),
+    *("sample.stages", "sample.chances", "sample.precision", "sample.cut_at"),
 )
 """What files leave out, and of which no other part of them says whether they had it."""
 

@@ -208,7 +208,7 @@ def test_two_fast_and_two_slow_devices_beat_every_plan_that_treats_them_alike(pr
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"pinned": {"1": 1}, "keep_together": ["2"], "cut_at": ["9"]}, "cut_at names '9', and no layer holds"),
+        ({"pinned": {"1": 1}, "keep_together": ["2"], "cut_at": ["9"]}, "cut_at names '9', which is no module"),
         ({"keep_together": ["3"]}, "keep_together names '3', which is no module of the model"),
         ({"pinned": {"typing": 0}}, "pinned names 'typing', and no layer holds a module"),
         ({"pinned": {"0": 1, "1": 0, "2": 1}}, "no cuts satisfy pinned '0' to device 1 and pinned '1' to device 0"),

@@ -1,0 +1,112 @@
+"""Modules that `trace` is told to begin a layer at, and the plans that are cut there."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor import Pipeline
+from planner import autoplan
+from planner.rules import rules_of
+from planner.settings import Settings
+from profiler import Cluster, trace
+from profiler.errors import ArgumentError
+from profiler.tracing.sequence import LayerSequence
+from tests.coverage.model_list import MODELS, Entry
+
+CLUSTER = Cluster.of("64xA100-40GB", link="hdr")
+TRIED = 4
+BLOCKS = 6
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.relu, self.last = nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.last(torch.sin(self.first(x))) + x)
+
+
+def mostly_wide() -> nn.Module:
+    """Blocks that do next to none of the work come after layers that do it."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 8))
+    return nn.Sequential(wide, *(Block(8) for _ in range(BLOCKS))).double()
+
+
+def taken(sequence: LayerSequence, path: str) -> bool:
+    try:
+        rules_of(sequence.layers, Settings.of(CLUSTER, 16, {"cut_at": [path]}))
+    except ArgumentError:
+        return False
+    return True
+
+
+def begins(sequence: LayerSequence, path: str) -> bool:
+    """Whether a layer begins with the first operation of that module, or of one in it."""
+    holds = [any(one == path or one.startswith(f"{path}.") for one in layer.module_paths) for layer in sequence.layers]
+    first = sequence.layers[holds.index(True)].module_paths[0]
+    return first == path or first.startswith(f"{path}.") or path.startswith(f"{first}.")
+
+
+def test_the_inside_of_a_layer_may_be_behind_a_cut() -> None:
+    """Of a DenseNet-121 18 of 61 parts were refused, however its layers were traced."""
+    model, x = mostly_wide(), torch.zeros(2, 8, dtype=torch.float64)
+    paths = [f"{block}.last" for block in range(1, BLOCKS + 1)]
+    plain = trace(model, x, progress=False)
+    refused = [path for path in paths if not taken(plain, path)]
+    assert refused == paths
+    for path in paths:
+        sequence = trace(model, x, cut_at=[path], progress=False)
+        assert taken(sequence, path), path
+        assert begins(sequence, path), path
+        assert len(plain) <= len(sequence) <= len(plain) + 1
+    assert all(taken(trace(model, x, cut_at=paths, progress=False), path) for path in paths)
+
+
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.name)
+def test_more_layers_are_parts_of_those_without_it(entry: Entry) -> None:
+    chance = random.Random(entry.name)
+    case = entry.build(blocks=1)
+    model, x = case.model, case.sample
+    plain = trace(model, x, progress=False)
+    held = {path for layer in plain.layers for path in layer.module_paths if path}
+    for path in chance.sample(sorted(held), min(TRIED, len(held))):
+        sequence = trace(model, x, cut_at=[path], progress=False)
+        assert 0 <= len(sequence) - len(plain) <= 1
+        if len(sequence) > len(plain):
+            assert taken(sequence, path), path
+
+
+def test_a_plan_cut_inside_a_layer_trains_as_the_model_does() -> None:
+    model = mostly_wide()
+    x, y = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
+    cut_at = ["2.last", "5.last"]
+    asked: dict[str, Any] = {"loss_fn": loss, "target": y, "micro_batches": 4, "schedule": "1f1b", "progress": False}
+    plan = autoplan(model, x, 3, cut_at=cut_at, micro_batches_per_stage=1, **asked)
+    assert plan.sample.cut_at == tuple(cut_at)
+    layers = trace(model, plan.sample, progress=False).layers
+    assert [layers[stage.first_layer].module_paths[0] for stage in plan.stages[1:]] == ["2.last", "5.last"]
+    Pipeline(model, plan, loss_fn=loss).step(x, target=y)
+    again = mostly_wide()
+    Pipeline(again, autoplan(again, x, 1, **asked), loss_fn=loss).step(x, target=y)
+    found = {name: value.grad for name, value in model.named_parameters()}
+    for name, value in again.named_parameters():
+        other = found[name]
+        assert value.grad is not None
+        assert other is not None
+        assert torch.equal(value.grad, other), name
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [(["blocks.0.9"], "cut_at names 'blocks.0.9', which is no module"), ("2", "cut_at is the string '2'")],
+)
+def test_what_is_no_module_is_refused(asked: list[str], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        trace(mostly_wide(), torch.zeros(2, 8, dtype=torch.float64), cut_at=asked, progress=False)

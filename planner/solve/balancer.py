@@ -103,6 +103,7 @@ class _Balancer:
         self._bounds_are_over = False
         self._groups: dict[Part, list[Part]] = {}  # those that were bounded together
         self._cut_off = [0, 0, 0]  # proofs in a row, by depth of the part
+        self._climbed = False
         self._large = False  # whether any proof was cut off, or a plan took long
         self._ahead: Part | None = None
         self._near: Candidate | None = None  # of what lay ahead last
@@ -127,6 +128,8 @@ class _Balancer:
                 self._search(entry)
             else:
                 self._look_at(entry)
+            if self._best is not None and not self._climbed:
+                self._climb(self._best)
             self._last_took_s = 0.0 if left_s == np.inf else left_s - self._deadline.left_s
         if self._best is not None and self._problem.settings.time_limit_s is not None:
             self._best = self._with_others(self._best)
@@ -292,8 +295,6 @@ class _Balancer:
             part = min(parts, key=lambda one: one.bound_s(self._problem))
         had_time = not self._deadline.over
         self._take(part, self._dive(part))
-        if self._best is not None and search.listing_s > CLIMB_S:
-            self._climb()
         if self._best is not None or (had_time and self._deadline.over):
             self._queue.push(entry.bound_s, entry.part, bounded=entry.bounded)
             return
@@ -302,8 +303,11 @@ class _Balancer:
             self._divide(entry)
         self._in_vain_s += search.spent_s
 
-    def _climb(self) -> None:
-        """Look for plans with other M, K and R than the first one's, see `planner.solve.ladder`."""
+    def _climb(self, first: Balance) -> None:
+        """Look for plans with other M, K and R than the first one's, where the problem is large: see `Ladder`."""
+        self._climbed = True
+        if self._search_of(Part(first.candidate, self._problem.settings.stages)).listing_s <= CLIMB_S:
+            return
         left_s, had_s = CLIMBING_S * self._problem.patience, self._in_vain_s
 
         def best() -> Balance:
@@ -312,22 +316,22 @@ class _Balancer:
 
         def look(part: Part) -> None:
             nonlocal left_s
-            if left_s > 0 and not self._deadline.over:
-                self._in_vain_s = 0.0
-                found = self._dive(part)
-                left_s -= self._in_vain_s
-                self._take(part, found)
+            self._in_vain_s = 0.0
+            found = self._dive(part)
+            left_s -= self._in_vain_s
+            self._take(part, found)
+
+        def goes_on() -> bool:
+            return left_s > 0 and not self._deadline.over
 
         def other_count(replicas: int) -> Candidate | None:
-            if left_s <= 0 or self._deadline.over:
-                return None
             own = best().candidate.replicas == replicas
             return self._promising(best(), replicas, best().step_s if own else np.inf)
 
-        first: dict[int, Candidate] = {}
+        others: dict[int, Candidate] = {}
         for entry in sorted(self._queue):
-            first.setdefault(entry.part.candidate.replicas, entry.part.candidate)
-        Ladder(self._problem, best, look, other_count).climb(first.values())
+            others.setdefault(entry.part.candidate.replicas, entry.part.candidate)
+        Ladder(self._problem, best, look, other_count, goes_on).climb(others.values())
         self._in_vain_s, self._ahead = had_s, None
 
     def _divide(self, entry: Waiting) -> None:

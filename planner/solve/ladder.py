@@ -35,12 +35,14 @@ class Ladder:
         look: for a plan of one of the smallest parts, which may be the best one then.
         other_count: the candidate with so many replicas and another M that makes the best plan faster, if any; of its
             own R it is no other than a faster one.
+        goes_on: whether there is time for more.
     """
 
     problem: Problem
     best: Callable[[], Balance]
     look: Callable[[Part], None]
     other_count: Callable[[int], Candidate | None]
+    goes_on: Callable[[], bool]
 
     def climb(self, others: Iterable[Candidate]) -> None:
         """Look for plans with other M, K and R.
@@ -56,8 +58,8 @@ class Ladder:
 
     def _from(self, candidate: Candidate) -> None:
         """With its R."""
-        count: Candidate | None = self.other_count(candidate.replicas) or candidate
-        while count is not None:
+        count = (self.other_count(candidate.replicas) or candidate) if self.goes_on() else None
+        while count is not None and self.goes_on():
             step_s = self.best().step_s
             self._numbers_of_stages(count)
             gained = self.best().step_s < step_s * (1 - WORTH_A_RUNG)
@@ -78,7 +80,9 @@ class Ladder:
                 break
 
     def _hopeful(self, candidate: Candidate, stages: int) -> bool:
-        """Whether the work alone says that so many stages may be faster; then a plan of them was looked for."""
+        """Whether the work alone says that so many stages may be faster: then a plan of them was looked for."""
+        if not self.goes_on():
+            return False
         part = Part(candidate, stages)
         while parts := part.parts(self.problem):
             part = min(parts, key=lambda one: one.bound_s(self.problem))

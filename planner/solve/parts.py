@@ -63,7 +63,7 @@ class Part:
             found = replace(found, settings=replace(found.settings, stages=self.stages, max_stages=self.stages))
         if self.devices is not None:
             classes = tuple(
-                replace(group, members=group.members[: self.devices[place] * self.candidate.replicas])
+                replace(group, members=group.members[: self.devices[place] * self.candidate.replicas], alike=())
                 for place, group in self._in_order(whole)
             )
             found = replace(found, classes=classes)

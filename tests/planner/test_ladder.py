@@ -48,7 +48,7 @@ def planned(**restricted: Any) -> Prediction:
     return plan_from_profile(profile(), cluster(), batch_size=BATCH, schedule="1f1b", **restricted).prediction
 
 
-def climbed(problem: Problem, step_s: Callable[[Part], float]) -> tuple[Balance, list[Part]]:
+def climbed(problem: Problem, step_s: Callable[[Part], float], most: int = 1000) -> tuple[Balance, list[Part]]:
     """The best plan, and the parts that were looked at, of made-up steps."""
 
     def plan(part: Part) -> Balance:
@@ -75,7 +75,7 @@ def climbed(problem: Problem, step_s: Callable[[Part], float]) -> tuple[Balance,
             return None
         return found.candidate
 
-    Ladder(problem, lambda: best, look, other_count).climb(first.values())
+    Ladder(problem, lambda: best, look, other_count, lambda: len(looked) < most).climb(first.values())
     return best, looked
 
 
@@ -110,6 +110,7 @@ def test_stages_that_the_work_alone_makes_slower_are_not_looked_at() -> None:
     (candidate,) = problem.candidates()
     enough_s = 1.001 * Part(candidate, 9).bound_s(problem)
     _, looked = climbed(problem, lambda part: enough_s)
+    assert len(climbed(problem, lambda part: enough_s, most=2)[1]) == 2
     numbers = {part.stages for part in looked}
     assert {16, 10} <= numbers <= {*range(9, 17)}
 

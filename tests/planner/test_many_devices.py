@@ -11,6 +11,7 @@ from planner.keywords import SettingKeywords
 from planner.solve import many_devices
 from planner.solve.balancer import balance
 from planner.solve.many_devices import balance_any, with_fewer_classes
+from planner.solve.parts import Part
 from profiler.device import Link
 from tests.planner.made_up import most_held
 
@@ -91,3 +92,25 @@ def test_replicas_of_a_stage_are_on_devices_that_are_equal_indeed(profile_of, de
     assert found is not None
     assert fixed is not None
     assert found.step_s <= fixed.step_s
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_part_has_as_many_devices_of_a_merged_class_as_it_says(profile_of, device, monkeypatch, replicas):
+    """With 9 memories of 2 devices each a plan had more stages on a class than that has devices: an IndexError."""
+    monkeypatch.setattr(many_devices, "FEW_COMBINATIONS", 30)
+    monkeypatch.setattr(many_devices, "MOST_COMBINATIONS", 30)
+    rows = {("a", size): [[0.5 * size, 0.0, 1.0 * size, 10 * size, 4, 8, 8]] * 6 for size in (1, 2, 4)}
+    devices = [device("a", 5_000 + more) for more in range(4) for _ in range(2)]
+    asked: SettingKeywords = {
+        "replicas": replicas,
+        "micro_batches": 4,
+        "micro_batches_per_stage": 1,
+        "schedule": "1f1b",
+    }
+    problem = with_fewer_classes(make_problem(profile_of(rows), devices, batch_size=8, optimizer=None, settings=asked))
+    assert [bool(group.alike) for group in problem.classes] == [True, True]
+    (candidate,) = problem.candidates()
+    for part in Part(candidate).parts(problem):
+        for smallest in part.parts(problem):
+            room = [group.capacity(replicas) for group in smallest.problem(problem).classes]
+            assert sorted(room) == sorted(number for number in smallest.devices if number)

@@ -113,4 +113,4 @@ def test_a_part_has_as_many_devices_of_a_merged_class_as_it_says(profile_of, dev
     for part in Part(candidate).parts(problem):
         for smallest in part.parts(problem):
             room = [group.capacity(replicas) for group in smallest.problem(problem).classes]
-            assert sorted(room) == sorted(number for number in smallest.devices if number)
+            assert sorted(room) == sorted(number for number in smallest.devices or () if number)

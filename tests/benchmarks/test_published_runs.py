@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import pytest
 import torch
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
+from torch import Tensor, nn
 from torch.nn import functional
 
 from planner import Plan, plan_from_profile
@@ -296,15 +297,180 @@ def amoebanet(sizes: Sequence[int]) -> Profile:
     )  # fmt: skip
 
 
-def torchgpipe_s(found: Profile, row: dict[str, str]) -> float:
-    """Seconds of a step with the published cuts: recompute before each backward pass, at times not of the last."""
-    balance, count = [int(part) for part in row["balance"].split(",")], int(row["micro_batches"])
-    stages, size = len(balance), int(float(row["micro_batch_size"]))
-    cuts = [f"cells.{sum(balance[:stage]) - 1}" for stage in range(1, stages)]  # the first layer is the stem
+class Residual(nn.Module):
+    """What ends a block: its input, made as small and as deep as its output, is added."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        fits = inner == outer and stride == 1
+        self.downsample = (
+            nn.Identity()
+            if fits
+            else nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+        )
+
+    def forward(self, x: Tensor, identity: Tensor) -> Tensor:
+        return x + self.downsample(identity)
+
+
+class Bottleneck(nn.Module):
+    """A block of ResNet-101 (arXiv 1512.03385, figure 5), in the eleven layers of torchgpipe's benchmarks."""
+
+    LAYERS = ("", "conv1", "bn1", "relu1", "conv2", "bn2", "relu2", "conv3", "bn3", "residual", "relu3")
+
+    def __init__(self, inner: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
+        self.residual = Residual(inner, 4 * width, stride)
+        self.relu1, self.relu2, self.relu3 = (nn.ReLU() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.relu1(self.bn1(self.conv1(x)))
+        found = self.relu2(self.bn2(self.conv2(found)))
+        return self.relu3(self.residual(self.bn3(self.conv3(found)), x))
+
+
+RESNET_STEM, RESNET_BLOCKS = 4, (3, 4, 23, 3)
+
+
+def resnet_cuts(row: dict[str, str]) -> list[str]:
+    """The modules that the published stages of ResNet-101 begin with, of its 370 layers."""
+    cuts = []
+    for place in published_cuts(row):
+        block, layer = divmod(place - RESNET_STEM, len(Bottleneck.LAYERS))
+        cuts.append(f"{RESNET_STEM + block}.{Bottleneck.LAYERS[layer]}".removesuffix("."))
+    return cuts
+
+
+def resnet101(row: dict[str, str]) -> Profile:
+    """With layers that begin where the published stages do."""
+    blocks: list[nn.Module] = []
+    inner = 64
+    for group, count in enumerate(RESNET_BLOCKS):
+        for place in range(count):
+            blocks.append(Bottleneck(inner, 64 << group, 2 if group and not place else 1))
+            inner = 256 << group
+    size = round(float(row["micro_batch_size"]))
+    with torch.device("meta"):
+        stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000)
+        model, images = nn.Sequential(*stem, *blocks, *end).to("meta"), torch.zeros(4, 3, 224, 224)
+    return profile(
+        trace(model, images, cut_at=resnet_cuts(row), progress=False),
+        Cluster.of("8xP40-24GB", link="pcie3"), sample=images, batch_size=size * int(row["micro_batches"]),
+        micro_batch_sizes=[size], loss_fn=functional.cross_entropy, target=torch.zeros(4, dtype=torch.int64),
+        optimizer="SGD", progress=False,
+    )  # fmt: skip
+
+
+class Convolved(nn.Module):
+    """A 3x3 convolution with what follows it in torchgpipe's U-Net, in its four layers."""
+
+    LAYERS = ("convolution", "dropout", "norm", "relu")
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(inner, outer, 3, padding=1, bias=False)
+        self.dropout, self.norm, self.relu = nn.Dropout2d(0.1), nn.InstanceNorm2d(outer), nn.LeakyReLU(0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.norm(self.dropout(self.convolution(x))))
+
+
+class Joined(nn.Module):
+    """Both of what comes from below and what skipped it."""
+
+    def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        return torch.cat((x, skipped), dim=1)
+
+
+UNET_LEVELS, UNET_CONVOLUTIONS, UNET_WIDTH = 5, 5, 64
+
+
+class PublishedUNet(nn.Module):
+    """Encoders of some convolutions and a pooling, as many below, decoders that double, join and convolve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def convolved(inner: int, middle: int, outer: int) -> nn.Sequential:
+            widths = [inner, *[middle] * (UNET_CONVOLUTIONS - 1), outer]
+            return nn.Sequential(*(Convolved(*both) for both in pairwise(widths)))
+
+        widths = [UNET_WIDTH << level for level in range(UNET_LEVELS + 1)]
+        ends = [width // 2 for width in widths[:-1]]
+        both = zip([3, *widths], widths[:-1], strict=False)
+        self.down = nn.ModuleList(convolved(inner, width, width) for inner, width in both)
+        self.pools = nn.ModuleList(nn.MaxPool2d(2) for _ in ends)
+        self.bottom = convolved(widths[-2], widths[-1], widths[-2])
+        self.rises = nn.ModuleList(nn.Upsample(scale_factor=2) for _ in ends)
+        self.joins = nn.ModuleList(Joined() for _ in ends)
+        self.up = nn.ModuleList(convolved(4 * end, end, end) for end in reversed(ends))
+        self.head = nn.Conv2d(ends[0], 1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for level, pool in zip(self.down, self.pools, strict=True):
+            skips.append(level(x))
+            x = pool(skips[-1])
+        x = self.bottom(x)
+        for rise, join, level in zip(self.rises, self.joins, self.up, strict=True):
+            x = level(join(rise(x), skips.pop()))
+        return self.head(x)
+
+
+def unet_layers() -> list[str]:
+    """The modules of the published layers; what is put aside by one of its own is put aside by the pooling here."""
+
+    def convolved(path: str) -> list[str]:
+        return [f"{path}.{place}.{layer}" for place in range(UNET_CONVOLUTIONS) for layer in Convolved.LAYERS]
+
+    levels = range(UNET_LEVELS)
+    down = [path for level in levels for path in (*convolved(f"down.{level}"), *[f"pools.{level}"] * 2)]
+    up = [path for level in levels for path in (f"rises.{level}", f"joins.{level}", *convolved(f"up.{level}"))]
+    return [*down, *convolved("bottom"), *up, "head"]
+
+
+def unet_cuts(row: dict[str, str]) -> list[str]:
+    """The modules that the published stages of the U-Net begin with, of its 241 layers."""
+    return [unet_layers()[place] for place in published_cuts(row)]
+
+
+def unet(row: dict[str, str]) -> Profile:
+    """With layers that begin where the published stages do."""
+    size = round(float(row["micro_batch_size"]))
+    with torch.device("meta"):
+        model, images = PublishedUNet(), torch.zeros(4, 3, 192, 192)
+    return profile(
+        trace(model, images, cut_at=unet_cuts(row), progress=False),
+        Cluster.of("8xP40-24GB", link="pcie3"), sample=images, batch_size=size * int(row["micro_batches"]),
+        micro_batch_sizes=[size], loss_fn=functional.binary_cross_entropy_with_logits,
+        target=torch.zeros(4, 1, 192, 192), optimizer="SGD", progress=False,
+    )  # fmt: skip
+
+
+def first_cells(row: dict[str, str]) -> list[str]:
+    """Of AmoebaNet-D the cells that published stages begin with: the first layer is the stem."""
+    return [f"cells.{place - 1}" for place in published_cuts(row)]
+
+
+def published_cuts(row: dict[str, str]) -> list[int]:
+    """How many of the published model's layers are before each stage but the first."""
+    return list(accumulate(int(part) for part in row["balance"].split(",")))[:-1]
+
+
+def torchgpipe_s(found: Profile, row: dict[str, str], cuts: Sequence[str]) -> float:
+    """Seconds of a step with these cuts: recompute before each backward pass, at times not of the last.
+
+    What skips stages is sent from its own stage, as torchgpipe does, and taken to be there in time.
+    """
+    stages, size, count = len(cuts) + 1, round(float(row["micro_batch_size"])), int(row["micro_batches"])
     plan = plan_from_profile(
         found, roomy(Cluster.of(f"{stages}xP40-24GB", link="pcie3")),
         batch_size=size * max(count, stages), stages=stages, micro_batches=max(count, stages),
-        micro_batches_per_stage=1, recompute="always", schedule="gpipe", cut_at=cuts,
+        micro_batches_per_stage=1, recompute="always", schedule="gpipe", cut_at=cuts, skips="direct",
     )  # fmt: skip
     times = [stage.times_at(size) for stage in plan.stages]
     again = row["recompute"] == "always"
@@ -326,13 +492,23 @@ def torchgpipe_s(found: Profile, row: dict[str, str]) -> float:
 
 @pytest.mark.benchmark
 def test_torchgpipe_rows() -> None:
-    """The nine of AmoebaNet-D; ResNet-101 and U-Net there are cut at layers that our models do not have."""
-    kept = [row for row in rows("published_pipeline_runs.csv") if row["model"].startswith("AmoebaNet")]
+    """The nine of AmoebaNet-D, three of ResNet-101, and three of U-Net."""
+    every = rows("published_pipeline_runs.csv")
+    kept = [row for row in every if row["model"].startswith("AmoebaNet")]
     found = amoebanet(sorted({int(float(row["micro_batch_size"])) for row in kept}))
+    judge_torchgpipe([(row, torchgpipe_s(found, row, first_cells(row))) for row in kept])
+    kept = [row for row in every if row["model"].startswith("ResNet")]
+    judge_torchgpipe([(row, torchgpipe_s(resnet101(row), row, resnet_cuts(row))) for row in kept])
+    kept = [row for row in every if row["model"].startswith("U-Net")]
+    assert all(len(unet_layers()) == sum(map(int, row["balance"].split(","))) for row in kept)
+    judge_torchgpipe([(row, torchgpipe_s(unet(row), row, unet_cuts(row))) for row in kept])
+
+
+def judge_torchgpipe(predicted: Sequence[tuple[dict[str, str], float]]) -> None:
     pairs = []
     print("\n| K | M | micro-batch | published | predicted | error |\n|---|---|---|---|---|---|")
-    for row in kept:
-        step_s, truth_s = torchgpipe_s(found, row), float(row["step_s_derived"])
+    for row, step_s in predicted:
+        truth_s = float(row["step_s_derived"])
         pairs.append((step_s, truth_s))
         print(
             f"| {row['pp']} | {row['micro_batches']} | {row['micro_batch_size']} | {truth_s:.2f} s | {step_s:.2f} s | "

@@ -5,7 +5,7 @@ All raise `ArgumentError`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from profiler.errors import ArgumentError
@@ -21,13 +21,6 @@ def choice_of(name: str, value: Any, choices: tuple[str, ...]) -> Any:
     if value not in choices:
         raise ArgumentError(f"{name} is {shown(value)}; choose one of {', '.join(repr(choice) for choice in choices)}")
     return value
-
-
-def paths_of(name: str, paths: Any) -> tuple[str, ...]:
-    """Paths of modules."""
-    if isinstance(paths, str) or not isinstance(paths, Collection) or not all(isinstance(path, str) for path in paths):
-        raise ArgumentError(f"{name} is {shown(paths)}; give a list of module paths")
-    return tuple(paths)
 
 
 def memory_limits_of(devices: Sequence[Device], limit: Any) -> tuple[int, ...]:

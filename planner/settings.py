@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, get_args
 
-from planner.keyword_values import choice_of, memory_limits_of, paths_of, pinned_of
+from planner.keyword_values import choice_of, memory_limits_of, pinned_of
 from planner.keywords import RecomputeMode, SettingKeywords, SkipMode
 from planner.plan.schedules import (
     MOST_CHUNKS,
@@ -26,6 +26,7 @@ from profiler.quantities import (
     MOST_SAMPLES,
     check_count,
     check_seconds,
+    paths_of,
     shown,
 )
 from profiler.text import are, counted

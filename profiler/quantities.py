@@ -6,6 +6,7 @@ in stay finite, and what is listed one by one stays countable.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from profiler.errors import ArgumentError
@@ -43,6 +44,17 @@ def check_count(name: str, value: object, *, most: int) -> None:
         raise ArgumentError(f"{name} is {shown(value)}; give at least 1")
     if value > most:
         raise ArgumentError(f"{name} is {shown(value)}; give at most {most}")
+
+
+def paths_of(name: str, value: object) -> tuple[str, ...]:
+    """Paths of modules.
+
+    Raises:
+        ArgumentError: with the name of the argument.
+    """
+    if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(path, str) for path in value):
+        raise ArgumentError(f"{name} is {shown(value)}; give a list of module paths")
+    return tuple(value)
 
 
 def check_seconds(name: str, value: object, *, positive: bool = True) -> None:

@@ -23,7 +23,7 @@ from profiler.conditions.check import Check
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.observe.ambient import as_in_training
 from profiler.precision import precision_named, refuse_with_autocast
-from profiler.quantities import LEAST_STAGES, MOST_LAYERS, check_count
+from profiler.quantities import LEAST_STAGES, MOST_LAYERS, check_count, paths_of
 from profiler.sample_spec import SampleSpec
 from profiler.text import counted
 from profiler.torch_private import is_lazy
@@ -175,14 +175,11 @@ def _spec(
     if cast_to is not None and cast_to not in DTYPES:
         raise ArgumentError(f"autocast is {autocast!r}; give a dtype, such as torch.bfloat16")
     check_count("stages", stages, most=MOST_LAYERS)
-    for name, paths in (("keep_together", keep_together), ("cut_at", cut_at)):
-        if isinstance(paths, str):
-            raise ArgumentError(f"{name} is the string {paths!r}; pass a list of module paths")
     settings = {
         "autocast": cast_to,
         "precision": recipe,
-        "keep_together": tuple(keep_together),
-        "cut_at": tuple(cut_at),
+        "keep_together": paths_of("keep_together", keep_together),
+        "cut_at": paths_of("cut_at", cut_at),
         "stages": LEAST_STAGES << max(0, -(-stages // LEAST_STAGES) - 1).bit_length(),
     }
     return describe_sample(sample, batch_dims).model_copy(update=settings)

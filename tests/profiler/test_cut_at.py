@@ -105,8 +105,13 @@ def test_a_plan_cut_inside_a_layer_trains_as_the_model_does() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [(["blocks.0.9"], "cut_at names 'blocks.0.9', which is no module"), ("2", "cut_at is the string '2'")],
+    [
+        (["blocks.0.9"], "cut_at names 'blocks.0.9', which is no module"),
+        ("2", "cut_at is '2'; give a list of module paths"),
+        ([3], r"cut_at is \[3\]; give a list of module paths"),
+        (None, "cut_at is None; give a list of module paths"),
+    ],
 )
-def test_what_is_no_module_is_refused(asked: list[str], said: str) -> None:
+def test_what_is_no_module_is_refused(asked: Any, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         trace(mostly_wide(), torch.zeros(2, 8, dtype=torch.float64), cut_at=asked, progress=False)

@@ -12,6 +12,8 @@ The problem is looked at in parts (`planner.solve.parts`). They wait in the orde
    limits, until its plan is proven the best of the part or time is up. Where the closed form is only a bound, its paths
    are searched before that (`planner.solve.path_search`).
 
+In large problems a first plan is climbed from before any proof: with other M, K and R (`planner.solve.ladder`).
+
 So a search of fewer parts finds no plan that a search of all of them misses, as long as there is time. When that is
 short the order counts: the best plan so far says which part comes next (`_ahead_of`).
 """

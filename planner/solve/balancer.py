@@ -26,13 +26,13 @@ from dataclasses import replace
 import numpy as np
 
 from planner.plan.schedules import SCHEDULES, Objective
-from planner.solve.balance import TIE, Balance, Unsettled, best_of, evaluate_s, fits
+from planner.solve.balance import TIE, Balance, Unsettled, best_of, evaluate_s
 from planner.solve.candidate_search import ARC_S, CandidateSearch
 from planner.solve.deadline import LATE_S, Deadline
 from planner.solve.ladder import Ladder
 from planner.solve.limits import LAST_LEVEL, Limits
 from planner.solve.many_counts import alike, bound_of_all_s
-from planner.solve.other_counts import promising
+from planner.solve.other_counts import fastest_count
 from planner.solve.parts import Part
 from planner.solve.path_search import PathSearch
 from planner.solve.problem import Candidate, Problem
@@ -293,8 +293,7 @@ class _Balancer:
         if in_vain and not search.fits():
             self._in_vain_s += search.spent_s
             return
-        while parts := part.parts(self._problem):
-            part = min(parts, key=lambda one: one.bound_s(self._problem))
+        part = part.smallest(self._problem)
         had_time = not self._deadline.over
         self._take(part, self._dive(part))
         if self._best is not None or (had_time and self._deadline.over):
@@ -312,29 +311,27 @@ class _Balancer:
             return
         left_s, had_s = CLIMBING_S * self._problem.patience, self._in_vain_s
 
-        def best() -> Balance:
-            assert self._best is not None  # it is climbed from
-            return self._best
-
-        def look(part: Part) -> None:
+        def look(part: Part) -> Balance | None:
             nonlocal left_s
+            if left_s <= 0 or self._deadline.over:
+                return None
             self._in_vain_s = 0.0
             found = self._dive(part)
             left_s -= self._in_vain_s
             self._take(part, found)
+            return self._best
 
-        def goes_on() -> bool:
-            return left_s > 0 and not self._deadline.over
-
-        def other_count(replicas: int) -> Candidate | None:
-            own = best().candidate.replicas == replicas
-            return self._promising(best(), replicas, best().step_s if own else np.inf)
-
-        others: dict[int, Candidate] = {}
-        for entry in sorted(self._queue):
-            others.setdefault(entry.part.candidate.replicas, entry.part.candidate)
-        Ladder(self._problem, best, look, other_count, goes_on).climb(others.values())
+        Ladder(self._problem, self._waiting(), look).climb(first)
         self._in_vain_s, self._ahead = had_s, None
+
+    def _waiting(self) -> list[Candidate]:
+        """Those of which no part was looked at, the least bound first."""
+        stages = self._problem.settings.stages
+        return [
+            entry.part.candidate
+            for entry in sorted(self._queue)
+            if entry.level == 0 and entry.part == Part(entry.part.candidate, stages)
+        ]
 
     def _divide(self, entry: Waiting) -> None:
         """Let the parts of a part wait; one of the smallest is searched for itself."""
@@ -372,7 +369,7 @@ class _Balancer:
             plan = search.first(part.bound_s(self._problem))
         self._plans[part] = plan
         start = plan or self._best
-        result = None if start is None else search.run(start)
+        result = None if start is None else search.run(start, own=plan is not None)
         self._in_vain_s += search.spent_s
         if result is not None and (plan is not None or (result.proven and result.best is not start)):
             self._plans[part] = result.best
@@ -426,29 +423,8 @@ class _Balancer:
 
     def _ahead_of(self, best: Balance) -> Part | None:
         """The number of micro-batches that would make the best plan faster, if there is one."""
-        found = self._promising(best, best.candidate.replicas, best.step_s)
+        found = fastest_count(self._problem, best, self._waiting(), best.candidate.replicas, best.step_s)
         return None if found is None else replace(self._part_of(best), candidate=found)
-
-    def _promising(self, best: Balance, replicas: int, below_s: float) -> Candidate | None:
-        """Of those with so many replicas that wait the one that makes the stages of the best plan fastest, if any."""
-        schedule, count = best.candidate.schedule, len(best.stages)
-        used = Counter(stage.device_class for stage in best.stages)
-        if any(self._problem.classes[one].capacity(replicas) < number for one, number in used.items()):
-            return None
-        waiting = [
-            entry.part.candidate
-            for entry in sorted(self._queue, key=lambda entry: entry.micro_batches)
-            if entry.level == 0
-            and entry.part == Part(entry.part.candidate, self._problem.settings.stages)
-            and (entry.part.candidate.schedule, entry.part.candidate.replicas) == (schedule, replicas)
-            and self._problem.most_stages(replicas, entry.micro_batches) >= count
-        ]
-        return promising(
-            waiting,
-            lambda one: evaluate_s(self._problem, one, best.stages),
-            lambda one: fits(self._problem, one, best.stages),
-            below_s,
-        )
 
     def _with_others(self, best: Balance) -> Balance:
         """The same stages with the numbers of micro-batches and replicas that make them fastest, of those that wait.
@@ -457,7 +433,7 @@ class _Balancer:
         be: with 63,000 samples its step took 7 times as long, with 1,024 devices 500 times.
         """
         for replicas in self._problem.replicas():
-            found = self._promising(best, replicas, best.step_s)
+            found = fastest_count(self._problem, best, self._waiting(), replicas, best.step_s)
             if found is not None:
                 best = replace(best, candidate=found, step_s=evaluate_s(self._problem, found, best.stages))
         return best

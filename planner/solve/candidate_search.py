@@ -6,6 +6,9 @@
 3. otherwise it is a lower bound. The plans whose objective lies below the best step time so far are evaluated one by
    one; where there are too many, the smallest objective left stays as the lower bound, and that is where a gap comes
    from.
+
+Where too many stages recompute for all of them to be looked at, layers of the plan found are moved between its stages
+(`planner.solve.moved_layers`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.kernel.candidate_stages import Arcs, make_arcs
+from planner.kernel.candidate_stages import IMPOSSIBLE, Arcs, make_arcs
 from planner.kernel.front import before_bounds, may_reach, step_bound_s
 from planner.kernel.listed import PassSums, listed_steps_s
 from planner.kernel.search import FoundPlans, search
@@ -27,6 +30,7 @@ from planner.plan.schedules import Objective
 from planner.solve.balance import TIE, Balance, StageChoice, evaluate_s
 from planner.solve.deadline import Deadline
 from planner.solve.limits import Limits
+from planner.solve.moved_layers import MovedLayers
 from planner.solve.problem import Candidate, Problem
 from planner.solve.segment_choices import SegmentChoices, WorkBudget
 from planner.solve.tables import make_tables, pass_sums
@@ -36,6 +40,9 @@ GUESSES = (1.01, 1.03, 1.06, 1.1, 1.2, 1.5, np.inf)
 """Factors on the lower bound within which the first search looks for a plan [fitted]."""
 GUESSES_IN_VAIN = 2
 """Of these, after which it is found out what a plan that fits takes at least, if any does [chosen]."""
+SLOWEST, FAR = 3, 1.02
+"""Stages of a first plan that layers are moved from [chosen: a third of what moves from all of 16 take], and by how
+much longer its step must be than its objective for all stages to count."""
 MOST_ROUNDS = 5
 """Searches that may ask for more stages to be looked at."""
 CLOSE_ENOUGH = 1e-3
@@ -46,10 +53,10 @@ AT_ONCE = 4_000_000
 """Passes of listed plans that are walked through without a look at the clock [chosen: 30 ms]."""
 FAST_WIDTH = 2048
 """Labels at one place up to which one more takes no longer: each is compared with those that are there."""
-ARC_S, LABEL_S, PLAN_S, PASS_S, COMPARISON_S, STAGE_S = 1e-6, 4e-7, 1e-3, 1e-8, 4e-9, 1e-4
-"""Seconds of listing a stage, trying a label, evaluating a plan, a pass of a listed one, comparing choices of segments
-and looking at a stage, about [fitted: 802 layers, 64 stages]: what a search took is counted so, for equal inputs give
-equal plans."""
+ARC_S, LABEL_S, PLAN_S, PASS_S, COMPARISON_S, STAGE_S = 1e-6, 4e-7, 1.6e-5, 1e-8, 4e-9, 1e-4
+"""Seconds of listing a stage, trying a label, evaluating a plan's stage, a pass of a listed one, comparing choices of
+segments and looking at a stage, about [fitted: 802 layers, 64 stages]: what a search took is counted so, for equal
+inputs give equal plans."""
 
 
 class Result(NamedTuple):
@@ -61,7 +68,7 @@ class Result(NamedTuple):
     @property
     def proven(self) -> bool:
         """Whether there is no better plan."""
-        return self.lower_bound_s >= self.best.step_s * (1 - PROVEN)
+        return bool(self.lower_bound_s >= self.best.step_s * (1 - PROVEN))
 
 
 def first_balance(problem: Problem, candidate: Candidate, deadline: Deadline) -> Balance | None:
@@ -93,7 +100,7 @@ class CandidateSearch:
         self._had_work, self._had_stages = budget.work, budget.stages
         self._arcs = 0
         self._labels = 0
-        self._plans = 0
+        self._evaluated = 0
         self._passes = 0
 
     @cached_property
@@ -109,7 +116,7 @@ class CandidateSearch:
         """Seconds that all of it took, as they are counted."""
         comparisons = self._had_work - self._budget.work
         stages = self._budget.stages - self._had_stages
-        tried = self._arcs * ARC_S + self._labels * LABEL_S + self._plans * PLAN_S + self._passes * PASS_S
+        tried = self._arcs * ARC_S + self._labels * LABEL_S + self._evaluated * PLAN_S + self._passes * PASS_S
         return tried + comparisons * COMPARISON_S + stages * STAGE_S
 
     def bound_s(self, incumbent: Balance) -> float:
@@ -129,8 +136,14 @@ class CandidateSearch:
         self._arcs += len(arcs.need) + arcs.length.size
         return bool(may_reach(arcs)) and bool(step_bound_s(arcs, before_bounds(arcs)[0, -1]) < np.inf)
 
-    def run(self, incumbent: Balance, *, proves: bool = False) -> Result:
-        """The best plan below the incumbent's step time; with `proves` none is looked for that cannot be proven."""
+    def run(self, incumbent: Balance, *, proves: bool = False, own: bool = False) -> Result:
+        """The best plan below the incumbent's step time.
+
+        Args:
+            incumbent: a plan.
+            proves: none is looked for that cannot be proven.
+            own: whether the incumbent solves this problem, and so may be where a better plan is found.
+        """
         limit_s = incumbent.step_s * (1 + 2 * TIE)
         arcs, before, root_s = self._bounded(limit_s)
         if root_s >= limit_s:
@@ -140,7 +153,17 @@ class CandidateSearch:
             if proves or root_s >= limit_s * (1 - CLOSE_ENOUGH):
                 return Result(incumbent, root_s)
             found, lower_s = self._by_plans(arcs, before, choices, incumbent, limit_s)
-            return Result(found or incumbent, lower_s)
+            result = Result(found or incumbent, lower_s)
+        else:
+            result = self._by_stages(arcs, before, choices, incumbent, limit_s)
+        if proves or result.proven or not (own or result.best is not incumbent):
+            return result
+        return Result(self._moved(arcs, choices, result.best, limit_s, len(result.best.stages)), result.lower_bound_s)
+
+    def _by_stages(
+        self, arcs: Arcs, before: Floats, choices: SegmentChoices, incumbent: Balance, limit_s: float
+    ) -> Result:
+        """The best plan, looking at each stage that the search comes by."""
         best = self._best_of(
             self._searched(arcs, before, choices, limit_s, self._limits.beam_labels), arcs, choices, incumbent
         )
@@ -181,6 +204,23 @@ class CandidateSearch:
             if self._deadline.over:
                 break
         return best, lower_s
+
+    def _moved(self, arcs: Arcs, choices: SegmentChoices, plan: Balance, limit_s: float, slowest: int) -> Balance:
+        """The plan with layers moved from so many of its stages, the slowest."""
+        count = len(plan.stages)
+
+        def stage_of(position: int, first: int, stop: int, device: int) -> StageChoice | None:
+            place = _place(arcs, count - 1 - position, device, first, stop)
+            if place < 0 or arcs.need[place] == IMPOSSIBLE:
+                return None
+            choices.look_at([place], limit_s)
+            segments = choices.segments(place, -1, first)
+            return None if segments is None else StageChoice(first, stop, device, segments)
+
+        moved = MovedLayers(self._problem, stage_of, self._deadline)
+        found = moved.from_slowest(plan, slowest, self._limits.moves)
+        self._evaluated += moved.evaluated
+        return found
 
     def _listed(self, arcs: Arcs, before: Floats, choices: SegmentChoices, best: Balance) -> tuple[Balance, float]:
         """The best of all plans whose objective lies below the best step time, each evaluated; what none is below."""
@@ -247,14 +287,22 @@ class CandidateSearch:
             if choices.needed > self._limits.few_stages:
                 best, _ = self._by_plans(arcs, before, choices, None, limit_s)
                 if best is not None:
-                    return best
+                    return self._first_moved(arcs, choices, best, limit_s)
             widths = self._limits.beam_labels, self._limits.most_labels
             for width in widths if factor == np.inf else widths[:1]:
                 found = self._searched(arcs, before, choices, limit_s, width)
                 best = self._balance(found, choices, self._places(found, arcs)) if len(found.objective_s) else None
                 if best is not None:
-                    return best
+                    return self._first_moved(arcs, choices, best, limit_s)
         return None
+
+    def _first_moved(self, arcs: Arcs, choices: SegmentChoices, first: Balance, limit_s: float) -> Balance:
+        """The first plan with layers moved from its slowest stages, from all where its step is far above the limit."""
+        if first.step_s <= limit_s * FAR:
+            return self._moved(arcs, choices, first, limit_s, SLOWEST)
+        arcs, _, _ = self._bounded(first.step_s)
+        choices = SegmentChoices(self._tables, arcs, self._deadline, self._budget)
+        return self._moved(arcs, choices, first, first.step_s, len(first.stages))
 
     def _bounded(self, limit_s: float) -> tuple[Arcs, Floats, float]:
         """Stages worth looking at, bounds of what comes before them, and what no plan is below."""
@@ -308,8 +356,7 @@ class CandidateSearch:
         places = []
         for stage in range(count):
             first, stop = (int(cut) for cut in plans.cuts[index, stage : stage + 2])
-            in_flight_index = count - 1 - stage if arcs.by_number else 0
-            places.append(int(arcs.offset[in_flight_index, plans.classes[index, stage], stop]) + stop - 1 - first)
+            places.append(_place(arcs, count - 1 - stage, int(plans.classes[index, stage]), first, stop))
         return places
 
     def _balance(self, plans: FoundPlans, choices: SegmentChoices, places: list[int], index: int = 0) -> Balance | None:
@@ -321,5 +368,11 @@ class CandidateSearch:
             if segments is None:
                 return None
             stages.append(StageChoice(first, stop, int(plans.classes[index, stage]), segments))
-        self._plans += 1
+        self._evaluated += len(stages)
         return Balance(self._candidate, tuple(stages), evaluate_s(self._problem, self._candidate, tuple(stages)), 0.0)
+
+
+def _place(arcs: Arcs, after: int, device: int, first: int, stop: int) -> int:
+    """Of the arc of layers [first, stop), with so many stages after it; -1 if there is none."""
+    at = after if arcs.by_number else 0, device, stop
+    return int(arcs.offset[at]) + stop - 1 - first if stop - first <= arcs.length[at] else -1

@@ -1,4 +1,4 @@
-"""Numbers of stages and replicas that plans are looked for with first, before anything is proven.
+"""Numbers of micro-batches, stages and replicas that plans are looked for with first, before anything is proven.
 
 Bounds hardly tell them apart. Taken in their order, a search may spend all its patience on the bounds of few stages,
 where twice as many are a third faster. So a first plan is climbed from, which takes some tenths of a second a rung:
@@ -6,16 +6,19 @@ where twice as many are a third faster. So a first plan is climbed from, which t
     with other M            what makes the stages of the best plan fastest
     with other K            far apart, where the work alone says that they may be faster: from the number that has the
                             least bound up, then down; then between the best and those beside it
+    with other sizes        micro-batches half and twice as large: where memory is tight their cuts are other ones
 
 again from what that finds, and then with every other R.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from planner.solve.balance import Balance
+from planner.solve.other_counts import fastest_count
 from planner.solve.parts import Part
 from planner.solve.problem import Candidate, Problem
 
@@ -25,71 +28,89 @@ WORTH_A_RUNG = 1e-3
 """By how much faster a plan must be for another rung near it [chosen]."""
 
 
-@dataclass(frozen=True)
 class Ladder:
-    """What it climbs in.
+    """What is climbed.
 
-    Attributes:
+    Args:
         problem: whose plans.
-        best: the best plan so far.
-        look: for a plan of one of the smallest parts, which may be the best one then.
-        other_count: the candidate with so many replicas and another M that makes the best plan faster, if any; of its
-            own R it is no other than a faster one.
-        goes_on: whether there is time for more.
+        candidates: those to climb among, the least bound first.
+        look: for a plan of one of the smallest parts; the best plan then. None where there is no time for more.
     """
 
-    problem: Problem
-    best: Callable[[], Balance]
-    look: Callable[[Part], None]
-    other_count: Callable[[int], Candidate | None]
-    goes_on: Callable[[], bool]
+    def __init__(
+        self, problem: Problem, candidates: Sequence[Candidate], look: Callable[[Part], Balance | None]
+    ) -> None:
+        self._problem, self._candidates, self._look = problem, candidates, look
 
-    def climb(self, others: Iterable[Candidate]) -> None:
-        """Look for plans with other M, K and R.
-
-        Args:
-            others: where to begin with each R of which the stages of the best plan say nothing.
-        """
-        own = self.best().candidate
+    def climb(self, first: Balance) -> None:
+        """Look for plans with other M, K and R than the first one's."""
+        self._best, self._over = first, False
+        own = first.candidate
         self._from(own)
-        for other in others:
-            if other.replicas != own.replicas:
-                self._from(other)
+        firsts = {one.replicas: one for one in reversed(self._candidates)}
+        for replicas in dict.fromkeys(one.replicas for one in self._candidates):
+            if replicas != own.replicas:
+                self._from(firsts[replicas])
 
     def _from(self, candidate: Candidate) -> None:
-        """With its R."""
-        count = (self.other_count(candidate.replicas) or candidate) if self.goes_on() else None
-        while count is not None and self.goes_on():
-            step_s = self.best().step_s
+        """With its R, and its M if the stages of the best plan say of none that it is faster."""
+        replicas = candidate.replicas
+        count = self._other_count(replicas) or candidate
+        while not self._over:
+            before = self._best
             self._numbers_of_stages(count)
-            gained = self.best().step_s < step_s * (1 - WORTH_A_RUNG)
-            count = self.other_count(candidate.replicas) if gained else None
+            for one in self._sizes(count):
+                self._hopeful(one, len(self._best.stages))
+            if self._best.step_s > before.step_s * (1 - WORTH_A_RUNG) or self._best.candidate.replicas != replicas:
+                break
+            other = self._other_count(replicas)
+            if other is None and self._best.candidate == count:
+                break
+            count = other or self._best.candidate
+
+    def _other_count(self, replicas: int) -> Candidate | None:
+        """The candidate that makes the stages of the best plan fastest; of its own R no other than a faster one."""
+        below_s = self._best.step_s if self._best.candidate.replicas == replicas else np.inf
+        return fastest_count(self._problem, self._best, self._candidates, replicas, below_s)
 
     def _numbers_of_stages(self, candidate: Candidate) -> None:
         """All over the range, then nearer and nearer to the best one."""
-        most = self.problem.most_stages(candidate.replicas, candidate.split.count)
-        own = min(most, len(self.best().stages))
-        rungs = [own] if self.problem.settings.stages is not None else [*_rungs(own, most)]
+        most = self._problem.most_stages(candidate.replicas, candidate.split.count)
+        own = min(most, len(self._best.stages))
+        rungs = [own] if self._problem.settings.stages is not None else [*_rungs(own, most)]
         tried = {one for one in rungs if self._hopeful(candidate, one)}
-        while (best := self.best()).candidate == candidate and (own := len(best.stages)) in tried:
+        while (best := self._best).candidate == candidate and (own := len(best.stages)) in tried:
             below = max((one for one in tried if one < own), default=own)
             above = min((one for one in tried if one > own), default=own)
             between = {(own + below) // 2, (own + above) // 2} - tried
             tried |= {one for one in sorted(between) if self._hopeful(candidate, one)}
-            if not between or self.best().step_s > best.step_s * (1 - WORTH_A_RUNG):
+            if not between or self._best.step_s > best.step_s * (1 - WORTH_A_RUNG):
                 break
+
+    def _sizes(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The fewest micro-batches of half the size, and of twice that."""
+        own = candidate.split
+        for size in (own.largest // 2, own.largest * 2):
+            others = [
+                one
+                for one in self._candidates
+                if (one.schedule, one.replicas) == (candidate.schedule, candidate.replicas)
+                and one.split.largest == size
+            ]
+            if others:
+                yield min(others, key=lambda one: one.split.count)
 
     def _hopeful(self, candidate: Candidate, stages: int) -> bool:
         """Whether the work alone says that so many stages may be faster: then a plan of them was looked for."""
-        if not self.goes_on():
+        if self._over or not 0 < stages <= self._problem.most_stages(candidate.replicas, candidate.split.count):
             return False
-        part = Part(candidate, stages)
-        while parts := part.parts(self.problem):
-            part = min(parts, key=lambda one: one.bound_s(self.problem))
-        hopeful = part.bound_s(self.problem) < self.best().step_s
-        if hopeful:
-            self.look(part)
-        return hopeful
+        part = Part(candidate, stages).smallest(self._problem)
+        if part.bound_s(self._problem) >= self._best.step_s:
+            return False
+        found = self._look(part)
+        self._over = found is None
+        self._best = found or self._best
+        return not self._over
 
 
 def _rungs(own: int, most: int) -> Iterator[int]:

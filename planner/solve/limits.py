@@ -19,6 +19,8 @@ LITTLE_WORK = 50_000
 """Labels up to which a list of plans that is cut off is made longer [fitted: 5 ms]."""
 MOST_PLANS = 12
 """Plans of one part whose stages are looked at."""
+MOVES = 1000
+"""Plans with layers moved that are tried [chosen: 0.3 s of 16 stages]."""
 WIDER_LABELS = 64
 """Labels kept at each place by the search that bounds a large problem with recompute."""
 FEW_STAGES = 4000
@@ -58,6 +60,7 @@ class Limits:
     listed: tuple[tuple[int, int], ...]
     little_work: int
     most_plans: int
+    moves: int
     wider_labels: int
     few_stages: int
     most_work: int
@@ -75,6 +78,7 @@ class Limits:
             listed=tuple((min(width * by, LARGEST), min(plans * by, LARGEST)) for width, plans in LISTED),
             little_work=LITTLE_WORK * by,
             most_plans=MOST_PLANS * by,
+            moves=MOVES * by,
             wider_labels=WIDER_LABELS * by,
             few_stages=FEW_STAGES * by,
             most_work=min(MOST_WORK * by, FAR_MORE_WORK),

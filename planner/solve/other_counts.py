@@ -7,11 +7,13 @@ other numbers, which takes milliseconds, and the one that makes it fastest comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from planner.solve.problem import Candidate
+from planner.solve.balance import Balance, evaluate_s, fits
+from planner.solve.problem import Candidate, Problem
 
 TRIED_AT = 16
 """Numbers that a plan is tried with, and again around the best of these [chosen]."""
@@ -53,3 +55,33 @@ def promising(
     try_between(places[max(0, at - 1)], places[min(len(places) - 1, at + 1)])
     best = min(found, key=lambda place: found[place])
     return candidates[best] if found[best] < below_s else None
+
+
+def fastest_count(
+    problem: Problem, best: Balance, candidates: Iterable[Candidate], replicas: int, below_s: float
+) -> Candidate | None:
+    """Of the best plan's schedule and so many replicas the candidate that makes its stages fastest; None if none does.
+
+    Args:
+        problem: that the plan solves.
+        best: the plan.
+        candidates: all that there are.
+        replicas: R.
+        below_s: slower ones are of no use.
+    """
+    count = len(best.stages)
+    used = Counter(stage.device_class for stage in best.stages)
+    if any(problem.classes[one].capacity(replicas) < number for one, number in used.items()):
+        return None
+    others = [
+        one
+        for one in sorted(candidates, key=lambda one: one.split.count)
+        if (one.schedule, one.replicas) == (best.candidate.schedule, replicas)
+        and problem.most_stages(replicas, one.split.count) >= count
+    ]
+    return promising(
+        others,
+        lambda one: evaluate_s(problem, one, best.stages),
+        lambda one: fits(problem, one, best.stages),
+        below_s,
+    )

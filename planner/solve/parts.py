@@ -56,6 +56,13 @@ class Part:
             return [replace(self, devices=numbers) for numbers in _shares(problem, self.candidate, self.stages)]
         return []
 
+    def smallest(self, problem: Problem) -> Part:
+        """Of the smallest in it one with the least bounds: first of the numbers of stages, then of devices."""
+        part = self
+        while parts := part.parts(problem):
+            part = min(parts, key=lambda one: one.bound_s(problem))
+        return part
+
     def problem(self, whole: Problem) -> Problem:
         """The same as a problem, which looks alike whatever the problem is that it is a part of."""
         found = whole

@@ -51,6 +51,37 @@ def block_model(seed: int) -> Asked:
     )
 
 
+def narrow_blocks(seed: int) -> Asked:
+    """Unlike layers in each block, between some of which messages take long, in little memory: good cuts are few."""
+    chance = random.Random(seed)
+
+    def layer() -> list[float]:
+        work_s, kept, sent = chance.lognormvariate(0, 1.2), chance.uniform(5, 50), chance.choice([10, 10, 20, 60, 100])
+        return [work_s, work_s, 2 * work_s, kept, 0, sent, sent]
+
+    blocks, in_block = chance.choice([8, 12, 24, 32]), [layer() for _ in range(chance.randint(4, 16))]
+    base = [layer(), *in_block * blocks, layer()]
+    base[-1][5:] = [0, 0]
+    weights = [50, *[chance.randint(12, 100) for _ in in_block] * blocks, 75]
+    count, devices = chance.choice([64, 128]), chance.choice([12, 16, 24])
+    even_s = sum(3 * row[0] for row in base) / devices
+    profile = build_profile(
+        {
+            ("a", size): [[v * (size + 0.1) for v in row[:3]] + [v * size for v in row[3:]] for row in base]
+            for size in SIZES
+        },
+        parameters=[(4 * one, True) for one in weights],
+        readers=[[place] for place in range(len(base))],
+        optimizer=(0.0, 2.0),
+        links=(Link(latency_s=0.0, bytes_per_s=chance.choice([300, 1200, 6000]) / even_s),),
+    )
+    even_bytes = 16 * sum(weights) / devices + sum(row[3] for row in base)
+    memory_bytes = int(even_bytes * chance.choice([0.8, 1.0, 1.3, 2.0]))
+    cluster = Cluster(devices=(Device(name="cpu", kind="a", memory_bytes=memory_bytes),) * devices)
+    settings = {"schedule": "1f1b", "micro_batches": count, "stages": devices, "micro_batches_per_stage": 2}
+    return Asked(profile, cluster, count, settings)
+
+
 def restrictions_of_blocks(problem: Asked) -> Iterator[Asked]:
     """So many stages, or at most, and sizes of micro-batches."""
     most = len(problem.devices.devices)

@@ -1,6 +1,6 @@
 """Of all M and K a search may come to none with a good plan: some all over their range are tried first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from planner import plan_from_profile
 from planner.from_profile import make_problem
 from planner.keywords import SettingKeywords
 from planner.plan.prediction import Prediction
-from planner.solve import balancer
+from planner.solve import balancer, ladder
 from planner.solve.balance import Balance, StageChoice
 from planner.solve.ladder import Ladder
 from planner.solve.parts import Part
@@ -58,24 +58,28 @@ def climbed(problem: Problem, step_s: Callable[[Part], float], most: int = 1000)
         return Balance(part.candidate, tuple(choices), step_s(part), 0.0)
 
     parts = [part for one in problem.candidates() for part in Part(one).parts(problem)]
-    first = {one.candidate.replicas: one.candidate for one in parts}
     best = plan(parts[0])
     looked: list[Part] = []
 
-    def look(part: Part) -> None:
+    def look(part: Part) -> Balance | None:
         nonlocal best
+        if len(looked) == most:
+            return None
         looked.append(part)
         found = plan(part)
         best = found if found.step_s < best.step_s else best
+        return best
 
-    def other_count(replicas: int) -> Candidate | None:
+    def other_count(
+        _: Problem, best: Balance, __: Iterable[Candidate], replicas: int, below_s: float
+    ) -> Candidate | None:
         others = [one for one in parts if one.stages == len(best.stages) and one.candidate.replicas == replicas]
         found = min(others, key=step_s, default=None)
-        if found is None or (best.candidate.replicas == replicas and step_s(found) >= best.step_s):
-            return None
-        return found.candidate
+        return None if found is None or step_s(found) >= below_s else found.candidate
 
-    Ladder(problem, lambda: best, look, other_count, lambda: len(looked) < most).climb(first.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladder, "fastest_count", other_count)
+        Ladder(problem, [*problem.candidates()], look).climb(best)
     return best, looked
 
 

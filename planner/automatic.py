@@ -119,7 +119,8 @@ def autoplan(
             stages=asked.most_stages,
             progress=progress,
         )
-        rules_of(sequence.layers, asked)  # whoever misspelt a module hears of it before anything is measured
+        # Whoever misspelt a module hears of it before anything is measured.
+        rules_of(sequence.layers, asked, sequence.sample.cut_at)
         _check_only_size(sequence, asked)
         measured = profile(
             sequence,

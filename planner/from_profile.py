@@ -112,7 +112,7 @@ def make_problem(
     check_profile(profile)
     cluster = cluster_of(devices)
     asked = Settings.of(cluster, batch_size, settings)
-    rules = rules_of(profile.layers, asked)
+    rules = rules_of(profile.layers, asked, profile.sample.cut_at)
     limited = tuple(
         device if limit == device.memory_bytes else device.model_copy(update={"memory_bytes": limit})
         for device, limit in zip(cluster.devices, asked.memory_limits, strict=True)

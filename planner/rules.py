@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
-from typing import Protocol, TypeAlias
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,33 +12,11 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import Indices
 from planner.settings import Settings
 from profiler.errors import ArgumentError, InfeasibleError
+from profiler.module_paths import Layers, inside_text, span_of
 from profiler.text import counted
 
 FREE = -1
 """Device of a layer that no rule pins."""
-
-
-class NamedLayer(Protocol):
-    """What rules ask of a layer: those of a traced model and those of a profile have it."""
-
-    @property
-    def index(self) -> int:
-        """Its position."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in messages."""
-
-    @property
-    def module_paths(self) -> tuple[str, ...]:
-        """Of the modules that its operations come from, in order of first use."""
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of those that it reads."""
-
-
-Layers: TypeAlias = Sequence[NamedLayer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,12 +43,13 @@ class _Rule:
     stages: tuple[int, int] | None = None
 
 
-def rules_of(layers: Layers, settings: Settings) -> Rules:
+def rules_of(layers: Layers, settings: Settings, begun: Collection[str] = ()) -> Rules:
     """The masks of the settings' rules; known as soon as a model is traced.
 
     Args:
         layers: of the model, which the module paths mean.
         settings: with the rules.
+        begun: paths of modules that the layers were traced with, each to begin one.
 
     Raises:
         ArgumentError: there are more stages than layers, a path is no module of the model, or no cut can be made before
@@ -88,7 +66,7 @@ def rules_of(layers: Layers, settings: Settings) -> Rules:
             f"chunks is {chunks}, so 2 ranks have {2 * chunks} stages, but the model has "
             f"{counted(count, 'layer')}; a stage holds at least 1"
         )
-    rules = _listed(layers, settings)
+    rules = _listed(layers, settings, begun)
     whole = _applied(count, rules)
     if _clash(count, rules):
         needed = list(rules)
@@ -111,17 +89,17 @@ def most_stages(settings: Settings, layers: int) -> int:
     return min(settings.max_stages, layers, per_rank * settings.chunks)
 
 
-def _listed(layers: Layers, settings: Settings) -> list[_Rule]:
+def _listed(layers: Layers, settings: Settings, begun: Collection[str]) -> list[_Rule]:
     rules = []
     for path in settings.keep_together:
-        first, stop = _span(layers, "keep_together", path)
+        first, stop = span_of(layers, "keep_together", path)
         rules.append(_Rule(f"keep_together {path!r}", lambda it, a=first, b=stop: it.allowed[a + 1 : b].fill(False)))  # type: ignore[misc]
     for path in settings.cut_at:
-        start = _start(layers, path)
+        start = start_of(layers, path, begun)
         rules.append(_Rule(f"cut_at {path!r}", lambda it, a=start: it.demanded[a : a + 1].fill(True)))  # type: ignore[misc]
     seen: dict[int, tuple[str, int]] = {}
     for path, device in settings.pinned:
-        first, stop = _span(layers, "pinned", path)
+        first, stop = span_of(layers, "pinned", path)
         for layer in range(first, stop):
             other, where = seen.setdefault(layer, (path, device))
             if where != device:
@@ -179,34 +157,21 @@ def _clash(count: int, rules: Sequence[_Rule]) -> bool:
     return max(needed, least) > min(most, 1 + int(optional.sum()))
 
 
-def _span(layers: Layers, setting: str, path: str) -> tuple[int, int]:
-    """First and stop layer of a module's operations."""
-    inside = [layer.index for layer in layers if any(_within(known, path) for known in layer.module_paths)]
-    if not inside:
-        known = sorted({name for layer in layers for name in layer.module_paths})
-        raise ArgumentError(
-            f"{setting} names {path!r}, and no layer holds a module of that path; there are "
-            f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
-        )
-    return inside[0], inside[-1] + 1
-
-
-def _start(layers: Layers, path: str) -> int:
+def start_of(layers: Layers, path: str, begun: Collection[str] = ()) -> int:
     """The position before a module, where its first operation begins a layer.
 
-    Before it there may be modules without parameters that are no part of what it is in: activations, pooling, dropout.
+    Args:
+        layers: of the model.
+        path: of the module.
+        begun: paths that the layers were traced with, each to begin one.
+
+    Raises:
+        ArgumentError: it begins inside a layer, or is in none.
     """
-    first, _ = _span(layers, "cut_at", path)
-    before = [*takewhile(lambda known: not _within(known, path), layers[first].module_paths)]
-    begins, own = layers[first].module_paths[0], layers[first].parameters
-    if first and any(_within(path, known) or any(_within(name, known) for name in own) for known in before):
+    first, _ = span_of(layers, "cut_at", path)
+    if inside := inside_text(layers[first], path, begun=path in begun):
         raise ArgumentError(
-            f"cut_at names {path!r}, which begins inside layer {first} ({layers[first].name}) after "
-            f"{begins!r}; trace the model with cut_at={[path]!r} for a layer to begin there, which it does if a cut is "
-            "safe, or choose one of the modules that begin a layer"
+            f"cut_at names {path!r}, which {inside}; trace the model with cut_at={[path]!r} for a layer to begin "
+            "there, which it does if a cut is safe, or choose one of the modules that begin a layer"
         )
     return first
-
-
-def _within(known: str, path: str) -> bool:
-    return known == path or known.startswith(f"{path}.")

@@ -11,6 +11,7 @@ from planner import autoplan
 from planner.from_profile import plan_from_profile
 from planner.rules import rules_of
 from planner.settings import Settings
+from profiler import profile as profile_model
 from profiler import trace
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError, PlanError
@@ -131,6 +132,39 @@ def test_activations_before_a_module_may_be_behind_a_cut_and_its_own_parts_may_n
     assert first[-1] == ("6", "6.relu")
     with pytest.raises(ArgumentError, match=r"cut_at names '6.relu', which begins inside layer \d+ .* after '6'"):
         rules_of(sequence.layers, Settings.of(cluster, 16, {"cut_at": ["6.relu"]}))
+
+
+class Stem(nn.Module):
+    """A module `h` behind something with parameters, all of which do next to none of the work of `c`."""
+
+    def __init__(self, before: str):
+        super().__init__()
+        self.one, self.h, self.before = nn.Linear(8, 8), nn.Linear(8, 8), before
+        self.a = nn.Sequential(nn.Linear(8, 8192), nn.Linear(8192, 8)) if before != "first" else nn.Identity()
+        self.c = nn.Sequential(nn.Linear(8, 8192), nn.Linear(8192, 8))
+        if before == "shared":
+            self.two = self.one
+        self.w = nn.Parameter(torch.eye(8)) if before == "own" else None
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.c(self.h(self.one(x) if self.w is None else x @ self.w))
+
+
+@pytest.mark.parametrize("before", ["first", "shared", "own"])
+def test_a_cut_never_lies_before_other_parameters_than_those_of_the_module(before):
+    """Layer 0 was not looked at; a parameter of two names, and the model's own one, were taken for none."""
+    model, x, cluster = Stem(before), torch.zeros(16, 8), Cluster.of("2xA100-40GB")
+    sequence = trace(model, x, progress=False)
+    held = next(layer for layer in sequence.layers if "h" in layer.module_paths)
+    assert (held.index == 0) is (before == "first")
+    asked: Any = {"batch_size": 16, "stages": 2, "micro_batches": 4, "micro_batches_per_stage": 1, "cut_at": ["h"]}
+    measured: Any = {"sample": x, "batch_size": 16, "loss_fn": nn.functional.mse_loss, "target": x}
+    with pytest.raises(ArgumentError, match="cut_at names 'h', which begins inside layer"):
+        plan_from_profile(profile_model(sequence, cluster, **measured), cluster, **asked)
+    finer = trace(model, x, cut_at=["h"], progress=False)
+    plan = plan_from_profile(profile_model(finer, cluster, **measured), cluster, **asked)
+    assert finer.layers[plan.stages[1].first_layer].parameters[0] == "h.weight"
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "auto"])
